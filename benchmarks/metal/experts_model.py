@@ -5,8 +5,9 @@ number of tokens, a table compares the predicted time with two others:
 
 - the limit: the longer of the time to read the weights of the experts that are chosen, and the time of the rows'
   matrix products. Launches are not in it.
-- one expert after the other: a `gemm` for each product of each chosen expert. Gathering the rows, adding the results
-  and waiting for the router's choice are not in it.
+- one expert after the other: a `gemm` for each product of each chosen expert, and from two tokens on a kernel that
+  gathers the expert's rows and one that adds its results to the output. These two take a launch and the time in which
+  memory reads and writes their rows. The host's wait for the router's choice is not in it.
 
 Nothing runs on a GPU. Each token chooses its experts at random, and all experts are equally likely.
 """
@@ -115,12 +116,20 @@ def rows_of_an_expert(tokens: int, mixture: Mixture) -> Iterator[tuple[int, floa
             yield rows, probability
 
 
+def moving_rows(mixture: Mixture, rows: int, gpu: AppleSiliconGPU) -> float:
+    """Returns the time of gathering an expert's rows and of adding its results, in fp16."""
+    row_bytes = 2 * mixture.hidden
+    # Gathering reads and writes a row. Adding reads a result and the output's row, and writes the latter.
+    return 2 * native.dispatch_seconds() + rows * 5 * row_bytes / gpu.reachable_dram_bytes_per_second
+
+
 def one_by_one(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> float:
-    return mixture.experts * sum(
-        probability * one_product(mixture, rows, N, K, gpu.name)
-        for rows, probability in rows_of_an_expert(tokens, mixture)
-        for N, K in mixture.products()
-    )
+    seconds = 0.0
+    for rows, probability in rows_of_an_expert(tokens, mixture):
+        products = sum(one_product(mixture, rows, N, K, gpu.name) for N, K in mixture.products())
+        moves = moving_rows(mixture, rows, gpu) if tokens > 1 else 0.0
+        seconds += probability * (products + moves)
+    return mixture.experts * seconds
 
 
 def predict(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> Prediction:

@@ -37,7 +37,11 @@ MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
 FUSED_CHAIN = 4
 FUSED_K = 64
 # The kernels for experts share the bodies of these kernels.
-SHARED_BODIES = {"moe_gemv": ("gemv", "gemm/gemv"), "moe_fused": ("gemm_fused", "gemm/fused")}
+SHARED_BODIES = {
+    "moe_gemv": ("gemv", "gemm/gemv"),
+    "moe_gemv_blocks": ("gemv", "gemm/gemv"),
+    "moe_fused": ("gemm_fused", "gemm/fused"),
+}
 # How many times the instructions of that kernel's hot loop the loop of a kernel for experts may have.
 MOST_OF_SHARED_BODY = 1.02
 LIST_KERNELS = """
@@ -124,6 +128,7 @@ def cases() -> Iterator[Case]:
             for dtype in ("bfloat16", "float32"):
                 yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
     experts = [("moe_gemv", "experts/moe_gemv", 1, 256)]
+    experts += [("moe_gemv_blocks", "experts/moe_gemv_blocks", rows, 256) for rows in range(1, 5)]
     experts += [("moe_fused", "experts/moe_fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in experts:
         for weight_format in FORMATS:

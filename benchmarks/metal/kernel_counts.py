@@ -8,8 +8,8 @@ core, differ by format.
 Groups have 64 codes or the fixed size of the format, tensors are aligned, and there are no options. A kernel that the
 tool cannot compile gets the counts of single_stage.
 
-moe_fused has a loop for each number of row blocks. A row of its table has the counts of the largest loop. What runs
-once is counted in a copy of the kernel that has this loop only.
+moe_gemv_blocks has a loop for each number of rows, and moe_fused one for each number of row blocks. A row of the table
+has the counts of the largest loop. What runs once is counted in a copy of the kernel that has this loop only.
 """
 
 import argparse
@@ -44,7 +44,8 @@ TABLES = {
 FORMATS_OF_KINDS = ("uint4b8", "float4_e2m1", "lut4")
 GEMV_TILE = "{{{rows}, 128, 16}}"
 FUSED_CHAIN_K = 256
-ROW_BLOCKS = 4  # the most that a threadgroup of fused has
+# The kernels with several loops, and the conditions that choose a loop.
+LARGEST_LOOPS = {"moe_gemv_blocks": r"rows\.count == \d", "moe_fused": r"rows\.count > (?:\d \* )?kBlock"}
 
 
 def table_of(array: str) -> re.Pattern[str]:
@@ -61,7 +62,7 @@ def counted_cases(dtype: str) -> Iterator[Case]:
 
 
 def tile(case: Case) -> str:
-    if case.kernel in ("gemv", "moe_gemv"):
+    if case.kernel in ("gemv", "moe_gemv", "moe_gemv_blocks"):
         return GEMV_TILE.format(rows=case.rows)
     if case.kernel in ("gemm_fused", "moe_fused"):
         return f"{{{case.rows}, 32, {FUSED_K}}}"
@@ -80,12 +81,13 @@ def once(counted: dict[str, Any]) -> int:
 
 
 def keep_largest_loop(folder: Path) -> None:
-    """Removes all loops but the largest from moe_fused."""
-    path = folder / "kernels/experts/moe_fused.metal"
-    text, replaced = re.subn(r"rows\.count > (?:\d \* )?kBlock", "true", path.read_text())
-    if replaced != ROW_BLOCKS - 1:
-        raise RuntimeError(f"kernel_counts.py: expected {ROW_BLOCKS - 1} conditions in {path.name}, found {replaced}")
-    path.write_text(text)
+    """Removes all loops but the largest from the kernels with several."""
+    for kernel, condition in LARGEST_LOOPS.items():
+        path = folder / f"kernels/experts/{kernel}.metal"
+        text, replaced = re.subn(condition, "true", path.read_text())
+        if replaced == 0:
+            raise RuntimeError(f"kernel_counts.py: found no {condition} in {path.name}")
+        path.write_text(text)
 
 
 def row(case: Case, counted: dict[str, Any], once: int) -> str:
@@ -108,7 +110,7 @@ def rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[str]:
         largest_loops: another copy, after keep_largest_loop().
     """
     chosen = list(counted_cases(dtype))
-    alone = [case for case in chosen if case.kernel == "moe_fused"]
+    alone = [case for case in chosen if case.kernel in LARGEST_LOOPS]
     once_alone = dict(zip(alone, measure_all(largest_loops, alone), strict=True))
     for case, counted in zip(chosen, measure_all(folder, chosen), strict=True):
         if isinstance(counted, dict):

@@ -1,6 +1,6 @@
-// Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With many
-// rows, it computes a block of an expert's rows with the body of fused or tensor. One dispatch computes the products:
-// gemv and fused split K over simdgroups only, and tensor does not split K.
+// Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With more
+// rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
+// products: gemv and fused split K over simdgroups only, and tensor does not split K.
 #include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 
@@ -24,14 +24,16 @@ Tiling cheapest(const MoeProblem& problem, const GpuDevice& device, uint32_t min
                 const auto& make) {
   return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
     const PlanCost total = experts_cost(tiling, problem, device);
-    return SplitCost{total.seconds, total.dispatches[tiling.variant == GemmVariant::gemv ? 0 : 1].in_flight};
+    return SplitCost{total.seconds, total.dispatches[sorts_pairs(tiling) ? 1 : 0].in_flight};
   });
 }
 
 Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
-  row.kernel = Kernel::moe_gemv;
+  row.kernel = row.tile.M == 1 ? Kernel::moe_gemv : Kernel::moe_gemv_blocks;
   const WeightProblem& weight = problem.product.weight;
-  const uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, kGemvMaxSimdgroups);
+  uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, kGemvMaxSimdgroups);
+  while (gemv_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
+    --most;
   return cheapest(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
 }
 
@@ -74,12 +76,13 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
 
 Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool few = tiling.variant == GemmVariant::gemv;
+  const bool is_gemv = tiling.variant == GemmVariant::gemv;
   const MoeParams params = params_of(tiling, problem);
   const uint32_t N = product.weight.N;
   const uint32_t group = group_size(product.weight);
-  const Extent grid = few ? Extent{product.M, ceil_divide(N, kGemvColumns), 1}
-                          : Extent{ceil_divide(N, tiling.tile.N), params.blocks, 1};
+  const uint32_t columns = ceil_divide(N, tiling.tile.N);
+  const uint32_t rows = sorts_pairs(tiling) ? params.blocks : product.M;
+  const Extent grid = is_gemv ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
   dispatch.params = params;
   FunctionConstants& constants = dispatch.constants;
@@ -89,8 +92,8 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   constants[kConstantRows] = static_cast<int32_t>(tiling.tile.M);
   constants[kConstantSubnormalCodes] = device.half_subnormals;
   constants[kConstantRaggedK] = product.weight.K % tiling.tile.K != 0;
-  constants[kConstantRaggedN] = N % (few ? uint32_t{kGemvColumns} : kSimdgroupColumns) != 0;
-  if (!few && group < tiling.tile.K && group < product.weight.K) {
+  constants[kConstantRaggedN] = N % (is_gemv ? uint32_t{kGemvColumns} : kSimdgroupColumns) != 0;
+  if (!is_gemv && group < tiling.tile.K && group < product.weight.K) {
     constants[kConstantShortGroupSize] = static_cast<int32_t>(group);
   }
   return dispatch;
@@ -131,7 +134,7 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {
     if (variant != "auto" && variant != name(row.variant)) continue;
-    if (row.variant == GemmVariant::gemv && row.tile.M == 1) {
+    if (row.variant == GemmVariant::gemv && (row.tile.M == 1 || row.tile.M == kMoeGemvRows)) {
       tilings.push_back(gemv_candidate(row, problem, device));
     } else if (row.variant == GemmVariant::fused && fits_32_bits) {
       tilings.push_back(fused_candidate(row, problem, device));
@@ -152,7 +155,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   Plan plan;
   plan.seconds = experts_cost(tiling, problem, device).seconds;
   Dispatch products = moe_dispatch(tiling, problem, device);
-  if (tiling.variant != GemmVariant::gemv) {
+  if (sorts_pairs(tiling)) {
     const MoeParams params = params_of(tiling, problem);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;
     plan.dispatches.push_back({.kernel = Kernel::moe_sort,

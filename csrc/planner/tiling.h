@@ -86,6 +86,11 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
 // used only if the problem or the tuner names it.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device);
 
+// Returns true if moe_sort must first divide the pairs into blocks of rows.
+constexpr bool sorts_pairs(const Tiling& tiling) {
+  return tiling.kernel != Kernel::moe_gemv;
+}
+
 // Returns the cheapest tiling of a product with experts. Throws like gemm_tilings.
 Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device);
 

@@ -15,7 +15,7 @@ struct MoeParams {
   uint32_t top_k;
   uint32_t id_bytes;                    // 4 for int32 ids, 8 for int64
   uint32_t global_scale_expert_stride;  // 1 or N
-  uint32_t block_rows;                  // except in moe_gemv, rows of a block
+  uint32_t block_rows;                  // except in moe_gemv, the most rows of a block
   uint32_t blocks;                      // the entries of moe_sort's table
 };
 static_assert(sizeof(MoeParams) == 64, "shared with the shaders");
@@ -30,6 +30,10 @@ struct MoeReduceParams {
   int32_t row_weights_type;  // an ElementType, or -1 if there are none
 };
 static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
+
+// The rows of a block of moe_gemv_blocks. The loops for one to four rows of fp16 need 7 KB together, so they fit into
+// the M1's instruction cache of 12 KB (metal-benchmarks). Those for up to eight rows would not.
+enum { kMoeGemvRows = 4 };
 
 // moe_sort runs as one threadgroup. It sorts the pairs of kMoeSortThreads experts at a time, one for each thread. The
 // output begins with a table that has three words for each block of rows: expert, first place, number of rows. A

@@ -13,34 +13,37 @@ namespace marlin {
 constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
 
 // The accumulators of one lane over a slice of K (all rows, its four columns), and the addresses that it reads next.
-template <WeightFormat format, typename T>
+// There are `most_rows` rows, or fewer if rows_per_threadgroup says so.
+template <WeightFormat format, typename T, uint most_rows>
 struct GemvAccumulators {
   typedef FastCodes<code_kind(format)> Codes;
 
   Weight weight;
   Activations<T> a;
   uint lane;
-  uint n;                               // the lane's first column, at most N
-  const device uint* words;             // the words of the next 8 k
-  ulong scale_index;                    // index of the current group's scales
-  const device T* x_row[kGemvMaxRows];  // points at the row's next k or, with a permutation, at the row's start
+  uint n;                            // the lane's first column, at most N
+  const device uint* words;          // the words of the next 8 k
+  ulong scale_index;                 // index of the current group's scales
+  const device T* x_row[most_rows];  // points at the row's next k or, with a permutation, at the row's start
   const threadgroup float* table;
   threadgroup float4* totals;  // sums of the lane's four columns; those of the next row are kSimdWidth further
   // Accumulators of the current chain: a run of at most kChainLength k of one group, which is summed before scaling.
-  float even[kGemvMaxRows][kGemvColumnsPerLane];
-  float odd[kGemvMaxRows][kGemvColumnsPerLane];
+  float even[most_rows][kGemvColumnsPerLane];
+  float odd[most_rows][kGemvColumnsPerLane];
+
+  static MARLIN_INLINE uint rows() { return min(uint(rows_per_threadgroup), most_rows); }
 
   // Returns true if odd nibbles have accumulators of their own. These save shifts but double the number of
   // accumulators. With many rows, they cost too many registers: at 8 rows on an M1, a thread would use 253
   // half-registers instead of 199.
   static MARLIN_INLINE bool separate_odd() {
-    return code_kind(format) == CodeKind::integer && rows_per_threadgroup <= kGemvMaxSeparateOddRows;
+    return code_kind(format) == CodeKind::integer && rows() <= kGemvMaxSeparateOddRows;
   }
   static MARLIN_INLINE DecodeOptions form(bool subnormal) { return {subnormal, separate_odd()}; }
-  static MARLIN_INLINE bool has_row(uint r) { return r < uint(rows_per_threadgroup); }
+  static MARLIN_INLINE bool has_row(uint r) { return r < rows(); }
 
   MARLIN_INLINE void clear_totals() thread {
-    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (has_row(r)) totals[r * kSimdWidth] = float4(0.0f);
     }
   }
@@ -64,7 +67,7 @@ struct GemvAccumulators {
   MARLIN_INLINE bool has_small_activations(uint k, uint length) const thread {
     if (!checks_activations()) return false;
     bool found = false;
-    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (!has_row(r)) continue;
       const vec<T, 4> quad = load_chain(x_row[r], k, length);
       MARLIN_UNROLL for (uint i = 0; i < 4; ++i) {
@@ -77,7 +80,7 @@ struct GemvAccumulators {
 
   // The activations of 8 k. Rows that the threadgroup does not have are undefined.
   struct Rows {
-    Vec8<T> row[kGemvMaxRows];
+    Vec8<T> row[most_rows];
   };
 
   MARLIN_INLINE uint4 next_words() thread {
@@ -95,7 +98,7 @@ struct GemvAccumulators {
 
   MARLIN_INLINE Rows next_rows(uint k) thread {
     Rows x;
-    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (has_row(r)) x.row[r] = next_activations<T>(r, k);
     }
     return x;
@@ -105,11 +108,11 @@ struct GemvAccumulators {
   // loop then waits for memory once a step instead of twice, and more rows do not mean more waits for activations. Two
   // cases return false. With many rows, the activations would take too many registers: at 8 rows on an M1, a thread
   // would use 231 half-registers instead of 199. With a table, the lookups wait between the products anyway.
-  static MARLIN_INLINE bool loads_first() { return gemv_loads_first(code_kind(format), uint(rows_per_threadgroup)); }
+  static MARLIN_INLINE bool loads_first() { return gemv_loads_first(code_kind(format), rows()); }
   // Returns true if the activations are loaded between the step's two loads of words. Otherwise both loads of words
   // come first. The wait for the second load is short in either order. With four rows on an M1, activations in between
   // take 2 % fewer instructions; with one or three rows, both loads of words first take fewer.
-  static MARLIN_INLINE bool rows_between_words() { return rows_per_threadgroup == kGemvMaxLoadsFirstRows; }
+  static MARLIN_INLINE bool rows_between_words() { return rows() == kGemvMaxLoadsFirstRows; }
 
   // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` holds these
   // activations. Otherwise `loaded` is unused, and each row's activations are loaded just before they are multiplied.
@@ -123,7 +126,7 @@ struct GemvAccumulators {
         codes[c].k[j + 4] = pair.y;
       }
     }
-    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (!has_row(r)) continue;
       Vec8<float> x;
       if (loads_first()) {
@@ -147,7 +150,7 @@ struct GemvAccumulators {
   // Multiplies a chain of `length` k starting at k. All of them are in one group.
   template <bool subnormal>
   MARLIN_INLINE void multiply_chain(uint k, uint length) thread {
-    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) even[r][c] = odd[r][c] = 0.0f;
     }
     for (uint i = k; i < k + length; i += kGemvK) {
@@ -174,7 +177,7 @@ struct GemvAccumulators {
     const float odd_unit = Codes::odd_unit(form(subnormal));
     const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
     const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
-    MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) {
+    MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (!has_row(r)) continue;
       float x_sum = 0.0f;
       if (code_kind(format) == CodeKind::integer) {
@@ -193,40 +196,50 @@ struct GemvAccumulators {
 };
 
 // Says which rows a threadgroup multiplies: `count` rows of the activations, starting at a_row. The results go to the
-// output rows that start at out_row.
+// output rows that start at out_row. Rows beyond the last read that row and are not stored.
 struct GemvPlace {
   uint a_row;
   uint out_row;
   uint count;
+
+  template <typename T>
+  MARLIN_INLINE const device T* start(const thread Activations<T>& a, uint row) const thread {
+    return a.row_at(a_row + min(row, count - 1));
+  }
+  MARLIN_INLINE bool stores(uint row, thread uint& m) const thread {
+    m = out_row + row;
+    return row < count;
+  }
 };
 
-// The body that gemv and moe_gemv share. `block` is the threadgroup's position in the grid: y selects the columns, and
-// z the slices of K.
-template <WeightFormat format, typename T>
-MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread GemvPlace& place,
-                             constant GemmParams& params, threadgroup float* shared, uint3 block, uint lane,
-                             uint simdgroup, uint simdgroups) {
-  const uint rows = rows_per_threadgroup;
-  const uint thread_index = simdgroup * kSimdWidth + lane;
+// Adds values[first] and the numbers after it that are `stride` apart, `count` in all, in this order.
+template <typename V>
+MARLIN_INLINE V sum_in_order(const threadgroup V* values, uint first, uint count, uint stride) {
+  V sum = V(0.0f);
+  for (uint i = 0; i < count; ++i)
+    sum += values[i * stride + first];
+  return sum;
+}
+
+// Multiplies a slice of K: one simdgroup's rows, at most `most_rows`, and columns. `n` is the lane's first column.
+// `totals` has room for kGemvColumns sums of each row.
+template <WeightFormat format, typename T, uint most_rows = kGemvMaxRows, typename Rows>
+MARLIN_INLINE void gemv_slice(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
+                              const threadgroup float* table, threadgroup float* totals, uint slice, uint n,
+                              uint lane) {
   const uint N = product.weight.N;
-  const uint n = block.y * kGemvColumns + lane * kGemvColumnsPerLane;
-  const uint slice = block.z * simdgroups + simdgroup;
   const uint k_begin = slice * params.k_per_slice;
   const uint k_end = min(k_begin + params.k_per_slice, params.K);
-  const uint outputs = rows * kGemvColumns;
-
-  threadgroup float* slices = load_table<format>(shared, product.lut, thread_index);
-  GemvAccumulators<format, T> sums{};
+  GemvAccumulators<format, T, most_rows> sums{};
   sums.weight = product.weight;
   sums.a = product.a;
   sums.lane = lane;
   sums.n = min(n, N);
   sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord) * N + sums.n;
-  // Rows beyond the last read that row and are not stored.
-  MARLIN_UNROLL for (uint r = 0; r < kGemvMaxRows; ++r) sums.x_row[r] =
-      product.a.row_at(place.a_row + min(r, place.count - 1)) + (has_perm ? 0 : k_begin);
-  sums.table = shared;
-  sums.totals = reinterpret_cast<threadgroup float4*>(slices + simdgroup * outputs) + lane;
+  MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) sums.x_row[r] =
+      rows.start(product.a, r) + (has_perm ? 0 : k_begin);
+  sums.table = table;
+  sums.totals = reinterpret_cast<threadgroup float4*>(totals) + lane;
   sums.clear_totals();
   const uint first_group = k_begin / params.group_size;
   sums.scale_index = ulong(first_group) * N + sums.n;
@@ -247,16 +260,26 @@ MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread Gemv
       sums.scale_index += N;
     }
   }
+}
+
+// The body that gemv, moe_gemv and moe_gemv_blocks share. `block` is the threadgroup's position in the grid: y selects
+// the columns, and z the slices of K.
+template <WeightFormat format, typename T, uint most_rows = kGemvMaxRows, typename Rows>
+MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
+                             threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
+  const uint thread_index = simdgroup * kSimdWidth + lane;
+  const uint outputs = GemvAccumulators<format, T, most_rows>::rows() * kGemvColumns;
+  threadgroup float* slices = load_table<format>(shared, product.lut, thread_index);
+  gemv_slice<format, T, most_rows>(product, rows, params, shared, slices + simdgroup * outputs,
+                                   block.z * simdgroups + simdgroup,
+                                   block.y * kGemvColumns + lane * kGemvColumnsPerLane, lane);
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint i = thread_index; i < outputs; i += simdgroups * kSimdWidth) {
-    const uint row = i / kGemvColumns;
+    uint m = 0;
     const uint column = block.y * kGemvColumns + i % kGemvColumns;
-    if (row >= place.count || column >= N) continue;
-    float sum = 0.0f;
-    for (uint s = 0; s < simdgroups; ++s)
-      sum += slices[s * outputs + i];
-    product.output.store_slice(block.z, place.out_row + row, column, sum);
+    if (!rows.stores(i / kGemvColumns, m) || column >= product.weight.N) continue;
+    product.output.store_slice(block.z, m, column, sum_in_order(slices, i, simdgroups, outputs));
   }
 }
 

@@ -62,6 +62,8 @@
 //     between stripes; width and height divide the tile's N and M.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
 //   moe_gemv: as gemv with one row per threadgroup; grid (pairs, ceil(N / kGemvColumns), 1); partials [1, pairs, N].
+//   moe_gemv_blocks: as gemv; grid (moe_blocks(pairs, experts, rows), ceil(N / kGemvColumns), 1); partials
+//     [1, pairs, N].
 //   moe_sort: threads (kMoeSortThreads, 1, 1), grid (1, 1, 1).
 //   moe_fused: as gemm_fused; grid (ceil(N / kFusedColumns), moe_blocks(pairs, experts, rows), 1); partials
 //     [1, pairs, N].
@@ -128,6 +130,9 @@
 #define MARLIN_KERNELS_MOE_GEMV(X) \
   X("experts/moe_gemv", moe_gemv, format_element, kMaskAll | MARLIN_SLOT(kSlotExpertIds))
 
+#define MARLIN_KERNELS_MOE_GEMV_BLOCKS(X) \
+  X("experts/moe_gemv_blocks", moe_gemv_blocks, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+
 #define MARLIN_KERNELS_MOE_FUSED(X) \
   X("experts/moe_fused", moe_fused, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
 
@@ -160,26 +165,27 @@
         MARLIN_SLOT(kSlotC0) | MARLIN_SLOT(kSlotN0) | MARLIN_SLOT(kSlotM0) | MARLIN_SLOT(kSlotH) |                \
         MARLIN_SLOT(kSlotFinalC) | MARLIN_SLOT(kSlotFinalN) | MARLIN_SLOT(kSlotFinalM) | MARLIN_SLOT(kSlotParams))
 
-#define MARLIN_KERNELS(X)        \
-  MARLIN_KERNELS_REPACK(X)       \
-  MARLIN_KERNELS_DEQUANTIZE(X)   \
-  MARLIN_KERNELS_EMBEDDING(X)    \
-  MARLIN_KERNELS_PROBE(X)        \
-  MARLIN_KERNELS_GEMV(X)         \
-  MARLIN_KERNELS_GEMM_FUSED(X)   \
-  MARLIN_KERNELS_GEMM_STAGED(X)  \
-  MARLIN_KERNELS_GEMM_STRIPED(X) \
-  MARLIN_KERNELS_GEMM_TENSOR(X)  \
-  MARLIN_KERNELS_REDUCE(X)       \
-  MARLIN_KERNELS_MOE_SORT(X)     \
-  MARLIN_KERNELS_MOE_GEMV(X)     \
-  MARLIN_KERNELS_MOE_FUSED(X)    \
-  MARLIN_KERNELS_MOE_TENSOR(X)   \
-  MARLIN_KERNELS_MOE_REDUCE(X)   \
-  MARLIN_KERNELS_LAYER(X)        \
-  MARLIN_KERNELS_MLSTM_GATES(X)  \
-  MARLIN_KERNELS_MLSTM_STATES(X) \
-  MARLIN_KERNELS_MLSTM_OUTPUT(X) \
+#define MARLIN_KERNELS(X)           \
+  MARLIN_KERNELS_REPACK(X)          \
+  MARLIN_KERNELS_DEQUANTIZE(X)      \
+  MARLIN_KERNELS_EMBEDDING(X)       \
+  MARLIN_KERNELS_PROBE(X)           \
+  MARLIN_KERNELS_GEMV(X)            \
+  MARLIN_KERNELS_GEMM_FUSED(X)      \
+  MARLIN_KERNELS_GEMM_STAGED(X)     \
+  MARLIN_KERNELS_GEMM_STRIPED(X)    \
+  MARLIN_KERNELS_GEMM_TENSOR(X)     \
+  MARLIN_KERNELS_REDUCE(X)          \
+  MARLIN_KERNELS_MOE_SORT(X)        \
+  MARLIN_KERNELS_MOE_GEMV(X)        \
+  MARLIN_KERNELS_MOE_GEMV_BLOCKS(X) \
+  MARLIN_KERNELS_MOE_FUSED(X)       \
+  MARLIN_KERNELS_MOE_TENSOR(X)      \
+  MARLIN_KERNELS_MOE_REDUCE(X)      \
+  MARLIN_KERNELS_LAYER(X)           \
+  MARLIN_KERNELS_MLSTM_GATES(X)     \
+  MARLIN_KERNELS_MLSTM_STATES(X)    \
+  MARLIN_KERNELS_MLSTM_OUTPUT(X)    \
   MARLIN_KERNELS_MLSTM_STEP(X)
 
 #ifdef __METAL_VERSION__

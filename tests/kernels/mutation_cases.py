@@ -169,6 +169,11 @@ def _moe_cases(*kernels: str) -> Iterator[Case]:
                 yield f"{kernel} {case.__name__}", partial(experts.test_products, case, kernel, options)
 
 
+def _moe_loop_cases(kernel: str) -> Iterator[Case]:
+    yield from _moe_cases(kernel)
+    yield f"{kernel} rows", partial(experts.case_of_rows, kernel, 0, HALF)
+
+
 def _moe_tensor_cases() -> Iterator[Case]:
     yield from _moe_cases("moe_tensor")
     for turn in (1, 3, 4):
@@ -176,13 +181,14 @@ def _moe_tensor_cases() -> Iterator[Case]:
 
 
 def _moe_rows_cases() -> Iterator[Case]:
+    yield from _moe_loop_cases("moe_gemv_blocks")
     yield from _moe_cases("moe_fused")
     yield from _moe_tensor_cases()
 
 
 def _moe_all() -> Iterator[Case]:
     yield from _moe_sort_cases()
-    yield from _moe_cases("moe_gemv", "moe_fused", "moe_tensor")
+    yield from _moe_cases("moe_gemv", "moe_gemv_blocks", "moe_fused", "moe_tensor")
 
 
 def _norm_cases() -> Iterator[Case]:
@@ -280,7 +286,8 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/experts.h": _moe_all,
         "experts/moe_sort.metal": _moe_sort_cases,
         "experts/moe_gemv.metal": partial(_moe_cases, "moe_gemv"),
-        "experts/moe_fused.metal": partial(_moe_cases, "moe_fused"),
+        "experts/moe_gemv_blocks.metal": partial(_moe_loop_cases, "moe_gemv_blocks"),
+        "experts/moe_fused.metal": partial(_moe_loop_cases, "moe_fused"),
         "experts/moe_tensor.metal": _moe_tensor_cases,
         "experts/rows.h": _moe_rows_cases,
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),

@@ -74,7 +74,7 @@ def mixture(
 def check(p: Mixture, kernel: str, **options: int | str) -> None:
     got = run_experts(kernel, p, **options)
     exact, bound = reference_experts.moe_gemm(
-        p.a, p.experts, p.ids, p.bias, p.row_weights, p.reduce, raw_codes=kernel == "moe_gemv"
+        p.a, p.experts, p.ids, p.bias, p.row_weights, p.reduce, raw_codes=kernel in ("moe_gemv", "moe_gemv_blocks")
     )
     reference.check_gemm(got, exact, bound)
 
@@ -94,6 +94,7 @@ def case_of_pairs(kernel: str, **options: int | str) -> None:
 PRODUCTS = [case_of_one_sum, case_of_pairs]
 KERNELS = [
     ("moe_gemv", {"simdgroups": 2}),
+    ("moe_gemv_blocks", {"rows": 4, "simdgroups": 2}),
     ("moe_fused", {"rows": 8, "simdgroups": 2}),
     ("moe_tensor", {"tile": "32x64x32"}),
 ]
@@ -103,6 +104,30 @@ KERNELS = [
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products(case, kernel: str, options: dict[str, int | str]) -> None:
     case(kernel, **options)
+
+
+# Blocks that are full, and last blocks for which the kernels have loops of their own: the rows of five experts.
+ROWS_OF_EXPERTS = {"moe_gemv_blocks": (1, 2, 3, 4, 7), "moe_fused": (5, 13, 22, 31, 37)}
+MOST_ROWS = {"moe_gemv_blocks": 4, "moe_fused": 32}
+
+
+def case_of_rows(kernel: str, turn: int, dtype: torch.dtype) -> None:
+    """Multiplies experts with different numbers of rows. Formats, sizes and options take turns."""
+    counts = ROWS_OF_EXPERTS[kernel]
+    ids = np.random.default_rng(turn).permutation(np.repeat(np.arange(len(counts)), counts))
+    p = mixture(
+        reference.FORMATS[turn], dtype, ids[:, None].tolist(), E=len(counts), K=(72, 136, 264)[turn % 3],
+        N=(132, 41, 64, 70)[turn % 4], group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 2 == 0,
+        bias=turn % 3 != 1, use_perm=turn % 3 == 0, weighted=turn % 3 == 2,
+    )  # fmt: skip
+    check(p, kernel, rows=MOST_ROWS[kernel], simdgroups=1 + turn % 3, subnormal_codes=turn % 3 != 2)
+
+
+@pytest.mark.parametrize("kernel", ROWS_OF_EXPERTS)
+@pytest.mark.parametrize("turn", range(len(reference.FORMATS)))
+def test_last_blocks(turn: int, kernel: str, everything: bool) -> None:
+    for dtype in reference.dtypes_in_turn(turn, everything):
+        case_of_rows(kernel, turn, dtype)
 
 
 # Expert 1 has 71 rows, which are more than a block of 32 or 64, expert 0 has 32 and expert 2 none. 3 ids name no expert.

@@ -141,10 +141,24 @@ void check_costs() {
         for (const char* variant : {"gemv", "fused"}) {
           problem.product.variant = variant;
           expect(plan_moe(problem, device).seconds >= plan.seconds, std::string("no slower than ") + variant);
+          const Tiling named = moe_tiling(problem, device);
+          expect(named.splits == 1 && named.k_per_slice * named.simdgroups >= problem.product.weight.K,
+                 "one threadgroup multiplies all of K");
         }
         before = total.seconds;
       }
     }
+  }
+}
+
+// The more rows an expert has, the larger the blocks of its rows.
+void check_blocks() {
+  const GpuDevice device = whole(*find_chip("M1"));
+  subject = "blocks";
+  for (const auto& [tokens, kernel] :
+       {std::pair(1U, Kernel::moe_gemv), std::pair(32U, Kernel::moe_gemv_blocks), std::pair(512U, Kernel::moe_fused)}) {
+    const Tiling tiling = moe_tiling(mixture(tokens), device);
+    expect(tiling.kernel == kernel, std::to_string(tokens) + " tokens: got " + name(tiling));
   }
 }
 

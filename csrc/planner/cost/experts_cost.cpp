@@ -42,16 +42,29 @@ DispatchCost sort_cost(const MoeProblem& problem, const GpuDevice& device) {
   return cost;
 }
 
-// Returns the load of the blocks, with the averages of what their simdgroups execute. moe_fused takes less time for a
-// block that is not full.
+// Returns the number of rows that is the unit of a block's time: the kernels have a loop for each multiple of it.
+uint32_t unit_rows(const Tiling& tiling) {
+  switch (tiling.variant) {
+    case GemmVariant::gemv:
+      return 1;
+    case GemmVariant::fused:
+      return kBlock;
+    default:
+      return tiling.tile.M;
+  }
+}
+
+// Returns the load of the blocks, with the averages of what their simdgroups execute. A block that is not full takes
+// less time.
 KernelLoad average_load(const Tiling& tiling, const GemmProblem& product, const Routing& routing,
                         const GpuDevice& device) {
   KernelLoad average = product_load(tiling, product, {0, tiling.tile.M, 1}, device);
-  if (tiling.variant != GemmVariant::fused) return average;
+  const uint32_t unit = unit_rows(tiling);
+  if (unit == tiling.tile.M) return average;
   average.issue = average.complex = average.matrix_operations = average.dram_waits = average.cache_waits = 0;
-  for (uint32_t rows = kBlock; rows <= tiling.tile.M; rows += kBlock) {
+  for (uint32_t rows = unit; rows <= tiling.tile.M; rows += unit) {
     const auto last = routing.blocks_by_rows.begin() + rows;
-    const double share = std::accumulate(last - kBlock, last, 0.0) / routing.blocks;
+    const double share = std::accumulate(last - unit, last, 0.0) / routing.blocks;
     const KernelLoad load = product_load(tiling, product, {0, rows, 1}, device);
     average.issue += share * load.issue;
     average.complex += share * load.complex;
@@ -65,9 +78,9 @@ KernelLoad average_load(const Tiling& tiling, const GemmProblem& product, const 
 DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const WeightProblem& weight = product.weight;
-  const bool sorted = tiling.variant != GemmVariant::gemv;
+  const bool is_gemv = tiling.variant == GemmVariant::gemv;
   const uint32_t tokens = ceil_divide(product.M, problem.top_k);
-  const Routing routing = expected_routing(tokens, problem.top_k, problem.experts, sorted ? tiling.tile.M : 1);
+  const Routing routing = expected_routing(tokens, problem.top_k, problem.experts, tiling.tile.M);
   const double columns = ceil_divide(weight.N, tiling.tile.N);
 
   KernelLoad load = average_load(tiling, product, routing, device);
@@ -77,8 +90,8 @@ DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, cons
   const double distinct = problem.a_slot_stride == 0 ? rows / problem.top_k : rows;
   const double written = double(product.M) * weight.N * (combines(problem) ? 4 : element_bytes(product.activations));
   // The blocks of an expert are next to each other. Between two of them, the threadgroups read one expert's weight.
-  // moe_gemv starts all rows of some columns before those of the next columns, so L2 serves all but the first row.
-  const double times = sorted ? std::max(1.0, routing.blocks / routing.experts) : 1;
+  // gemv starts all rows of some columns before those of the next columns, so L2 serves all but the first row.
+  const double times = is_gemv ? 1 : std::max(1.0, routing.blocks / routing.experts);
   load.dram_bytes = routing.experts * reads(weight_bytes(weight), times, *device.chip) +
                     reads(distinct, rows / distinct, *device.chip) + written;
   load.l2_bytes = routing.blocks * weight_bytes(weight) + columns * rows + written;
@@ -133,7 +146,7 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
 
 PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   PlanCost total;
-  if (tiling.variant != GemmVariant::gemv) total.dispatches.push_back(sort_cost(problem, device));
+  if (sorts_pairs(tiling)) total.dispatches.push_back(sort_cost(problem, device));
   total.dispatches.push_back(products_cost(tiling, problem, device));
   if (combines(problem)) total.dispatches.push_back(combine_cost(problem, device));
   for (const DispatchCost& part : total.dispatches)

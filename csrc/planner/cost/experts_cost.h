@@ -18,7 +18,7 @@ struct Routing {
 // knows the routing when a plan is made.
 Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows);
 
-// Returns the cost of each dispatch of the plan: moe_sort (not for tilings of gemv), then the products, then moe_reduce
+// Returns the cost of each dispatch of the plan: moe_sort (if the tiling needs it), then the products, then moe_reduce
 // (only if the problem needs it). Surplus threadgroups, which have no rows, cost nothing.
 PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device);
 

@@ -87,15 +87,15 @@ class Shape:
         if kernel == "moe_tensor":
             rows, columns, step = map(int, tile.split("x"))
             return Shape(kernel, rows, columns, step, facts()["tensor_tiles"][tile] // 32, 1, number("kTensorColumns"))
-        name = "Gemv" if kernel == "moe_gemv" else "Fused"
+        name = "Gemv" if kernel in ("moe_gemv", "moe_gemv_blocks") else "Fused"
         columns, step = number(f"k{name}Columns"), number(f"k{name}K")
         return Shape(kernel, rows, columns, step, simdgroups, simdgroups, columns)
 
     def threadgroup_bytes(self, weight_format: str) -> int:
         if self.kernel == "moe_tensor":
             return number("kTensorThreadgroupBytes")
-        if self.kernel == "moe_gemv":
-            return facts()["gemv_bytes"][weight_format][1][self.simdgroups]
+        if self.kernel in ("moe_gemv", "moe_gemv_blocks"):
+            return facts()["gemv_bytes"][weight_format][self.rows][self.simdgroups]
         return facts()["fused_bytes"][weight_format][self.simdgroups][self.rows // 8]
 
 
@@ -109,27 +109,27 @@ def run_experts(
     perturb_seed: int = 0,
     subnormal_codes: bool = True,
 ) -> torch.Tensor:
-    """Computes a mixture with `moe_gemv`, `moe_fused` or `moe_tensor`.
+    """Computes a mixture with a kernel for experts.
 
     Args:
-        kernel: "moe_gemv", "moe_fused" or "moe_tensor".
+        kernel: "moe_gemv", "moe_gemv_blocks", "moe_fused" or "moe_tensor".
         p: the mixture.
-        rows: rows of a block, for `moe_fused`.
-        simdgroups: simdgroups of a threadgroup, for `moe_gemv` and `moe_fused`; each multiplies a part of K.
+        rows: the most rows of a block, for `moe_gemv_blocks` and `moe_fused`.
+        simdgroups: simdgroups of a threadgroup, except for `moe_tensor`; each multiplies a part of K.
         tile: for `moe_tensor`.
         perturb_seed: see `run_gemv`.
         subnormal_codes: whether the GPU keeps subnormal halves.
     """
-    few = kernel == "moe_gemv"
+    is_sorted, is_gemv = kernel != "moe_gemv", kernel in ("moe_gemv", "moe_gemv_blocks")
     E, K, N, pairs = p.sizes.values()
     shape = Shape.of(kernel, rows, simdgroups, tile)
     rows, columns, step = shape.rows, shape.columns, shape.step
     buffers, constants = _tensors(p)
     blocks = most_blocks(pairs, E, rows)
-    if few:
-        buffers["ExpertIds"] = place(p.ids.reshape(-1))
-    else:
+    if is_sorted:
         buffers["Blocks"] = run_sort(p.ids, E, rows)
+    else:
+        buffers["ExpertIds"] = place(p.ids.reshape(-1))
     out = place_output((pairs if not p.reduce else len(p.ids), N), p.a.dtype)
     partials = place_output((pairs, N), torch.float32)
     buffers["Partials" if p.combines else "Out"] = partials if p.combines else out
@@ -148,12 +148,12 @@ def run_experts(
         **id_fields(p.ids),
     )
     biased = {name: constants.pop(name) for name in ("has_bias", "bias_type") if name in constants}
-    strips = -(-N // columns)
+    strips, row_groups = -(-N // columns), blocks if is_sorted else pairs
     counters = launch(
         kernel,
         buffers if not p.combines else {slot: buffer for slot, buffer in buffers.items() if slot != "Bias"},
         group=(32 * shape.simdgroups, 1, 1),
-        groups=(pairs, strips, 1) if few else (strips, blocks, 1),
+        groups=(row_groups, strips, 1) if is_gemv else (strips, row_groups, 1),
         weight_format=p.weight_format,
         element=ELEMENT_NAMES[p.a.dtype],
         constants=constants
@@ -162,7 +162,7 @@ def run_experts(
             "rows_per_threadgroup": rows,
             "subnormal_codes": subnormal_codes,
             "writes_partials": p.combines,
-            "short_group_size": p.group_size if not few and p.group_size < min(step, K) else 0,
+            "short_group_size": p.group_size if not is_gemv and p.group_size < min(step, K) else 0,
             "ragged_k": K % step != 0,
             "ragged_n": N % shape.ragged_columns != 0,
         },
