@@ -62,7 +62,7 @@ def counted_cases(dtype: str) -> Iterator[Case]:
 
 
 def tile(case: Case) -> str:
-    if case.kernel in ("gemv", "moe_gemv", "moe_gemv_blocks"):
+    if case.kernel.startswith(("gemv", "moe_gemv")):
         return GEMV_TILE.format(rows=case.rows)
     if case.kernel in ("gemm_fused", "moe_fused"):
         return f"{{{case.rows}, 32, {FUSED_K}}}"

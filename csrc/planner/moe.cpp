@@ -1,6 +1,7 @@
 // Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With more
 // rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
-// products: gemv and fused split K over simdgroups only, and tensor does not split K.
+// products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
+// also add a token's products.
 #include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 
@@ -37,6 +38,19 @@ Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& 
   return cheapest(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
 }
 
+// Returns the tiling with which a threadgroup computes all slots of a token, and adds them.
+Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
+  row.kernel = Kernel::moe_gemv_reduce;
+  const WeightProblem& weight = problem.product.weight;
+  const uint32_t room = std::min<uint32_t>(kMoeReduceMaxSimdgroups / problem.top_k, kGemvMaxSimdgroups);
+  const uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, room);
+  return cheapest(problem, device, 1, most, [&](uint32_t slices) {
+    Tiling tiling = gemv_split(row, weight, slices);
+    tiling.simdgroups *= problem.top_k;
+    return tiling;
+  });
+}
+
 Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
   row.kernel = Kernel::moe_fused;
   const WeightProblem& weight = problem.product.weight;
@@ -60,6 +74,10 @@ std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& devi
   return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
 }
 
+int32_t row_weights_type(const MoeProblem& problem) {
+  return problem.has_row_weights ? static_cast<int32_t>(problem.row_weights) : -1;
+}
+
 MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
   const WeightProblem& weight = problem.product.weight;
   const uint32_t rows = tiling.tile.M;
@@ -71,7 +89,9 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
           .id_bytes = problem.wide_ids ? 8U : 4U,
           .global_scale_expert_stride = weight.global_scale_per_column ? weight.N : 1,
           .block_rows = rows,
-          .blocks = moe_blocks(problem.product.M, problem.experts, rows)};
+          .blocks = moe_blocks(problem.product.M, problem.experts, rows),
+          .row_weights_type = row_weights_type(problem),
+          .unused = 0};
 }
 
 Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
@@ -81,13 +101,15 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const uint32_t N = product.weight.N;
   const uint32_t group = group_size(product.weight);
   const uint32_t columns = ceil_divide(N, tiling.tile.N);
-  const uint32_t rows = sorts_pairs(tiling) ? params.blocks : product.M;
+  const uint32_t rows = sorts_pairs(tiling)                        ? params.blocks
+                        : tiling.kernel == Kernel::moe_gemv_reduce ? product.M / problem.top_k
+                                                                   : product.M;
   const Extent grid = is_gemv ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
   dispatch.params = params;
   FunctionConstants& constants = dispatch.constants;
-  constants[kConstantWritesPartials] = combines(problem);
-  if (combines(problem)) constants[kConstantHasBias] = constants[kConstantBiasType] = 0;  // moe_reduce adds it
+  constants[kConstantWritesPartials] = combines(tiling, problem);
+  if (combines(tiling, problem)) constants[kConstantHasBias] = constants[kConstantBiasType] = 0;  // moe_reduce adds it
   if (problem.a_slot_stride % 4 != 0) constants[kConstantVectorActivations] = 0;
   constants[kConstantRows] = static_cast<int32_t>(tiling.tile.M);
   constants[kConstantSubnormalCodes] = device.half_subnormals;
@@ -103,21 +125,16 @@ Dispatch reduce_dispatch(const MoeProblem& problem) {
   const GemmProblem& product = problem.product;
   const uint32_t terms = problem.reduce ? problem.top_k : 1;
   const uint32_t rows = product.M / terms;
-  const int32_t weights_type = problem.has_row_weights ? static_cast<int32_t>(problem.row_weights) : -1;
   return {.kernel = Kernel::moe_reduce,
           .function = host_name(Kernel::moe_reduce, product.weight.format, product.activations),
           .constants = bias_constants(product),
           .grid = elementwise_grid(product.weight.N, rows),
           .threads = kElementwiseThreads,
           .params = MoeReduceParams{rows, product.weight.N, terms, problem.experts, problem.wide_ids ? 8U : 4U,
-                                    weights_type}};
+                                    row_weights_type(problem)}};
 }
 
 }  // namespace
-
-bool combines(const MoeProblem& problem) {
-  return problem.reduce || problem.has_row_weights;
-}
 
 Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
@@ -136,6 +153,9 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
     if (variant != "auto" && variant != name(row.variant)) continue;
     if (row.variant == GemmVariant::gemv && (row.tile.M == 1 || row.tile.M == kMoeGemvRows)) {
       tilings.push_back(gemv_candidate(row, problem, device));
+      if (row.tile.M == 1 && problem.reduce && problem.top_k <= kMoeReduceMaxSimdgroups) {
+        tilings.push_back(gemv_reduce_candidate(row, problem, device));
+      }
     } else if (row.variant == GemmVariant::fused && fits_32_bits) {
       tilings.push_back(fused_candidate(row, problem, device));
     } else if (row.variant == GemmVariant::tensor && variant != "auto") {
@@ -165,7 +185,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
                                .params = params});
   }
   plan.dispatches.push_back(std::move(products));
-  if (combines(problem)) {
+  if (combines(tiling, problem)) {
     plan.partials = {product.weight.N, product.M, 1};
     plan.dispatches.push_back(reduce_dispatch(problem));
   }

@@ -60,9 +60,6 @@ inline uint32_t rows_of_expert(const MoeProblem& problem) {
   return ceil_divide(problem.product.M, std::min(problem.experts, problem.product.M));
 }
 
-// Returns true if a second kernel multiplies the pairs' fp32 products by row weights, or adds them up for each token.
-bool combines(const MoeProblem& problem);
-
 struct DequantizeProblem {
   WeightProblem weight{};
   ElementType out = ElementType::float16;

@@ -88,7 +88,13 @@ const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& prob
 
 // Returns true if moe_sort must first divide the pairs into blocks of rows.
 constexpr bool sorts_pairs(const Tiling& tiling) {
-  return tiling.kernel != Kernel::moe_gemv;
+  return tiling.kernel != Kernel::moe_gemv && tiling.kernel != Kernel::moe_gemv_reduce;
+}
+
+// Returns true if a second kernel, moe_reduce, multiplies the pairs' fp32 products by row weights, or adds them up for
+// each token.
+constexpr bool combines(const Tiling& tiling, const MoeProblem& problem) {
+  return (problem.reduce || problem.has_row_weights) && tiling.kernel != Kernel::moe_gemv_reduce;
 }
 
 // Returns the cheapest tiling of a product with experts. Throws like gemm_tilings.

@@ -91,9 +91,7 @@ py::list tile_budgets(ElementType activations) {
   std::set<std::string> listed;
   for (const KernelCounts& counts : kKernelCounts) {
     if (counts.format != WeightFormat::uint4b8) continue;
-    if (counts.kernel == Kernel::moe_gemv || counts.kernel == Kernel::moe_gemv_blocks ||
-        counts.kernel == Kernel::moe_fused)
-      continue;  // gemv's and fused's tiles
+    if (info(counts.kernel).name.starts_with("moe_")) continue;  // gemv's and fused's tiles
     const auto row = std::ranges::find_if(
         kGemmTiles, [&](const GemmTile& tile) { return tile.kernel == counts.kernel && tile.tile == counts.tile; });
     if (row == kGemmTiles.end())

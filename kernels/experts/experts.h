@@ -43,6 +43,24 @@ MARLIN_INLINE const device T* row_of_pair(const device T* a, uint pair, constant
          int64_t(pair % params.top_k) * params.a_slot_stride;
 }
 
+// Returns a column of an expert's bias, or 0 if there is none.
+MARLIN_INLINE float bias_of(const device uchar* bias, uint expert, uint n, uint N) {
+  return has_bias ? load_element(bias, ulong(expert) * N + n, bias_type) : 0.0f;
+}
+
+// Returns the row weight of a pair, or 1 if there are none.
+MARLIN_INLINE float weight_of(const device uchar* row_weights, uint pair, int type) {
+  return type >= 0 ? load_element(row_weights, pair, type) : 1.0f;
+}
+
+// Returns what a pair adds to its token's result. No fma joins the product with the sum of a token, so all kernels that
+// add terms in one order give the same bits.
+MARLIN_INLINE float term_of(float product, float bias, float weight) {
+#pragma clang fp contract(off)
+  const float biased = product + bias;
+  return biased * weight;
+}
+
 }  // namespace marlin
 
 #define MARLIN_MOE_BUFFERS MARLIN_PRODUCT_TENSORS, constant MoeParams& params [[buffer(kSlotParams)]]

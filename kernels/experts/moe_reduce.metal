@@ -21,10 +21,9 @@ template <typename T>
   for (uint pair = row * params.terms; pair < (row + 1) * params.terms; ++pair) {
     const uint expert = expert_of(ids, pair, params.id_bytes, params.experts);
     if (expert == params.experts) continue;
-    float product = partials[ulong(pair) * params.N + n];
-    if (has_bias) product += load_element(bias, ulong(expert) * params.N + n, bias_type);
-    if (params.row_weights_type >= 0) product *= load_element(row_weights, pair, params.row_weights_type);
-    sum += product;
+    const float term = term_of(partials[ulong(pair) * params.N + n], bias_of(bias, expert, n, params.N),
+                               weight_of(row_weights, pair, params.row_weights_type));
+    sum += term;
   }
   out[ulong(row) * params.N + n] = T(sum);
 }

@@ -15,10 +15,12 @@ struct MoeParams {
   uint32_t top_k;
   uint32_t id_bytes;                    // 4 for int32 ids, 8 for int64
   uint32_t global_scale_expert_stride;  // 1 or N
-  uint32_t block_rows;                  // except in moe_gemv, the most rows of a block
+  uint32_t block_rows;                  // if moe_sort makes blocks, the most rows of one
   uint32_t blocks;                      // the entries of moe_sort's table
+  int32_t row_weights_type;             // in moe_gemv_reduce: an ElementType, or -1 if there are none
+  uint32_t unused;
 };
-static_assert(sizeof(MoeParams) == 64, "shared with the shaders");
+static_assert(sizeof(MoeParams) == 72, "shared with the shaders");
 
 // out[row, n] = round(sum over the row's `terms` pairs of row_weights[pair] * (products[pair, n] + bias[expert, n]))
 struct MoeReduceParams {
@@ -34,6 +36,10 @@ static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 // The rows of a block of moe_gemv_blocks. The loops for one to four rows of fp16 need 7 KB together, so they fit into
 // the M1's instruction cache of 12 KB (metal-benchmarks). Those for up to eight rows would not.
 enum { kMoeGemvRows = 4 };
+
+// In a threadgroup of moe_gemv_reduce, each of a token's slots has simdgroups of its own, which split K between them. A
+// thread uses at most 143 half-registers (Mesa's compiler), with which a threadgroup can have 22 simdgroups on an M1.
+enum { kMoeReduceMaxSimdgroups = 20 };
 
 // moe_sort runs as one threadgroup. It sorts the pairs of kMoeSortThreads experts at a time, one for each thread. The
 // output begins with a table that has three words for each block of rows: expert, first place, number of rows. A

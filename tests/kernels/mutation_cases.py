@@ -174,6 +174,11 @@ def _moe_loop_cases(kernel: str) -> Iterator[Case]:
     yield f"{kernel} rows", partial(experts.case_of_rows, kernel, 0, HALF)
 
 
+def _moe_gemv_reduce_cases() -> Iterator[Case]:
+    for turn in (3, 1, 4):
+        yield f"moe_gemv_reduce {turn}", partial(experts.case_of_summed_slots, turn)
+
+
 def _moe_tensor_cases() -> Iterator[Case]:
     yield from _moe_cases("moe_tensor")
     for turn in (1, 3, 4):
@@ -189,6 +194,7 @@ def _moe_rows_cases() -> Iterator[Case]:
 def _moe_all() -> Iterator[Case]:
     yield from _moe_sort_cases()
     yield from _moe_cases("moe_gemv", "moe_gemv_blocks", "moe_fused", "moe_tensor")
+    yield from _moe_gemv_reduce_cases()
 
 
 def _norm_cases() -> Iterator[Case]:
@@ -288,6 +294,7 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/moe_gemv.metal": partial(_moe_cases, "moe_gemv"),
         "experts/moe_gemv_blocks.metal": partial(_moe_loop_cases, "moe_gemv_blocks"),
         "experts/moe_fused.metal": partial(_moe_loop_cases, "moe_fused"),
+        "experts/moe_gemv_reduce.metal": _moe_gemv_reduce_cases,
         "experts/moe_tensor.metal": _moe_tensor_cases,
         "experts/rows.h": _moe_rows_cases,
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),

@@ -4,6 +4,8 @@ In checked mode, reading memory that no kernel has written is a fault. Blocks be
 expert must therefore read nothing.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from tests.support import experts as reference_experts
 from tests.support import reference
 from tests.support.experts import make_experts
-from tests.support.kernels.experts import Mixture, expected_table, run_experts, run_sort
+from tests.support.kernels.experts import GEMV_KERNELS, Mixture, expected_table, run_experts, run_sort
 from tests.support.kernels.launch import number
 from tests.support.kernels.tensor import TILES
 
@@ -54,8 +56,8 @@ def mixture(
         E: number of experts.
         K: rows of a weight.
         N: columns of a weight.
-        **options: `by_slot`: a row for each slot; `group_size`, `bias`, `weighted`, `reduce`, `use_perm`: as in
-            `moe_gemm`.
+        **options: `by_slot`: a row for each slot; `weighted`: the dtype of row weights; `group_size`, `bias`, `reduce`,
+            `use_perm`: as in `moe_gemm`.
     """
     group = min({"nvfp4": 16, "mxfp4": 32}.get(weight_format, options.pop("group_size", 16)), K)
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
@@ -63,27 +65,29 @@ def mixture(
     chosen = torch.tensor(ids)
     rng = np.random.default_rng([K, N])
     rows = (*chosen.shape, K) if options.pop("by_slot", False) else (len(ids), K)
+    weighted = options.pop("weighted", None)
     return Mixture(
         held, weight_format, group, torch.from_numpy(rng.standard_normal(rows)).to(dtype), chosen,
         bias=torch.from_numpy(rng.standard_normal((E, N))).to(HALF) if options.pop("bias", False) else None,
-        row_weights=torch.from_numpy(rng.random(chosen.shape)).to(FLOAT) if options.pop("weighted", False) else None,
+        row_weights=torch.from_numpy(rng.random(chosen.shape)).to(weighted) if weighted else None,
         **options,
     )  # fmt: skip
 
 
-def check(p: Mixture, kernel: str, **options: int | str) -> None:
+def check(p: Mixture, kernel: str, **options: int | str) -> torch.Tensor:
     got = run_experts(kernel, p, **options)
     exact, bound = reference_experts.moe_gemm(
-        p.a, p.experts, p.ids, p.bias, p.row_weights, p.reduce, raw_codes=kernel in ("moe_gemv", "moe_gemv_blocks")
+        p.a, p.experts, p.ids, p.bias, p.row_weights, p.reduce, raw_codes=kernel in GEMV_KERNELS
     )
     reference.check_gemm(got, exact, bound)
+    return got
 
 
 IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more than a block of rows; 3 names no expert
 
 
 def case_of_one_sum(kernel: str, **options: int | str) -> None:
-    p = mixture("uint4", HALF, IDS, E=3, K=72, N=41, bias=True, weighted=True, reduce=True, by_slot=True)
+    p = mixture("uint4", HALF, IDS, E=3, K=72, N=41, bias=True, weighted=FLOAT, reduce=True, by_slot=True)
     check(p, kernel, **options)
 
 
@@ -118,7 +122,8 @@ def case_of_rows(kernel: str, turn: int, dtype: torch.dtype) -> None:
     p = mixture(
         reference.FORMATS[turn], dtype, ids[:, None].tolist(), E=len(counts), K=(72, 136, 264)[turn % 3],
         N=(132, 41, 64, 70)[turn % 4], group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 2 == 0,
-        bias=turn % 3 != 1, use_perm=turn % 3 == 0, weighted=turn % 3 == 2,
+        bias=turn % 3 != 1, use_perm=turn % 3 == 0,
+        weighted=FLOAT if turn % 3 == 2 else None,
     )  # fmt: skip
     check(p, kernel, rows=MOST_ROWS[kernel], simdgroups=1 + turn % 3, subnormal_codes=turn % 3 != 2)
 
@@ -130,6 +135,47 @@ def test_last_blocks(turn: int, kernel: str, everything: bool) -> None:
         case_of_rows(kernel, turn, dtype)
 
 
+# top_k, slices of K, K, and the dtype of activations and results. The order of a sum shows in fp32 only.
+SLOTS = [
+    (1, 4, 264, HALF),
+    (2, 3, 136, FLOAT),
+    (3, 1, 72, BFLOAT),
+    (8, 2, 72, FLOAT),
+    (10, 2, 136, HALF),
+    (16, 1, 72, BFLOAT),
+    (20, 1, 264, FLOAT),
+]
+
+
+def case_of_summed_slots(turn: int, dtype: torch.dtype | None = None) -> None:
+    """Multiplies and adds by `moe_gemv_reduce`, and compares its bits with those of `moe_gemv` and `moe_reduce`.
+
+    Formats, sizes and options take turns. A token's experts are random, so some repeat and some ids name none. The last
+    token has no expert, and its weights are not numbers.
+    """
+    top_k, slices, K, usual = SLOTS[turn]
+    ids = np.random.default_rng(turn).integers(-1, 5, (3, top_k))
+    ids[2] = 4
+    p = mixture(
+        reference.FORMATS[turn], dtype or usual, ids.tolist(), E=4, K=K, N=(132, 41, 128)[turn % 3],
+        group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 != 0, bias=turn % 3 != 1, use_perm=turn % 4 == 2,
+        weighted=(HALF, FLOAT, None, BFLOAT)[turn % 4], reduce=True,
+    )  # fmt: skip
+    if p.row_weights is not None:
+        p.row_weights[2] = torch.nan
+    if turn % 2 == 1:
+        p = dataclasses.replace(p, ids=p.ids.int())
+    got = check(p, "moe_gemv_reduce", simdgroups=slices)
+    assert torch.equal(got.view(torch.uint8), run_experts("moe_gemv", p, simdgroups=slices).view(torch.uint8))
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("turn", range(len(SLOTS)))
+def test_slots_summed_in_one_dispatch(turn: int, everything: bool) -> None:
+    for dtype in reference.DTYPES if everything else (None,):
+        case_of_summed_slots(turn, dtype)
+
+
 # Expert 1 has 71 rows, which are more than a block of 32 or 64, expert 0 has 32 and expert 2 none. 3 ids name no expert.
 SKEWED = [[1, 0]] * 32 + [[1, -1]] * 2 + [[1, 7]] + [[1, 1]] * 18
 
@@ -139,7 +185,7 @@ def case_of_skewed_rows(turn: int, dtype: torch.dtype) -> None:
     p = mixture(
         reference.FORMATS[turn], dtype, SKEWED, E=3, K=(72, 136, 264)[turn % 3], N=(132, 41, 64, 70)[turn % 4],
         group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 == 0, bias=turn % 3 != 1, use_perm=turn % 2 == 0,
-        weighted=turn % 3 == 2, reduce=turn % 4 == 3,
+        weighted=FLOAT if turn % 3 == 2 else None, reduce=turn % 4 == 3,
     )  # fmt: skip
     check(p, "moe_tensor", tile=TILES[turn % 4], perturb_seed=turn % 3, subnormal_codes=turn % 5 != 2)
 

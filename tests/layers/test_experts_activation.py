@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -139,12 +140,12 @@ def test_compiled_copied_and_pickled_layers_compute_the_same(name):
 @pytest.mark.parametrize(
     ("tokens", "kernels"),
     [
-        (1, ["moe_gemv", "gated_activation", "moe_gemv", "moe_reduce"]),
+        (1, ["moe_gemv", "gated_activation", "moe_gemv_reduce"]),
         (512, ["moe_sort", "moe_fused", "gated_activation", "moe_sort", "moe_fused", "moe_reduce"]),
     ],
 )
 @pytest.mark.parametrize("name", ["silu", "clamped"])
-def test_a_forward_dispatches_four_kernels_or_six_and_does_not_wait(name, tokens, kernels, mps):
+def test_a_forward_dispatches_three_kernels_or_six_and_does_not_wait(name, tokens, kernels, mps):
     import softmetal
 
     experts = layer(KNOWN[name][0]).to(mps)
@@ -155,4 +156,4 @@ def test_a_forward_dispatches_four_kernels_or_six_and_does_not_wait(name, tokens
     waits = softmetal.stream_counts().waits
     experts(a, ids, weights)
     assert softmetal.stream_counts().waits == waits
-    assert ["_".join(record.kernel.split("_")[:2]) for record in softmetal.counters()] == kernels
+    assert [re.split("_uint4b8|_float32", record.kernel)[0] for record in softmetal.counters()] == kernels

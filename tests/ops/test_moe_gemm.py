@@ -100,7 +100,8 @@ def test_strides_and_offsets(device):
     wide = random(2, 5, 160)
     every_other = wide.transpose(0, 1)[1:, :, ::2]
     check(every_other, experts, ids, device)
-    check(wide[:, 1:].transpose(0, 1)[..., 16:96], experts, ids, device)
+    for reduce in (False, True):
+        check(wide[:, 1:].transpose(0, 1)[..., 16:96], experts, ids, device, reduce=reduce)
     check(random(80)[None].expand(4, 80), experts, ids, device)
 
 
@@ -307,10 +308,26 @@ def test_one_token_reads_exactly_the_weights_of_its_experts_in_one_dispatch(mps)
     assert product.buffers[PACKED]["distinct_read"] == 2 * 160 * 136 // 2
     assert product.buffers[SCALES]["distinct_read"] == 2 * 10 * 136 * 2
     options = {"reduce": True, "row_weights": torch.rand(1, 3)}
-    kernels = [c.kernel.split("_uint")[0] for c in dispatched(random(1, 160), experts, ids, **options)]
-    assert kernels[0].startswith("moe_gemv")
-    assert kernels[1].startswith("moe_reduce")
-    assert len(kernels) == 2
+    (total,) = dispatched(random(1, 160, dtype=torch.float16), experts, ids, **options)
+    assert total.kernel.startswith("moe_gemv_reduce")
+    assert total.buffers[PACKED]["distinct_read"] == 2 * 160 * 136 // 2
+    assert total.buffers[SCALES]["distinct_read"] == 2 * 10 * 136 * 2
+
+
+@pytest.mark.parametrize(
+    ("top_k", "options", "kernels"),
+    [
+        (20, {"reduce": True}, ["moe_gemv_reduce"]),  # a threadgroup has room for 20 slots
+        (21, {"reduce": True}, ["moe_gemv", "moe_reduce"]),
+        (2, {"row_weights": torch.rand(2, 2)}, ["moe_gemv", "moe_reduce"]),
+    ],
+)
+def test_which_sums_take_one_dispatch(top_k, options, kernels, mps):
+    experts = experts_of("uint4b8", E=25, K=64, N=136)
+    ids = torch.stack([torch.randperm(25)[:top_k] for _ in range(2)])
+    counters = dispatched(random(2, 64), experts, ids, **options)
+    assert [c.kernel.split("_uint")[0].split("_float")[0] for c in counters] == kernels
+    check(random(2, 64), experts, ids, mps, **options)
 
 
 def test_many_rows_are_sorted_by_one_dispatch_and_read_only_the_experts_that_have_rows(mps):

@@ -162,6 +162,78 @@ void check_blocks() {
   }
 }
 
+// A down projection: each slot has a row of its own, and the slots of a token are added up.
+MoeProblem summed(uint32_t tokens, uint32_t top_k, uint32_t N, uint32_t K) {
+  MoeProblem problem = mixture(tokens, 128, top_k, N, K);
+  problem.product.a_row_stride = int64_t{top_k} * K;
+  problem.a_slot_stride = K;
+  problem.has_row_weights = problem.reduce = true;
+  return problem;
+}
+
+// Checks the plan with one dispatch.
+void check_sum(const MoeProblem& problem, const Tiling& tiling, const GpuDevice& device) {
+  const Plan plan = plan_moe(problem, device);
+  const WeightProblem& weight = problem.product.weight;
+  const uint32_t slices = tiling.simdgroups / problem.top_k;
+  expect(tiling.simdgroups == slices * problem.top_k && tiling.simdgroups <= kMoeReduceMaxSimdgroups,
+         "each slot has as many simdgroups");
+  expect_tiling(slices, tiling.k_per_slice, weight.K, "slices");
+  expect(plan.dispatches.size() == 1 && plan.partials.z == 0 && plan.block_words == 0, "one dispatch, no workspace");
+  const Dispatch& dispatch = plan.dispatches[0];
+  check_dispatch(dispatch);
+  expect(dispatch.kernel == Kernel::moe_gemv_reduce, "the kernel");
+  expect(dispatch.threads.x == tiling.simdgroups * kSimdWidth, "threads");
+  expect(dispatch.threadgroup_bytes == gemv_threadgroup_bytes(weight.format, 1, tiling.simdgroups), "memory");
+  expect(dispatch.grid.x == problem.product.M / problem.top_k, "a threadgroup has a token");
+  expect_tiling(dispatch.grid.y, kGemvColumns, weight.N, "columns");
+  expect(dispatch.constants[kConstantWritesPartials] == 0, "no partial sums");
+  expect(dispatch.constants[kConstantHasBias] == int32_t{problem.product.has_bias}, "the kernel adds the bias");
+  const auto& params = std::get<MoeParams>(dispatch.params);
+  expect(params.row_weights_type == (problem.has_row_weights ? static_cast<int32_t>(problem.row_weights) : -1),
+         "row weights");
+}
+
+// With few tokens, one dispatch also adds up the slots, unless two are predicted to take less time.
+void check_sums() {
+  for (const Chip& chip : kChips) {
+    const GpuDevice device = whole(chip);
+    for (const auto& [top_k, N, K] :
+         {std::array{4U, 2880U, 2880U}, {8U, 2048U, 768U}, {10U, 2048U, 512U}, {16U, 128U, 4096U}}) {
+      for (const uint32_t tokens : {1U, 2U, 16U, 64U}) {
+        MoeProblem problem = summed(tokens, top_k, N, K);
+        problem.product.has_bias = tokens == 2;
+        problem.has_row_weights = tokens != 16;
+        problem.row_weights = ElementType::bfloat16;
+        problem.product.variant = "gemv";
+        const Tiling tiling = moe_tiling(problem, device);
+        subject = std::string(chip.name) + ", " + std::to_string(tokens) + " tokens with " + std::to_string(top_k) +
+                  " experts: " + std::string(info(tiling.kernel).name);
+        if (tiling.kernel == Kernel::moe_gemv_blocks) continue;
+        const bool one = tiling.kernel == Kernel::moe_gemv_reduce;
+        Tiling other = tiling;
+        other.kernel = one ? Kernel::moe_gemv : Kernel::moe_gemv_reduce;
+        other.simdgroups = one ? tiling.simdgroups / top_k : tiling.simdgroups * top_k;
+        if (other.simdgroups <= kMoeReduceMaxSimdgroups) {
+          expect(experts_cost(tiling, problem, device).seconds <= experts_cost(other, problem, device).seconds,
+                 "the faster of the two ways");
+        }
+        if (one) check_sum(problem, tiling, device);
+        if (tokens == 1 && N != 128) expect(one, "one token of a real layer");
+      }
+    }
+    subject = std::string(chip.name) + ": sums in two dispatches";
+    const auto kernel = [&](const MoeProblem& problem) { return moe_tiling(problem, device).kernel; };
+    expect(kernel(summed(1, kMoeReduceMaxSimdgroups, 8192, 768)) == Kernel::moe_gemv_reduce, "the most slots");
+    expect(kernel(summed(1, kMoeReduceMaxSimdgroups + 1, 8192, 768)) == Kernel::moe_gemv, "too many slots");
+    expect(device.cores < 16 || kernel(summed(1, 16, 128, 4096)) == Kernel::moe_gemv, "one threadgroup for all slots");
+    MoeProblem weighted = summed(1, 4, 2880, 2880);
+    weighted.reduce = false;
+    const Plan plan = plan_moe(weighted, device);
+    expect(plan.dispatches.size() == 2 && plan.dispatches[1].kernel == Kernel::moe_reduce, "row weights without a sum");
+  }
+}
+
 // moe_fused addresses activations with 32 bits.
 void check_far_rows() {
   MoeProblem problem = mixture(600);
@@ -184,6 +256,8 @@ int main(int argc, char** argv) {
   return test::run_cases({{"routing", check_routing},
                           {"one expert", check_one_expert},
                           {"costs", check_costs},
+                          {"sums", check_sums},
+                          {"blocks", check_blocks},
                           {"far rows", check_far_rows}},
                          argc, argv);
 }

@@ -23,6 +23,11 @@ constexpr double kSortWaits = 9;
 constexpr double kSortPassIssue = 283;
 constexpr uint32_t kSortHalfRegisters = 111;
 
+// What a simdgroup of moe_gemv_reduce executes for one more slice of its slot, and for one more slot. Counted in the
+// same way.
+constexpr double kSliceIssue = 13;
+constexpr double kSlotIssue = 10;
+
 DispatchCost sort_cost(const MoeProblem& problem, const GpuDevice& device) {
   const double passes = ceil_divide(problem.experts + 1, uint32_t{kMoeSortThreads});
   const double batches = ceil_divide(problem.product.M, uint32_t{kMoeSortThreads});
@@ -75,6 +80,23 @@ KernelLoad average_load(const Tiling& tiling, const GemmProblem& product, const 
   return average;
 }
 
+double written_bytes(const Tiling& tiling, const MoeProblem& problem) {
+  const GemmProblem& product = problem.product;
+  const double row =
+      double(product.weight.N) * (combines(tiling, problem) ? sizeof(float) : element_bytes(product.activations));
+  return row * (tiling.kernel == Kernel::moe_gemv_reduce ? product.M / problem.top_k : product.M);
+}
+
+// Sets what is different in moe_gemv_reduce: a threadgroup computes all slots of a token, waits for row weights and
+// biases, and adds the slots. The table's counts contain the addition of one slice and of one slot.
+void add_slots(KernelLoad& load, const Tiling& tiling, const MoeProblem& problem) {
+  const uint32_t slices = tiling.simdgroups / problem.top_k;
+  load.threadgroups =
+      uint64_t{problem.product.M / problem.top_k} * ceil_divide(problem.product.weight.N, tiling.tile.N);
+  load.issue += (slices - 1) * kSliceIssue + (problem.top_k - 1) * kSlotIssue;
+  load.dram_waits += problem.has_row_weights || problem.product.has_bias ? 1 : 0;
+}
+
 DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const WeightProblem& weight = product.weight;
@@ -85,10 +107,11 @@ DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, cons
 
   KernelLoad load = average_load(tiling, product, routing, device);
   load.threadgroups = static_cast<uint64_t>(std::ceil(routing.blocks) * columns);
+  if (tiling.kernel == Kernel::moe_gemv_reduce) add_slots(load, tiling, problem);
   load.weight_bytes = routing.experts * weight_bytes(weight);
   const double rows = double(product.M) * weight.K * element_bytes(product.activations);
   const double distinct = problem.a_slot_stride == 0 ? rows / problem.top_k : rows;
-  const double written = double(product.M) * weight.N * (combines(problem) ? 4 : element_bytes(product.activations));
+  const double written = written_bytes(tiling, problem);
   // The blocks of an expert are next to each other. Between two of them, the threadgroups read one expert's weight.
   // gemv starts all rows of some columns before those of the next columns, so L2 serves all but the first row.
   const double times = is_gemv ? 1 : std::max(1.0, routing.blocks / routing.experts);
@@ -148,7 +171,7 @@ PlanCost experts_cost(const Tiling& tiling, const MoeProblem& problem, const Gpu
   PlanCost total;
   if (sorts_pairs(tiling)) total.dispatches.push_back(sort_cost(problem, device));
   total.dispatches.push_back(products_cost(tiling, problem, device));
-  if (combines(problem)) total.dispatches.push_back(combine_cost(problem, device));
+  if (combines(tiling, problem)) total.dispatches.push_back(combine_cost(problem, device));
   for (const DispatchCost& part : total.dispatches)
     total.seconds += part.seconds;
   return total;

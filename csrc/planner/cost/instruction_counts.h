@@ -73,6 +73,9 @@ inline constexpr std::array kKernelCounts{
     KernelCounts{Kernel::moe_gemv, WeightFormat::uint4b8, {1, 128, 16}, {118, 32, 0}, 111, 0, 251, 97, 3},
     KernelCounts{Kernel::moe_gemv, WeightFormat::float4_e2m1, {1, 128, 16}, {166, 96, 0}, 56, 0, 250, 87, 3},
     KernelCounts{Kernel::moe_gemv, WeightFormat::lut4, {1, 128, 16}, {278, 192, 0}, 52, 0, 259, 127, 4},
+    KernelCounts{Kernel::moe_gemv_reduce, WeightFormat::uint4b8, {1, 128, 16}, {124, 32, 0}, 117, 0, 293, 103, 3},
+    KernelCounts{Kernel::moe_gemv_reduce, WeightFormat::float4_e2m1, {1, 128, 16}, {166, 96, 0}, 54, 0, 292, 95, 3},
+    KernelCounts{Kernel::moe_gemv_reduce, WeightFormat::lut4, {1, 128, 16}, {278, 192, 0}, 50, 0, 300, 135, 4},
     KernelCounts{Kernel::moe_gemv_blocks, WeightFormat::uint4b8, {1, 128, 16}, {118, 36, 0}, 109, 0, 272, 101, 3},
     KernelCounts{Kernel::moe_gemv_blocks, WeightFormat::float4_e2m1, {1, 128, 16}, {166, 100, 0}, 54, 0, 271, 91, 3},
     KernelCounts{Kernel::moe_gemv_blocks, WeightFormat::lut4, {1, 128, 16}, {278, 196, 0}, 48, 0, 280, 135, 4},
@@ -242,7 +245,9 @@ struct StepWaits {
 };
 
 constexpr StepWaits waits_of(const KernelCounts& counts) {
-  if (counts.kernel == Kernel::gemv || counts.kernel == Kernel::moe_gemv || counts.kernel == Kernel::moe_gemv_blocks) {
+  const bool is_gemv = counts.kernel == Kernel::gemv || counts.kernel == Kernel::moe_gemv ||
+                       counts.kernel == Kernel::moe_gemv_reduce || counts.kernel == Kernel::moe_gemv_blocks;
+  if (is_gemv) {
     const uint32_t dram = gemv_loads_first(code_kind(counts.format), counts.tile.M) ? 1 : 2;
     return {dram, counts.waits - dram};
   }

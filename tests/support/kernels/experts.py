@@ -20,6 +20,9 @@ from tests.support.kernels.launch import (
 )
 from tests.support.kernels.tensor import check_tensor_reads
 
+PAIR_KERNELS = ("moe_gemv", "moe_gemv_reduce")  # they read the experts' ids; all others read moe_sort's table
+GEMV_KERNELS = (*PAIR_KERNELS, "moe_gemv_blocks")
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -39,9 +42,13 @@ class Mixture:
         E, words, N = self.experts.b_packed.shape
         object.__setattr__(self, "sizes", {"E": E, "K": 8 * words, "N": N, "pairs": self.ids.numel()})
 
+    def combines(self, kernel: str) -> bool:
+        """Returns True if `moe_reduce` multiplies or adds what a kernel computed."""
+        return kernel != "moe_gemv_reduce" and (self.reduce or self.row_weights is not None)
+
     @property
-    def combines(self) -> bool:
-        return self.reduce or self.row_weights is not None
+    def weights_type(self) -> int:
+        return 2**32 - 1 if self.row_weights is None else element_type(self.row_weights.dtype)
 
 
 def most_blocks(pairs: int, experts: int, block_rows: int) -> int:
@@ -83,18 +90,19 @@ class Shape:
     ragged_columns: int  # N is ragged if it is not a multiple of this number
 
     @staticmethod
-    def of(kernel: str, rows: int, simdgroups: int, tile: str) -> "Shape":
+    def of(kernel: str, rows: int, simdgroups: int, tile: str, top_k: int) -> "Shape":
         if kernel == "moe_tensor":
             rows, columns, step = map(int, tile.split("x"))
             return Shape(kernel, rows, columns, step, facts()["tensor_tiles"][tile] // 32, 1, number("kTensorColumns"))
-        name = "Gemv" if kernel in ("moe_gemv", "moe_gemv_blocks") else "Fused"
+        name = "Gemv" if kernel in GEMV_KERNELS else "Fused"
         columns, step = number(f"k{name}Columns"), number(f"k{name}K")
-        return Shape(kernel, rows, columns, step, simdgroups, simdgroups, columns)
+        slots = top_k if kernel == "moe_gemv_reduce" else 1
+        return Shape(kernel, rows, columns, step, slots * simdgroups, simdgroups, columns)
 
     def threadgroup_bytes(self, weight_format: str) -> int:
         if self.kernel == "moe_tensor":
             return number("kTensorThreadgroupBytes")
-        if self.kernel in ("moe_gemv", "moe_gemv_blocks"):
+        if self.kernel in GEMV_KERNELS:
             return facts()["gemv_bytes"][weight_format][self.rows][self.simdgroups]
         return facts()["fused_bytes"][weight_format][self.simdgroups][self.rows // 8]
 
@@ -112,17 +120,18 @@ def run_experts(
     """Computes a mixture with a kernel for experts.
 
     Args:
-        kernel: "moe_gemv", "moe_gemv_blocks", "moe_fused" or "moe_tensor".
+        kernel: the name of the kernel.
         p: the mixture.
         rows: the most rows of a block, for `moe_gemv_blocks` and `moe_fused`.
-        simdgroups: simdgroups of a threadgroup, except for `moe_tensor`; each multiplies a part of K.
+        simdgroups: simdgroups of a threadgroup, or of a slot, for `moe_gemv_reduce`; each multiplies a part of K. Unused
+            for `moe_tensor`.
         tile: for `moe_tensor`.
         perturb_seed: see `run_gemv`.
         subnormal_codes: whether the GPU keeps subnormal halves.
     """
-    is_sorted, is_gemv = kernel != "moe_gemv", kernel in ("moe_gemv", "moe_gemv_blocks")
+    is_sorted, is_gemv, combines = kernel not in PAIR_KERNELS, kernel in GEMV_KERNELS, p.combines(kernel)
     E, K, N, pairs = p.sizes.values()
-    shape = Shape.of(kernel, rows, simdgroups, tile)
+    shape = Shape.of(kernel, rows, simdgroups, tile, p.ids.shape[1])
     rows, columns, step = shape.rows, shape.columns, shape.step
     buffers, constants = _tensors(p)
     blocks = most_blocks(pairs, E, rows)
@@ -132,7 +141,9 @@ def run_experts(
         buffers["ExpertIds"] = place(p.ids.reshape(-1))
     out = place_output((pairs if not p.reduce else len(p.ids), N), p.a.dtype)
     partials = place_output((pairs, N), torch.float32)
-    buffers["Partials" if p.combines else "Out"] = partials if p.combines else out
+    buffers["Partials" if combines else "Out"] = partials if combines else out
+    if kernel == "moe_gemv_reduce" and p.row_weights is not None:
+        buffers["RowWeights"] = place(p.row_weights.reshape(-1))
     k_per_slice = -(-K // (step * shape.k_parts)) * step
     product = {"a_row_stride": p.a.stride(0), "M": pairs, "N": N, "K": K, "group_size": p.group_size}
     scale = p.experts.arguments.get("global_scale")
@@ -145,23 +156,25 @@ def run_experts(
         global_scale_expert_stride=N if scale is not None and scale.numel() > E else 1,
         block_rows=rows,
         blocks=blocks,
+        row_weights_type=p.weights_type,
         **id_fields(p.ids),
     )
     biased = {name: constants.pop(name) for name in ("has_bias", "bias_type") if name in constants}
-    strips, row_groups = -(-N // columns), blocks if is_sorted else pairs
+    strips = -(-N // columns)
+    row_groups = blocks if is_sorted else pairs if kernel == "moe_gemv" else len(p.ids)
     counters = launch(
         kernel,
-        buffers if not p.combines else {slot: buffer for slot, buffer in buffers.items() if slot != "Bias"},
+        buffers if not combines else {slot: buffer for slot, buffer in buffers.items() if slot != "Bias"},
         group=(32 * shape.simdgroups, 1, 1),
         groups=(row_groups, strips, 1) if is_gemv else (strips, row_groups, 1),
         weight_format=p.weight_format,
         element=ELEMENT_NAMES[p.a.dtype],
         constants=constants
-        | ({} if p.combines else biased)
+        | ({} if combines else biased)
         | {
             "rows_per_threadgroup": rows,
             "subnormal_codes": subnormal_codes,
-            "writes_partials": p.combines,
+            "writes_partials": combines,
             "short_group_size": p.group_size if not is_gemv and p.group_size < min(step, K) else 0,
             "ragged_k": K % step != 0,
             "ragged_n": N % shape.ragged_columns != 0,
@@ -173,7 +186,7 @@ def run_experts(
         table = expected_table(p.ids, E, rows)[0]
         row_blocks = sum(-(-count // number("kTensorRows")) for expert, _, count in table if expert < E)
         check_tensor_reads(p.weight_format, K, N, p.group_size, p.a.dtype, row_blocks, counters)
-    if p.combines:
+    if combines:
         _reduce(p, buffers, biased, partials, out)
     return out.read((*p.ids.shape[: 1 if p.reduce else 2], N), p.a.dtype)
 
@@ -207,12 +220,10 @@ def _reduce(p: Mixture, buffers: dict, biased: dict, partials: Guarded, out: Gua
     used = {"Partials": partials, "Out": out, "ExpertIds": place(p.ids.reshape(-1))}
     if p.bias is not None:
         used["Bias"] = buffers["Bias"]
-    weights_type = 2**32 - 1
     if p.row_weights is not None:
         used["RowWeights"] = place(p.row_weights.reshape(-1))
-        weights_type = element_type(p.row_weights.dtype)
     fields = {"rows": p.sizes["pairs"] // terms, "N": p.sizes["N"], "terms": terms, "experts": p.sizes["E"]}
-    used["Params"] = parameters("MoeReduceParams", row_weights_type=weights_type, **fields, **id_fields(p.ids))
+    used["Params"] = parameters("MoeReduceParams", row_weights_type=p.weights_type, **fields, **id_fields(p.ids))
     launch_elementwise(
         "moe_reduce", p.sizes["N"], fields["rows"], used, element=ELEMENT_NAMES[p.a.dtype], constants=biased
     )

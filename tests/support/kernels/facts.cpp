@@ -59,6 +59,7 @@ int main() {
   NUMBER(kTensorThreadgroupBytes)
   NUMBER(kMoeSortThreads)
   NUMBER(kMoeBlockWords)
+  NUMBER(kMoeReduceMaxSimdgroups)
   // clang-format off
 #define LAYER_NUMBERS(X)                                                                                        \
   X(kSlotX) X(kSlotResidual) X(kSlotNormWeight) X(kSlotNorm) X(kSlotSum) X(kSlotRotaryQ) X(kSlotRotaryK)        \
@@ -109,6 +110,7 @@ int main() {
   FIELD(MoeParams, global_scale_expert_stride)
   FIELD(MoeParams, block_rows)
   FIELD(MoeParams, blocks)
+  FIELD(MoeParams, row_weights_type)
   std::printf("\"end\": %zu}, \"MoeReduceParams\": {", sizeof(MoeParams));
   FIELD(MoeReduceParams, rows)
   FIELD(MoeReduceParams, N)
@@ -174,7 +176,7 @@ int main() {
     std::printf("\"%s\": [", std::string(name(static_cast<WeightFormat>(format))).c_str());
     for (uint32_t rows = 0; rows <= kGemvMaxRows; ++rows) {
       std::printf("[0");
-      for (uint32_t simdgroups = 1; simdgroups <= kGemvMaxSimdgroups; ++simdgroups) {
+      for (uint32_t simdgroups = 1; simdgroups <= kMoeReduceMaxSimdgroups; ++simdgroups) {
         std::printf(", %u", gemv_threadgroup_bytes(static_cast<WeightFormat>(format), rows, simdgroups));
       }
       std::printf("], ");
