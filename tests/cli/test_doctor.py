@@ -158,5 +158,6 @@ def test_a_real_child(mps, monkeypatch):
 def test_the_quick_check_names_the_probe_and_each_kernel(mps):
     values = doctor_steps.QUICK["products on mps"].run()
     assert values.pop("half_subnormals") == "kept"
-    assert {"error of torch.matmul", "error of gemv", "error of two_pass", "error of fused with experts"} <= set(values)
+    products = ("torch.matmul", "gemv", "two_pass", "fused with experts", "gemv with a sum of experts")
+    assert {f"error of {product}" for product in products} <= set(values)
     assert all(0 <= error < doctor_steps.LARGEST_ERROR for error in values.values())

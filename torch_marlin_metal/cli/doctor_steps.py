@@ -61,25 +61,27 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
     return a.to("mps"), product, a.double() @ dense
 
 
-def _mixture() -> tuple[Callable[[str], Tensor], Tensor]:
+def _mixture() -> tuple[Callable[..., Tensor], Tensor]:
     """Returns the product of rows with the weights of two experts, and its exact result on the CPU.
 
-    Every third row has an id that names no expert.
+    Each row has two slots. Of three rows, one names both experts, and two have an id that names none.
     """
     from torch_marlin_metal import moe_gemm
 
     weights = [_weight(seed=seed) for seed in range(2)]
     a = torch.randn(60, 512, generator=torch.Generator().manual_seed(1)).half()
-    ids = torch.arange(60) % 3
-    expected = torch.zeros(60, 1, 256, dtype=torch.float64)
+    ids = torch.stack([torch.arange(60) % 3, torch.arange(1, 61) % 3], dim=1)
+    expected = torch.zeros(60, 2, 256, dtype=torch.float64)
     for expert, weight in enumerate(weights):
-        expected[ids == expert, 0] = a[ids == expert].double() @ weight.dequantize().double()
+        products = a.double() @ weight.dequantize().double()
+        expected[ids == expert] = products[(ids == expert).any(1)]
     parts = [weight.tensors() for weight in weights]
     stacked: Any = {name: torch.stack([part[name] for part in parts]).to("mps") for name in parts[0]}
-    rows, chosen = a.to("mps"), ids[:, None].to("mps")
+    rows, chosen = a.to("mps"), ids.to("mps")
 
-    def product(variant: str) -> Tensor:
-        return moe_gemm(rows, expert_ids=chosen, weight_format="uint4b8", group_size=64, variant=variant, **stacked)
+    def product(variant: str, tokens: int = 60, reduce: bool = False) -> Tensor:
+        options: Any = {"weight_format": "uint4b8", "group_size": 64, "variant": variant, "reduce": reduce, **stacked}
+        return moe_gemm(rows[:tokens], expert_ids=chosen[:tokens], **options)
 
     return product, expected
 
@@ -151,6 +153,9 @@ def every_variant() -> Values:
     for variant in ("gemv", "fused", *(["tensor"] if "tensor" in variants else [])):
         what = f"{variant} with experts"
         values[f"error of {what}"] = _check(mixed(variant), expected_mixed, what)
+    # All slots of a token are added in the kernel that multiplies.
+    summed = _check(mixed("gemv", 3, True), expected_mixed[:3].sum(1), "gemv with a sum of experts")
+    values["error of gemv with a sum of experts"] = summed
     dense = _weight().dequantize().half().to("mps")
     values["error of torch.matmul"] = _check(a @ dense, expected, "torch.matmul on mps")
     return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in values.items()}
