@@ -57,6 +57,8 @@ def test_every_kind_of_layer_is_run_and_windows_limit_attention():
     assert found.after.work.cache_bytes == 3 * a_token * 8 + 3 * a_token * 100
     experts = [(product, count) for product, count in found.after.work.products.items() if product.experts > 1]
     assert [(product.experts, product.reduces, count) for product, count in experts] == [(2, False, 6), (2, True, 6)]
+    # One dispatch for each operation: the experts' sum needs none of its own, and no product splits K.
+    assert found.after.costs[0].dispatches == pytest.approx(6e-6 * found.after.total)
     assert found.after.kinds["attention"] == 2 * 6  # each layer has a product with the keys and one with the values
 
 

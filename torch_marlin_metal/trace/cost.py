@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.trace.operations import Product
@@ -50,6 +51,26 @@ class Work:
     cache_bytes: float
 
 
+def _dispatches_of_experts(product: Product, gpu: AppleSiliconGPU, dtype: torch.dtype) -> int:
+    """Returns the number of dispatches of a product with several experts, for one token."""
+    _, _, dispatches = native.moe_plan(
+        chip=gpu.name,
+        cores=gpu.cores,
+        tokens=1,
+        top_k=product.experts,
+        experts=product.experts,
+        N=product.N,
+        K=product.K,
+        weight_format=product.weight_format,
+        group_size=product.group_size,
+        activations=str(dtype).removeprefix("torch."),
+        rows_by_slot=product.reduces,
+        reduce=product.reduces,
+        variant="auto",
+    )
+    return len(dispatches)
+
+
 def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_seconds: float | None = None) -> TokenCost:
     """Returns the predicted time of a token on a GPU.
 
@@ -81,9 +102,9 @@ def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_secon
         ).chosen
         launches = [dispatch.launch_seconds for dispatch in chosen.dispatches]
         launch = max(launch, *launches)
-        # The experts of a mixture share one dispatch, which never splits K.
         weights += count * product.experts * (chosen.seconds - sum(launches))
-        dispatches += count * (int(product.reduces) if product.experts > 1 else len(launches) - 1)
+        dispatches += count * (len(launches) if product.experts == 1 else _dispatches_of_experts(product, gpu, dtype))
+        dispatches -= count  # work.operations has one of them
     launch = launch or plan(1, 8, 8, gpu=gpu).chosen.dispatches[0].launch_seconds
     seconds = launch if dispatch_seconds is None else dispatch_seconds
     attention = work.cache_bytes / gpu.reachable_dram_bytes_per_second

@@ -50,7 +50,7 @@ class Product:
         weight_format: format of the weight, or "" for a dense weight.
         group_size: group size of the weight.
         experts: the number of expert weights that the product reads; 1 without a mixture.
-        reduces: whether a dispatch after the product adds the results of the experts.
+        reduces: whether the results of the experts are added.
         itemsize: bytes of an element of a dense weight, or of a floating scale.
         has_zeros: whether the weight has zero points.
     """
