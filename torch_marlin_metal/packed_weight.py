@@ -14,6 +14,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The largest scale and the range of E8M0 codes for which the error bound of the operators holds.
 MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
+PIECE = 32768  # elements up to which PyTorch computes in one thread
 MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"
 E4M3_NAN = (0x7F, 0xFF)
 TENSORS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm", "bias")  # the fields of a `PackedWeight`
@@ -196,9 +197,20 @@ def has_values(tensor: Tensor) -> bool:
 def _check_size(field: str, values: Tensor) -> None:
     if not values.is_floating_point() or not has_values(values):
         return
-    low, high = (bound.item() for bound in values.aminmax())
+    low, high = _range(values)
     if not -MAX_SCALE <= low <= high <= MAX_SCALE:  # false for NaN too
         raise PackedWeightError(field, f"expected finite values of at most 2^100, got a range of {low} to {high}")
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """Returns the smallest and the largest value, or NaN if there is one."""
+    if values.device.type != "cpu" or values.numel() <= PIECE:
+        low, high = values.aminmax()
+        return low.item(), high.item()
+    # Pieces of this size stay in one thread. While files are read in threads, a team of threads waits for milliseconds.
+    pieces = [piece.aminmax() for piece in torch.split(values.flatten(), PIECE)]
+    low, high = torch.stack([piece.min for piece in pieces]).min(), torch.stack([piece.max for piece in pieces]).max()
+    return low.item(), high.item()
 
 
 def _check_scales(scales: Tensor, coding: str) -> None:
@@ -211,7 +223,7 @@ def _check_scales(scales: Tensor, coding: str) -> None:
             if bool((scales == code).any()):
                 raise PackedWeightError("scales", f"expected finite E4M3 codes, got a NaN (0x{code:02X})")
     else:
-        low, high = (int(bound) for bound in scales.aminmax())
+        low, high = map(int, _range(scales))
         if low < E8M0_CODES[0] or high > E8M0_CODES[1]:
             raise PackedWeightError(
                 "scales", f"expected E8M0 codes in {E8M0_CODES[0]}..{E8M0_CODES[1]}, got a range of {low} to {high}"

@@ -11,6 +11,7 @@ from transformers.distributed import DistributedConfig
 from tests.support.models import IDS
 from tests.support.processes import run
 from tests.support.split_llama import count_bytes_read, divisible_llama
+from torch_marlin_metal.checkpoints.files.safetensors import read_header
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import MarlinLinear
@@ -54,7 +55,8 @@ def compare(rank: int, world: int, folder: Path) -> None:
     """Runs in each process."""
     read = count_bytes_read()
     alone = tokens(AutoModelForCausalLM.from_pretrained(folder / "layers"))
-    everything = dict(read)
+    headers = [read_header(file)[0] for file in (folder / "layers").glob("*.safetensors")]
+    everything = {name: info.nbytes for header in headers for name, info in header.items()}
     read.clear()
     model = load(folder / "layers")
     assert {type(m) for m in model.modules() if isinstance(m, MarlinLinear)} == {ColumnPart, RowPart}

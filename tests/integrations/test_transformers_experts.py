@@ -13,7 +13,7 @@ from tests.support.mixtures import SIZES, split_experts, stacked_experts
 from tests.support.models import same
 from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, load_quantized
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
-from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.integrations.transformers import MarlinConfig, packed_checkpoint
 from torch_marlin_metal.integrations.transformers.experts import SeparateExperts
 from torch_marlin_metal.integrations.transformers.pending import PendingLinear
 from torch_marlin_metal.layers.float_experts import ExpertFinder
@@ -98,6 +98,7 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None
 
     monkeypatch.setattr(CheckpointReader, "read", counted_read)
     monkeypatch.setattr(ExpertWeights, "_fill", counted_fill)
+    monkeypatch.setattr(packed_checkpoint, "COPIED_AHEAD_BYTES", 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     part = 64 * 96 // 2  # bytes of one matrix; `//` below drops the four bytes of an outline
     # Each of the two layers reads gate and up of its four experts, and then down of its four experts.

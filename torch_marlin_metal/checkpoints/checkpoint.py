@@ -3,7 +3,7 @@
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     loaded: dict[str, Tensor]
+    ahead: dict[str, Tensor] = field(default_factory=dict)  # tensors that were read for the layer that is converted
 
     def read(self, name: str, index: int | None = None, part: Slice | None = None) -> Tensor:
         """Reads a tensor, or its part `[index]` along the first dimension, or a part of these."""
@@ -97,6 +98,8 @@ class Checkpoint:
                 return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
             # A whole tensor is not copied. Tensors of a pickle may share memory, so copies could take much more of it.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
+        if index is None and part is None and name in self.ahead:
+            return self.ahead.pop(name)
         return read_tensor(self.tensors[name], index, part)
 
     def error(self, name: str, message: str) -> CheckpointError:

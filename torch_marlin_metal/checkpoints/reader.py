@@ -1,7 +1,7 @@
 """Reads the layers of a checkpoint of any format, one at a time."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf import GgufSource
 from torch_marlin_metal.checkpoints.known_formats import find_format
@@ -81,6 +82,7 @@ class DirectorySource:
         self.format = find_format(checkpoint)
         self._layers = list(self.format.layers(checkpoint))
         self._check_complete()
+        self._ahead: ReadAhead | None = None
 
     def _check_complete(self) -> None:
         self._refused = {layer.name for layer in self._layers if layer.refused}
@@ -111,7 +113,46 @@ class DirectorySource:
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
-        return self._convert(self._layers[index])
+        if self._ahead is None:
+            return self._convert(self._layers[index])
+        self.checkpoint.ahead = self._ahead.take(index)
+        try:
+            return self._convert(self._layers[index])
+        finally:
+            self.checkpoint.ahead = {}
+
+    def read_ahead(self, order: Iterable[int], limit: int) -> None:
+        """Starts to read layers in threads, in the order in which they will be converted.
+
+        Does not read layers of a stack of experts, which share tensors.
+
+        Args:
+            order: indexes of layers.
+            limit: see `ReadAhead`.
+        """
+        if self.checkpoint.loaded or not hasattr(os, "preadv"):
+            return
+        layers = {index: self._layers[index] for index in order}
+        self._ahead = ReadAhead(
+            {
+                index: [self.checkpoint.tensors[name] for name in layer.roles.values()]
+                for index, layer in layers.items()
+                if layer.expert is None and not layer.refused
+            },
+            limit,
+        )
+
+    def leave_out(self, layers: Iterable[int]) -> None:
+        """Frees layers that were read ahead and will not be converted, and reads no more of them."""
+        if self._ahead is not None:
+            for index in layers:
+                self._ahead.take(index)
+
+    def stop_reading_ahead(self) -> None:
+        """Frees what was read and not converted. Without `read_ahead`, does nothing."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def convert_part(self, index: int, part: Part) -> PackedWeight | None:
         """Reads a part of one layer and validates it, or returns None if the layer can only be read whole."""

@@ -135,7 +135,11 @@ class MarlinLinear(PackedLayer):
             PackedWeightError: a field of `packed` breaks a rule of its format. This includes scales beyond 2^100 and
                 E8M0 codes outside 16..240, because the operators do not check values.
         """
-        packed.validate()
+        return cls.from_valid(packed.validate(), dtype=dtype)
+
+    @classmethod
+    def from_valid(cls, packed: PackedWeight, *, dtype: torch.dtype | None = None) -> "MarlinLinear":
+        """Does the same as `from_packed` for a weight that has been validated, such as one that a reader returns."""
         global_scale = packed.global_scale
         if find_format(packed.weight_format).has_global_scale:
             one = torch.ones(1, device=packed.b_packed.device)

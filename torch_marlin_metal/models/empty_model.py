@@ -156,7 +156,7 @@ def fit_weight(
         op: the caller's name, for errors.
         name: the layer's name in the model.
         shape: the replaced layer.
-        weight: a weight from a checkpoint.
+        weight: a weight that has been validated, as a reader of checkpoints does.
         device: device of the result. None means the device of the replaced layer, or the CPU if that layer is on the
             meta device.
         dtype: dtype of the bias; None means the dtype of the replaced layer.
@@ -192,7 +192,7 @@ def fit_layer(
     `dtype` is also the value of `.weight.dtype`.
     """
     packed = fit_weight(op, name, shape, weight, device=device, dtype=dtype)
-    return MarlinLinear.from_packed(packed, dtype=_float_dtype(shape, dtype))
+    return MarlinLinear.from_valid(packed, dtype=_float_dtype(shape, dtype))
 
 
 def _float_dtype(shape: LinearShape, dtype: torch.dtype | None) -> torch.dtype | None:

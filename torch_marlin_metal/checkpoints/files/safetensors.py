@@ -200,20 +200,21 @@ class _Blocks:
     """
 
     def __init__(self) -> None:
-        self._free: list[Any] = []
+        self._free: dict[int, Any] = {}  # by id; threads take from it at the same time
 
     def take(self, nbytes: int) -> Tensor:
         """Makes an uninitialised uint8 tensor; its memory returns to this pool when the last reference is gone."""
-        fits = (i for i, block in enumerate(self._free) if nbytes <= block.nbytes <= 2 * nbytes)
-        place = next(fits, None)
-        block = _empty(nbytes).numpy() if place is None else self._free.pop(place)
+        fits = [key for key, free in list(self._free.items()) if nbytes <= free.nbytes <= 2 * nbytes]
+        block = next((block for key in fits if (block := self._free.pop(key, None)) is not None), None)
+        if block is None:
+            block = _empty(nbytes).numpy()
         view = block[:nbytes]
         weakref.finalize(view, self._give_back, block).atexit = False
         return torch.from_numpy(view)
 
     def _give_back(self, block: Any) -> None:
-        if sum(free.nbytes for free in self._free) + block.nbytes <= MAX_POOL_BYTES:
-            self._free.append(block)
+        if sum(free.nbytes for free in list(self._free.values())) + block.nbytes <= MAX_POOL_BYTES:
+            self._free[id(block)] = block
 
 
 _blocks = _Blocks()
@@ -251,10 +252,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
         offset, run = offset + part.start * inner, (part.stop - part.start) * inner
         nbytes = runs * run
         shape = (*shape[: part.axis], part.stop - part.start, *shape[part.axis + 1 :])
-    try:
-        raw = _blocks.take(nbytes) if nbytes >= POOLED_BYTES else _empty(nbytes)
-    except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
-        raise CheckpointError(f"{info.file}: tensor {info.name!r}: no memory for its {nbytes} bytes") from error
+    raw = allocate(info, nbytes)
     try:
         with _opened(info.file) as stream:
             view, done = memoryview(raw.numpy().data), 0
@@ -269,4 +267,22 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: cannot be read ({error.strerror})") from error
     if done != nbytes:
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: the file ends after {done} of its {nbytes} bytes")
-    return raw.view(DTYPES[info.dtype][1]).reshape(shape)
+    return as_tensor(info, raw, shape)
+
+
+def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
+    """Makes an uninitialised uint8 tensor for the bytes of a tensor, or for `nbytes` of them.
+
+    Raises:
+        CheckpointError: there is no memory.
+    """
+    nbytes = info.nbytes if nbytes is None else nbytes
+    try:
+        return _blocks.take(nbytes) if nbytes >= POOLED_BYTES else _empty(nbytes)
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
+        raise CheckpointError(f"{info.file}: tensor {info.name!r}: no memory for its {nbytes} bytes") from error
+
+
+def as_tensor(info: TensorInfo, raw: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Returns the tensor that bytes of a file are; `shape` is given for a part of it."""
+    return raw.view(DTYPES[info.dtype][1]).reshape(info.torch_shape if shape is None else shape)

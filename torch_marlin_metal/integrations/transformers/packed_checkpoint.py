@@ -10,6 +10,7 @@ import re
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -43,6 +44,8 @@ from torch_marlin_metal.patterns import check_patterns, selects
 
 OP = "from_pretrained"
 EXPERT = re.compile(r"\.experts\.\d+\.")
+AHEAD_BYTES = 1 << 28  # that are read ahead of tensors that become part of the model
+COPIED_AHEAD_BYTES = 1 << 25  # the same of tensors that are copied into it, which exist twice for a while
 logger = logging.get_logger(__name__)
 
 
@@ -61,6 +64,21 @@ class PackedCheckpoint:
         self._experts: dict[str, tuple[SeparateExperts, dict[str, int]]] = {}  # with each layer's index in the reader
         self._tables: dict[str, tuple[int, nn.Embedding]] = {}
         self._tied: dict[str, str] = {}
+
+    def read_ahead(self, device_map: dict[str, Any] | None) -> None:
+        """Starts to read the layers in threads, in the order of `fill`, while transformers prepares the model."""
+        if not isinstance(self.reader.source, DirectorySource):
+            return
+        names = self.reader.layer_names
+        others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
+        experts = sorted(set(range(len(names))) - set(others))
+        moves = any(torch.device(place).type != "cpu" for place in (device_map or {}).values())
+        self.reader.source.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)
+
+    def stop_reading_ahead(self) -> None:
+        """Ends the threads and frees what they read for nothing."""
+        if isinstance(self.reader.source, DirectorySource):
+            self.reader.source.stop_reading_ahead()
 
     def _tensors(self) -> set[str]:
         """Returns the names of all tensors of a checkpoint directory. Of a GGUF file transformers asks for none."""
@@ -157,10 +175,15 @@ class PackedCheckpoint:
             split.begin(reader)
             for name in (*self._tables, *self._tied):  # hooks of the style "replicate", which do nothing
                 model.get_submodule(name).__dict__.pop("forward", None)
+        if isinstance(reader.source, DirectorySource):
+            used = {index for index, _ in (*self._tables.values(), *self._pending.values())}
+            used |= {index for _, indexes in self._experts.values() for index in indexes.values()}
+            reader.source.leave_out(set(range(len(reader))) - used)
         with keep_file_open():
             self._fill_stacks(model, device_map)
         waiting: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
-        for name, (index, place) in tqdm(waiting.items(), desc="Loading 4-bit layers", unit="layer"):
+        in_order = sorted(waiting.items(), key=lambda item: item[1][0])
+        for name, (index, place) in tqdm(in_order, desc="Loading 4-bit layers", unit="layer"):
             if split is not None and name in styles and isinstance(place, PendingLinear):
                 device = device_of(device_map, name)
                 part = split.load(name, styles[name], place.shape, reader, index, device)

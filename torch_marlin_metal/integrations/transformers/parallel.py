@@ -29,8 +29,11 @@ _STYLES: dict[str, dict[str, Any]] = {
 _SIZES = ("ep_size", "dp_size", "pp_size")
 
 
-def check_sizes(op: str, model: Any, pre_quantized: bool) -> None:
+def check_sizes(op: str, model: Any, pre_quantized: bool) -> bool:
     """Refuses the ways to distribute a model in which packed layers would stay whole or be lost.
+
+    Returns:
+        Whether each process loads only its parts of the layers.
 
     Raises:
         NotImplementedError: the config of `from_pretrained` asks for such a way.
@@ -48,6 +51,7 @@ def check_sizes(op: str, model: Any, pre_quantized: bool) -> None:
             f"{op}: distributed_config: expected tp_size=1 for a checkpoint of floats that is quantized while it "
             f"loads, got {tp_size}; quantize it once (torch-marlin-metal quantize), then load the result in parts"
         )
+    return bool(tp_size > 1)
 
 
 class TransformersSplit:

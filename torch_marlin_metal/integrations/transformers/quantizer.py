@@ -89,9 +89,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._device_map = device_map
-        check_sizes(OP, model, self.pre_quantized)
+        has_parts = check_sizes(OP, model, self.pre_quantized)
         if self.pre_quantized:
             self._open(checkpoint_files)
+            if self._packed is not None and not has_parts:
+                self._packed.read_ahead(device_map)
         else:
             self._choose(model)
 
@@ -189,7 +191,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.
         model.is_quantized = False
         if self._packed is not None:
-            self._packed.fill(model, self._device_map)
+            try:
+                self._packed.fill(model, self._device_map)
+            finally:
+                self._packed.stop_reading_ahead()
             self._packed = None
         self._place_made(model)
         if self.float_experts is not None:
