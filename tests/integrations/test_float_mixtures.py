@@ -1,6 +1,7 @@
 """The experts of checkpoints in floats are packed by from_pretrained with a MarlinConfig and by the quantize command."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from tests.support.mixtures import FAMILIES, family, rewritten
 from tests.support.models import IDS, same
 from torch_marlin_metal import MarlinExperts, convert, load_quantized, quantize_model
+from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.integrations.transformers.float_experts import FloatExperts
 
@@ -183,3 +185,25 @@ def test_the_command_leaves_experts_that_are_not_complete(tmp_path) -> None:
     reader = convert.FloatReader(tmp_path, "uint4b8", 32)
     assert sorted(reader.layer_names) == [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
     assert len([name for name in reader.left if name.startswith(f"{EXPERTS}.")]) == 14
+
+
+def test_gate_and_up_are_read_once_each(tmp_path, monkeypatch) -> None:
+    """With nvfp4 they share a global scale, so either must know the other's values, whichever is asked for first."""
+    family("mixtral").save_pretrained(tmp_path)
+    read: Counter[str] = Counter()
+    original = checkpoint.read_tensor
+    monkeypatch.setattr(
+        checkpoint, "read_tensor", lambda info, *part: (read.update([info.name]), original(info, *part))[1]
+    )
+    reader = convert.FloatReader(tmp_path, "nvfp4", 16)
+    expected = list(reader)
+    assert set(read.values()) == {1}
+    assert {f"{name}.weight" for name in reader.layer_names} == set(read)
+    read.clear()
+    # In this order a gate is asked for long before its up, and only one matrix may be kept meanwhile.
+    gates_first = sorted(range(len(reader)), key=lambda index: reader.layer_names[index].rpartition(".")[2])
+    for index in gates_first:
+        assert same(reader.read(index).tensors(), expected[index].tensors())
+        assert sum(tensor.nbytes for tensor in reader.source._kept.values()) <= 64 * 96 * 4
+    assert max(read.values()) == 2
+    assert {name for name, count in read.items() if count == 2} <= {name for name in read if ".w3." in name}

@@ -110,13 +110,15 @@ class _FloatSource:
         # A model holds an expert's gate and up as one weight, with one global scale.
         by_name = {layer.name: layer for layer in layers} if has_global_scale else {}
         self._partners = [by_name.get(layer.partner) for layer in layers]
+        self._amax: dict[str, float] = {}  # of layers whose partner has been converted
+        self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them
 
     def names(self) -> list[str]:
         return [layer.name for layer in self._layers]
 
     def convert(self, index: int) -> PackedWeight:
         layer = self._layers[index]
-        matrix = self.checkpoint.read(layer.weight, layer.index)
+        matrix = self._matrix(layer)
         try:
             weight = self._quantize(
                 matrix.T.contiguous() if layer.transposed else matrix, **self._common(index, matrix)
@@ -132,10 +134,20 @@ class _FloatSource:
         partner = self._partners[index]
         if partner is None:
             return {}
-        both = matrix, self.checkpoint.read(partner.weight)
-        extremes = [float(extreme.abs()) for tensor in both for extreme in torch.aminmax(tensor)]
-        # The conversion of the tensor that is not finite raises the error, which names it.
-        return {"amax": max(extremes)} if all(map(math.isfinite, extremes)) else {}
+        if (known := self._amax.pop(self._layers[index].name, None)) is not None:
+            return {"amax": known}
+        other = self._matrix(partner)
+        self._kept.clear()
+        extremes = [float(extreme.abs()) for tensor in (matrix, other) for extreme in torch.aminmax(tensor)]
+        if not all(map(math.isfinite, extremes)):
+            return {}  # the conversion of the tensor that is not finite raises the error, which names it
+        self._amax[partner.name], self._kept[partner.name] = max(extremes), other
+        return {"amax": max(extremes)}
+
+    def _matrix(self, layer: FloatLayer) -> Tensor:
+        """Reads the matrix of a layer, unless it was read for its partner and kept."""
+        kept = self._kept.pop(layer.name, None)
+        return self.checkpoint.read(layer.weight, layer.index) if kept is None else kept
 
     def bias(self, index: int) -> Tensor | None:
         layer = self._layers[index]
