@@ -8,9 +8,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from tests.support.mixtures import split_experts
 from tests.support.models import IDS
 from tests.support.processes import run
 from tests.support.split_llama import count_bytes_read, divisible_llama
+from torch_marlin_metal import MarlinExperts
 from torch_marlin_metal.checkpoints.files.safetensors import read_header
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
@@ -113,3 +115,23 @@ def compare(rank: int, world: int, folder: Path) -> None:
 def test_each_process_reads_its_part(tmp_path) -> None:
     save(tmp_path)
     run(compare, WORLD, tmp_path, tmp_path)
+
+
+def compare_mixtures(rank: int, world: int, folder: Path) -> None:
+    """Runs in each process."""
+    alone = tokens(AutoModelForCausalLM.from_pretrained(folder / "mixture"))
+    experts = "model.layers.*.mlp.experts"
+    assert (
+        "tp_plan: layer 'model.layers.0.mlp.experts': expected a style for this module, whose "
+        "model.layers.0.mlp.experts."
+    ) in error_of(lambda: load(folder / "mixture"))
+    whole = [experts, f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    model = load(folder / "mixture", dict.fromkeys(whole, "replicate"))
+    assert isinstance(model.model.layers[0].mlp.experts, MarlinExperts)
+    assert torch.equal(tokens(model), alone)
+    dist.barrier()
+
+
+def test_packed_experts_stay_whole_or_are_refused(tmp_path) -> None:
+    split_experts(tmp_path / "mixture")
+    run(compare_mixtures, WORLD, tmp_path, tmp_path)
