@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
-from torch_marlin_metal import MarlinExperts, MarlinLinear, load_quantized, quantize_model
+from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -111,3 +112,32 @@ def test_experts_cannot_be_excluded(tmp_path) -> None:
     model = empty(qwen_experts(tmp_path / "source"))
     with pytest.raises(ModelMismatchError, match=f"exclude: experts cannot be decoded to floats, got '{EXPERTS}'"):
         load_quantized(model, tmp_path / "source", exclude="*.0.mlp.experts", progress=False)
+
+
+def test_experts_that_compute_something_else_are_named(tmp_path) -> None:
+    """transformers gives the experts of Llama 4 every token, scaled by the router, which MarlinExperts does not do."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 32}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, num_local_experts=2, pad_token_id=0))
+    layers = []
+    for name, module in model.model.layers[0].named_modules():
+        if type(module) is torch.nn.Linear:
+            layers.append(quantize_weight(module.weight.detach(), "uint4b8", 32))
+            layers[-1].name = f"model.layers.0.{name}"
+    for index in range(2):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            layers.append(quantize_weight(torch.randn(64, 64), "uint4b8", 32))
+            layers[-1].name = f"model.layers.0.feed_forward.experts.{index}.{part}"
+    taken = {f"{layer.name}.weight" for layer in layers}
+    others = [
+        (name, tensor) for name, tensor in model.state_dict().items() if name not in taken and ".experts." not in name
+    ]
+    convert.export_checkpoint(layers, tmp_path / "packed", "gptq", other_tensors=others)
+    with pytest.raises(ModelMismatchError, match="Llama4TextExperts computes something else than MarlinExperts"):
+        load_quantized(model, tmp_path / "packed", progress=False)
+    with pytest.warns(UserWarning, match="the experts of 1 layers are decoded to floats: Llama4TextExperts computes"):
+        load_quantized(model, tmp_path / "packed", on_unsupported="dequantize", progress=False)
+    experts = model.model.layers[0].feed_forward.experts
+    gate, up, down = (layer.dequantize() for layer in layers[-3:])
+    assert torch.equal(experts.gate_up_proj[1], torch.cat([gate, up], 1))
+    assert torch.equal(experts.down_proj[1], down)

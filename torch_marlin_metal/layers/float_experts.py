@@ -7,7 +7,7 @@ part of each expert: `experts.3.gate_proj`, or `experts.3.w1` in Mixtral.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -22,11 +22,26 @@ KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 def is_experts(module: nn.Module | None) -> bool:
     """Returns whether a module has stacked experts in floats, and computes what `MarlinExperts` does."""
-    held = {} if module is None else module._parameters
-    stacks = [held.get(name) for name in WEIGHTS]
-    if module is None or any(stack is None or stack.dim() != 3 for stack in stacks):
+    return is_stack(module) and hasattr(module, "_apply_gate")
+
+
+def is_stack(module: nn.Module | None) -> bool:
+    """Returns whether a module has stacked experts in floats, whatever it computes with them."""
+    if module is None:
         return False
-    return hasattr(module, "_apply_gate") and {name for name, _ in module.named_parameters()} <= KNOWN_PARAMETERS
+    stacks = [module._parameters.get(name) for name in WEIGHTS]
+    if any(stack is None or stack.dim() != 3 for stack in stacks):
+        return False
+    return {name for name, _ in module.named_parameters()} <= KNOWN_PARAMETERS
+
+
+def stores_transposed(experts: nn.Module) -> bool:
+    """Returns whether the stacks of experts in floats are `[E, K, N]`. The experts of Llama 4 do not say so."""
+    if (stated := getattr(experts, "is_transposed", None)) is not None:
+        return bool(stated)
+    gate_up, down = (experts._parameters[name] for name in WEIGHTS)
+    assert gate_up is not None and down is not None
+    return bool(gate_up.shape[1] == down.shape[2] and gate_up.shape[2] == 2 * down.shape[1])
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module | None:
@@ -42,10 +57,11 @@ class ExpertFinder:
 
     Args:
         modules: the modules of a model with experts in floats, by name. They must not change while this object is used.
+        fits: tells which modules are experts modules.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, nn.Module], fits: Callable[[nn.Module | None], bool] = is_experts) -> None:
+        self._modules, self._fits = modules, fits
         self._known: dict[str, bool] = {}
 
     def find(self, name: str) -> tuple[str, tuple[str, ...]] | None:
@@ -59,7 +75,7 @@ class ExpertFinder:
         if found is None:
             return None
         if found[1] not in self._known:
-            self._known[found[1]] = is_experts(self._modules.get(found[1]))
+            self._known[found[1]] = self._fits(self._modules.get(found[1]))
         if not self._known[found[1]]:
             return None
         if split is None:

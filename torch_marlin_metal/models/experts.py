@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
-from torch_marlin_metal.layers.float_experts import WEIGHTS
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, StackError
+from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
@@ -52,7 +52,7 @@ def shape_of(experts: nn.Module, name: str) -> LinearShape:
     """Returns the shape of one expert's layer of a stacked parameter, `gate_up_proj` or `down_proj`."""
     weight, bias = experts._parameters[name], experts._parameters.get(f"{name}_bias")
     assert weight is not None
-    _, N, K = weight.mT.shape if getattr(experts, "is_transposed", False) else weight.shape
+    _, N, K = weight.mT.shape if stores_transposed(experts) else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, None if bias is None else bias[0])
 
 
@@ -77,6 +77,7 @@ class ExpertLayers:
         """Returns the layers of an experts module, which is not changed and not kept alive."""
         rules: Any = copy.copy(experts)
         rules._parameters = {}
+        rules.is_transposed = stores_transposed(experts)  # without parameters it could not be seen
         shapes = shape_of(experts, WEIGHTS[0]), shape_of(experts, WEIGHTS[1])
         # The sizes are taken here, because slices of parameters would keep the parameters alive.
         gate_up, down = (
@@ -102,6 +103,16 @@ class ExpertLayers:
             for names, shape in zip(self.names(index), (gate_up, down), strict=True):
                 yield from ((name, shape) for name in names)
 
+    @property
+    def are_known(self) -> bool:
+        """Returns whether `MarlinExperts` computes what the module computes."""
+        return hasattr(self.rules, "_apply_gate")
+
+    @property
+    def why_unknown(self) -> str:
+        """Returns why the experts cannot be packed if `are_known` is false."""
+        return f"{type(self.rules).__name__} computes something else than MarlinExperts"
+
     def gate(self, gate_up: Tensor) -> Tensor:
         """Returns `[..., I]`, the model's activation of gate and up `[..., 2 * I]`."""
         gated: Tensor = self.rules._apply_gate(gate_up)
@@ -124,8 +135,10 @@ class ExpertLayers:
             dtype: dtype of the biases; None means the dtype that they have in the model.
 
         Raises:
-            StackError: the weights cannot be stacked.
+            StackError: the weights cannot be stacked, or the model does something else with its experts.
         """
+        if not self.are_known:
+            raise StackError(self.why_unknown)
 
         def parts(number: int, index: int) -> list[PackedWeight]:
             return [read(name) for name in self.names(index)[number]]

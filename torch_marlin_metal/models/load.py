@@ -106,6 +106,11 @@ def load_quantized(
     plan = plan_load(model, reader, slots, _namer(model, rename), ignore, keep)
     targets = plan.filled() + [user for user, _ in plan.tied.values()]
     check_patterns(OP, (name for target in targets for name in target.names), exclude=exclude)
+    unknown = [experts.layers for experts in plan.experts.values() if not experts.layers.are_known]
+    if unknown and reader.options.on_unsupported == "dequantize":
+        warnings.warn(
+            f"{OP}: the experts of {len(unknown)} layers are decoded to floats: {unknown[0].why_unknown}", stacklevel=2
+        )
     for experts in plan.experts.values():
         if any(selects(exclude, name, experts.target.module) for name in experts.target.names):
             raise ModelMismatchError(f"{OP}: exclude: experts cannot be decoded to floats, got {experts.target.name!r}")

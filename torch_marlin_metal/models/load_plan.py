@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.options import OnUnsupported
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.float_experts import ExpertFinder
+from torch_marlin_metal.layers.float_experts import ExpertFinder, is_stack
 from torch_marlin_metal.models.empty_model import (
     COMPUTED,
     LinearShape,
@@ -71,7 +71,7 @@ def plan_load(
     for name, module in model.named_modules(remove_duplicate=False):
         targets[name] = by_module.setdefault(id(module), Target([], module))
         targets[name].names.append(name)
-    finder = ExpertFinder({name: target.module for name, target in targets.items()})
+    finder = ExpertFinder({name: target.module for name, target in targets.items()}, is_stack)
     taken: dict[int, str] = {}
     for index, source in enumerate(reader.layer_names):
         name = name_of(source)

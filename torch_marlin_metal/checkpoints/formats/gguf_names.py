@@ -47,6 +47,15 @@ NORMS_BEHIND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 PHI2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+LLAMA4 = {
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
 GPT_OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 
 
@@ -61,6 +70,7 @@ class Architecture:
         norm_offset: what llama.cpp's converter added to the weights of norms. Its converters of Gemma and Nemotron add
             1.
         has_experts: whether the blocks may have experts.
+        experts: the name of the module of experts in a block.
         alternates: whether transformers has gate and up in one layer, in which their rows alternate.
     """
 
@@ -69,11 +79,14 @@ class Architecture:
     top: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
     has_experts: bool = False
+    experts: str = "mlp.experts"
     alternates: bool = False
 
 
 ARCHITECTURES = {
     "llama": Architecture(reorders=True, has_experts=True),
+    # The two rows of a rotary pair lie side by side in transformers' Llama 4, too, so the converter leaves them.
+    "llama4": Architecture(names=LLAMA4, has_experts=True, experts="feed_forward.experts"),
     "qwen2": Architecture(),
     "qwen2moe": Architecture(has_experts=True),
     "qwen3": Architecture(),
@@ -114,7 +127,7 @@ def expert_name(name: str, architecture: str, expert: int) -> str | None:
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     if block is None or block[2] not in EXPERTS or not known.has_experts:
         return None
-    part, experts = EXPERTS[block[2]], f"model.layers.{block[1]}.mlp.experts"
+    part, experts = EXPERTS[block[2]], f"model.layers.{block[1]}.{known.experts}"
     if known.alternates:
         return f"{experts}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}.{expert}"
     return f"{experts}.{expert}.{part}"
