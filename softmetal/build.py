@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
 OUTPUT = HERE.parent / "build" / "softmetal"
 COMPILER = "clang++-19"
-PACKAGES = "clang-19 libobjc-12-dev libblocksruntime-dev binutils"
+PACKAGES = "clang-19 libobjc-$(g++ -dumpversion)-dev libblocksruntime-dev binutils"  # libobjc is part of GCC
 # The device implements the ATen/mps headers of these releases of torch: hooks, allocator, streams and profiler.
 TORCH_RELEASES = ("2.13", "2.14", "2.15")
 

@@ -77,7 +77,7 @@ def test_missing_packages_are_named() -> None:
     done = run_python("import torch, os; os.environ['PATH'] = '/nowhere'; import softmetal")
     assert done.stderr.strip().endswith(
         "softmetal: clang++-19, addr2line not found; install with: "
-        "apt-get install clang-19 libobjc-12-dev libblocksruntime-dev binutils"
+        "apt-get install clang-19 libobjc-$(g++ -dumpversion)-dev libblocksruntime-dev binutils"
     )
 
 
