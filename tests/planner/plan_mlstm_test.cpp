@@ -121,7 +121,7 @@ void check_random() {
       for (const Dispatch& dispatch : planned.plan.dispatches)
         check_dispatch(dispatch, from, planned.chunk_size);
     }
-    const MlstmParams& states = params(plan_mlstm_states(from).plan.dispatches[1]);
+    const MlstmParams states = params(plan_mlstm_states(from).plan.dispatches[1]);
     expect(states.state_slots == states.chunks / every + 1 && states.save_every == every,
            "one slot for each saved state and one for the initial state");
   }
