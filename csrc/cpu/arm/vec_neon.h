@@ -55,11 +55,14 @@ struct Neon {
   static F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
   static I rounding(I bits) { return vaddq_u32(vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF)); }
-  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
-  static void store_bfloat16(uint16_t* p, F a, F b) {
-    const I low = vreinterpretq_u32_f32(a), high = vreinterpretq_u32_f32(b);
-    vst1q_u16(p, vaddhn_high_u32(vaddhn_u32(low, rounding(low)), high, rounding(high)));
+  static uint16x8_t plus_rounding(F v) {
+    const I bits = vreinterpretq_u32_f32(v);
+    return vreinterpretq_u16_u32(vaddq_u32(bits, rounding(bits)));
   }
+  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
+  // vaddhn would add and take the upper halves at once. But GCC 14.2 compiles this sum with 0x7FFF to raddhn, which
+  // adds 0x8000, and ties are then rounded up instead of to even.
+  static void store_bfloat16(uint16_t* p, F a, F b) { vst1q_u16(p, vuzp2q_u16(plus_rounding(a), plus_rounding(b))); }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
   // Looks codes up in a table of 64 bytes. Code q becomes the byte indices 4q to 4q + 3.
