@@ -171,7 +171,14 @@ def _moe_cases(*kernels: str) -> Iterator[Case]:
 
 def _moe_loop_cases(kernel: str) -> Iterator[Case]:
     yield from _moe_cases(kernel)
-    yield f"{kernel} rows", partial(experts.case_of_rows, kernel, 0, HALF)
+    for turn in range(len(experts.MOST_ROWS[kernel])):
+        yield f"{kernel} rows {turn}", partial(experts.case_of_rows, kernel, turn, HALF)
+
+
+def _shared_body_cases(dense: Callable[[], Iterator[Case]], kernel: str) -> Iterator[Case]:
+    """Yields the cases of a dense kernel and of the kernel for experts that has loops with fewer rows."""
+    yield from dense()
+    yield from _moe_loop_cases(kernel)
 
 
 def _moe_gemv_reduce_cases() -> Iterator[Case]:
@@ -275,9 +282,9 @@ def cases_of(file: str) -> Iterator[Case]:
         "weights/repack.metal": _repack,
         "weights/dequantize.metal": _dequantize_cases,
         "weights/embedding.metal": _embedding_cases,
-        "gemm/gemv.h": _gemv_cases,
+        "gemm/gemv.h": partial(_shared_body_cases, _gemv_cases, "moe_gemv_blocks"),
         "gemm/gemv.metal": _gemv_cases,
-        "gemm/fused.h": _fused_cases,
+        "gemm/fused.h": partial(_shared_body_cases, _fused_cases, "moe_fused"),
         "gemm/fused.metal": _fused_cases,
         "gemm/weight_fragment.h": _fused_cases,
         "gemm/tensor.h": _tensor_cases,
