@@ -44,6 +44,7 @@ _NO_PAIRS = "a step without pairs stores nothing"
 _UNREAD = "the second offset of even rows is never read"
 _MORE_ROWS = "the loop for more row blocks adds the same products"
 _NOT_STORED = "sums beyond the loop's rows are not stored"
+_NO_ROW = "has_row() is false for the row beyond the last"
 _IGNORED = "a pair that the pass does not sort is ignored, whatever its number"
 EXPLAINED: dict[str, str] = {
     "experts/experts.h: 'id < long(experts)' -> 'id <= long(experts)'": _EQUAL,
@@ -53,6 +54,7 @@ EXPLAINED: dict[str, str] = {
     "experts/moe_sort.metal: 'min(expert, uint(kMoeSortThreads))' -> '(expert)'": _IGNORED,
     "gemm/fused.h: 'min(uint(rows_per_threadgroup) / kBlock, row_blocks)' -> "
     "'(uint(rows_per_threadgroup) / kBlock)'": _NOT_STORED,
+    "gemm/gemv.h: 'r < most_rows' -> 'r <= most_rows'": _NO_ROW,
     "gemm/gemv.h: 'min(uint(rows_per_threadgroup), most_rows)' -> '(uint(rows_per_threadgroup))'": _NOT_STORED,
     "gemm/fused.h: 'e < Rows::offsets_per_block()' -> 'e <= Rows::offsets_per_block()'": _UNREAD,
     "layer/activation.metal: 'x < 0.0f' -> 'x <= 0.0f'": _SMALL,
