@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import device, reports, shader
+from . import device, reports, shader, streams
 from .build import Unavailable, build_device
 from .extension import build_extension, extension_path, find_extensions
 from .native import Library
@@ -80,6 +80,7 @@ def _load() -> Library:
     native._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
     native._mps_get_core_count = lambda: 8
     native._mps_get_name = lambda: "softmetal"
+    streams.install()
     torch.UntypedStorage.mps = _storage_to_mps  # type: ignore[method-assign]
     return library
 

@@ -67,3 +67,18 @@ def test_a_stream_that_is_not_in_the_pool() -> None:
     for number in (-1, 33):
         with pytest.raises(ValueError, match=rf"stream: expected 0 to 32, got {number}"), softmetal.stream(number):
             pass
+
+
+@pytest.mark.skipif(not hasattr(torch.mps, "Stream"), reason="torch.mps has streams since 2.15")
+def test_streams_of_torch_mps(add) -> None:
+    default, other = torch.mps.default_stream(), torch.mps.Stream()
+    assert torch.mps.current_stream() == default != other
+    x = torch.zeros(8, device="mps")
+    torch.mps.synchronize()
+    with torch.mps.stream(other):
+        assert torch.mps.current_stream() == other
+        add(x, 1.0)
+    other.synchronize()
+    assert torch.mps.current_stream() == default
+    assert x[0].item() == 1
+    assert len({default, torch.mps.Stream(stream_id=other.stream_id), other}) == 2
