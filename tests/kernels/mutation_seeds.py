@@ -40,6 +40,16 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("places", "simdgroup % across) * kTensorColumns", "simdgroup / across) * kTensorColumns"),
         ("places", "block.z * params.k_per_slice", "0"),
     ),
+    "experts/moe_gemv_blocks.metal": (
+        ("wrong loop", "rows.count == 4", "rows.count == 5"),
+        ("wrong loop", "rows.count == 3", "rows.count == 5"),
+        ("wrong loop", "rows.count == 2", "rows.count == 5"),
+        ("wrong loop", "gemv_rows<format, T, 3>", "gemv_rows<format, T, 2>"),
+        ("wrong expert", "(product, expert, params)", "(product, 0, params)"),
+        ("no rows", "if (!has_rows(blocks, block.x)) return;", ""),
+        ("no expert", "if (expert == params.experts) {", "if (expert > params.experts) {"),
+        ("wrong column", "block.y * kGemvColumns, kGemvColumns,", "block.x * kGemvColumns, kGemvColumns,"),
+    ),
     "experts/moe_gemv_reduce.metal": (
         ("wrong slot", "simdgroup / slices;", "simdgroup % params.top_k;"),
         ("wrong slice", "shared, own, slice, n", "shared, own, 0, n"),
