@@ -6,11 +6,10 @@ import torch
 
 
 def _initialize(self: Any, stream_id: int | None = None) -> None:
-    device = torch.device("mps", 0)
     if stream_id is None:
-        self._stream = torch.Stream(device=device)
+        self._stream = torch.Stream(device="mps")  # takes one from the pool
     else:
-        kind = torch.Stream(device=device).device_type
+        kind = torch.accelerator.current_stream().device_type
         self._stream = torch.Stream(stream_id=stream_id, device_index=0, device_type=kind)
 
 

@@ -11,11 +11,6 @@ using namespace marlin;
 
 namespace {
 
-void expect_close(double value, double wanted, double tolerance, const std::string& what) {
-  expect(std::abs(value - wanted) <= tolerance * wanted,
-         what + ": expected " + std::to_string(wanted) + ", got " + std::to_string(value));
-}
-
 // The gate and up projections of a layer of gpt-oss-20b, unless other sizes are given.
 MoeProblem mixture(uint32_t tokens, uint32_t experts = 32, uint32_t top_k = 4, uint32_t N = 5760, uint32_t K = 2880) {
   return {.product = {.weight = {.format = WeightFormat::mxfp4,

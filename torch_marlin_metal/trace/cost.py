@@ -103,8 +103,8 @@ def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_secon
         launches = [dispatch.launch_seconds for dispatch in chosen.dispatches]
         launch = max(launch, *launches)
         weights += count * product.experts * (chosen.seconds - sum(launches))
-        dispatches += count * (len(launches) if product.experts == 1 else _dispatches_of_experts(product, gpu, dtype))
-        dispatches -= count  # work.operations has one of them
+        own = len(launches) if product.experts == 1 else _dispatches_of_experts(product, gpu, dtype)
+        dispatches += count * (own - 1)  # work.operations has one of them
     launch = launch or plan(1, 8, 8, gpu=gpu).chosen.dispatches[0].launch_seconds
     seconds = launch if dispatch_seconds is None else dispatch_seconds
     attention = work.cache_bytes / gpu.reachable_dram_bytes_per_second
