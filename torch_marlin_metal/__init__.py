@@ -13,7 +13,14 @@ from torch_marlin_metal import convert
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
 from torch_marlin_metal.gpu.planning import plan
-from torch_marlin_metal.layer_ops import add_rms_norm, gated_activation, rms_norm, rotary, write_cache
+from torch_marlin_metal.layer_ops import (
+    add_rms_norm,
+    gated_activation,
+    moe_gemm_gated,
+    rms_norm,
+    rotary,
+    write_cache,
+)
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
@@ -69,6 +76,7 @@ __all__ = [
     "mlstm_states",
     "mlstm_step",
     "moe_gemm",
+    "moe_gemm_gated",
     "plan",
     "prepare",
     "profiling",

@@ -35,6 +35,10 @@ OPERATORS = {
         "a b_packed scales expert_ids weight_format group_size zeros global_scale lut perm bias row_weights reduce "
         "variant"
     ),
+    "moe_gemm_gated": (
+        "a b_packed scales expert_ids weight_format group_size zeros global_scale lut perm bias activation interleaved "
+        "limit alpha"
+    ),
     "moe_gemm_grad_a": "grad b_packed scales expert_ids weight_format group_size zeros global_scale lut perm",
     "rms_norm": "x weight eps weight_offset",
     "rotary": "q k cos sin interleaved per_pair transposed",

@@ -1,7 +1,8 @@
 """Python functions for the operations between a decoder layer's products.
 
-These are the norm, the rotary embedding, the gated activation and the writing to a cache. Each function is one
-operator, which on mps is one dispatch; PyTorch's own operators need up to ten. All functions accept any strides. All
+These are the norm, the rotary embedding, the gated activation, also with the experts' products before it, and the
+writing to a cache. Each function is one operator. All but one are one dispatch on mps, for which PyTorch's own
+operators need up to ten; for many rows, the experts' products need more. All functions accept any strides. All
 except the writing to a cache compute in fp32, round once and have derivatives.
 """
 
@@ -10,11 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.ops import given, resolve
+
 _ops = torch.ops.torch_marlin_metal
 _rms_norm = _ops.rms_norm.default
 _add_rms_norm = _ops.add_rms_norm.default
 _rotary = _ops.rotary.default
 _gated_activation = _ops.gated_activation.default
+_moe_gemm_gated = _ops.moe_gemm_gated.default
 _write_cache = _ops.write_cache.default
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
@@ -127,6 +131,69 @@ def gated_activation(
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
     result: Tensor = _gated_activation(gate, up, activation=activation, limit=limit, alpha=alpha)
+    return result
+
+
+def moe_gemm_gated(
+    a: Tensor,
+    b_packed: Tensor,
+    scales: Tensor,
+    expert_ids: Tensor,
+    *,
+    weight_format: str,
+    group_size: int,
+    zeros: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    lut: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: ActivationName = "silu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """Multiplies each token with the gate and up projections of its experts, and applies the gated activation.
+
+    The result is that of `moe_gemm` followed by `gated_activation`: the products are rounded in between. On mps, few
+    rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
+
+    Args:
+        a: as in `moe_gemm`.
+        b_packed: int32 `[E, K/8, N]` with an even N: the columns of gate and up of each expert.
+        scales: as in `moe_gemm`, like all tensors that follow.
+        expert_ids: int32 or int64 `[T, top_k]`.
+        weight_format: a format's name or alias.
+        group_size: the group size, or -1 for K.
+        zeros: `[E, G, N]` or None.
+        global_scale: float32 `[E]`, `[E, 1]`, `[E, N]` or None.
+        lut: float32 `[16]` or None.
+        perm: int32 `[E, K]` or None.
+        bias: `[E, N]` or None.
+        activation: as in `gated_activation`.
+        interleaved: whether the columns alternate between gate and up. Otherwise the first N / 2 columns are gate.
+        limit: for "clamped_silu" only.
+        alpha: for "clamped_silu" only.
+
+    Returns:
+        `[T, top_k, N / 2]` in the dtype of `a`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    name, group_size, lut = resolve("moe_gemm_gated", weight_format, group_size, b_packed, lut)
+    result: Tensor = _moe_gemm_gated(
+        a,
+        b_packed,
+        scales,
+        expert_ids,
+        weight_format=name,
+        group_size=group_size,
+        activation=activation,
+        interleaved=interleaved,
+        limit=limit,
+        alpha=alpha,
+        **given(zeros, global_scale, lut, perm, bias),
+    )
     return result
 
 

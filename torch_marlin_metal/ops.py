@@ -46,6 +46,7 @@ def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: 
 
 
 @_flop_formula("moe_gemm")
+@_flop_formula("moe_gemm_gated")
 def _moe_gemm_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
 ) -> int:
@@ -53,7 +54,7 @@ def _moe_gemm_flops(
     return 2 * ids_shape.numel() * a_shape[-1] * b_packed_shape[2]
 
 
-def _resolve(
+def resolve(
     op: str, name: str, group_size: int, b_packed: Tensor, lut: Tensor | None
 ) -> tuple[str, int, Tensor | None]:
     """Replaces an alias by the format's name and -1 by K; the operator checks everything else."""
@@ -127,7 +128,7 @@ def gemm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    name, group_size, lut = _resolve("gemm", weight_format, group_size, b_packed, lut)
+    name, group_size, lut = resolve("gemm", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm, bias)
     if variant != "auto":
         options["variant"] = variant
@@ -174,7 +175,7 @@ def gemm_transposed(
     Raises:
         ValueError: an argument or the variable is wrong; the message names it and says what was expected.
     """
-    name, group_size, lut = _resolve("gemm_transposed", weight_format, group_size, b_packed, lut)
+    name, group_size, lut = resolve("gemm_transposed", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm)
     result: Tensor = _ops.gemm_transposed(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
     return result
@@ -226,7 +227,7 @@ def moe_gemm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    name, group_size, lut = _resolve("moe_gemm", weight_format, group_size, b_packed, lut)
+    name, group_size, lut = resolve("moe_gemm", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm, bias)
     if row_weights is not None:
         options["row_weights"] = row_weights
@@ -294,7 +295,7 @@ def dequantize(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
-    name, group_size, lut = _resolve("dequantize", weight_format, group_size, b_packed, lut)
+    name, group_size, lut = resolve("dequantize", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm)
     result: Tensor = _ops.dequantize(
         b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
@@ -339,7 +340,7 @@ def embedding(
         IndexError: on the CPU, an id outside the table.
         ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
     """
-    name, group_size, lut = _resolve("embedding", weight_format, group_size, b_packed, lut)
+    name, group_size, lut = resolve("embedding", weight_format, group_size, b_packed, lut)
     options = given(zeros, global_scale, lut, perm)
     result: Tensor = _ops.embedding(
         ids, b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options

@@ -76,11 +76,8 @@ Tensor empty_rotated(const Tensor& x) {
   return at::empty_strided_symint(x.sym_sizes(), {x.sym_size(2) * row, x.sym_size(3), row, 1}, x.options());
 }
 
-Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
-                                  std::optional<double> limit, std::optional<double> alpha) {
-  const char* op = "gated_activation";
-  if (!is_floating(gate) || gate.dim() == 0) fail(op, "gate", text(kFloating, " [..., N]"), describe(gate));
-  check_like({op, gate.device()}, "up", up, "gate", gate);
+Activation check_activation(const char* op, std::string_view activation, std::optional<double> limit,
+                            std::optional<double> alpha) {
   size_t index = 0;
   while (index < kActivations.size() && kActivations[index] != activation)
     ++index;
@@ -98,6 +95,14 @@ Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::str
          alpha ? text(*alpha) : "None");
   }
   return found;
+}
+
+Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
+                                  std::optional<double> limit, std::optional<double> alpha) {
+  const char* op = "gated_activation";
+  if (!is_floating(gate) || gate.dim() == 0) fail(op, "gate", text(kFloating, " [..., N]"), describe(gate));
+  check_like({op, gate.device()}, "up", up, "gate", gate);
+  return check_activation(op, activation, limit, alpha);
 }
 
 void check_write_cache(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,

@@ -19,6 +19,9 @@ Tensor empty_rotated(const Tensor& x);
 // Returns true if the heads of a token are adjacent in memory.
 bool has_token_rows(const Tensor& x);
 
+Activation check_activation(const char* op, std::string_view activation, std::optional<double> limit,
+                            std::optional<double> alpha);
+
 Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
                                   std::optional<double> limit, std::optional<double> alpha);
 

@@ -223,8 +223,8 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
 }
 
 WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
-                           const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant) {
-  const char* op = "moe_gemm";
+                           const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant,
+                           const char* op) {
   const bool by_slot = a.dim() == 3;
   if (!is_activation_dtype(a.scalar_type()) || (a.dim() != 2 && !by_slot)) {
     fail(op, "a", text(kFloating, " [T, K] or [T, top_k, K]"), describe(a));

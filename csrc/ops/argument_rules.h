@@ -58,7 +58,8 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
 WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight);
 // The weight's tensors have a leading dimension E.
 WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
-                           const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant);
+                           const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant,
+                           const char* op = "moe_gemm");
 WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weight, const Tensor& expert_ids);
 WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
 WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype);

@@ -1,7 +1,7 @@
 // Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With more
 // rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
 // products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
-// also add a token's products.
+// also add a token's products, or apply a gated activation to them.
 #include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 
@@ -91,6 +91,7 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
           .block_rows = rows,
           .blocks = moe_blocks(problem.product.M, problem.experts, rows),
           .row_weights_type = row_weights_type(problem),
+          .gate = problem.gate.value_or(MoeGate{}),
           .unused = 0};
 }
 
@@ -169,12 +170,21 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   return *std::ranges::min_element(tilings, {}, seconds);
 }
 
+bool applies_gate(const Plan& plan) {
+  return plan.dispatches.back().kernel == Kernel::moe_gemv_gated;
+}
+
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
   plan.seconds = experts_cost(tiling, problem, device).seconds;
   Dispatch products = moe_dispatch(tiling, problem, device);
+  // The activation changes neither the tiling nor the predicted time: it adds little to the end of a threadgroup.
+  if (problem.gate && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
+    products.kernel = Kernel::moe_gemv_gated;
+    products.function = host_name(products.kernel, product.weight.format, product.activations);
+  }
   if (sorts_pairs(tiling)) {
     const MoeParams params = params_of(tiling, problem);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;

@@ -48,6 +48,8 @@ Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevic
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem);
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device);
+// Returns true if a plan of plan_moe includes the gated activation of its problem.
+bool applies_gate(const Plan& plan);
 Plan plan_embedding(const EmbeddingProblem& problem);
 Plan plan_repack(const RepackProblem& problem);
 Plan plan_probe();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <map>
 #include <set>
 #include <stdexcept>
@@ -143,7 +144,15 @@ PlanKey plan_key(const RepackProblem& problem) {
 MoeKey plan_key(const MoeProblem& problem) {
   Options options;
   options.add(problem.wide_ids, 1).add(problem.row_weights, 2).add(problem.has_row_weights, 1).add(problem.reduce, 1);
-  return {plan_key(problem.product), problem.a_slot_stride, problem.experts, problem.top_k, options.bits};
+  const MoeGate gate = problem.gate.value_or(MoeGate{});
+  options.add(problem.gate.has_value(), 1).add(gate.activation, 2).add(gate.interleaved, 1);
+  return {plan_key(problem.product),
+          problem.a_slot_stride,
+          problem.experts,
+          problem.top_k,
+          std::bit_cast<uint32_t>(gate.limit),
+          std::bit_cast<uint32_t>(gate.alpha),
+          options.bits};
 }
 
 }  // namespace marlin

@@ -68,6 +68,7 @@ struct MoeKey {
   PlanKey product;
   int64_t a_slot_stride;
   uint32_t experts, top_k;
+  uint32_t gate_limit, gate_alpha;  // the bits of the floats
   uint64_t options;
 
   bool operator==(const MoeKey&) const = default;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <compare>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "kernels/shared/variants.h"
@@ -53,6 +54,8 @@ struct MoeProblem {
   ElementType row_weights = ElementType::float32;
   bool has_row_weights = false;
   bool reduce = false;
+  // A gated activation that the products need next. plan_moe includes it where one dispatch can compute both.
+  std::optional<MoeGate> gate{};
 };
 
 // Returns the rows of each expert that has any, if the router spreads the pairs evenly.

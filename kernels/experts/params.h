@@ -6,6 +6,14 @@
 
 namespace marlin {
 
+// The gated activation of moe_gemv_gated. The weight's columns are gate and up: halves, or alternating.
+struct MoeGate {
+  int32_t activation;  // an Activation
+  uint32_t interleaved;
+  float limit;  // of clamped_silu
+  float alpha;
+};
+
 // A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the product with one
 // expert's weight, but product.M is the number of all pairs, and product.a_row_stride is the distance between tokens.
 struct MoeParams {
@@ -18,9 +26,10 @@ struct MoeParams {
   uint32_t block_rows;                  // if moe_sort makes blocks, the most rows of one
   uint32_t blocks;                      // the entries of moe_sort's table
   int32_t row_weights_type;             // in moe_gemv_reduce: an ElementType, or -1 if there are none
+  MoeGate gate;                         // in moe_gemv_gated
   uint32_t unused;
 };
-static_assert(sizeof(MoeParams) == 72, "shared with the shaders");
+static_assert(sizeof(MoeParams) == 88, "shared with the shaders");
 
 // out[row, n] = round(sum over the row's `terms` pairs of row_weights[pair] * (products[pair, n] + bias[expert, n]))
 struct MoeReduceParams {

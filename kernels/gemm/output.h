@@ -13,9 +13,12 @@ struct Output {
   uint M;
   uint N;
 
-  MARLIN_INLINE void store(uint m, uint n, float sum) const thread {
-    out[ulong(m) * N + n] = T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
+  // Returns a sum of column n with its bias, rounded.
+  MARLIN_INLINE T rounded(uint n, float sum) const thread {
+    return T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
   }
+
+  MARLIN_INLINE void store(uint m, uint n, float sum) const thread { out[ulong(m) * N + n] = rounded(n, sum); }
 
   // Stores four columns. out and partials start where the allocator placed them, so vector stores are aligned if N is a
   // multiple of 4.

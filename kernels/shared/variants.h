@@ -64,6 +64,7 @@
 //   moe_gemv: as gemv with one row per threadgroup; grid (pairs, ceil(N / kGemvColumns), 1); partials [1, pairs, N].
 //   moe_gemv_reduce: threads (32 * slices * top_k, 1, 1), grid (tokens, ceil(N / kGemvColumns), 1); simdgroup = slot *
 //     slices + slice; k_per_slice a multiple of kGemvK, slices * k_per_slice >= K; threadgroup memory as gemv.
+//   moe_gemv_gated: as moe_gemv; N a multiple of kGemvColumns; out [pairs, N / 2]; no partials.
 //   moe_gemv_blocks: as gemv; grid (moe_blocks(pairs, experts, rows), ceil(N / kGemvColumns), 1); partials
 //     [1, pairs, N].
 //   moe_sort: threads (kMoeSortThreads, 1, 1), grid (1, 1, 1).
@@ -135,6 +136,10 @@
 #define MARLIN_KERNELS_MOE_GEMV_REDUCE(X)                       \
   X("experts/moe_gemv_reduce", moe_gemv_reduce, format_element, \
     kMaskAll | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
+
+#define MARLIN_KERNELS_MOE_GEMV_GATED(X) \
+  X("experts/moe_gemv_gated", moe_gemv_gated, format_element, kMaskAll | MARLIN_SLOT(kSlotExpertIds))
+
 #define MARLIN_KERNELS_MOE_GEMV_BLOCKS(X) \
   X("experts/moe_gemv_blocks", moe_gemv_blocks, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
 
@@ -184,6 +189,7 @@
   MARLIN_KERNELS_MOE_SORT(X)        \
   MARLIN_KERNELS_MOE_GEMV(X)        \
   MARLIN_KERNELS_MOE_GEMV_REDUCE(X) \
+  MARLIN_KERNELS_MOE_GEMV_GATED(X)  \
   MARLIN_KERNELS_MOE_GEMV_BLOCKS(X) \
   MARLIN_KERNELS_MOE_FUSED(X)       \
   MARLIN_KERNELS_MOE_TENSOR(X)      \

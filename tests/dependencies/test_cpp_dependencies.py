@@ -13,7 +13,7 @@ ALLOWED = {
     "kernels/shared": [],
     "kernels/gemm": ["kernels/shared"],
     "kernels/weights": ["kernels/shared", "kernels/gemm/options.h", "kernels/gemm/weight.h"],
-    "kernels/experts": ["kernels/shared", "kernels/gemm"],
+    "kernels/experts": ["kernels/shared", "kernels/gemm", "kernels/layer/gated.h"],
     "kernels/layer": ["kernels/shared", "kernels/gemm/options.h"],
     "kernels/mlstm": ["kernels/shared", "kernels/gemm"],
     "csrc/core": ["kernels/shared"],
@@ -22,7 +22,8 @@ ALLOWED = {
     "csrc/planner": ["csrc/core", "kernels/shared"],
     "csrc/mps": ["csrc/core", "csrc/ops", "csrc/planner"],
     "csrc/layer": [
-        *("csrc/core", "csrc/ops", "csrc/cpu", "csrc/planner/plan_cache.h", "csrc/mps/encoder.h", "kernels/layer"),
+        *("csrc/core", "csrc/ops", "csrc/cpu", "csrc/planner/plan_cache.h", "csrc/mps/encoder.h", "csrc/mps/experts.h"),
+        "kernels/layer",
     ],
     # The mLSTM may use parts of the GEMM; nothing may use the mLSTM.
     "csrc/mlstm": [

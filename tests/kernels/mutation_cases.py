@@ -186,6 +186,11 @@ def _moe_gemv_reduce_cases() -> Iterator[Case]:
         yield f"moe_gemv_reduce {turn}", partial(experts.case_of_summed_slots, turn)
 
 
+def _moe_gemv_gated_cases() -> Iterator[Case]:
+    for turn in (0, 3, 1):
+        yield f"moe_gemv_gated {turn}", partial(experts.case_of_a_gate, turn)
+
+
 def _moe_tensor_cases() -> Iterator[Case]:
     yield from _moe_cases("moe_tensor")
     for turn in (1, 3, 4):
@@ -302,12 +307,14 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/moe_gemv_blocks.metal": partial(_moe_loop_cases, "moe_gemv_blocks"),
         "experts/moe_fused.metal": partial(_moe_loop_cases, "moe_fused"),
         "experts/moe_gemv_reduce.metal": _moe_gemv_reduce_cases,
+        "experts/moe_gemv_gated.metal": _moe_gemv_gated_cases,
         "experts/moe_tensor.metal": _moe_tensor_cases,
         "experts/rows.h": _moe_rows_cases,
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),
         "layer/norm.metal": _norm_cases,
         "layer/rotary.metal": _rotary_cases,
         "layer/activation.metal": _activation_cases,
+        "layer/gated.h": _activation_cases,
         "layer/cache.metal": _cache_cases,
         "mlstm/mlstm.h": _mlstm_all,
         "mlstm/gates.metal": _mlstm_gates_cases,

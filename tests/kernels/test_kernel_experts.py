@@ -13,8 +13,9 @@ import torch
 from tests.support import experts as reference_experts
 from tests.support import reference
 from tests.support.experts import make_experts
-from tests.support.kernels.experts import GEMV_KERNELS, Mixture, expected_table, run_experts, run_sort
+from tests.support.kernels.experts import ALPHA, GEMV_KERNELS, LIMIT, Mixture, expected_table, run_experts, run_sort
 from tests.support.kernels.launch import number
+from tests.support.kernels.layer import ACTIVATIONS, run_activation
 from tests.support.kernels.tensor import TILES
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -175,6 +176,38 @@ def case_of_summed_slots(turn: int, dtype: torch.dtype | None = None) -> None:
 def test_slots_summed_in_one_dispatch(turn: int, everything: bool) -> None:
     for dtype in reference.DTYPES if everything else (None,):
         case_of_summed_slots(turn, dtype)
+
+
+# simdgroups, K, dtype
+GATED = [(1, 264, HALF), (3, 136, FLOAT), (2, 72, BFLOAT), (4, 264, FLOAT), (2, 136, HALF), (16, 264, BFLOAT), (1, 72, FLOAT)]
+
+
+def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
+    """Multiplies by `moe_gemv_gated`, and compares its bits with those of `moe_gemv` and `gated_activation`.
+
+    Formats, sizes and options take turns.
+    """
+    simdgroups, K, usual = GATED[turn]
+    p = mixture(
+        reference.FORMATS[turn], dtype or usual, IDS[:4], E=3, K=K, N=(256, 128)[turn % 2],
+        group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 == 0, bias=turn % 3 != 1, use_perm=turn % 4 == 2,
+        activation=ACTIVATIONS[turn % 4], interleaved=turn % 2 == 1,
+    )  # fmt: skip
+    if turn % 2 == 0:
+        p = dataclasses.replace(p, ids=p.ids.int())
+    products = check(p, "moe_gemv", simdgroups=simdgroups)
+    expected = run_activation(
+        products.flatten(0, 1), p.activation, interleaved=p.interleaved, limit=LIMIT, alpha=ALPHA
+    )
+    got = run_experts("moe_gemv_gated", p, simdgroups=simdgroups)
+    assert torch.equal(got.flatten(0, 1).view(torch.uint8), expected.view(torch.uint8))
+    assert (got[2, 0] == 0).all() and got.any()
+
+
+@pytest.mark.parametrize("turn", range(len(GATED)))
+def test_an_activation_in_the_same_dispatch(turn: int, everything: bool) -> None:
+    for dtype in reference.DTYPES if everything else (None,):
+        case_of_a_gate(turn, dtype)
 
 
 # Expert 1 has 71 rows, which are more than a block of 32 or 64, expert 0 has 32 and expert 2 none. 3 ids name no expert.

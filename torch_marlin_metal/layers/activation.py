@@ -44,6 +44,11 @@ class KnownActivation:
         gate, up = (two, one) if self.swapped else (one, two)
         return gated_activation(gate, up, activation=self.activation, limit=self.limit, alpha=self.alpha)
 
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `moe_gemm_gated`, which computes all but swapped activations."""
+        options = {"activation": self.activation, "interleaved": self.interleaved}
+        return options | ({} if self.limit is None else {"limit": self.limit, "alpha": self.alpha})
+
 
 def find_known(activation: Activation, columns: int) -> KnownActivation | None:
     """Returns the known activation that gives equal results, or None if there is none.

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.layers.activation import Activation, find_known
+from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
 from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
 from torch_marlin_metal.ops import given
 from torch_marlin_metal.packed_weight import PackedWeight
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
+_moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
 
 COLUMNS = ("b_packed", "scales", "zeros", "global_scale", "bias")  # tensors whose last dimension is columns
 
@@ -155,29 +156,38 @@ class ExpertWeights(PackedLayer):
         for name in [name for name, tensor in self._buffers.items() if tensor is None]:
             self._buffers[name] = self._buffers.pop(name)  # absent buffers come last, as in PackedLayer
 
-    def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
-        """Returns `[T, top_k, N]`, or `[T, N]` with `reduce`, as `moe_gemm` does.
+    def forward(
+        self,
+        a: Tensor,
+        expert_ids: Tensor,
+        row_weights: Tensor | None = None,
+        reduce: bool = False,
+        activation: KnownActivation | None = None,
+    ) -> Tensor:
+        """Returns `[T, top_k, N]`, or `[T, N]` with `reduce`, or `[T, top_k, N / 2]` with an activation.
 
         Args:
             a: `[T, K]` or `[T, top_k, K]`.
             expert_ids: `[T, top_k]`.
             row_weights: `[T, top_k]` or None.
             reduce: whether to add up the rows of a token.
+            activation: applied to the products. Excludes `row_weights` and `reduce`.
+
+        Raises:
+            ValueError: an argument is wrong, or there is an activation with row weights or a sum.
         """
+        if activation is not None and (row_weights is not None or reduce):
+            raise ValueError("ExpertWeights: activation: expected none with row_weights or reduce")
         buffers = self._weight_buffers()
         options = given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"], self.bias)
+        options |= {"weight_format": self.weight_format, "group_size": self.group_size}
+        if activation is not None:
+            options |= activation.options()
+            gated: Tensor = _moe_gemm_gated(a, buffers["b_packed"], buffers["scales"], expert_ids, **options)
+            return gated
         if row_weights is not None:
             options["row_weights"] = row_weights
-        result: Tensor = _moe_gemm(
-            a,
-            buffers["b_packed"],
-            buffers["scales"],
-            expert_ids,
-            weight_format=self.weight_format,
-            group_size=self.group_size,
-            reduce=reduce,
-            **options,
-        )
+        result: Tensor = _moe_gemm(a, buffers["b_packed"], buffers["scales"], expert_ids, reduce=reduce, **options)
         return result
 
     def to_packed(self, index: int, part: int | None = None, *, copy: bool = True) -> PackedWeight:
@@ -273,9 +283,14 @@ class MarlinExperts(nn.Module):
             top_k_index: `[T, top_k]`, the experts; an id outside `[0, E)` adds nothing.
             top_k_weights: `[T, top_k]`, their weights.
         """
-        return self.down(  # type: ignore[no-any-return]
-            self.activate(self.gate_up(hidden_states, top_k_index)), top_k_index, top_k_weights, reduce=True
-        )
+        inner = self.inner(hidden_states, top_k_index)
+        return self.down(inner, top_k_index, top_k_weights, reduce=True)  # type: ignore[no-any-return]
+
+    def inner(self, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
+        """Returns `[T, top_k, I]`, the activated product with gate and up."""
+        if self._known is not None and not self._known.swapped:
+            return self.gate_up(hidden_states, top_k_index, activation=self._known)  # type: ignore[no-any-return]
+        return self.activate(self.gate_up(hidden_states, top_k_index))
 
     def activate(self, gate_up: Tensor) -> Tensor:
         """Returns `[..., I]`, the activation of the product `[..., 2 * I]` of `gate_up`."""

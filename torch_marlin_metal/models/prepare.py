@@ -109,6 +109,7 @@ def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torc
     size = (T, top_k, stack.in_features) if is_down else (T, stack.in_features)
     a = torch.zeros(size, dtype=dtype, device=device)
     with torch.no_grad():
-        y = stack(a, ids, torch.zeros(T, top_k, device=device) if is_down else None, reduce=is_down)
-        if not is_down:
-            experts.activate(y)
+        if is_down:
+            stack(a, ids, torch.zeros(T, top_k, device=device), reduce=True)
+        else:
+            experts.inner(a, ids)

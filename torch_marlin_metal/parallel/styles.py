@@ -96,7 +96,7 @@ class ExpertPart(MarlinExperts):
             RuntimeError: a process ended or hangs; the error names it.
         """
         ids = top_k_index - self._first  # experts of other processes get ids outside of the stack, which add nothing
-        hidden = self.activate(self.gate_up(_without_gradient("MarlinExpertParallel", hidden_states), ids))
+        hidden = self.inner(_without_gradient("MarlinExpertParallel", hidden_states), ids)
         kind = hidden.device.type
         with torch.autocast(kind, enabled=False):  # or each product would be rounded before the sum
             part = self.down(hidden.to(self.down_dtype), ids, top_k_weights, reduce=True)

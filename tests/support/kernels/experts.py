@@ -18,9 +18,11 @@ from tests.support.kernels.launch import (
     place,
     place_output,
 )
+from tests.support.kernels.layer import ACTIVATIONS
 from tests.support.kernels.tensor import check_tensor_reads
 
-PAIR_KERNELS = ("moe_gemv", "moe_gemv_reduce")  # they read the experts' ids; all others read moe_sort's table
+PAIR_KERNELS = ("moe_gemv", "moe_gemv_gated", "moe_gemv_reduce")  # they read the experts' ids; all others read moe_sort's table
+LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu
 GEMV_KERNELS = (*PAIR_KERNELS, "moe_gemv_blocks")
 
 
@@ -36,6 +38,8 @@ class Mixture:
     bias: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     reduce: bool = False
+    activation: str = "silu"  # for moe_gemv_gated
+    interleaved: bool = False
     sizes: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +143,8 @@ def run_experts(
         buffers["Blocks"] = run_sort(p.ids, E, rows)
     else:
         buffers["ExpertIds"] = place(p.ids.reshape(-1))
-    out = place_output((pairs if not p.reduce else len(p.ids), N), p.a.dtype)
+    out_columns = N // 2 if kernel == "moe_gemv_gated" else N
+    out = place_output((pairs if not p.reduce else len(p.ids), out_columns), p.a.dtype)
     partials = place_output((pairs, N), torch.float32)
     buffers["Partials" if combines else "Out"] = partials if combines else out
     if kernel == "moe_gemv_reduce" and p.row_weights is not None:
@@ -157,11 +162,14 @@ def run_experts(
         block_rows=rows,
         blocks=blocks,
         row_weights_type=p.weights_type,
+        gate=parameters(
+            "MoeGate", activation=ACTIVATIONS.index(p.activation), interleaved=p.interleaved, limit=LIMIT, alpha=ALPHA
+        ),
         **id_fields(p.ids),
     )
     biased = {name: constants.pop(name) for name in ("has_bias", "bias_type") if name in constants}
     strips = -(-N // columns)
-    row_groups = blocks if is_sorted else pairs if kernel == "moe_gemv" else len(p.ids)
+    row_groups = blocks if is_sorted else len(p.ids) if kernel == "moe_gemv_reduce" else pairs
     counters = launch(
         kernel,
         buffers if not combines else {slot: buffer for slot, buffer in buffers.items() if slot != "Bias"},
@@ -188,7 +196,7 @@ def run_experts(
         check_tensor_reads(p.weight_format, K, N, p.group_size, p.a.dtype, row_blocks, counters)
     if combines:
         _reduce(p, buffers, biased, partials, out)
-    return out.read((*p.ids.shape[: 1 if p.reduce else 2], N), p.a.dtype)
+    return out.read((*p.ids.shape[: 1 if p.reduce else 2], out_columns), p.a.dtype)
 
 
 def _tensors(p: Mixture) -> tuple[dict, dict]:

@@ -111,7 +111,13 @@ int main() {
   FIELD(MoeParams, block_rows)
   FIELD(MoeParams, blocks)
   FIELD(MoeParams, row_weights_type)
-  std::printf("\"end\": %zu}, \"MoeReduceParams\": {", sizeof(MoeParams));
+  FIELD(MoeParams, gate)
+  std::printf("\"end\": %zu}, \"MoeGate\": {", sizeof(MoeParams));
+  FIELD(MoeGate, activation)
+  FIELD(MoeGate, interleaved)
+  FIELD(MoeGate, limit)
+  FIELD(MoeGate, alpha)
+  std::printf("\"end\": %zu}, \"MoeReduceParams\": {", sizeof(MoeGate));
   FIELD(MoeReduceParams, rows)
   FIELD(MoeReduceParams, N)
   FIELD(MoeReduceParams, terms)

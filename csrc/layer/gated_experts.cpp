@@ -1,0 +1,147 @@
+#include "csrc/layer/gated_experts.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include "csrc/ops/operators.h"
+
+TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
+  m.def(
+      "moe_gemm_gated(Tensor a, Tensor b_packed, Tensor scales, Tensor expert_ids, *, str weight_format, "
+      "int group_size, Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, "
+      "Tensor? bias=None, str activation=\"silu\", bool interleaved=False, float? limit=None, float? alpha=None) "
+      "-> Tensor");
+}
+
+namespace marlin {
+namespace {
+
+constexpr const char* kName = "moe_gemm_gated";
+
+using ActivationSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, std::optional<double>,
+                                   std::optional<double>);
+using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
+                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                         const OptionalTensor&, c10::string_view, bool, std::optional<double>, std::optional<double>);
+
+const auto& activation_op() {
+  static const auto op = find_operator<ActivationSignature>("torch_marlin_metal::gated_activation");
+  return op;
+}
+
+const auto& gated_op() {
+  static const auto op = find_operator<Signature>("torch_marlin_metal::moe_gemm_gated");
+  return op;
+}
+
+Tensor moe_gemm_gated_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                           c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                           const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                           const OptionalTensor& bias, c10::string_view activation, bool, std::optional<double> limit,
+                           std::optional<double> alpha) {
+  const WeightShape shape =
+      check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
+                           bias, activation, limit, alpha);
+  return at::empty_symint({expert_ids.sym_size(0), expert_ids.sym_size(1), shape.N / 2}, a.options());
+}
+
+Tensor moe_gemm_gated_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                          c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                          const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                          const OptionalTensor& bias, c10::string_view activation, bool interleaved,
+                          std::optional<double> limit, std::optional<double> alpha) {
+  check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
+                       bias, activation, limit, alpha);
+  return moe_gemm_then_activation(a, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale, lut,
+                                  perm, bias, activation, interleaved, limit, alpha);
+}
+
+// If a gradient is needed, the two operators compute it.
+Tensor moe_gemm_gated_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                               c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                               const OptionalTensor& global_scale, const OptionalTensor& lut,
+                               const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
+                               bool interleaved, std::optional<double> limit, std::optional<double> alpha) {
+  check_weight_no_grad(kName, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+  if (bias) {
+    check_no_grad(kName, "bias", *bias);
+    check_no_tangent(kName, "bias", *bias);
+  }
+  check_no_tangent(kName, "a", a);
+  if (c10::GradMode::is_enabled() && a.requires_grad()) {
+    check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
+                         bias, activation, limit, alpha);
+    return moe_gemm_then_activation(a, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale,
+                                    lut, perm, bias, activation, interleaved, limit, alpha);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return gated_op().call(a, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale, lut, perm,
+                         bias, activation, interleaved, limit, alpha);
+}
+
+// Casts activations as autocast does for moe_gemm.
+template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
+Tensor moe_gemm_gated_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                               c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                               const OptionalTensor& global_scale, const OptionalTensor& lut,
+                               const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
+                               bool interleaved, std::optional<double> limit, std::optional<double> alpha) {
+  c10::impl::ExcludeDispatchKeyGuard guard(kAutocastKey);
+  const Tensor cast = at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), a, kDevice);
+  return gated_op().call(cast, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale, lut, perm,
+                         bias, activation, interleaved, limit, alpha);
+}
+
+}  // namespace
+
+WeightShape check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+                                 const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
+                                 std::optional<double> alpha) {
+  WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, std::nullopt, "auto", kName);
+  if (shape.N % 2 != 0) {
+    fail(kName, "b_packed", "int32 [E, K/8, N] with an even N, for gate and up", describe(weight.b_packed));
+  }
+  check_activation(kName, activation, limit, alpha);
+  return shape;
+}
+
+Tensor moe_gemm_then_activation(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                                c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                                const OptionalTensor& global_scale, const OptionalTensor& lut,
+                                const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
+                                bool interleaved, std::optional<double> limit, std::optional<double> alpha) {
+  const Tensor products = moe_gemm_op().call(a, b_packed, scales, expert_ids, weight_format, group_size, zeros,
+                                             global_scale, lut, perm, bias, std::nullopt, false, "auto");
+  if (interleaved) {
+    return activation_op().call(products.slice(-1, 0, std::nullopt, 2), products.slice(-1, 1, std::nullopt, 2),
+                                activation, limit, alpha);
+  }
+  const c10::SymInt half = products.sym_size(-1) / 2;
+  return activation_op().call(products.narrow_symint(-1, 0, half), products.narrow_symint(-1, half, half), activation,
+                              limit, alpha);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
+  m.impl("moe_gemm_gated", moe_gemm_gated_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
+  m.impl("moe_gemm_gated", moe_gemm_gated_meta);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
+  m.impl("moe_gemm_gated", moe_gemm_gated_autograd);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastCPU, m) {
+  m.impl("moe_gemm_gated", moe_gemm_gated_autocast<c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastMPS, m) {
+  m.impl("moe_gemm_gated", moe_gemm_gated_autocast<c10::DispatchKey::AutocastMPS, c10::DeviceType::MPS>);
+}
+
+}  // namespace marlin

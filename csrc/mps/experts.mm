@@ -1,0 +1,120 @@
+#include "csrc/mps/experts.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <utility>
+
+#include "csrc/mps/library.h"
+#include "csrc/mps/products.h"
+#include "csrc/planner/plan_cache.h"
+
+namespace marlin::mps {
+namespace {
+
+std::shared_ptr<const CompiledPlan> find_plan(MoeProblem problem, const Tensor& like) {
+  return with_or_without_tensor_units(problem.product.variant, [&](bool tensor_units) {
+    static const GpuDevice gpu = this_gpu(like);
+    static auto* plans = new LaunchCache<MoeKey, CompiledPlan>;
+    static auto* other_plans = new LaunchCache<MoeKey, CompiledPlan>;
+    const auto make = [&] {
+      if (problem.product.variant == "auto") problem.product.tuned = tuned_variant(problem);
+      return compile(plan_moe(problem, tensor_units ? gpu : without_tensor_units(gpu)));
+    };
+    return (tensor_units ? plans : other_plans)->get(plan_key(problem), make, tuned_generation());
+  });
+}
+
+// A product that has tensors for everything but its result.
+struct ExpertProducts {
+  MoeProblem problem;
+  Bindings bindings;
+  Tensor rows;
+};
+
+// Binds what moe_gemm and moe_gemm_gated share. The arguments have been checked.
+ExpertProducts bind_products(const char* op, const Tensor& a, const WeightTensors& weight, const WeightShape& shape,
+                             const Tensor& expert_ids, const OptionalTensor& bias) {
+  ExpertProducts products{.problem = {}, .bindings = {}, .rows = a.stride(-1) == 1 ? a : a.contiguous()};
+  products.bindings[kSlotBias] = held(bias);
+  products.bindings[kSlotExpertIds] = expert_ids.contiguous();
+  products.problem = {.product = {.weight = bind_weight(op, weight, shape, products.bindings),
+                                  .M = grid_size(op, "expert_ids", expert_ids.numel()),
+                                  .a_row_stride = products.rows.stride(0),
+                                  .activations = element_type(products.rows),
+                                  .bias = bias ? element_type(*bias) : ElementType::float16,
+                                  .has_bias = bias.has_value(),
+                                  .vector_aligned_a = is_aligned(products.rows, 4)},
+                      .a_slot_stride = products.rows.dim() == 3 ? products.rows.stride(1) : 0,
+                      .experts = grid_size(op, "experts", weight.b_packed.size(0)),
+                      .top_k = grid_size(op, "top_k", expert_ids.size(1)),
+                      .wide_ids = expert_ids.scalar_type() == at::kLong};
+  return products;
+}
+
+// Finds a plan for the tokens and encodes it. Divides the tokens as launch() divides rows.
+void launch_moe(MoeProblem problem, Bindings bindings, const Tensor& a, const Tensor& out) {
+  const Tensor ids = bindings[kSlotExpertIds], row_weights = bindings[kSlotRowWeights];
+  const int64_t T = ids.size(0);
+  problem.product.M = static_cast<uint32_t>(ids.numel());
+  problem.product.vector_aligned_a = is_aligned(a, 4);
+  bindings[kSlotA] = a;
+  bindings[kSlotOut] = out;
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, a);
+  const int64_t first = first_part(compiled->plan, T);
+  if (first == T) return encode(*compiled, std::move(bindings));
+  for (const auto& [start, tokens] : {std::pair(int64_t{0}, first), std::pair(first, T - first)}) {
+    bindings[kSlotExpertIds] = ids.narrow(0, start, tokens);
+    if (row_weights.defined()) bindings[kSlotRowWeights] = row_weights.narrow(0, start, tokens);
+    launch_moe(problem, bindings, a.narrow(0, start, tokens), out.narrow(0, start, tokens));
+  }
+}
+
+Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
+                    c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
+                    const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+                    const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
+                    c10::string_view variant) {
+  const WeightTensors weight{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+  const WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, row_weights, variant);
+  at::DimVector sizes(expert_ids.sizes());
+  if (reduce) sizes.pop_back();
+  sizes.push_back(b_packed.size(2));
+  if (expert_ids.numel() == 0) return at::zeros(sizes, a.options());
+  Tensor out = at::empty(sizes, a.options());
+
+  ExpertProducts products = bind_products("moe_gemm", a, weight, shape, expert_ids, bias);
+  products.bindings[kSlotRowWeights] = held(row_weights);
+  MoeProblem& problem = products.problem;
+  problem.product.variant = variant;
+  problem.row_weights = row_weights ? element_type(*row_weights) : ElementType::float32;
+  problem.has_row_weights = row_weights.has_value();
+  problem.reduce = reduce;
+  launch_moe(problem, std::move(products.bindings), products.rows, out);
+  return out;
+}
+
+}  // namespace
+
+std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const WeightShape& shape,
+                                     const Tensor& expert_ids, const OptionalTensor& bias, const MoeGate& gate) {
+  if (expert_ids.numel() == 0) return std::nullopt;
+  ExpertProducts products = bind_products("moe_gemm_gated", a, weight, shape, expert_ids, bias);
+  products.problem.gate = gate;
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(products.problem, a);
+  const int64_t T = expert_ids.size(0);
+  if (!applies_gate(compiled->plan) || first_part(compiled->plan, T) < T) return std::nullopt;
+  Tensor out = at::empty({T, expert_ids.size(1), weight.b_packed.size(2) / 2}, a.options());
+  products.bindings[kSlotA] = products.rows;
+  products.bindings[kSlotOut] = out;
+  encode(*compiled, std::move(products.bindings));
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
+  m.impl("moe_gemm", moe_gemm_mps);
+}
+
+}  // namespace marlin::mps
