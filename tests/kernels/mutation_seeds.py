@@ -63,8 +63,6 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("no expert", "if (expert == params.experts) {", "if (expert > params.experts) {"),
         ("no expert", "row[i] = T(0.0f);", ";"),
         ("wrong slice", "kGemvColumns, simdgroup, n, lane", "kGemvColumns, 0, n, lane"),
-        ("not rounded", "const T g =", "const float g ="),
-        ("not rounded", "const T u =", "const float u ="),
     ),
     "experts/moe_gemv_reduce.metal": (
         ("wrong slot", "simdgroup / slices;", "simdgroup % params.top_k;"),

@@ -197,7 +197,7 @@ def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
     """
     simdgroups, K, usual = GATED[turn]
     p = mixture(
-        reference.FORMATS[turn], dtype or usual, IDS[:4], E=3, K=K, N=(256, 128)[turn % 2],
+        reference.FORMATS[turn], dtype or usual, IDS[:4], E=3, K=K, N=(256, 128)[turn % 3 == 2],
         group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 == 0, bias=turn % 3 != 1, use_perm=turn % 4 == 2,
         activation=ACTIVATIONS[turn % 4], interleaved=turn % 2 == 1,
     )  # fmt: skip
