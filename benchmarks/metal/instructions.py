@@ -39,6 +39,7 @@ FUSED_K = 64
 # The kernels for experts share the bodies of these kernels.
 SHARED_BODIES = {
     "moe_gemv": ("gemv", "gemm/gemv"),
+    "moe_gemv_gated": ("gemv", "gemm/gemv"),
     "moe_gemv_reduce": ("gemv", "gemm/gemv"),
     "moe_gemv_blocks": ("gemv", "gemm/gemv"),
     "moe_fused": ("gemm_fused", "gemm/fused"),
@@ -128,7 +129,8 @@ def cases() -> Iterator[Case]:
             group = FIXED_GROUPS.get(weight_format, 64)
             for dtype in ("bfloat16", "float32"):
                 yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
-    experts = [("moe_gemv", "experts/moe_gemv", 1, 256), ("moe_gemv_reduce", "experts/moe_gemv_reduce", 1, 512)]
+    experts = [("moe_gemv", "experts/moe_gemv", 1, 256), ("moe_gemv_gated", "experts/moe_gemv_gated", 1, 256)]
+    experts += [("moe_gemv_reduce", "experts/moe_gemv_reduce", 1, 512)]
     experts += [("moe_gemv_blocks", "experts/moe_gemv_blocks", rows, 256) for rows in range(1, 5)]
     experts += [("moe_fused", "experts/moe_fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in experts:
