@@ -72,6 +72,39 @@ def test_any_routing(name, device):
     check(a, experts, ids, device, reduce=True, row_weights=random(*ids.shape, seed=3))
 
 
+# weight format, experts, K, N, group size, top_k
+REAL_LAYERS = {
+    "Qwen3 30B, gate and up": ("uint4b8", 128, 2048, 1536, 128, 8),
+    "Qwen3 30B, down": ("uint4b8", 128, 768, 2048, 128, 8),
+    "gpt-oss 20B, gate and up": ("mxfp4", 32, 2880, 5760, 32, 4),
+    "gpt-oss 20B, down": ("mxfp4", 32, 2880, 2880, 32, 4),
+}
+
+
+@pytest.mark.parametrize("name", REAL_LAYERS)
+def test_layers_of_real_size(name):
+    """Compares 24 columns with fp64. The scales of experts that no token chose are not numbers."""
+    weight_format, E, K, N, group_size, top_k = REAL_LAYERS[name]
+    generator = torch.Generator().manual_seed(N)
+    chosen = torch.randperm(E, generator=generator)[: 2 * top_k]
+    known = make_experts(weight_format, 2 * top_k, K, 24, group_size)
+    columns = torch.linspace(0, N - 1, 24).long()
+    words = torch.zeros(E, K // 8, N, dtype=torch.int32)
+    words[chosen] = torch.randint(-(2**31), 2**31 - 1, (2 * top_k, K // 8, N), dtype=torch.int32, generator=generator)
+    not_a_number = 255 if weight_format == "mxfp4" else torch.nan
+    scales = torch.full((E, K // group_size, N), not_a_number, dtype=known.scales.dtype)
+    scales[chosen] = known.scales[:, :, :1]
+    words[chosen[:, None], :, columns] = known.b_packed.transpose(1, 2)
+    scales[chosen[:, None], :, columns] = known.scales.transpose(1, 2)
+    is_down = name.endswith("down")
+    a = random(2, top_k, K, dtype=torch.bfloat16) if is_down else random(2, K, dtype=torch.bfloat16)
+    options = {"row_weights": random(2, top_k, seed=3), "reduce": True} if is_down else {}
+    got = tmm.moe_gemm(a, words, scales, chosen.view(2, top_k), **known.arguments, **options)
+    assert got.isfinite().all()
+    exact, bound = reference_experts.moe_gemm(a, known, torch.arange(2 * top_k).view(2, top_k), **options)
+    reference.check_gemm(got[..., columns], exact, bound)
+
+
 def test_the_same_bits_on_every_call(device):
     experts = experts_of("uint4", E=8, K=272, N=70)
     ids = torch.randint(-1, 9, (40, 3), generator=torch.Generator().manual_seed(1))
