@@ -136,7 +136,7 @@ def predict(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> Prediction:
     """Returns the predicted times of a layer's experts with fp16 activations."""
     kernels, dispatches = [], []
     for (N, K), is_down in zip(mixture.products(), (False, True), strict=True):
-        kernel, _, planned = native.moe_plan(
+        kernel, _, planned, _ = native.moe_plan(
             chip=gpu.name,
             cores=gpu.cores,
             tokens=tokens,

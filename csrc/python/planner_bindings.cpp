@@ -179,8 +179,9 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   return py::make_tuple(rows, &chosen - tilings.data());
 }
 
-// Returns the tiling's name, the predicted time and the dispatches of a product with experts. Tokens and scales have
-// the type of the activations, or one byte if the format says so.
+// Returns the tiling's name, the predicted time and the dispatches of a product with experts, and whether a gated
+// activation needs no dispatch of its own. Tokens and scales have the type of the activations, or one byte if the
+// format says so.
 py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
                    uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
                    const std::string& activations, bool rows_by_slot, bool reduce, const std::string& variant) {
@@ -202,7 +203,8 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
                      .experts = experts,
                      .top_k = top_k,
                      .has_row_weights = reduce,
-                     .reduce = reduce};
+                     .reduce = reduce,
+                     .gate = reduce ? std::nullopt : std::optional(MoeGate{})};
   const GpuDevice device{cores, true, &chip_of(chip)};
   const Tiling tiling = moe_tiling(problem, device);
   const PlanCost total = experts_cost(tiling, problem, device);
@@ -210,7 +212,7 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
   py::list dispatches;
   for (size_t i = 0; i < total.dispatches.size(); ++i)
     dispatches.append(dispatch_dict(&plan.dispatches.at(i), total.dispatches[i]));
-  return py::make_tuple(name(tiling), total.seconds, dispatches);
+  return py::make_tuple(name(tiling), total.seconds, dispatches, applies_gate(plan));
 }
 
 using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;

@@ -46,9 +46,11 @@ def test_the_count_of_a_whole_model_equals_that_of_running_all_its_layers(family
         assert sum(side.kinds.values()) == side.total
 
 
-def test_every_kind_of_layer_is_run_and_windows_limit_attention():
+# The activation of 96 columns needs a dispatch of its own: a threadgroup computes 64 columns, or none.
+@pytest.mark.parametrize(("inner", "activations"), [(64, 0), (96, 6)])
+def test_every_kind_of_layer_is_run_and_windows_limit_attention(inner, activations):
     config = transformers.GptOssConfig(
-        **TINY | {"intermediate_size": 64}, head_dim=32, num_hidden_layers=6, vocab_size=4000,
+        **TINY | {"intermediate_size": inner}, head_dim=32, num_hidden_layers=6, vocab_size=4000,
         num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
     )  # fmt: skip
     found = traced(config, context=100)
@@ -56,9 +58,12 @@ def test_every_kind_of_layer_is_run_and_windows_limit_attention():
     a_token = 2 * 1 * 32 * 4  # keys and values of one head in fp32
     assert found.after.work.cache_bytes == 3 * a_token * 8 + 3 * a_token * 100
     experts = [(product, count) for product, count in found.after.work.products.items() if product.experts > 1]
-    assert [(product.experts, product.reduces, count) for product, count in experts] == [(2, False, 6), (2, True, 6)]
-    # One dispatch for each operation: the experts' sum needs none of its own, and no product splits K.
-    assert found.after.costs[0].dispatches == pytest.approx(6e-6 * found.after.total)
+    assert [(p.experts, p.is_gated, p.reduces, count) for p, count in experts] == [
+        (2, True, False, 6),
+        (2, False, True, 6),
+    ]
+    # One dispatch for each other operation: the experts' sum needs none of its own, and no product splits K.
+    assert found.after.costs[0].dispatches == pytest.approx(6e-6 * (found.after.total + activations))
     assert found.after.kinds["attention"] == 2 * 6  # each layer has a product with the keys and one with the values
 
 

@@ -53,7 +53,7 @@ class Work:
 
 def _dispatches_of_experts(product: Product, gpu: AppleSiliconGPU, dtype: torch.dtype) -> int:
     """Returns the number of dispatches of a product with several experts, for one token."""
-    _, _, dispatches = native.moe_plan(
+    _, _, dispatches, applies_gate = native.moe_plan(
         chip=gpu.name,
         cores=gpu.cores,
         tokens=1,
@@ -68,7 +68,7 @@ def _dispatches_of_experts(product: Product, gpu: AppleSiliconGPU, dtype: torch.
         reduce=product.reduces,
         variant="auto",
     )
-    return len(dispatches)
+    return len(dispatches) + (product.is_gated and not applies_gate)
 
 
 def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_seconds: float | None = None) -> TokenCost:

@@ -20,7 +20,7 @@ NO_DISPATCH = {
 KINDS = ("4-bit products", "dense products", "attention", "fused operators", "copies", "other operations")
 OUTSIDE = -1  # stands for the part of the model outside of its decoder layers
 
-_PRODUCTS = {"gemm", "gemm_fp32", "moe_gemm", "gemm_transposed"}
+_PRODUCTS = {"gemm", "gemm_fp32", "moe_gemm", "moe_gemm_gated", "gemm_transposed"}
 _DENSE = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "_grouped_mm", "grouped_mm"}
 _COPIES = {
     *("cat", "clone", "_to_copy", "copy_", "copy", "index_copy_", "index_copy", "index_put_", "stack"),
@@ -51,6 +51,7 @@ class Product:
         group_size: group size of the weight.
         experts: the number of expert weights that the product reads; 1 without a mixture.
         reduces: whether the results of the experts are added.
+        is_gated: whether the operation also applies a gated activation.
         itemsize: bytes of an element of a dense weight, or of a floating scale.
         has_zeros: whether the weight has zero points.
     """
@@ -61,6 +62,7 @@ class Product:
     group_size: int = 0
     experts: int = 1
     reduces: bool = False
+    is_gated: bool = False
     itemsize: int = 2
     has_zeros: bool = False
 
@@ -70,7 +72,7 @@ def product_of(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     kind, name = kind_of(operation), operation.split(".")[1]
     if kind == "4-bit products":
         words, scales = args[1], args[2]
-        chosen = 1 if name != "moe_gemm" else min(words.shape[0], args[3].numel())
+        chosen = min(words.shape[0], args[3].numel()) if name in ("moe_gemm", "moe_gemm_gated") else 1
         return Product(
             N=words.shape[-1],
             K=8 * words.shape[-2],
@@ -78,6 +80,7 @@ def product_of(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             group_size=kwargs["group_size"],
             experts=chosen,
             reduces=bool(kwargs.get("reduce", False)),
+            is_gated=name == "moe_gemm_gated",
             itemsize=scales.element_size(),
             has_zeros=kwargs.get("zeros") is not None,
         )
