@@ -229,6 +229,33 @@ void check_sums() {
   }
 }
 
+// One dispatch also applies a gated activation if a threadgroup has one row and N has no remainder. The plan is
+// otherwise that of the product alone.
+void check_gates() {
+  for (const Chip& chip : kChips) {
+    const GpuDevice device = whole(chip);
+    for (const auto& [tokens, N] : {std::pair{1U, 5760U}, {1U, 192U}, {512U, 5760U}}) {
+      MoeProblem problem = mixture(tokens, 32, 4, N);
+      const Plan alone = plan_moe(problem, device);
+      problem.gate = MoeGate{
+          .activation = static_cast<int32_t>(Activation::clamped_silu), .interleaved = 1, .limit = 7, .alpha = 1.5};
+      const Plan plan = plan_moe(problem, device);
+      subject = std::string(chip.name) + ", " + std::to_string(tokens) + " tokens, N=" + std::to_string(N);
+      expect(!applies_gate(alone), "no activation without a gate");
+      expect(applies_gate(plan) == (tokens == 1 && N % kGemvColumns == 0), "the activation");
+      const Dispatch& dispatch = plan.dispatches.back();
+      check_dispatch(dispatch);
+      expect(plan.dispatches.size() == alone.dispatches.size() && plan.seconds == alone.seconds, "the product's plan");
+      const Dispatch& product = alone.dispatches.back();
+      expect(dispatch.constants == product.constants && dispatch.grid.x == product.grid.x &&
+                 dispatch.grid.y == product.grid.y && dispatch.threads.x == product.threads.x,
+             "the product's dispatch");
+      const auto& params = std::get<MoeParams>(dispatch.params);
+      expect(params.gate.interleaved == 1 && params.gate.limit == 7 && params.gate.alpha == 1.5f, "the gate");
+    }
+  }
+}
+
 // moe_fused addresses activations with 32 bits.
 void check_far_rows() {
   MoeProblem problem = mixture(600);
@@ -252,6 +279,7 @@ int main(int argc, char** argv) {
                           {"one expert", check_one_expert},
                           {"costs", check_costs},
                           {"sums", check_sums},
+                          {"gates", check_gates},
                           {"blocks", check_blocks},
                           {"far rows", check_far_rows}},
                          argc, argv);
