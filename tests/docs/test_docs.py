@@ -194,7 +194,7 @@ def test_named_tests_exist(page):
 def test_each_promise_names_a_test_that_exists():
     """A row of the table of promises names a file below tests/, "the same" as the row above, or the campaign."""
     promises = (ROOT / "docs" / "use" / "reliability.md").read_text().split("## Promises\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \|.*\|(.*)\|$", promises, flags=re.MULTILINE)[2:]
+    rows = re.findall(r"^\| (.+?) \|.*\|(.*)\|$", promises, flags=re.MULTILINE)[1:]
     assert len(rows) > 20
     for promise, cell in rows:
         assert re.search(r"`[\w/]+\.(py|cpp)`|`tests/\w+`|the same|campaign `\w+`", cell), promise
