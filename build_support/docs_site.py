@@ -15,8 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
+    "benchmarks/README.md": "benchmarks/README.md",
+    "benchmarks/architectures.md": "benchmarks/architectures.md",
     "benchmarks/cpu/cpu_peers.md": "benchmarks/cpu/cpu_peers.md",
     "benchmarks/token_operations.md": "benchmarks/token_operations.md",
+    "benchmarks/whole_model.md": "benchmarks/whole_model.md",
     "softmetal/README.md": "softmetal/README.md",
 }
 

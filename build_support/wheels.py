@@ -29,7 +29,7 @@ class Wheel:
 
 
 WHEELS = {
-    # The PyTorch that Mac users install: headers and the real dylibs to link against.
+    # The PyTorch that `make macos` builds for by default (PINNED): headers and the real dylibs to link against.
     "torch-macos": Wheel(
         "torch==2.13.0",
         "macosx_14_0_arm64",

@@ -257,7 +257,7 @@ def linear(a: Tensor, weight: PackedWeight) -> Tensor:
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
-        RuntimeError: see `gemm`, which computes the product.
+        ValueError: see `gemm`, which computes the product.
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"linear: weight: expected a PackedWeight, got {type(weight).__name__}")
