@@ -62,9 +62,6 @@ inline std::string name(const GemmTile& row) {
   return row.tile == TileShape{} ? text : text + ":" + name(row.tile);
 }
 
-// Metal's limit for a threadgroup.
-inline constexpr uint32_t kMaxThreadgroupBytes = 32 * 1024;
-
 // Returns the reason why no kernel can hold `stages` copies of this tile's operands, or an empty text if one can.
 inline std::string tile_refusal(const TileShape& tile, ElementType activations, uint32_t stages) {
   const uint32_t bytes = tile_threadgroup_bytes(tile, activations, stages);

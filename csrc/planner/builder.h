@@ -33,9 +33,6 @@ Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, cons
 // If K is split, adds a launch of the reduce kernel, and the workspace for the partial sums.
 void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem);
 
-// If each threadgroup uses at most this many bytes of threadgroup memory, three of them fit on a core.
-inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
-
 // Returns the number of threadgroups of a staged kernel with this tile that all cores of the GPU hold at once.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
 

@@ -79,7 +79,7 @@ struct PrintParams {
            << " group_size=" << params.group_size;
   }
   void operator()(const ReduceParams& params) const {
-    stream << ", M=" << params.M << " N=" << params.N << " slices=" << params.slices;
+    stream << ", M=" << params.M << " N=" << params.N << " splits=" << params.splits;
   }
   void operator()(const StripedReduceParams& params) const {
     stream << ", M=" << params.M << " N=" << params.N << " tile=" << params.tile_M << "x" << params.tile_N
