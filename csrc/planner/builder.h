@@ -19,9 +19,6 @@ void check_weight(std::string_view op, const WeightProblem& weight);
 // Throws std::invalid_argument if the text names the variant for tensor units and the device may not use these.
 void check_variant(std::string_view op, std::string_view variant, const GpuDevice& device);
 
-// Returns true if the text names the variant, with or without a tile.
-bool names_variant(std::string_view text, GemmVariant variant);
-
 inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
 
 FunctionConstants weight_constants(const WeightProblem& weight);

@@ -70,7 +70,7 @@ Tiling tensor_candidate(GemmTile row, const MoeProblem& problem) {
 // tensor units: the table holds times of dense products, and no time of these units is known on any GPU.
 std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool measured = device.tensor_units && names_variant(product.tuned, GemmVariant::tensor);
+  const bool measured = device.tensor_units && variant_of(product.tuned) == GemmVariant::tensor;
   return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
 }
 
