@@ -9,8 +9,6 @@ namespace marlin {
 
 namespace {
 
-constexpr uint32_t kMinGemvSlice = 64;
-constexpr uint32_t kMinFusedSlice = 2 * kFusedK;
 constexpr uint32_t kSimdgroupColumns = kFusedColumns;
 static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgroups of equal width");
 
@@ -32,7 +30,7 @@ Tiling cheapest(const MoeProblem& problem, const GpuDevice& device, uint32_t min
 Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
   row.kernel = row.tile.M == 1 ? Kernel::moe_gemv : Kernel::moe_gemv_blocks;
   const WeightProblem& weight = problem.product.weight;
-  uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, kGemvMaxSimdgroups);
+  uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, kGemvMaxSimdgroups);
   while (gemv_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
   return cheapest(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
@@ -43,7 +41,7 @@ Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuD
   row.kernel = Kernel::moe_gemv_reduce;
   const WeightProblem& weight = problem.product.weight;
   const uint32_t room = std::min<uint32_t>(kMoeReduceMaxSimdgroups / problem.top_k, kGemvMaxSimdgroups);
-  const uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, room);
+  const uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, room);
   return cheapest(problem, device, 1, most, [&](uint32_t slices) {
     Tiling tiling = gemv_split(row, weight, slices);
     tiling.simdgroups *= problem.top_k;
@@ -54,10 +52,10 @@ Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuD
 Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
   row.kernel = Kernel::moe_fused;
   const WeightProblem& weight = problem.product.weight;
-  uint32_t most = std::clamp<uint32_t>(weight.K / kMinFusedSlice, 1, kFusedMaxSimdgroups);
+  uint32_t most = std::clamp<uint32_t>(weight.K / kFusedMinSlice, 1, kFusedMaxSimdgroups);
   while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
-  return cheapest(problem, device, std::min(most, 4U), most,
+  return cheapest(problem, device, std::min(most, kFusedMinSlices), most,
                   [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
 }
 
