@@ -14,7 +14,7 @@ static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgr
 
 // Returns the number of elements from the first to the last element of the activations.
 uint64_t extent_of_rows(const MoeProblem& problem) {
-  const uint64_t last_token = ceil_divide(problem.product.M, problem.top_k) - 1;
+  const uint64_t last_token = token_count(problem) - 1;
   return last_token * problem.product.a_row_stride + uint64_t{problem.top_k - 1} * problem.a_slot_stride +
          problem.product.weight.K;
 }
@@ -101,7 +101,7 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const uint32_t group = group_size(product.weight);
   const uint32_t columns = ceil_divide(N, tiling.tile.N);
   const uint32_t rows = sorts_pairs(tiling)                        ? params.blocks
-                        : tiling.kernel == Kernel::moe_gemv_reduce ? product.M / problem.top_k
+                        : tiling.kernel == Kernel::moe_gemv_reduce ? token_count(problem)
                                                                    : product.M;
   const Extent grid = is_gemv ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
@@ -123,7 +123,7 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
 Dispatch reduce_dispatch(const MoeProblem& problem) {
   const GemmProblem& product = problem.product;
   const uint32_t terms = problem.reduce ? problem.top_k : 1;
-  const uint32_t rows = product.M / terms;
+  const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
   return {.kernel = Kernel::moe_reduce,
           .function = host_name(Kernel::moe_reduce, product.weight.format, product.activations),
           .constants = bias_constants(product),
