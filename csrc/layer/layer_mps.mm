@@ -29,8 +29,8 @@ int64_t bits(float value) {
 template <Kernel kernel, typename MakeDispatch>
 void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
   static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // one cache for each kernel
-  const auto plan = plans->get(
-      key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, WeightFormat::uint4b8, element))}}); });
+  const auto plan =
+      plans->get(key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, element))}}); });
   encode(*plan, std::move(bindings));
 }
 

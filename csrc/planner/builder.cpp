@@ -82,7 +82,7 @@ void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem)
   if (tiling.splits == 1) return;
   plan.partials = partials(tiling, problem);
   plan.dispatches.push_back({.kernel = Kernel::reduce,
-                             .function = host_name(Kernel::reduce, problem.weight.format, problem.activations),
+                             .function = host_name(Kernel::reduce, problem.activations),
                              .constants = bias_constants(problem),
                              .grid = reduction_grid(tiling, problem),
                              .threads = kElementwiseThreads,

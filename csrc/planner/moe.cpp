@@ -125,7 +125,7 @@ Dispatch reduce_dispatch(const MoeProblem& problem) {
   const uint32_t terms = problem.reduce ? problem.top_k : 1;
   const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
   return {.kernel = Kernel::moe_reduce,
-          .function = host_name(Kernel::moe_reduce, product.weight.format, product.activations),
+          .function = host_name(Kernel::moe_reduce, product.activations),
           .constants = bias_constants(product),
           .grid = elementwise_grid(product.weight.N, rows),
           .threads = kElementwiseThreads,

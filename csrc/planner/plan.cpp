@@ -43,7 +43,7 @@ Plan plan_repack(const RepackProblem& problem) {
   if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
   Dispatch dispatch{
       .kernel = problem.kernel,
-      .function = host_name(problem.kernel, WeightFormat::uint4b8, ElementType::float16),
+      .function = std::string(op),
       .grid = elementwise_grid(problem.columns, problem.rows),
       .threads = kElementwiseThreads,
       .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0}};

@@ -288,14 +288,18 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Returns the name under which the host finds a kernel. A part that the name does not contain, format or element, is
-// ignored.
+// Each returns the name under which the host finds a kernel. A part that the name does not contain is ignored. The
+// second is for kernels whose names contain no format.
 inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
   const KernelInfo& row = info(kernel);
   std::string result(row.name);
   if (row.naming == KernelNaming::format_element) result.append("_").append(name(format));
   if (row.naming != KernelNaming::plain) result.append("_").append(name(element));
   return result;
+}
+
+inline std::string host_name(Kernel kernel, ElementType element) {
+  return host_name(kernel, WeightFormat::uint4b8, element);
 }
 
 }  // namespace marlin
