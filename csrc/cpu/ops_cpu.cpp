@@ -53,10 +53,12 @@ struct StoredWeight {
   }
 
   const int32_t* perm_data(const char* op) const {
-    if (!perm.defined()) return nullptr;
-    const int32_t* data = perm.const_data_ptr<int32_t>();
-    check_perm_range(op, data, perm.numel());
-    return data;
+    check_perm(op);
+    return perm.defined() ? perm.const_data_ptr<int32_t>() : nullptr;
+  }
+
+  void check_perm(const char* op) const {
+    if (perm.defined()) check_perm_range(op, perm.const_data_ptr<int32_t>(), perm.numel());
   }
 
   static bool repeats(const int32_t* perm, int64_t K) {
@@ -89,7 +91,9 @@ Float32Precision precision_for(ElementType a_type) {
   return reduced ? Float32Precision::reduced : Float32Precision::highest;
 }
 
-// Returns true if a caller's "two_pass" is faster than the kernels that keep the weight exact, at least for tables.
+// Returns true if "two_pass" has an effect, that is, if the weight is rounded to bf16 and multiplied by PyTorch. This
+// needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the weight exact, at
+// least for tables.
 bool multiplies_rounded(c10::string_view variant, const Tensor& a, const OptionalTensor& bias) {
   if (variant != "two_pass" || a.scalar_type() != at::kBFloat16) return false;
   if (bias && bias->scalar_type() != at::kBFloat16) return false;
@@ -129,7 +133,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, c
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
   if (!fp32_out && multiplies_rounded(variant, rows, bias)) {
-    weight.perm_data(op);  // checks the indices
+    weight.check_perm(op);
     const std::array<int64_t, 2> flat{rows.size(0), weight.view.N};
     multiply_rounded(rows, tensors, bias, out.view(flat));
     return out;
