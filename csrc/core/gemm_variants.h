@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -62,9 +63,6 @@ inline std::string name(const GemmTile& row) {
   return row.tile == TileShape{} ? text : text + ":" + name(row.tile);
 }
 
-// Metal's limit for a threadgroup.
-inline constexpr uint32_t kMaxThreadgroupBytes = 32 * 1024;
-
 // Returns the reason why no kernel can hold `stages` copies of this tile's operands, or an empty text if one can.
 inline std::string tile_refusal(const TileShape& tile, ElementType activations, uint32_t stages) {
   const uint32_t bytes = tile_threadgroup_bytes(tile, activations, stages);
@@ -79,12 +77,25 @@ constexpr bool fits(const GemmTile& row, ElementType activations) {
   return row.stages == 0 || tile_threadgroup_bytes(row.tile, activations, row.stages) <= kMaxThreadgroupBytes;
 }
 
+// Returns the variant with which a text such as "gemv" or "double_buffered:128x64x16" begins; nothing if there is none,
+// as in "auto". Does not check the tile.
+constexpr std::optional<GemmVariant> variant_of(std::string_view text) {
+  const auto found = std::ranges::find(kGemmVariants, text.substr(0, text.find(':')));
+  if (found == kGemmVariants.end()) return std::nullopt;
+  return static_cast<GemmVariant>(found - kGemmVariants.begin());
+}
+
+// Returns true if the text names the row's variant, alone or with the row's tile.
+inline bool names(std::string_view text, const GemmTile& row) {
+  return variant_of(text) == row.variant && (text == name(row.variant) || text == name(row));
+}
+
 // Returns true if gemm(variant=) accepts this text for activations of this type: "auto", a variant, or a variant with
 // one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
-  if (text == "auto" || std::ranges::find(kGemmVariants, text) != kGemmVariants.end()) return true;
-  return std::ranges::any_of(kGemmTiles,
-                             [&](const GemmTile& row) { return fits(row, activations) && name(row) == text; });
+  return text == "auto" || std::ranges::any_of(kGemmTiles, [&](const GemmTile& row) {
+           return fits(row, activations) && names(text, row);
+         });
 }
 
 }  // namespace marlin

@@ -19,13 +19,10 @@
 #include "csrc/cpu/parallel.h"
 #include "csrc/ops/argument_rules.h"
 #include "csrc/ops/operators.h"
+#include "csrc/ops/tensor_views.h"
 
 namespace marlin::cpu {
 namespace {
-
-Tensor held(const OptionalTensor& tensor) {
-  return tensor ? tensor->contiguous() : Tensor();
-}
 
 // Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
 struct StoredWeight {
@@ -36,10 +33,10 @@ struct StoredWeight {
   StoredWeight(const WeightTensors& weight, const WeightShape& shape)
       : b_packed(weight.b_packed),
         scales(weight.scales.contiguous()),
-        zeros(held(weight.zeros)),
-        global_scale(held(weight.global_scale)),
-        lut(held(weight.lut)),
-        perm(held(weight.perm)) {
+        zeros(contiguous_or_undefined(weight.zeros)),
+        global_scale(contiguous_or_undefined(weight.global_scale)),
+        lut(contiguous_or_undefined(weight.lut)),
+        perm(contiguous_or_undefined(weight.perm)) {
     view.format = shape.format;
     view.K = shape.K.expect_int();
     view.N = shape.N.expect_int();
@@ -56,10 +53,12 @@ struct StoredWeight {
   }
 
   const int32_t* perm_data(const char* op) const {
-    if (!perm.defined()) return nullptr;
-    const int32_t* data = perm.const_data_ptr<int32_t>();
-    check_perm_range(op, data, perm.numel());
-    return data;
+    check_perm(op);
+    return perm.defined() ? perm.const_data_ptr<int32_t>() : nullptr;
+  }
+
+  void check_perm(const char* op) const {
+    if (perm.defined()) check_perm_range(op, perm.const_data_ptr<int32_t>(), perm.numel());
   }
 
   static bool repeats(const int32_t* perm, int64_t K) {
@@ -92,7 +91,9 @@ Float32Precision precision_for(ElementType a_type) {
   return reduced ? Float32Precision::reduced : Float32Precision::highest;
 }
 
-// Returns true if a caller's "two_pass" is faster than the kernels that keep the weight exact, at least for tables.
+// Returns true if "two_pass" has an effect, that is, if the weight is rounded to bf16 and multiplied by PyTorch. This
+// needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the weight exact, at
+// least for tables.
 bool multiplies_rounded(c10::string_view variant, const Tensor& a, const OptionalTensor& bias) {
   if (variant != "two_pass" || a.scalar_type() != at::kBFloat16) return false;
   if (bias && bias->scalar_type() != at::kBFloat16) return false;
@@ -132,13 +133,13 @@ Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, c
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
   if (!fp32_out && multiplies_rounded(variant, rows, bias)) {
-    weight.perm_data(op);  // checks the indices
+    weight.check_perm(op);
     const std::array<int64_t, 2> flat{rows.size(0), weight.view.N};
     multiply_rounded(rows, tensors, bias, out.view(flat));
     return out;
   }
   if (rows.stride(1) != 1) rows = rows.contiguous();
-  const Tensor stored_bias = held(bias);
+  const Tensor stored_bias = contiguous_or_undefined(bias);
 
   GemmArguments arguments{};
   arguments.weight = weight.view;
@@ -196,9 +197,9 @@ Tensor moe_gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   Tensor out = at::empty(sizes, a.options());
 
   const Tensor ids = expert_ids.to(at::kLong).contiguous();
-  const Tensor rows = a.stride(-1) == 1 ? a : a.contiguous();
-  const Tensor stored_bias = held(bias);
-  const Tensor stored_weights = held(row_weights);
+  const Tensor rows = with_unit_stride(a);
+  const Tensor stored_bias = contiguous_or_undefined(bias);
+  const Tensor stored_weights = contiguous_or_undefined(row_weights);
   if (weight.perm.defined()) check_expert_perms(weight, ids.const_data_ptr<int64_t>(), ids.numel());
 
   MoeGemmArguments arguments{};
@@ -274,7 +275,7 @@ Tensor empty_words(at::IntArrayRef sizes, const at::TensorOptions& options) {
 
 Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
-  const Tensor stored = perm ? perm->contiguous() : Tensor();
+  const Tensor stored = contiguous_or_undefined(perm);
   const int32_t* indices = perm ? stored.const_data_ptr<int32_t>() : nullptr;
   const int64_t K = qweight.size(0) * kCodesPerWord;
   if (indices) StoredWeight::check_perm_range("gptq_repack", indices, K);

@@ -9,6 +9,9 @@
 
 namespace marlin::cpu {
 
+// The most that a thread keeps of one Scratch after a call that may need much more.
+inline constexpr size_t kKeepBytes = size_t{8} << 20;
+
 class Scratch {
  public:
   // Returns at least `count` elements, 64-byte aligned, contents undefined. They are valid until the next call.

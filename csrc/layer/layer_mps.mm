@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <string>
 #include <tuple>
 
 #include "csrc/layer/argument_rules.h"
 #include "csrc/mps/encoder.h"
+#include "csrc/ops/tensor_views.h"
 #include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
@@ -29,41 +29,25 @@ int64_t bits(float value) {
 template <Kernel kernel, typename MakeDispatch>
 void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
   static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // one cache for each kernel
-  const auto plan = plans->get(
-      key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, WeightFormat::uint4b8, element))}}); });
+  const auto plan =
+      plans->get(key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, element))}}); });
   encode(*plan, std::move(bindings));
-}
-
-uint32_t size(const char* op, const char* name, int64_t value) {
-  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(value <= kLargest, "torch_marlin_metal::", op, ": ", name, ": expected at most ", kLargest,
-                    " on mps, got ", value);
-  return static_cast<uint32_t>(value);
-}
-
-// Returns a tensor [..., N] as [M, N]: a view if all rows have the same distance, otherwise a copy.
-Tensor rows(const Tensor& tensor) {
-  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
-}
-
-Tensor unit_stride(const Tensor& tensor) {
-  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
 void norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,
           const Tensor& y, const Tensor& sum) {
-  const Tensor values = unit_stride(rows(x));
-  const Tensor added = residual.defined() ? unit_stride(rows(residual)) : Tensor();
+  const Tensor values = with_unit_stride(as_rows(x));
+  const Tensor added = residual.defined() ? with_unit_stride(as_rows(residual)) : Tensor();
   const Tensor weights = weight.contiguous();
   const NormParams params{.x_stride = values.stride(0),
                           .residual_stride = added.defined() ? added.stride(0) : 0,
-                          .columns = size(op, "x", values.size(1)),
+                          .columns = checked_size(op, "x", values.size(1)),
                           .eps = static_cast<float>(eps),
                           .weight_offset = static_cast<float>(offset),
                           .weight_type = static_cast<int32_t>(element_type(weights)),
                           .has_residual = added.defined(),
                           .unused = 0};
-  const uint32_t M = size(op, "rows of x", values.size(0));
+  const uint32_t M = checked_size(op, "rows of x", values.size(0));
   const ElementType element = element_type(values);
   Bindings bindings;
   bindings[kSlotX] = values;
@@ -114,10 +98,10 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
   Tensor q_out = empty_rotated(q);
   Tensor k_out = empty_rotated(k);
   if (q_out.numel() + k_out.numel() == 0) return {q_out, k_out};
-  const Tensor held_q = unit_stride(q);
-  const Tensor held_k = unit_stride(k);
-  const Tensor held_cos = unit_stride(cos);
-  const Tensor held_sin = unit_stride(sin);
+  const Tensor held_q = with_unit_stride(q);
+  const Tensor held_k = with_unit_stride(k);
+  const Tensor held_cos = with_unit_stride(cos);
+  const Tensor held_sin = with_unit_stride(sin);
   uint32_t flags = interleaved ? kRotaryInterleaved : 0;
   if (per_pair) flags |= kRotaryPerPair;
   if (transposed) flags |= kRotaryTransposed;
@@ -127,15 +111,15 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
                             .k = strides(held_k),
                             .cos = table_strides(held_cos),
                             .sin = table_strides(held_sin),
-                            .q_heads = size(op, "heads of q", q.size(1)),
-                            .k_heads = size(op, "heads of k", k.size(1)),
-                            .tokens = size(op, "tokens of q", q.size(2)),
-                            .head_size = size(op, "D of q", q.size(3)),
+                            .q_heads = checked_size(op, "heads of q", q.size(1)),
+                            .k_heads = checked_size(op, "heads of k", k.size(1)),
+                            .tokens = checked_size(op, "tokens of q", q.size(2)),
+                            .head_size = checked_size(op, "D of q", q.size(3)),
                             .rotary_size = static_cast<uint32_t>(rotary_size),
                             .table_type = static_cast<int32_t>(element_type(held_cos)),
                             .flags = flags,
                             .unused = 0};
-  const uint32_t positions = size(op, "B * S of q", q.size(0) * q.size(2));
+  const uint32_t positions = checked_size(op, "B * S of q", q.size(0) * q.size(2));
   const ElementType element = element_type(held_q);
   Bindings bindings;
   bindings[kSlotRotaryQ] = held_q;
@@ -168,14 +152,14 @@ Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, c10::string_vi
   const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);
   Tensor out = at::empty(gate.sizes(), gate.options());
   if (out.numel() == 0) return out;
-  const Tensor gates = rows(gate);
-  const Tensor ups = rows(up);
+  const Tensor gates = as_rows(gate);
+  const Tensor ups = as_rows(up);
   const ActivationParams params{.gate_row = gates.stride(0),
                                 .up_row = ups.stride(0),
                                 .gate_column = gates.stride(1),
                                 .up_column = ups.stride(1),
-                                .rows = size(op, "rows of gate", gates.size(0)),
-                                .columns = size(op, "columns of gate", gates.size(1)),
+                                .rows = checked_size(op, "rows of gate", gates.size(0)),
+                                .columns = checked_size(op, "columns of gate", gates.size(1)),
                                 .activation = static_cast<int32_t>(kind),
                                 .limit = static_cast<float>(limit.value_or(0)),
                                 .alpha = static_cast<float>(alpha.value_or(0)),
@@ -203,17 +187,17 @@ void write_cache_mps(const Tensor& keys, const Tensor& values, const Tensor& k, 
   const char* op = "write_cache";
   check_write_cache(keys, values, k, v, start);
   if (k.numel() + v.numel() == 0) return;
-  const Tensor held_k = unit_stride(k);
-  const Tensor held_v = unit_stride(v);
+  const Tensor held_k = with_unit_stride(k);
+  const Tensor held_v = with_unit_stride(v);
   const CacheParams params{.k = strides(held_k),
                            .v = strides(held_v),
-                           .heads = size(op, "heads of k", k.size(1)),
-                           .tokens = size(op, "tokens of k", k.size(2)),
-                           .length = size(op, "tokens of keys", keys.size(2)),
-                           .k_size = size(op, "D of keys", k.size(3)),
-                           .v_size = size(op, "DV of values", v.size(3)),
+                           .heads = checked_size(op, "heads of k", k.size(1)),
+                           .tokens = checked_size(op, "tokens of k", k.size(2)),
+                           .length = checked_size(op, "tokens of keys", keys.size(2)),
+                           .k_size = checked_size(op, "D of keys", k.size(3)),
+                           .v_size = checked_size(op, "DV of values", v.size(3)),
                            .unused = 0};
-  const uint32_t positions = size(op, "B * S of k", k.size(0) * k.size(2));
+  const uint32_t positions = checked_size(op, "B * S of k", k.size(0) * k.size(2));
   const ElementType element = element_type(held_k);
   Bindings bindings;
   bindings[kSlotKeys] = keys;

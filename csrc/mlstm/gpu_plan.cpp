@@ -122,7 +122,7 @@ struct Planner {
 
   void add(Kernel kernel, Extent grid, uint32_t threads, uint32_t threadgroup_bytes, const MlstmParams& own_params) {
     result.plan.dispatches.push_back({.kernel = kernel,
-                                      .function = host_name(kernel, WeightFormat::uint4b8, launch.element),
+                                      .function = host_name(kernel, launch.element),
                                       .constants = constants,
                                       .grid = grid,
                                       .threads = {threads, 1, 1},

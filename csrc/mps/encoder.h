@@ -1,4 +1,4 @@
-// Runs a plan: binds tensors and parameters, and dispatches the kernels on PyTorch's stream.
+// Runs a plan: checks sizes, binds tensors and parameters, and dispatches the kernels on PyTorch's stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,10 @@ namespace marlin::mps {
 
 // Tensors by BufferSlot; undefined if the problem does not have the tensor.
 using Bindings = std::array<at::Tensor, kSlotCount>;
+
+// Returns the size, for a grid or a kernel's parameters. Raises an error that names `op` and `name` if it is 2^31 or
+// more: positions in a grid are 32-bit, and the last threadgroup may extend past the size.
+uint32_t checked_size(const char* op, const char* name, int64_t size);
 
 // Allocates the plan's workspace and encodes its dispatches. Does not wait for the GPU, like every operator on MPS.
 // Raises if the GPU failed to execute an earlier command buffer of this package.

@@ -1,10 +1,12 @@
 #include "csrc/mps/encoder.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <bit>
 #include <iterator>
+#include <limits>
 
 #include "csrc/mps/gpu_failures.h"
 #include "csrc/mps/pytorch_internals.h"
@@ -49,6 +51,13 @@ std::vector<at::Tensor> defined(const Bindings& bindings) {
 }
 
 }  // namespace
+
+uint32_t checked_size(const char* op, const char* name, int64_t size) {
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(size <= kLargest, "torch_marlin_metal::", op, ": ", name, ": expected at most ", kLargest,
+                    " on mps, got ", size);
+  return static_cast<uint32_t>(size);
+}
 
 void encode(const CompiledPlan& compiled, Bindings bindings) {
   raise_gpu_failure();

@@ -9,23 +9,10 @@
 
 #include "csrc/mps/library.h"
 #include "csrc/mps/products.h"
-#include "csrc/planner/plan_cache.h"
+#include "csrc/ops/tensor_views.h"
 
 namespace marlin::mps {
 namespace {
-
-std::shared_ptr<const CompiledPlan> find_plan(MoeProblem problem, const Tensor& like) {
-  return with_or_without_tensor_units(problem.product.variant, [&](bool tensor_units) {
-    static const GpuDevice gpu = this_gpu(like);
-    static auto* plans = new LaunchCache<MoeKey, CompiledPlan>;
-    static auto* other_plans = new LaunchCache<MoeKey, CompiledPlan>;
-    const auto make = [&] {
-      if (problem.product.variant == "auto") problem.product.tuned = tuned_variant(problem);
-      return compile(plan_moe(problem, tensor_units ? gpu : without_tensor_units(gpu)));
-    };
-    return (tensor_units ? plans : other_plans)->get(plan_key(problem), make, tuned_generation());
-  });
-}
 
 // A product that has tensors for everything but its result.
 struct ExpertProducts {
@@ -37,20 +24,19 @@ struct ExpertProducts {
 // Binds what moe_gemm and moe_gemm_gated share. The arguments have been checked.
 ExpertProducts bind_products(const char* op, const Tensor& a, const WeightTensors& weight, const WeightShape& shape,
                              const Tensor& expert_ids, const OptionalTensor& bias) {
-  ExpertProducts products{.problem = {}, .bindings = {}, .rows = a.stride(-1) == 1 ? a : a.contiguous()};
-  products.bindings[kSlotBias] = held(bias);
+  ExpertProducts products{.problem = {}, .bindings = {}, .rows = with_unit_stride(a)};
+  products.bindings[kSlotBias] = contiguous_or_undefined(bias);
   products.bindings[kSlotExpertIds] = expert_ids.contiguous();
   products.problem = {.product = {.weight = bind_weight(op, weight, shape, products.bindings),
-                                  .M = grid_size(op, "expert_ids", expert_ids.numel()),
+                                  .M = checked_size(op, "expert_ids", expert_ids.numel()),
                                   .a_row_stride = products.rows.stride(0),
                                   .activations = element_type(products.rows),
-                                  .bias = bias ? element_type(*bias) : ElementType::float16,
-                                  .has_bias = bias.has_value(),
                                   .vector_aligned_a = is_aligned(products.rows, 4)},
                       .a_slot_stride = products.rows.dim() == 3 ? products.rows.stride(1) : 0,
-                      .experts = grid_size(op, "experts", weight.b_packed.size(0)),
-                      .top_k = grid_size(op, "top_k", expert_ids.size(1)),
+                      .experts = checked_size(op, "experts", weight.b_packed.size(0)),
+                      .top_k = checked_size(op, "top_k", expert_ids.size(1)),
                       .wide_ids = expert_ids.scalar_type() == at::kLong};
+  set_bias(products.problem.product, bias);
   return products;
 }
 
@@ -86,7 +72,7 @@ Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   Tensor out = at::empty(sizes, a.options());
 
   ExpertProducts products = bind_products("moe_gemm", a, weight, shape, expert_ids, bias);
-  products.bindings[kSlotRowWeights] = held(row_weights);
+  products.bindings[kSlotRowWeights] = contiguous_or_undefined(row_weights);
   MoeProblem& problem = products.problem;
   problem.product.variant = variant;
   problem.row_weights = row_weights ? element_type(*row_weights) : ElementType::float32;

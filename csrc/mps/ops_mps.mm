@@ -12,6 +12,7 @@
 #include "csrc/mps/library.h"
 #include "csrc/mps/products.h"
 #include "csrc/mps/pytorch_internals.h"
+#include "csrc/ops/tensor_views.h"
 #include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
@@ -24,18 +25,9 @@ Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& option
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
 }
 
-std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
-  return with_or_without_tensor_units(problem.variant, [&](bool tensor_units) {
-    static const GpuDevice gpu = this_gpu(like);
-    static auto* plans = new PlanCache<CompiledPlan>(gpu, compile);
-    static auto* other_plans = new PlanCache<CompiledPlan>(without_tensor_units(gpu), compile);
-    return (tensor_units ? plans : other_plans)->find_plan(problem);
-  });
-}
-
 // Finds or makes a plan that depends only on its problem, such as the plan of a repack.
 template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
+std::shared_ptr<const CompiledPlan> find_elementwise_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
   static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // one cache for each kind of problem
   return plans->get(plan_key(problem), [&] { return compile(plan(problem)); });
 }
@@ -84,13 +76,11 @@ Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c
   Tensor out = at::empty(sizes, a.options());
   if (out.numel() == 0) return out;
 
-  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, int64_t{problem.weight.K}});
-  if (rows.stride(1) != 1) rows = rows.contiguous();
-  bindings[kSlotBias] = held(bias);
-  grid_size("gemm", "rows of a", rows.size(0));
+  const Tensor rows = with_unit_stride(as_rows(a));
+  bindings[kSlotBias] = contiguous_or_undefined(bias);
+  checked_size("gemm", "rows of a", rows.size(0));
   problem.activations = element_type(rows);
-  problem.bias = bias ? element_type(*bias) : ElementType::float16;
-  problem.has_bias = bias.has_value();
+  set_bias(problem, bias);
   problem.variant = variant;
   launch(problem, std::move(bindings), rows, out.view({-1, int64_t{problem.weight.N}}));
   return out;
@@ -109,7 +99,7 @@ void compile_gemm_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
                       const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
                       const OptionalTensor& perm, const OptionalTensor& bias, int64_t M, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(M >= 1, "torch_marlin_metal::compile_gemm: M: expected at least 1, got ", M);
-  grid_size("compile_gemm", "M", M);
+  checked_size("compile_gemm", "M", M);
   const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
   const int64_t K = check_dequantize(tensors, dtype).K.expect_int();
   const Tensor row = at::empty({1, K}, b_packed.options().dtype(dtype));
@@ -118,10 +108,9 @@ void compile_gemm_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   GemmProblem problem{.weight = bind_weight("compile_gemm", tensors, shape, bindings),
                       .a_row_stride = K,
                       .activations = element_type(row),
-                      .bias = bias ? element_type(*bias) : ElementType::float16,
-                      .has_bias = bias.has_value(),
                       .vector_aligned_a = true,
                       .variant = "auto"};
+  set_bias(problem, bias);
   compile_rows(problem, M, row);
 }
 
@@ -135,7 +124,7 @@ Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   Tensor out = empty_weight(problem.weight, scales.options().dtype(dtype));
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(*find_plan(problem, plan_dequantize), std::move(bindings));
+  encode(*find_elementwise_plan(problem, plan_dequantize), std::move(bindings));
   return out;
 }
 
@@ -148,7 +137,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   const WeightShape shape = check_embedding(ids, tensors, dtype);
   Bindings bindings;
   EmbeddingProblem problem{.weight = bind_weight("embedding", tensors, shape, bindings),
-                           .count = grid_size("embedding", "ids", ids.numel()),
+                           .count = checked_size("embedding", "ids", ids.numel()),
                            .wide_ids = ids.scalar_type() == at::kLong};
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
@@ -160,7 +149,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   bindings[kSlotA] = ids.contiguous();
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(*find_plan(problem, plan_embedding), std::move(bindings));
+  encode(*find_elementwise_plan(problem, plan_embedding), std::move(bindings));
   return out;
 }
 
@@ -171,18 +160,18 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   bindings[kSlotPacked] = words;
   bindings[kSlotPerm] = perm;
   bindings[kSlotOut] = out;
-  problem.rows = grid_size(op, "rows", words.size(0));
-  problem.columns = grid_size(op, "columns", words.size(1));
+  problem.rows = checked_size(op, "rows", words.size(0));
+  problem.columns = checked_size(op, "columns", words.size(1));
   if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
   problem.has_perm = perm.defined();
-  encode(*find_plan(problem, plan_repack), std::move(bindings));
+  encode(*find_elementwise_plan(problem, plan_repack), std::move(bindings));
   return out;
 }
 
 Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
   return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight, at::empty(qweight.sizes(), qweight.options()),
-                held(perm));
+                contiguous_or_undefined(perm));
 }
 
 Tensor awq_repack_mps(const Tensor& qweight) {

@@ -6,13 +6,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <stdexcept>
+#include <string_view>
 
 #include "csrc/core/math.h"
 #include "csrc/mps/library.h"
 #include "csrc/mps/pytorch_internals.h"
+#include "csrc/ops/tensor_views.h"
 #include "csrc/planner/commit_policy.h"
+#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {
@@ -23,34 +25,65 @@ constexpr int64_t kFewestRows = 64;
 
 std::atomic<bool> tensor_units_failed{false};
 
-}  // namespace
-
-uint32_t grid_size(const char* op, const char* name, int64_t size) {
-  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(size <= kLargest, "torch_marlin_metal::", op, ": ", name, ": expected at most ", kLargest,
-                    " on mps, got ", size);
-  return static_cast<uint32_t>(size);
+const GpuDevice& this_gpu(const Tensor& like) {
+  static const GpuDevice gpu = [&] {
+    (void)commit_seconds();  // raises here, before anything is encoded, if the environment variable is wrong
+    GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+    set_system(device, metal_system());
+    device.half_subnormals = half_subnormals(like);
+    return device;
+  }();
+  return gpu;
 }
+
+GpuDevice without_tensor_units(GpuDevice device) {
+  device.tensor_units = false;
+  return device;
+}
+
+template <typename Problem>
+std::shared_ptr<const CompiledPlan> cached_plan(const Problem& problem, const Tensor& like, bool tensor_units) {
+  using Plans = PlanCache<Problem, CompiledPlan>;
+  static auto* plans = new Plans(this_gpu(like), compile);
+  static auto* other_plans = new Plans(without_tensor_units(this_gpu(like)), compile);
+  return (tensor_units ? plans : other_plans)->find_plan(problem);
+}
+
+template <typename Problem>
+std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, std::string_view variant, const Tensor& like) {
+  try {
+    if (tensor_units_failed && variant == "auto") return cached_plan(problem, like, false);
+    try {
+      return cached_plan(problem, like, true);
+    } catch (const NoTensorKernel& error) {
+      TORCH_CHECK(variant == "auto", "torch_marlin_metal: ", error.what());
+      if (!tensor_units_failed.exchange(true)) {
+        TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
+      }
+      return cached_plan(problem, like, false);
+    }
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+}  // namespace
 
 bool is_aligned(const Tensor& tensor, int64_t elements) {
   return tensor.storage_offset() % elements == 0;
 }
 
-Tensor held(const OptionalTensor& tensor) {
-  return tensor ? tensor->contiguous() : Tensor();
-}
-
 WeightProblem bind_weight(const char* op, const WeightTensors& weight, const WeightShape& shape, Bindings& bindings) {
   bindings[kSlotPacked] = weight.b_packed;
   bindings[kSlotScales] = weight.scales.contiguous();
-  bindings[kSlotZeros] = held(weight.zeros);
-  bindings[kSlotGlobalScale] = held(weight.global_scale);
-  bindings[kSlotLut] = held(weight.lut);
-  bindings[kSlotPerm] = held(weight.perm);
-  const uint32_t K = grid_size(op, "K", shape.K.expect_int());
+  bindings[kSlotZeros] = contiguous_or_undefined(weight.zeros);
+  bindings[kSlotGlobalScale] = contiguous_or_undefined(weight.global_scale);
+  bindings[kSlotLut] = contiguous_or_undefined(weight.lut);
+  bindings[kSlotPerm] = contiguous_or_undefined(weight.perm);
+  const uint32_t K = checked_size(op, "K", shape.K.expect_int());
   return {.format = shape.format,
           .K = K,
-          .N = grid_size(op, "N", shape.N.expect_int()),
+          .N = checked_size(op, "N", shape.N.expect_int()),
           .group_size = static_cast<uint32_t>(std::min<int64_t>(weight.group_size, K)),
           .scales = element_type(weight.scales),
           .zeros = weight.zeros ? element_type(*weight.zeros) : ElementType::float16,
@@ -72,35 +105,17 @@ bool half_subnormals(const Tensor& like) {
   return answer;
 }
 
-GpuDevice this_gpu(const Tensor& like) {
-  (void)commit_seconds();  // raises here, before anything is encoded, if the environment variable is wrong
-  GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
-  set_system(device, metal_system());
-  device.half_subnormals = half_subnormals(like);
-  return device;
+void set_bias(GemmProblem& problem, const OptionalTensor& bias) {
+  problem.bias = bias ? element_type(*bias) : ElementType::float16;
+  problem.has_bias = bias.has_value();
 }
 
-GpuDevice without_tensor_units(GpuDevice device) {
-  device.tensor_units = false;
-  return device;
+std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
+  return find_plan(problem, problem.variant, like);
 }
 
-std::shared_ptr<const CompiledPlan> with_or_without_tensor_units(
-    std::string_view variant, c10::function_ref<std::shared_ptr<const CompiledPlan>(bool)> find) {
-  try {
-    if (tensor_units_failed && variant == "auto") return find(false);
-    try {
-      return find(true);
-    } catch (const NoTensorKernel& error) {
-      TORCH_CHECK(variant == "auto", "torch_marlin_metal: ", error.what());
-      if (!tensor_units_failed.exchange(true)) {
-        TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
-      }
-      return find(false);
-    }
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const Tensor& like) {
+  return find_plan(problem, problem.product.variant, like);
 }
 
 int64_t first_part(const Plan& plan, int64_t M) {

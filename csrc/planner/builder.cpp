@@ -42,12 +42,8 @@ void check_weight(std::string_view op, const WeightProblem& weight) {
   if (scales > UINT32_MAX) refuse(op, "scales", "fewer than 2^32", std::to_string(scales));
 }
 
-bool names_variant(std::string_view text, GemmVariant variant) {
-  return text.substr(0, text.find(':')) == name(variant);
-}
-
 void check_variant(std::string_view op, std::string_view variant, const GpuDevice& device) {
-  if (!names_variant(variant, GemmVariant::tensor) || device.tensor_units) return;
+  if (variant_of(variant) != GemmVariant::tensor || device.tensor_units) return;
   refuse(op, "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")",
          "'" + std::string(variant) + "'");
 }
@@ -86,7 +82,7 @@ void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem)
   if (tiling.splits == 1) return;
   plan.partials = partials(tiling, problem);
   plan.dispatches.push_back({.kernel = Kernel::reduce,
-                             .function = host_name(Kernel::reduce, problem.weight.format, problem.activations),
+                             .function = host_name(Kernel::reduce, problem.activations),
                              .constants = bias_constants(problem),
                              .grid = reduction_grid(tiling, problem),
                              .threads = kElementwiseThreads,

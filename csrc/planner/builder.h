@@ -19,9 +19,6 @@ void check_weight(std::string_view op, const WeightProblem& weight);
 // Throws std::invalid_argument if the text names the variant for tensor units and the device may not use these.
 void check_variant(std::string_view op, std::string_view variant, const GpuDevice& device);
 
-// Returns true if the text names the variant, with or without a tile.
-bool names_variant(std::string_view text, GemmVariant variant);
-
 inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
 
 FunctionConstants weight_constants(const WeightProblem& weight);
@@ -32,9 +29,6 @@ Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, cons
 
 // If K is split, adds a launch of the reduce kernel, and the workspace for the partial sums.
 void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem);
-
-// If each threadgroup uses at most this many bytes of threadgroup memory, three of them fit on a core.
-inline constexpr uint32_t kPreferredThreadgroupBytes = 20 * 1024;
 
 // Returns the number of threadgroups of a staged kernel with this tile that all cores of the GPU hold at once.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);

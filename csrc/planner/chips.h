@@ -53,10 +53,10 @@ namespace figures {
 constexpr Figure apple(double value) {
   return {value, Source::apple};
 }
-constexpr Figure mb(double value) {
+constexpr Figure metal_benchmarks(double value) {
   return {value, Source::metal_benchmarks};
 }
-constexpr Figure info(double value) {
+constexpr Figure applegpuinfo(double value) {
   return {value, Source::applegpuinfo};
 }
 constexpr Figure as_en(double value) {
@@ -65,19 +65,19 @@ constexpr Figure as_en(double value) {
 constexpr Figure stream(double value) {
   return {value, Source::stream};
 }
-constexpr Figure slope(double value) {
+constexpr Figure decode_slope(double value) {
   return {value, Source::decode_slope};
 }
-constexpr Figure prompts(double value) {
+constexpr Figure prompt_rate(double value) {
   return {value, Source::prompt_rate};
 }
-constexpr Figure small(double value) {
+constexpr Figure small_reads(double value) {
   return {value, Source::small_reads};
 }
-constexpr Figure a19(double value) {
+constexpr Figure a19_test(double value) {
   return {value, Source::a19_test};
 }
-constexpr Figure tensor(double value) {
+constexpr Figure tensor_rate(double value) {
   return {value, Source::tensor_rate};
 }
 constexpr Figure derived(double value) {
@@ -127,16 +127,19 @@ struct GpuFamily {
 inline constexpr auto kGpuFamilies = [] {
   using namespace figures;
   return std::array<GpuFamily, 4>{{
-      {7, false, mb(4), mb(256), mb(256), mb(17), mb(18), apple(0), apple(0), prompts(0.3), mb(106496), mb(3072),
-       mb(61440), mb(8192), mb(64), mb(32), mb(12288), as_en(311)},
-      {8, false, mb(4), mb(256), mb(256), assumed(17), assumed(18), apple(0), apple(0), prompts(0.3), assumed(106496),
-       assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288), assumed(311)},
-      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), apple(0), apple(0), prompts(0.7),
+      {7, false, metal_benchmarks(4), metal_benchmarks(256), metal_benchmarks(256), metal_benchmarks(17),
+       metal_benchmarks(18), apple(0), apple(0), prompt_rate(0.3), metal_benchmarks(106496), metal_benchmarks(3072),
+       metal_benchmarks(61440), metal_benchmarks(8192), metal_benchmarks(64), metal_benchmarks(32),
+       metal_benchmarks(12288), as_en(311)},
+      {8, false, metal_benchmarks(4), metal_benchmarks(256), metal_benchmarks(256), assumed(17), assumed(18), apple(0),
+       apple(0), prompt_rate(0.3), assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64),
+       assumed(32), assumed(12288), assumed(311)},
+      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), apple(0), apple(0), prompt_rate(0.7),
        assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288),
        assumed(311)},
-      {10, true, assumed(4), a19(256), a19(436), assumed(17), assumed(18), tensor(4.26), assumed(18), prompts(0.8),
-       assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288),
-       assumed(311)},
+      {10, true, assumed(4), a19_test(256), a19_test(436), assumed(17), assumed(18), tensor_rate(4.26), assumed(18),
+       prompt_rate(0.8), assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32),
+       assumed(12288), assumed(311)},
   }};
 }();
 
@@ -167,28 +170,44 @@ struct Chip {
 inline constexpr auto kChips = [] {
   using namespace figures;
   return std::array<Chip, 19>{{
-      {"M1", 7, 8, 7, mb(1.278), info(68.25), info(68.25), stream(0.88), small(1), mb(768), mb(8)},
-      {"M1 Pro", 7, 16, 14, mb(1.296), info(204.8), info(204.8), slope(0.92), small(1), mb(256), mb(24)},
-      {"M1 Max", 7, 32, 24, mb(1.296), info(409.6), info(409.6), slope(0.94), small(1), mb(512), mb(48)},
-      {"M1 Ultra", 7, 64, 48, mb(1.296), info(819.2), info(819.2), slope(0.84), small(0.8), mb(1024), mb(96)},
-      {"M2", 8, 10, 8, mb(1.398), info(102.4), info(102.4), stream(0.89), small(1), mb(1536), mb(8)},
-      {"M2 Pro", 8, 19, 16, mb(1.398), info(204.8), info(204.8), slope(0.90), small(1), mb(512), mb(24)},
-      {"M2 Max", 8, 38, 30, mb(1.398), apple(400), apple(400), slope(0.94), small(1), mb(1024), mb(48)},
-      {"M2 Ultra", 8, 76, 60, mb(1.398), apple(800), apple(800), slope(0.93), small(0.8), assumed(2048), assumed(96)},
-      {"M3", 9, 10, 8, derived(1.38), apple(100), apple(100), stream(0.92), small(1), assumed(1536), assumed(8)},
-      {"M3 Pro", 9, 18, 14, derived(1.38), apple(150), apple(150), slope(0.89), small(1), assumed(512), assumed(24)},
-      {"M3 Max", 9, 40, 30, derived(1.38), apple(400), apple(300), slope(0.98), small(1), assumed(1024), assumed(48)},
-      {"M3 Ultra", 9, 80, 60, derived(1.38), apple(819), apple(819), stream(0.90), small(0.8), assumed(2048),
+      {"M1", 7, 8, 7, metal_benchmarks(1.278), applegpuinfo(68.25), applegpuinfo(68.25), stream(0.88), small_reads(1),
+       metal_benchmarks(768), metal_benchmarks(8)},
+      {"M1 Pro", 7, 16, 14, metal_benchmarks(1.296), applegpuinfo(204.8), applegpuinfo(204.8), decode_slope(0.92),
+       small_reads(1), metal_benchmarks(256), metal_benchmarks(24)},
+      {"M1 Max", 7, 32, 24, metal_benchmarks(1.296), applegpuinfo(409.6), applegpuinfo(409.6), decode_slope(0.94),
+       small_reads(1), metal_benchmarks(512), metal_benchmarks(48)},
+      {"M1 Ultra", 7, 64, 48, metal_benchmarks(1.296), applegpuinfo(819.2), applegpuinfo(819.2), decode_slope(0.84),
+       small_reads(0.8), metal_benchmarks(1024), metal_benchmarks(96)},
+      {"M2", 8, 10, 8, metal_benchmarks(1.398), applegpuinfo(102.4), applegpuinfo(102.4), stream(0.89), small_reads(1),
+       metal_benchmarks(1536), metal_benchmarks(8)},
+      {"M2 Pro", 8, 19, 16, metal_benchmarks(1.398), applegpuinfo(204.8), applegpuinfo(204.8), decode_slope(0.90),
+       small_reads(1), metal_benchmarks(512), metal_benchmarks(24)},
+      {"M2 Max", 8, 38, 30, metal_benchmarks(1.398), apple(400), apple(400), decode_slope(0.94), small_reads(1),
+       metal_benchmarks(1024), metal_benchmarks(48)},
+      {"M2 Ultra", 8, 76, 60, metal_benchmarks(1.398), apple(800), apple(800), decode_slope(0.93), small_reads(0.8),
+       assumed(2048), assumed(96)},
+      {"M3", 9, 10, 8, derived(1.38), apple(100), apple(100), stream(0.92), small_reads(1), assumed(1536), assumed(8)},
+      {"M3 Pro", 9, 18, 14, derived(1.38), apple(150), apple(150), decode_slope(0.89), small_reads(1), assumed(512),
+       assumed(24)},
+      {"M3 Max", 9, 40, 30, derived(1.38), apple(400), apple(300), decode_slope(0.98), small_reads(1), assumed(1024),
+       assumed(48)},
+      {"M3 Ultra", 9, 80, 60, derived(1.38), apple(819), apple(819), stream(0.90), small_reads(0.8), assumed(2048),
        assumed(96)},
-      {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), stream(0.83), small(1), assumed(1536), assumed(8)},
-      {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), stream(0.91), small(1), assumed(512), assumed(24)},
-      {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), slope(0.93), small(1), assumed(1024), assumed(48)},
+      {"M4", 9, 10, 8, derived(1.58), apple(120), apple(120), stream(0.83), small_reads(1), assumed(1536), assumed(8)},
+      {"M4 Pro", 9, 20, 16, derived(1.58), apple(273), apple(273), stream(0.91), small_reads(1), assumed(512),
+       assumed(24)},
+      {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), decode_slope(0.93), small_reads(1), assumed(1024),
+       assumed(48)},
       // A18 Pro is the chip of the MacBook of 2026. Apple publishes the memory's rate and the number of cores, but not
       // the clock.
-      {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.83), small(1), assumed(1536), assumed(8)},
-      {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), slope(0.81), small(1), assumed(1536), assumed(8)},
-      {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), slope(0.95), small(1), assumed(512), assumed(24)},
-      {"M5 Max", 10, 40, 32, assumed(1.6), apple(614), apple(460), slope(0.93), small(1), assumed(1024), assumed(48)},
+      {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.83), small_reads(1), assumed(1536),
+       assumed(8)},
+      {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), decode_slope(0.81), small_reads(1), assumed(1536),
+       assumed(8)},
+      {"M5 Pro", 10, 20, 16, assumed(1.6), apple(307), apple(307), decode_slope(0.95), small_reads(1), assumed(512),
+       assumed(24)},
+      {"M5 Max", 10, 40, 32, assumed(1.6), apple(614), apple(460), decode_slope(0.93), small_reads(1), assumed(1024),
+       assumed(48)},
   }};
 }();
 

@@ -40,12 +40,6 @@ bool is_automatic(GemmVariant variant) {
   return variant != GemmVariant::two_pass && variant != GemmVariant::tensor;
 }
 
-// Returns true if the text names the row's variant, with or without the row's tile.
-bool names(std::string_view text, const GemmTile& row) {
-  const std::string_view variant = name(row.variant);
-  return text.starts_with(variant) && (text.size() == variant.size() || text == name(row));
-}
-
 // Returns the cheapest of the tilings that `eligible` admits, or null if it admits none.
 template <typename Eligible>
 const Tiling* cheapest(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,

@@ -28,7 +28,7 @@ double commit_seconds();
 // Sets the interval, in place of the variable. Throws std::invalid_argument unless `seconds` is finite and at least 0.
 void set_commit_seconds(double seconds);
 
-// PyTorch numbers its default stream 0 and the 32 streams of its pool from 1.
+// PyTorch numbers its default stream 0 and the 32 streams of its pool from 1. The 33 are rounded up to a power of two.
 inline constexpr size_t kStreams = 64;
 
 // The predicted work of each stream since the stream's last commit. Only blocks of a stream's own queue use its entry,

@@ -9,14 +9,12 @@ namespace marlin {
 
 namespace {
 
-constexpr uint32_t kMinGemvSlice = 64;
-constexpr uint32_t kMinFusedSlice = 2 * kFusedK;
 constexpr uint32_t kSimdgroupColumns = kFusedColumns;
 static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgroups of equal width");
 
 // Returns the number of elements from the first to the last element of the activations.
 uint64_t extent_of_rows(const MoeProblem& problem) {
-  const uint64_t last_token = ceil_divide(problem.product.M, problem.top_k) - 1;
+  const uint64_t last_token = token_count(problem) - 1;
   return last_token * problem.product.a_row_stride + uint64_t{problem.top_k - 1} * problem.a_slot_stride +
          problem.product.weight.K;
 }
@@ -32,7 +30,7 @@ Tiling cheapest(const MoeProblem& problem, const GpuDevice& device, uint32_t min
 Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
   row.kernel = row.tile.M == 1 ? Kernel::moe_gemv : Kernel::moe_gemv_blocks;
   const WeightProblem& weight = problem.product.weight;
-  uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, kGemvMaxSimdgroups);
+  uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, kGemvMaxSimdgroups);
   while (gemv_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
   return cheapest(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
@@ -43,7 +41,7 @@ Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuD
   row.kernel = Kernel::moe_gemv_reduce;
   const WeightProblem& weight = problem.product.weight;
   const uint32_t room = std::min<uint32_t>(kMoeReduceMaxSimdgroups / problem.top_k, kGemvMaxSimdgroups);
-  const uint32_t most = std::clamp<uint32_t>(weight.K / kMinGemvSlice, 1, room);
+  const uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, room);
   return cheapest(problem, device, 1, most, [&](uint32_t slices) {
     Tiling tiling = gemv_split(row, weight, slices);
     tiling.simdgroups *= problem.top_k;
@@ -54,10 +52,10 @@ Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuD
 Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
   row.kernel = Kernel::moe_fused;
   const WeightProblem& weight = problem.product.weight;
-  uint32_t most = std::clamp<uint32_t>(weight.K / kMinFusedSlice, 1, kFusedMaxSimdgroups);
+  uint32_t most = std::clamp<uint32_t>(weight.K / kFusedMinSlice, 1, kFusedMaxSimdgroups);
   while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
-  return cheapest(problem, device, std::min(most, 4U), most,
+  return cheapest(problem, device, std::min(most, kFusedMinSlices), most,
                   [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
 }
 
@@ -70,7 +68,7 @@ Tiling tensor_candidate(GemmTile row, const MoeProblem& problem) {
 // tensor units: the table holds times of dense products, and no time of these units is known on any GPU.
 std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool measured = device.tensor_units && names_variant(product.tuned, GemmVariant::tensor);
+  const bool measured = device.tensor_units && variant_of(product.tuned) == GemmVariant::tensor;
   return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
 }
 
@@ -103,7 +101,7 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const uint32_t group = group_size(product.weight);
   const uint32_t columns = ceil_divide(N, tiling.tile.N);
   const uint32_t rows = sorts_pairs(tiling)                        ? params.blocks
-                        : tiling.kernel == Kernel::moe_gemv_reduce ? product.M / problem.top_k
+                        : tiling.kernel == Kernel::moe_gemv_reduce ? token_count(problem)
                                                                    : product.M;
   const Extent grid = is_gemv ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
@@ -125,9 +123,9 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
 Dispatch reduce_dispatch(const MoeProblem& problem) {
   const GemmProblem& product = problem.product;
   const uint32_t terms = problem.reduce ? problem.top_k : 1;
-  const uint32_t rows = product.M / terms;
+  const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
   return {.kernel = Kernel::moe_reduce,
-          .function = host_name(Kernel::moe_reduce, product.weight.format, product.activations),
+          .function = host_name(Kernel::moe_reduce, product.activations),
           .constants = bias_constants(product),
           .grid = elementwise_grid(product.weight.N, rows),
           .threads = kElementwiseThreads,

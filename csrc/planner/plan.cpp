@@ -43,7 +43,7 @@ Plan plan_repack(const RepackProblem& problem) {
   if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
   Dispatch dispatch{
       .kernel = problem.kernel,
-      .function = host_name(problem.kernel, WeightFormat::uint4b8, ElementType::float16),
+      .function = std::string(op),
       .grid = elementwise_grid(problem.columns, problem.rows),
       .threads = kElementwiseThreads,
       .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0}};
@@ -79,7 +79,7 @@ struct PrintParams {
            << " group_size=" << params.group_size;
   }
   void operator()(const ReduceParams& params) const {
-    stream << ", M=" << params.M << " N=" << params.N << " slices=" << params.slices;
+    stream << ", M=" << params.M << " N=" << params.N << " splits=" << params.splits;
   }
   void operator()(const StripedReduceParams& params) const {
     stream << ", M=" << params.M << " N=" << params.N << " tile=" << params.tile_M << "x" << params.tile_N

@@ -36,16 +36,12 @@ Tuned& tuned() {
   return *instance;
 }
 
-bool is_variant(std::string_view text) {
-  return std::ranges::find(kGemmVariants, text.substr(0, text.find(':'))) != kGemmVariants.end();
-}
-
 // Numbers the texts that gemm(variant=) accepts: 0 is "auto", then the variants, then each variant with a tile.
 uint64_t variant_index(std::string_view text) {
   if (text == "auto") return 0;
-  const auto variant = std::ranges::find(kGemmVariants, text);
-  if (variant != kGemmVariants.end()) return 1 + static_cast<uint64_t>(variant - kGemmVariants.begin());
-  const auto row = std::ranges::find_if(kGemmTiles, [&](const GemmTile& tile) { return name(tile) == text; });
+  const std::optional<GemmVariant> variant = variant_of(text);
+  if (variant && text == name(*variant)) return 1 + static_cast<uint64_t>(*variant);
+  const auto row = std::ranges::find_if(kGemmTiles, [&](const GemmTile& tile) { return names(text, tile); });
   return 1 + kGemmVariants.size() + static_cast<uint64_t>(row - kGemmTiles.begin());
 }
 
@@ -53,7 +49,7 @@ uint64_t variant_index(std::string_view text) {
 
 void set_tuned(std::vector<TunedRange> ranges) {
   for (const TunedRange& range : ranges) {
-    if (!is_variant(range.variant)) throw std::invalid_argument("tuned: no kernel variant '" + range.variant + "'");
+    if (!variant_of(range.variant)) throw std::invalid_argument("tuned: no kernel variant '" + range.variant + "'");
   }
   Table table;
   const std::lock_guard lock(tuned().mutex);

@@ -137,19 +137,36 @@ class LaunchCache {
   std::unordered_map<Key, typename std::list<Entry>::iterator, BytesHash<Key>> by_key_;
 };
 
-// A cache of Launches of gemm for one GPU; `prepare` makes one from its plan. Safe to use from any thread.
-template <typename Launch>
+// The parts of a product that PlanCache needs, for each kind of problem.
+inline GemmProblem& product_of(GemmProblem& problem) {
+  return problem;
+}
+inline GemmProblem& product_of(MoeProblem& problem) {
+  return problem.product;
+}
+inline Plan plan_product(const GemmProblem& problem, const GpuDevice& device) {
+  return plan_gemm(problem, device);
+}
+inline Plan plan_product(const MoeProblem& problem, const GpuDevice& device) {
+  return plan_moe(problem, device);
+}
+
+// A cache of Launches of gemm (GemmProblem) or moe_gemm (MoeProblem) for one GPU; `prepare` makes one from its plan.
+// Plans of "auto" follow the tuner's measurements. Safe to use from any thread.
+template <typename Problem, typename Launch>
 class PlanCache {
+  using Key = decltype(plan_key(Problem{}));
+
  public:
-  PlanCache(const GpuDevice& device, Launch (*prepare)(Plan),
-            size_t max_plans = LaunchCache<PlanKey, Launch>::kMaxLaunches)
+  PlanCache(const GpuDevice& device, Launch (*prepare)(Plan), size_t max_plans = LaunchCache<Key, Launch>::kMaxLaunches)
       : device_(device), prepare_(prepare), launches_(max_plans) {}
 
-  // Returns the cached Launch, or plans and prepares one. Throws what plan_gemm and `prepare` throw.
-  std::shared_ptr<const Launch> find_plan(GemmProblem problem) {
+  // Returns the cached Launch, or plans and prepares one. Throws what the planner and `prepare` throw.
+  std::shared_ptr<const Launch> find_plan(Problem problem) {
     const auto make = [&] {
-      if (problem.variant == "auto") problem.tuned = tuned_variant(problem);
-      return prepare_(plan_gemm(problem, device_));
+      GemmProblem& product = product_of(problem);
+      if (product.variant == "auto") product.tuned = tuned_variant(problem);
+      return prepare_(plan_product(problem, device_));
     };
     return launches_.get(plan_key(problem), make, tuned_generation());
   }
@@ -157,7 +174,7 @@ class PlanCache {
  private:
   const GpuDevice device_;
   Launch (*const prepare_)(Plan);
-  LaunchCache<PlanKey, Launch> launches_;
+  LaunchCache<Key, Launch> launches_;
 };
 
 }  // namespace marlin

@@ -58,6 +58,10 @@ struct MoeProblem {
   std::optional<MoeGate> gate{};
 };
 
+inline uint32_t token_count(const MoeProblem& problem) {
+  return problem.product.M / problem.top_k;
+}
+
 // Returns the rows of each expert that has any, if the router spreads the pairs evenly.
 inline uint32_t rows_of_expert(const MoeProblem& problem) {
   return ceil_divide(problem.product.M, std::min(problem.experts, problem.product.M));

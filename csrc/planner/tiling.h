@@ -18,9 +18,10 @@ struct Extent {
 
 // A row of kGemmTiles, and how K and the rows are divided for one problem.
 struct Tiling : GemmTile {
-  uint32_t simdgroups = 0;   // per threadgroup
-  uint32_t k_per_slice = 0;  // per simdgroup (gemv, fused), threadgroup (staged, tensor) or unit of a stripe (striped)
-  uint32_t splits = 1;       // threadgroups that share a tile's K; each writes partial sums if there are several
+  uint32_t simdgroups = 0;  // per threadgroup
+  // the K of a slice, which a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit
+  uint32_t k_per_slice = 0;
+  uint32_t splits = 1;  // threadgroups that share a tile's K; each writes partial sums if there are several
   // in fused, the rows of a smaller last block, for the last M % tile.M rows; 0 if those are padded
   uint32_t rest_rows = 0;
   uint32_t stripes = 0;              // in striped, the number of threadgroups

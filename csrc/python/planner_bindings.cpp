@@ -241,7 +241,7 @@ void add_planner(py::module_& m) {
   m.def("reads",
         [](double bytes, uint32_t times, const std::string& chip) { return reads(bytes, times, chip_of(chip)); });
   m.def("dispatch_seconds", [] { return kDispatchSeconds; });
-  m.def("threadgroup_limit", [] { return kMaxThreadgroupBytes; });
+  m.def("threadgroup_limit", [] { return uint32_t{kMaxThreadgroupBytes}; });
   m.def("simd_width", [] { return static_cast<int>(kSimdWidth); });
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),

@@ -6,7 +6,7 @@
 // Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. One 16-byte load therefore gives a lane
 // its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. A fragment's columns
 // stand for k in the order that weight_fragment.h defines. In this order, one load of four activations per row serves
-// all four steps of a word.
+// all four fragments of a word.
 #pragma once
 
 #include "kernels/gemm/product.h"
@@ -17,8 +17,8 @@ namespace marlin {
 enum {
   kFusedRowBlocks = kFusedMaxRows / kBlock,
   kFusedColumnBlocks = kFusedColumns / kBlock,
-  kFusedWordRows = 4,  // packed rows that a simdgroup loads at once
-  kFusedLoadK = kFusedWordRows * kCodesPerWord,
+  kFusedWordRows = 4,                            // packed rows that a simdgroup loads at once
+  kFusedLoadK = kFusedWordRows * kCodesPerWord,  // a step takes kFusedK
 };
 
 // Evenly spaced rows, starting at `begin`. If fewer than rows_per_threadgroup rows are left for the last threadgroup,
@@ -72,7 +72,7 @@ struct FusedAccumulators {
   const device uint* words;  // the lane's next four words
   uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
   // The lane's two rows of block i start at x_row + row_offset[i]. Without a permutation, the pointers are those of the
-  // lane's first k in the next step, and with a permutation of k = 0. Rows says how many different pointers and offsets
+  // lane's first k in the next load, and with a permutation of k = 0. Rows says how many different pointers and offsets
   // there are.
   const device T* x_row[2];
   typename Rows::Offset row_offset[row_blocks][2];
@@ -84,14 +84,14 @@ struct FusedAccumulators {
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
-  // Returns true if the activations of two steps, not four, are loaded at once. With 32 rows of fp32, four steps need
-  // 231 half-registers per thread (M1), and only two of the planner's threadgroups, of five simdgroups each, fit on a
-  // core. Two steps need 207, and three threadgroups fit.
+  // Returns true if the activations of two fragments, not four, are loaded at once. With 32 rows of fp32, four
+  // fragments need 231 half-registers per thread (M1), and only two of the planner's threadgroups, of five simdgroups
+  // each, fit on a core. Two fragments need 207, and three threadgroups fit.
   static MARLIN_INLINE bool loads_pairs() {
     return sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows;
   }
 
-  // Loads the activations for step j: for all four steps at once if j = 0, or for steps j and j + 1 if loads_pairs().
+  // Loads the activations for fragment j of a load: for all four at once if j = 0, or for j and j + 1 if loads_pairs().
   // The second pair's offset is deliberately opaque to the compiler, which would otherwise merge the two loads.
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
@@ -178,7 +178,7 @@ struct FusedAccumulators {
   }
 };
 
-// The kernels' common body: multiplies a threadgroup's rows with columns block.x and slices block.z. The threadgroup
+// The kernels' common body: multiplies a threadgroup's rows with columns block.x and split block.z. The threadgroup
 // has at most `row_blocks` blocks of rows.
 template <WeightFormat format, typename T, uint row_blocks = kFusedRowBlocks, typename Rows>
 MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,

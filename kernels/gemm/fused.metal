@@ -1,4 +1,5 @@
-// The kernels for five or more activation rows. Their body is in fused.h.
+// The kernels that compute blocks of 8 to 32 activation rows. They take any number of rows; with fewer than 8, part of
+// the block is padding. Their body is in fused.h.
 #include "kernels/gemm/fused.h"
 
 #include "kernels/shared/variants.h"

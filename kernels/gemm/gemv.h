@@ -79,7 +79,7 @@ struct GemvAccumulators {
   }
 
   // The activations of 8 k. Rows that the threadgroup does not have are undefined.
-  struct Rows {
+  struct ActivationRows {
     Vec8<T> row[most_rows];
   };
 
@@ -96,8 +96,8 @@ struct GemvAccumulators {
     return x;
   }
 
-  MARLIN_INLINE Rows next_rows(uint k) thread {
-    Rows x;
+  MARLIN_INLINE ActivationRows next_rows(uint k) thread {
+    ActivationRows x;
     MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (has_row(r)) x.row[r] = next_activations<T>(r, k);
     }
@@ -117,7 +117,7 @@ struct GemvAccumulators {
   // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` holds these
   // activations. Otherwise `loaded` is unused, and each row's activations are loaded just before they are multiplied.
   template <bool subnormal>
-  MARLIN_INLINE void multiply(uint4 packed, uint k, Rows loaded) thread {
+  MARLIN_INLINE void multiply(uint4 packed, uint k, ActivationRows loaded) thread {
     Vec8<float> codes[kGemvColumnsPerLane];
     MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
@@ -157,7 +157,7 @@ struct GemvAccumulators {
       const bool is_whole = !ragged_k || i + kCodesPerWord < k + length;
       const uint4 first = next_words();
       uint4 second = uint4(0u);
-      Rows rows;
+      ActivationRows rows;
       if (loads_first() && !rows_between_words() && is_whole) second = next_words();
       if (loads_first()) rows = next_rows(i);
       if (loads_first() && rows_between_words() && is_whole) second = next_words();
@@ -263,7 +263,7 @@ MARLIN_INLINE void gemv_slice(const thread Product<T>& product, const thread Row
 }
 
 // The body that gemv, moe_gemv and moe_gemv_blocks share. `block` is the threadgroup's position in the grid: y selects
-// the columns, and z the slices of K.
+// the columns, and z the split of K.
 template <WeightFormat format, typename T, uint most_rows = kGemvMaxRows, typename Rows>
 MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                              threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
@@ -279,7 +279,7 @@ MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread Rows
     uint m = 0;
     const uint column = block.y * kGemvColumns + i % kGemvColumns;
     if (!rows.stores(i / kGemvColumns, m) || column >= product.weight.N) continue;
-    product.output.store_slice(block.z, m, column, sum_in_order(slices, i, simdgroups, outputs));
+    product.output.store_split(block.z, m, column, sum_in_order(slices, i, simdgroups, outputs));
   }
 }
 

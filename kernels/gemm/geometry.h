@@ -6,8 +6,7 @@
 
 namespace marlin {
 
-// Parameters of gemv and of all gemm kernels. A slice is a range of K whose products are summed in one place: by one
-// simdgroup in gemv and fused, by one threadgroup in the staged kernels.
+// Parameters of gemv and of all gemm kernels. variants.h defines slices and splits of K.
 struct GemmParams {
   int64_t a_row_stride;  // elements
   uint32_t M;
@@ -37,11 +36,11 @@ struct EmbeddingParams {
 };
 static_assert(sizeof(EmbeddingParams) == 20, "shared with the shaders");
 
-// out[m, n] = round(sum over slices of partials[slice, m, n] + bias[n])
+// out[m, n] = round(sum over splits of partials[split, m, n] + bias[n])
 struct ReduceParams {
   uint32_t M;
   uint32_t N;
-  uint32_t slices;
+  uint32_t splits;
   uint32_t unused;
 };
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
@@ -94,8 +93,8 @@ constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, ui
 
 enum { kBlock = 8 };  // the rows and columns of a simdgroup_matrix
 
-// gemm_fused: a simdgroup computes up to 32 rows of 32 columns and takes 64 k per step. The simdgroups of a threadgroup
-// split a range of K between them.
+// gemm_fused: a simdgroup computes up to 32 rows of 32 columns and takes 64 k per step, in two loads of 32 k. A load
+// makes four fragments of 8 k. The simdgroups of a threadgroup split a range of K between them.
 enum {
   kFusedColumns = 32,
   kFusedMaxRows = 32,
@@ -109,7 +108,8 @@ enum {
 constexpr uint32_t fused_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
   return simdgroups * rows * kFusedColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
 }
-static_assert(fused_threadgroup_bytes(WeightFormat::uint4b8, kFusedMaxRows, kFusedMaxSimdgroups) <= 32768,
+static_assert(fused_threadgroup_bytes(WeightFormat::uint4b8, kFusedMaxRows, kFusedMaxSimdgroups) <=
+                  kMaxThreadgroupBytes,
               "Metal's limit");
 
 // gemm_double_buffered, gemm_single_stage, gemm_striped: a threadgroup computes M x N outputs and takes K k per step.
@@ -159,10 +159,10 @@ constexpr uint32_t tile_stage_bytes(TileShape tile, uint32_t activation_bytes) {
 constexpr uint32_t tile_threadgroup_bytes(TileShape tile, ElementType activations, uint32_t stages) {
   return stages * tile_stage_bytes(tile, element_bytes(activations)) + kTileTableBytes;
 }
-static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= 20 * 1024,
-              "three threadgroups fit on a core");
+static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= kPreferredThreadgroupBytes,
+              "the threadgroup memory of an M1 core (60 KB) holds three; registers may allow fewer");
 static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float32, 2) <= 28 * 1024,
-              "two threadgroups fit on a core");
+              "the threadgroup memory of an M1 core (60 KB) holds two; registers may allow fewer");
 
 // gemm_tensor: a simdgroup computes 32 rows of 32 columns and takes 32 k per step. The simdgroups of a threadgroup lie
 // side by side over the tile, tile.M / 32 of them down and tile.N / 32 across.

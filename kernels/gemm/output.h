@@ -1,4 +1,4 @@
-// Stores sums: to the output, after adding the bias and rounding once, or to one slice of the partial sums.
+// Stores sums: to the output, after adding the bias and rounding once, or to one split of the partial sums.
 #pragma once
 
 #include "kernels/gemm/options.h"
@@ -22,15 +22,15 @@ struct Output {
 
   // Stores four columns. out and partials start where the allocator placed them, so vector stores are aligned if N is a
   // multiple of 4.
-  MARLIN_INLINE void store_columns(uint slice, uint m, uint n, float4 sums) const thread {
+  MARLIN_INLINE void store_columns(uint split, uint m, uint n, float4 sums) const thread {
     MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
-      if (vector_columns || n + c < N) store_slice(slice, m, n + c, sums[c]);
+      if (vector_columns || n + c < N) store_split(split, m, n + c, sums[c]);
     }
   }
 
-  MARLIN_INLINE void store_slice(uint slice, uint m, uint n, float sum) const thread {
+  MARLIN_INLINE void store_split(uint split, uint m, uint n, float sum) const thread {
     if (writes_partials) {
-      partials[(ulong(slice) * M + m) * N + n] = sum;
+      partials[(ulong(split) * M + m) * N + n] = sum;
     } else {
       store(m, n, sum);
     }

@@ -1,4 +1,4 @@
-// Adds the partial sums of all slices of K in the order of k, adds the bias, and rounds once.
+// Adds the partial sums of all splits of K in the order of k, adds the bias, and rounds once.
 #include "kernels/shared/variants.h"
 
 #include "kernels/gemm/output.h"
@@ -15,8 +15,8 @@ template <typename T>
   const uint m = position.y;
   if (n >= params.N || m >= params.M) return;
   float sum = 0.0f;
-  for (uint slice = 0; slice < params.slices; ++slice)
-    sum += partials[(ulong(slice) * params.M + m) * params.N + n];
+  for (uint split = 0; split < params.splits; ++split)
+    sum += partials[(ulong(split) * params.M + m) * params.N + n];
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 

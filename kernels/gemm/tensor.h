@@ -217,7 +217,7 @@ struct ProductRows {
   }
 };
 
-// The kernels' common body: multiplies the threadgroup's rows and columns over slice block.z.
+// The kernels' common body: multiplies the threadgroup's rows and columns over split block.z.
 template <WeightFormat format, typename T, typename Rows>
 MARLIN_INLINE void tensor_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                                threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {

@@ -1,6 +1,6 @@
 // Decodes packed words in registers to fp32 operands of the matrix unit. Scale and zero point are applied in one
 // instruction per weight. The operand is the transposed weight: its rows are n and its columns are k. The codes of a
-// packed word are used in four steps. In step j, columns 2p and 2p + 1 are k = j and j + 4 of word p, so that one
+// packed word belong to four fragments. In fragment j, columns 2p and 2p + 1 are k = j and j + 4 of word p, so that one
 // mask on one word gives both elements of a lane.
 #pragma once
 

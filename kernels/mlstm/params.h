@@ -76,15 +76,17 @@ enum {
 constexpr uint32_t mlstm_output_bytes(uint32_t chunk_size) {
   return ceil_divide(chunk_size, kMlstmBlock) * kMlstmBlock * kMlstmBlock * 4;
 }
-static_assert(mlstm_output_bytes(128) <= 20 * 1024, "two or more threadgroups fit on a core");
-static_assert(mlstm_output_bytes(256) <= 32768, "Metal's limit");
+static_assert(mlstm_output_bytes(128) <= kPreferredThreadgroupBytes,
+              "the threadgroup memory of an M1 core holds three");
+static_assert(mlstm_output_bytes(256) <= kMaxThreadgroupBytes, "Metal's limit");
 
 // The threadgroup memory of mlstm_step. For each simdgroup, it holds the sums of all columns and the sum of the
 // denominator.
 constexpr uint32_t mlstm_step_bytes(uint32_t simdgroups) {
   return round_up(simdgroups * (kMlstmStepColumns + 1) * 4, 16);  // Metal takes multiples of 16 bytes
 }
-static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= 20 * 1024, "two or more threadgroups fit on a core");
+static_assert(mlstm_step_bytes(kMlstmStepMaxSimdgroups) <= kPreferredThreadgroupBytes,
+              "the threadgroup memory of an M1 core holds three");
 
 // Strides in elements. The host keeps the token strides of q, k and v below kMlstmMaxStride, so that an offset within
 // a chunk of 256 tokens fits in 32 bits.

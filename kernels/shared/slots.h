@@ -18,7 +18,7 @@ enum BufferSlot {
   kSlotPerm = 6,         // int32 [K]
   kSlotBias = 7,         // [N]
   kSlotOut = 8,
-  kSlotPartials = 9,  // float [slices, M, N]; for gemm_striped [2 * stripes, tile M, tile N]
+  kSlotPartials = 9,  // float [splits, M, N]; for gemm_striped [2 * stripes, tile M, tile N]
   kSlotParams = 10,
   kSlotExpertIds = 11,   // int32 or int64 [T, top_k]
   kSlotBlocks = 12,      // what moe_sort writes
@@ -35,7 +35,7 @@ enum BufferSlot {
 //   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, in fused a multiple of 8 up to
 //                           kFusedMaxRows, and in gemm_tensor a multiple of kTensorRows
 //   subnormal_codes         codes are read as half subnormals; set if probe_half_subnormals stored 1 on this GPU
-//   writes_partials         each slice of K stores its sums to kSlotPartials, and the reduce kernel adds them
+//   writes_partials         each split of K stores its sums to kSlotPartials, and the reduce kernel adds them
 //   short_group_size        in fused, the group size if it is 16 or 32 and smaller than K; in gemm_tensor, if it is 16;
 //                           otherwise 0
 //   ragged_k                K is not a multiple of kGemvK (in gemv), kFusedK (in fused) or kTensorK (in gemm_tensor)

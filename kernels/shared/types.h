@@ -15,6 +15,10 @@ enum { kCodesPerWord = 8, kLutSize = 16 };
 
 enum { kSimdWidth = 32 };
 
+// Bytes of threadgroup memory of a threadgroup: Metal's limit, and an amount of which the threadgroup memory of an M1
+// core (60 KB) holds three. Registers may allow fewer.
+enum { kMaxThreadgroupBytes = 32 * 1024, kPreferredThreadgroupBytes = 20 * 1024 };
+
 enum class WeightFormat : int32_t {
   uint4b8 = 0,
   uint4 = 1,

@@ -32,8 +32,10 @@
 // slots are the BufferSlots that the kernel declares.
 //
 // Launch sizes. Grids are counted in threadgroups. `rows` is the number of rows of M that one threadgroup computes. K
-// may be divided: a split is the part of one threadgroup along grid z, a slice the part of one simdgroup. None may be
-// empty.
+// may be divided. A split is the part of K that the threadgroups at one position along grid z sum. A slice is a part of
+// k_per_slice, whose products are summed in one place. In gemv and gemm_fused, a simdgroup sums a slice, and a split
+// has several. In the staged kernels and gemm_tensor, a threadgroup sums a slice, so slice and split are the same. None
+// may be empty.
 //   repack.metal, dequantize.metal, embedding.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1),
 //     grid (ceil(columns / width), ceil(rows / height), 1) over these columns and rows:
 //       gptq_repack        columns N,   rows K/8     (one thread per output word)
@@ -50,9 +52,9 @@
 //     slices as in gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
 //     simdgroups); partials [splits, M, N] if splits > 1.
 //   gemm_double_buffered_*, gemm_single_stage_*: the name ends with the tile MxNxK; threads (tile_threads(tile), 1, 1),
-//     grid (ceil(N / tile N), ceil(M / tile M), slices); k_per_slice a multiple of the tile's K,
-//     slices * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
-//     partials [slices, M, N] if slices > 1.
+//     grid (ceil(N / tile N), ceil(M / tile M), splits); k_per_slice a multiple of the tile's K,
+//     splits * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
+//     partials [splits, M, N] if splits > 1.
 //   gemm_striped_*: threads and threadgroup memory as gemm_double_buffered_*; grid (stripes, 1, 1); k_per_slice a
 //     multiple of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
 //   gemm_tensor: threads (tensor_threads(tile), 1, 1), grid (ceil(N / tile N), ceil(M / tile M), splits); k_per_slice a
@@ -286,14 +288,18 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Returns the name under which the host finds a kernel. A part that the name does not contain, format or element, is
-// ignored.
+// Each returns the name under which the host finds a kernel. A part that the name does not contain is ignored. The
+// second is for kernels whose names contain no format.
 inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
   const KernelInfo& row = info(kernel);
   std::string result(row.name);
   if (row.naming == KernelNaming::format_element) result.append("_").append(name(format));
   if (row.naming != KernelNaming::plain) result.append("_").append(name(element));
   return result;
+}
+
+inline std::string host_name(Kernel kernel, ElementType element) {
+  return host_name(kernel, WeightFormat::uint4b8, element);
 }
 
 }  // namespace marlin

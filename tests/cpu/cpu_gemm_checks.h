@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 
+#include "cpu_plan_support.h"
 #include "cpu_test_support.h"
 
 namespace marlin::test {

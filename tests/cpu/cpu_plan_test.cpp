@@ -2,8 +2,8 @@
 // runs no kernels.
 #include <string>
 
+#include "cpu_plan_support.h"
 #include "csrc/cpu/gemm/kernel_table.h"
-#include "csrc/cpu/gemm/plan.h"
 #include "tests/support/expect.h"
 
 namespace marlin::cpu {

@@ -146,6 +146,21 @@ void check_costs() {
   }
 }
 
+// With blocks of one row, the model has as many threadgroups as the plan. The expected number of blocks, 10, is a sum
+// of probabilities that is a little larger in floating point.
+void check_threadgroups() {
+  subject = "threadgroups";
+  const GpuDevice device = whole(*find_chip("M1"));
+  const MoeProblem problem = mixture(5, 8, 2);
+  expect(expected_routing(5, 2, 8, 1).blocks > 10, "the sum is above 10");
+  const Tiling tiling = moe_tiling(problem, device);
+  const Extent grid = plan_moe(problem, device).dispatches[0].grid;
+  expect(tiling.kernel == Kernel::moe_gemv && grid.x == 10, "one row in each threadgroup");
+  const DispatchCost products = experts_cost(tiling, problem, device).dispatches[0];
+  const double at_once = double(device.cores) * products.occupancy.threadgroups;
+  expect_close(products.waves * at_once, double(grid.x) * grid.y, 1e-9, "threadgroups");
+}
+
 // The more rows an expert has, the larger the blocks of its rows.
 void check_blocks() {
   const GpuDevice device = whole(*find_chip("M1"));
@@ -280,6 +295,7 @@ int main(int argc, char** argv) {
                           {"costs", check_costs},
                           {"sums", check_sums},
                           {"gates", check_gates},
+                          {"threadgroups", check_threadgroups},
                           {"blocks", check_blocks},
                           {"far rows", check_far_rows}},
                          argc, argv);

@@ -19,7 +19,7 @@ std::string prepare(Plan plan) {
 void check_cache() {
   subject = "plan cache";
   set_tuned({});
-  PlanCache<std::string> cache({}, prepare, 3);
+  PlanCache<GemmProblem, std::string> cache({}, prepare, 3);
   const auto find = [&](uint32_t M, std::string_view variant = "auto") {
     return *cache.find_plan(square(M, 512, 704, 64, variant));
   };
@@ -39,6 +39,22 @@ void check_cache() {
   expect(find(4, "gemv").starts_with("gemv_"), "a tuner's table leaves named variants alone");
   set_tuned({});
   expect(prepared_by(4) == 1, "removing the table replaces cached plans too");
+}
+
+// The cache of products with experts plans them with plan_moe, and follows a tuner's table too.
+void check_moe_cache() {
+  subject = "plan cache of experts";
+  set_tuned({});
+  GpuDevice device = gpu_device("M5", 10);
+  set_system(device, supposed_system(*device.chip));
+  const MoeProblem problem{.product = square(512, 512, 704, 64), .experts = 8, .top_k = 4};
+  PlanCache<MoeProblem, std::string> cache(device, prepare);
+  const uint32_t before = plans_prepared;
+  expect(*cache.find_plan(problem) == text(plan_moe(problem, device)), "the cache gives the plan of plan_moe");
+  expect(cache.find_plan(problem) == cache.find_plan(problem) && plans_prepared == before + 1, "one plan is built");
+  set_tuned({{WeightFormat::uint4b8, ElementType::float16, 64, 704, 512, 1, 64, "tensor"}});
+  expect(cache.find_plan(problem)->find("moe_tensor_") != std::string::npos, "a tuner's table replaces cached plans");
+  set_tuned({});
 }
 
 // Checks that changing any field of a problem on which its plan can depend changes the key.
@@ -128,6 +144,7 @@ void check_moe_keys() {
 
 int main(int argc, char** argv) {
   return test::run_cases({{"cache", check_cache},
+                          {"cache of experts", check_moe_cache},
                           {"keys", check_keys},
                           {"elementwise keys", check_elementwise_keys},
                           {"keys of experts", check_moe_keys}},

@@ -35,9 +35,9 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect(last.kernel == Kernel::reduce, "the second kernel reduces");
   expect(product.constants[kConstantHasBias] == 0, "the bias is added once");
   const auto& reduce = std::get<ReduceParams>(last.params);
-  expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.slices == product.grid.z,
+  expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.splits == product.grid.z,
          "the reduction's sizes");
-  expect(plan.partials.x == problem.weight.N && plan.partials.y == problem.M && plan.partials.z == reduce.slices,
+  expect(plan.partials.x == problem.weight.N && plan.partials.y == problem.M && plan.partials.z == reduce.splits,
          "the workspace's sizes");
   expect_tiling(last.grid.x, last.threads.x, problem.weight.N, "reduced columns");
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");

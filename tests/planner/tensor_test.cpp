@@ -174,8 +174,8 @@ void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevic
   expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
   if (!splits) return;
   expect(constants[kConstantHasBias] == 0, "the bias is added once");
-  expect(last.kernel == Kernel::reduce && std::get<ReduceParams>(last.params).slices == product.grid.z,
-         "the second kernel reduces all slices");
+  expect(last.kernel == Kernel::reduce && std::get<ReduceParams>(last.params).splits == product.grid.z,
+         "the second kernel reduces all splits");
   expect(plan.partials.x == weight.N && plan.partials.y == problem.M && plan.partials.z == product.grid.z,
          "the workspace's sizes");
 }

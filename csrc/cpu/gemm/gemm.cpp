@@ -13,8 +13,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr size_t kKeepBytes = size_t{8} << 20;  // a calling thread keeps at most this much scratch memory per buffer
-constexpr int64_t kRowsTogether = 512;          // rows of products that run together, which limits their memory
+constexpr int64_t kRowsTogether = 512;  // rows of products that run together, which limits their memory
 // Packing fewer elements than these takes less time than starting a thread for them.
 constexpr int64_t kPackGrain = int64_t{1} << 13;
 constexpr int64_t kSliceGrain = int64_t{1} << 14;
@@ -22,9 +21,9 @@ constexpr int64_t kSliceGrain = int64_t{1} << 14;
 // The tasks of several passes, numbered one pass after another.
 class Tasks {
  public:
-  Tasks(std::deque<Gemm>& passes, int64_t (Gemm::*count)() const) : passes_(passes) {
+  Tasks(std::deque<Pass>& passes, int64_t (Pass::*count)() const) : passes_(passes) {
     ends_.reserve(passes.size());
-    for (const Gemm& pass : passes)
+    for (const Pass& pass : passes)
       ends_.push_back(this->count() + (pass.*count)());
   }
 
@@ -38,22 +37,22 @@ class Tasks {
   }
 
  private:
-  std::deque<Gemm>& passes_;
+  std::deque<Pass>& passes_;
   std::vector<int64_t> ends_;
 };
 
 // Computes passes side by side. A pass has no result if its representable() is false afterwards.
-void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
+void run_together(std::deque<Pass>& passes, const Parallel& parallel) {
   static thread_local Scratch value_scratch, sum_scratch, start_scratch, partial_scratch;
-  const auto total = [&](int64_t (Gemm::*size)() const) {
+  const auto total = [&](int64_t (Pass::*size)() const) {
     return std::accumulate(passes.begin(), passes.end(), int64_t{0},
-                           [&](int64_t sum, const Gemm& pass) { return sum + (pass.*size)(); });
+                           [&](int64_t sum, const Pass& pass) { return sum + (pass.*size)(); });
   };
-  char* values = value_scratch.get<char>(total(&Gemm::value_bytes));
-  auto* sums = sum_scratch.get<float>(total(&Gemm::sum_count));
-  auto* starts = start_scratch.get<int64_t>(total(&Gemm::start_count));
-  auto* partial = partial_scratch.get<float>(total(&Gemm::partial_count));
-  for (Gemm& pass : passes) {
+  char* values = value_scratch.get<char>(total(&Pass::value_bytes));
+  auto* sums = sum_scratch.get<float>(total(&Pass::sum_count));
+  auto* starts = start_scratch.get<int64_t>(total(&Pass::start_count));
+  auto* partial = partial_scratch.get<float>(total(&Pass::partial_count));
+  for (Pass& pass : passes) {
     pass.place(values, sums, starts, partial);
     values += pass.value_bytes();
     sums += pass.sum_count();
@@ -61,33 +60,33 @@ void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
     partial += pass.partial_count();
   }
 
-  const Tasks packing(passes, &Gemm::pack_tasks);
+  const Tasks packing(passes, &Pass::pack_tasks);
   const int64_t grain = std::max<int64_t>(1, kPackGrain / passes.front().pack_task_elements());
   parallel.run(packing.count(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      packing.run(i, [](Gemm& pass, int64_t task) { pass.pack(task); });
+      packing.run(i, [](Pass& pass, int64_t task) { pass.pack(task); });
   });
 
   // Thread t takes tasks t, t + threads, t + 2 threads and so on. A task costs more in a pass with more rows, and the
   // tasks of a pass follow each other in the list, so contiguous shares could be unequal.
-  const Tasks products(passes, &Gemm::tasks);
+  const Tasks products(passes, &Pass::tasks);
   const int64_t threads = std::min<int64_t>(std::max(parallel.num_threads, 1), products.count());
   parallel.run(threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
       for (int64_t i = thread; i < products.count(); i += threads) {
-        products.run(i, [](Gemm& pass, int64_t task) {
+        products.run(i, [](Pass& pass, int64_t task) {
           if (pass.representable()) pass.multiply(task);
         });
       }
     }
   });
 
-  const Tasks sliced(passes, &Gemm::sliced_rows);
+  const Tasks sliced(passes, &Pass::sliced_rows);
   if (sliced.count() != 0) {
     const int64_t N = passes.front().arguments().weight.N;
     parallel.run(sliced.count(), std::max<int64_t>(1, kSliceGrain / N), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        sliced.run(i, [](Gemm& pass, int64_t m) { pass.add_slices(m); });
+        sliced.run(i, [](Pass& pass, int64_t m) { pass.add_slices(m); });
     });
   }
   value_scratch.trim(kKeepBytes);
@@ -96,13 +95,13 @@ void run_together(std::deque<Gemm>& passes, const Parallel& parallel) {
 
 // Computes a pass again, because the kernel of `failed` cannot represent one of its values. Tries one fallback plan
 // after another.
-void run_with_fallback(const Machine& machine, const Problem& problem, const KernelSet& kernels, const Gemm& failed,
+void run_with_fallback(const Machine& machine, const Problem& problem, const KernelSet& kernels, const Pass& failed,
                        const Parallel& parallel) {
   Plan plan = failed.plan();
   bool done = false;
   while (!done) {
     plan = make_fallback_plan(machine, problem, plan);
-    std::deque<Gemm> alone;
+    std::deque<Pass> alone;
     alone.emplace_back(failed.arguments(), plan, kernels, failed.pass());
     run_together(alone, parallel);
     done = alone.front().representable();
@@ -138,11 +137,11 @@ void gemm_group_on(const Machine& machine, std::span<const GemmArguments> produc
   const KernelSet& kernels = *kernels_of(machine.isa);
   Machine share = machine;
   share.threads = threads_for_each(products, std::max(machine.threads, 1));
-  std::deque<Gemm> passes;
+  std::deque<Pass> passes;
   const auto run = [&] {
     if (passes.empty()) return;
     run_together(passes, parallel);
-    for (const Gemm& pass : passes) {
+    for (const Pass& pass : passes) {
       if (pass.representable()) continue;
       run_with_fallback(machine, problem_of(pass.arguments(), precision), kernels, pass, parallel);
     }

@@ -13,7 +13,6 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr size_t kKeepBytes = size_t{8} << 20;       // bytes of fp32 products that a thread keeps between calls
 constexpr int64_t kCombineGrain = int64_t{1} << 15;  // products per task; adding them up takes about 10 us
 
 const void* at_element(const void* data, ElementType type, int64_t index) {

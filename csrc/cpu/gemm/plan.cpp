@@ -1,6 +1,7 @@
 #include "csrc/cpu/gemm/plan.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "csrc/cpu/gemm/blocks.h"
 #include "csrc/cpu/gemm/kernel_table.h"
@@ -40,18 +41,24 @@ constexpr int64_t kMaxPartialBytes = 88 << 10;
 // chunks also scale sums twice as often: with fewer columns, products were 0.85 to 1.00 times as fast, and with two
 // rows of activations 0.95 times (EPYC, two threads). Intel's CPUs were not measured.
 constexpr int64_t kHalfChunkMinColumns = 4096;
+
+// Returns true for AMD's CPUs with AVX-512. On x86, capability.cpp calls bf16 dot products fast only if the CPU is
+// AMD's.
+bool is_amd(const Machine& machine) {
+  return machine.isa == Isa::avx512 && machine.fast_bf16_dot;
+}
+
 // Returns true if M rows are computed in blocks of four rows instead of eight. A block of four rows has room for four
 // vectors of columns instead of two, so each vector that holds an activation is used twice as often. On an EPYC, bf16
 // and fp32 products of 8 and 16 rows were 1.00 to 1.10 times as fast in blocks of four. With five to seven and with
 // twelve rows they were 0.95 to 1.02 times as fast, so blocks of four are not used there.
 bool in_blocks_of_four(const Machine& machine, int64_t M) {
-  return machine.isa == Isa::avx512 && machine.fast_bf16_dot && (M == 8 || M == 16);
+  return is_amd(machine) && (M == 8 || M == 16);
 }
 
 int64_t chunk_of(const Machine& machine, const Problem& problem, Kernel kernel) {
-  const bool amd = machine.isa == Isa::avx512 && machine.fast_bf16_dot;
   const bool one_row = problem.M == 1 && kernel == Kernel::byte_split_small_m;
-  return amd && one_row && problem.N >= kHalfChunkMinColumns ? kChunk / 2 : kChunk;
+  return is_amd(machine) && one_row && problem.N >= kHalfChunkMinColumns ? kChunk / 2 : kChunk;
 }
 
 }  // namespace
@@ -82,53 +89,55 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
 
 namespace {
 
+struct Choice {
+  Kernel kernel;
+  int parts = 1;  // bf16 terms per activation
+};
+
+// Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
+std::optional<Choice> choose_amx(const Machine& machine, const Problem& problem) {
+  if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
+  const bool table = problem.code_parts > 1;
+  const bool group_16 = problem.group_size < 32;
+  const bool float32 = problem.a_type == ElementType::float32;
+  const int64_t min_rows = table ? kAmxTableMinRows : group_16 && float32 ? kAmxMinRowsGroup16Float32 : kAmxMinRows;
+  if (problem.M < min_rows) return std::nullopt;
+  const bool reduced = problem.precision == Float32Precision::reduced;
+  const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
+  if (table) return Choice{Kernel::amx_table, parts};
+  const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
+  const bool scaled = coded_scales && (group_16 || problem.M >= kAmxScaledMinRows);
+  return Choice{scaled ? Kernel::amx_scaled : Kernel::amx, parts};
+}
+
 // A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
 // these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
 // decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
-Kernel choose_kernel(const Machine& machine, const Problem& problem, int* parts) {
+Choice choose_kernel(const Machine& machine, const Problem& problem) {
+  if (const auto amx = choose_amx(machine, problem)) return *amx;
   const bool small_m =
       problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
-  const Kernel fp32 = small_m ? Kernel::small_m : Kernel::large_m;
-  *parts = 1;
+  const Choice fp32{small_m ? Kernel::small_m : Kernel::large_m};
   const bool reduced = problem.precision == Float32Precision::reduced;
-  const bool table = problem.code_parts > 1;
-  if (machine.isa == Isa::amx && problem.code_parts != 0) {
-    const int needed = problem.a_type == ElementType::bfloat16             ? 1
-                       : problem.a_type == ElementType::float16 || reduced ? 2
-                                                                           : 3;
-    const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
-    const bool group_16 = problem.group_size < 32;
-    const int64_t min_rows = table                                                ? kAmxTableMinRows
-                             : group_16 && problem.a_type == ElementType::float32 ? kAmxMinRowsGroup16Float32
-                                                                                  : kAmxMinRows;
-    if (problem.M >= min_rows) {
-      *parts = needed;
-      if (table) return Kernel::amx_table;
-      return coded_scales && (group_16 || problem.M >= kAmxScaledMinRows) ? Kernel::amx_scaled : Kernel::amx;
-    }
-  }
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
   // is used for fp32 only if the caller allows reduced precision.
   const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
-  if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return Kernel::byte_split_avx2;
+  if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {Kernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
     const int dot_rows = kernel_shape(machine.isa, Kernel::bf16_dot_small_m).max_rows;
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
-    return few ? Kernel::bf16_dot_small_m : Kernel::bf16_dot;
+    return {few ? Kernel::bf16_dot_small_m : Kernel::bf16_dot};
   }
   // At one row, a matrix product has no second row of activations, and takes as many instructions as dot products.
-  if (byte_split && machine.byte_matrix && problem.M > 1) return Kernel::byte_matrix;
+  if (byte_split && machine.byte_matrix && problem.M > 1) return {Kernel::byte_matrix};
   if (byte_split && machine.byte_dot) {
-    return problem.M <= kByteSplitSmallMRows ? Kernel::byte_split_small_m : Kernel::byte_split;
+    return {problem.M <= kByteSplitSmallMRows ? Kernel::byte_split_small_m : Kernel::byte_split};
   }
-  if (fast_dot && problem.a_type == ElementType::bfloat16) return Kernel::bf16_dot_small_m;
-  if (fast_dot && !half && problem.M == 1) {
-    *parts = 3;
-    return Kernel::bf16_dot_fp32_row;
-  }
+  if (fast_dot && problem.a_type == ElementType::bfloat16) return {Kernel::bf16_dot_small_m};
+  if (fast_dot && !half && problem.M == 1) return {Kernel::bf16_dot_fp32_row, 3};
   return fp32;
 }
 
@@ -166,9 +175,8 @@ Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int p
 }  // namespace
 
 Plan make_plan(const Machine& machine, const Problem& problem) {
-  int parts = 1;
-  const Kernel kernel = choose_kernel(machine, problem, &parts);
-  return divide(machine, problem, kernel, parts);
+  const Choice choice = choose_kernel(machine, problem);
+  return divide(machine, problem, choice.kernel, choice.parts);
 }
 
 Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed) {

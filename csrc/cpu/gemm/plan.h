@@ -44,10 +44,6 @@ enum class Kernel : int {
   amx_table
 };
 
-inline bool is_byte_split(Kernel kernel) {
-  return kernel >= Kernel::byte_split_avx2 && kernel <= Kernel::byte_matrix;
-}
-
 // The planner's copy of a kernel's shape; a test compares it with the kernels' own tables.
 struct KernelShape {
   int strip;     // columns per kernel call

@@ -49,9 +49,9 @@ inline const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kern
 }
 
 // Computes one pass of a product, that is, some of its rows.
-class Gemm {
+class Pass {
  public:
-  Gemm(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels, int64_t pass)
+  Pass(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels, int64_t pass)
       : a_(arguments),
         w_(arguments.weight),
         plan_(plan),
@@ -78,7 +78,8 @@ class Gemm {
   int64_t pass() const { return pass_; }
   int64_t rows() const { return x_.rows; }
 
-  // Each returns the bytes of one part of the scratch memory that place() divides.
+  // The sizes of the parts of scratch memory that place() takes: bytes of packed activations, and elements of the
+  // others.
   int64_t value_bytes() const { return round_up(chunks_ * x_.row_blocks * x_.pitch * x_.row_bytes, kScratchUnit); }
   int64_t sum_count() const { return round_up(chunks_ * x_.segments * x_.rows, kScratchUnit); }
   int64_t start_count() const { return x_.row_blocks + 1; }
@@ -112,9 +113,9 @@ class Gemm {
   void multiply(int64_t index) {
     const int64_t slice = index % plan_.k_slices;
     const int64_t rest = index / plan_.k_slices;
-    task(part(x_.row_blocks, row_tasks(), rest / plan_.column_tasks),
-         part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
-         partial_ == nullptr ? nullptr : partial_ + slice * x_.rows * w_.N);
+    run_task(part(x_.row_blocks, row_tasks(), rest / plan_.column_tasks),
+             part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
+             partial_ == nullptr ? nullptr : partial_ + slice * x_.rows * w_.N);
   }
 
   // Returns the number of rows of the partial sums over slices of K; 0 if K is not sliced.
@@ -179,7 +180,7 @@ class Gemm {
     return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
   }
 
-  void task(Range blocks, Range strips, Range chunks, float* partial) {
+  void run_task(Range blocks, Range strips, Range chunks, float* partial) {
     static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
     const int64_t block_strips = plan_.block_columns / plan_.strip;
     const int64_t block_step = std::max<int64_t>(1, plan_.block_rows / plan_.max_rows);

@@ -27,9 +27,20 @@ void memory_is_read() {
   asm volatile("" ::: "memory");
 }
 
-// Tiles 0 and 1 hold activations, 2 and 3 codes, 4 and 5 the sums of the first 16 rows, 6 and 7 those of the other
-// rows. The tile configuration belongs to the thread. It is loaded at the start of a task and released at the end,
-// because other libraries load their own.
+// The tile registers: activations of the first 16 rows (0) and of the other rows (1), codes of the first 16 columns and
+// of the other columns, and sums by rows and columns. These are macros, because GCC's intrinsics paste the number into
+// the text of an instruction.
+#define MARLIN_TILE_ROWS_0 0
+#define MARLIN_TILE_ROWS_1 1
+#define MARLIN_TILE_CODES_0 2
+#define MARLIN_TILE_CODES_1 3
+#define MARLIN_TILE_SUMS_00 4
+#define MARLIN_TILE_SUMS_01 5
+#define MARLIN_TILE_SUMS_10 6
+#define MARLIN_TILE_SUMS_11 7
+
+// The tile configuration belongs to the thread. It is loaded at the start of a task and released at the end, because
+// other libraries load their own.
 void load_tiles(int segment, int rows) {
   struct alignas(64) {
     uint8_t palette = 1;
@@ -40,7 +51,9 @@ void load_tiles(int segment, int rows) {
   } config;
   const int k = tile_k(segment);
   for (int tile = 0; tile < 8; ++tile) {
-    const bool activations = tile < 2, codes = tile == 2 || tile == 3, second = tile == 1 || tile > 5;
+    const bool activations = tile <= MARLIN_TILE_ROWS_1;
+    const bool codes = tile == MARLIN_TILE_CODES_0 || tile == MARLIN_TILE_CODES_1;
+    const bool second = tile == MARLIN_TILE_ROWS_1 || tile >= MARLIN_TILE_SUMS_10;
     config.bytes[tile] = static_cast<uint16_t>(activations ? 2 * k : 64);
     config.rows[tile] =
         static_cast<uint8_t>(codes ? k / 2 : std::clamp(second ? rows - kTileRows : rows, 1, kTileRows));
@@ -130,25 +143,25 @@ void tile_step(const Step& s) {
   if (!single) std::memset(chunk, 0, sizeof(chunk));
   memory_is_read();
   for_each_segment(s, [&](int segment, int begin, int end) __attribute__((always_inline)) {
-    _tile_zero(4);
-    _tile_zero(5);
+    _tile_zero(MARLIN_TILE_SUMS_00);
+    _tile_zero(MARLIN_TILE_SUMS_01);
     if constexpr (row_tiles == 2) {
-      _tile_zero(6);
-      _tile_zero(7);
+      _tile_zero(MARLIN_TILE_SUMS_10);
+      _tile_zero(MARLIN_TILE_SUMS_11);
     }
     for (int k = begin; k < end; k += tile_k(s.segment), a += parts * row_tiles * a_tile) {
       for (int code_part = 0; code_part < Codes::parts; ++code_part, b += 2 * b_tile) {
-        _tile_loadd(2, b, 64);
-        _tile_loadd(3, b + b_tile, 64);
+        _tile_loadd(MARLIN_TILE_CODES_0, b, 64);
+        _tile_loadd(MARLIN_TILE_CODES_1, b + b_tile, 64);
         for (int part = 0; part < parts && counts(part, code_part); ++part) {
           const char* of_part = a + part * row_tiles * a_tile;
-          _tile_loadd(0, of_part, k_bytes);
-          _tile_dpbf16ps(4, 0, 2);
-          _tile_dpbf16ps(5, 0, 3);
+          _tile_loadd(MARLIN_TILE_ROWS_0, of_part, k_bytes);
+          _tile_dpbf16ps(MARLIN_TILE_SUMS_00, MARLIN_TILE_ROWS_0, MARLIN_TILE_CODES_0);
+          _tile_dpbf16ps(MARLIN_TILE_SUMS_01, MARLIN_TILE_ROWS_0, MARLIN_TILE_CODES_1);
           if constexpr (row_tiles == 2) {
-            _tile_loadd(1, of_part + a_tile, k_bytes);
-            _tile_dpbf16ps(6, 1, 2);
-            _tile_dpbf16ps(7, 1, 3);
+            _tile_loadd(MARLIN_TILE_ROWS_1, of_part + a_tile, k_bytes);
+            _tile_dpbf16ps(MARLIN_TILE_SUMS_10, MARLIN_TILE_ROWS_1, MARLIN_TILE_CODES_0);
+            _tile_dpbf16ps(MARLIN_TILE_SUMS_11, MARLIN_TILE_ROWS_1, MARLIN_TILE_CODES_1);
           }
         }
       }
@@ -158,11 +171,11 @@ void tile_step(const Step& s) {
       }
     }
     constexpr int kStride = kStrip * sizeof(float);
-    _tile_stored(4, tiles, kStride);
-    _tile_stored(5, tiles + 16, kStride);
+    _tile_stored(MARLIN_TILE_SUMS_00, tiles, kStride);
+    _tile_stored(MARLIN_TILE_SUMS_01, tiles + 16, kStride);
     if constexpr (row_tiles == 2) {
-      _tile_stored(6, tiles + kTileRows * kStrip, kStride);
-      _tile_stored(7, tiles + kTileRows * kStrip + 16, kStride);
+      _tile_stored(MARLIN_TILE_SUMS_10, tiles + kTileRows * kStrip, kStride);
+      _tile_stored(MARLIN_TILE_SUMS_11, tiles + kTileRows * kStrip + 16, kStride);
     }
     add_tiles(s, segment, s.rows, tiles, single ? s.y : chunk);
   });

@@ -16,6 +16,7 @@
 #include "csrc/layer/argument_rules.h"
 #include "csrc/layer/cpu/layer_table.h"
 #include "csrc/ops/tensor_checks.h"
+#include "csrc/ops/tensor_views.h"
 
 namespace marlin::cpu {
 namespace {
@@ -42,14 +43,6 @@ char* place(void* data, ElementType type, int64_t index) {
   return static_cast<char*>(data) + index * element_bytes(type);
 }
 
-Tensor rows(const Tensor& tensor) {
-  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
-}
-
-Tensor unit_stride(const Tensor& tensor) {
-  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-}
-
 // Returns the weights in fp32 with the offset added, in `buffer` if the tensor does not have them.
 const float* whole_weight(const Tensor& weight, double offset, std::vector<float>& buffer) {
   if (offset == 0 && weight.scalar_type() == at::kFloat) return weight.const_data_ptr<float>();
@@ -63,8 +56,8 @@ const float* whole_weight(const Tensor& weight, double offset, std::vector<float
 // Rows of fp32 are computed in place, others in a buffer.
 void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset, const Tensor& y,
           const Tensor& sum) {
-  const Tensor values = unit_stride(rows(x));
-  const Tensor added = residual.defined() ? unit_stride(rows(residual)) : Tensor();
+  const Tensor values = with_unit_stride(as_rows(x));
+  const Tensor added = residual.defined() ? with_unit_stride(as_rows(residual)) : Tensor();
   const Tensor stored_weight = weight.contiguous();
   const ElementType type = element_type(values);
   const bool is_wide = type == ElementType::float32;
@@ -166,7 +159,7 @@ struct Rotation {
 
   // All heads of a token are rotated together, because they share the tables and are usually adjacent in memory.
   void run(const Tensor& in, const Tensor& out) const {
-    const Tensor held = unit_stride(in);
+    const Tensor held = with_unit_stride(in);
     const ElementType type = element_type(held);
     const bool is_wide = type == ElementType::float32;
     const int64_t heads = held.size(1);
@@ -229,8 +222,8 @@ TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const
   const int64_t rotary_size = check_rotary(q, k, cos, sin, per_pair).expect_int();
   Tensor q_out = empty_rotated(q);
   Tensor k_out = empty_rotated(k);
-  const Rotation rotation{.cos = unit_stride(cos),
-                          .sin = unit_stride(sin),
+  const Rotation rotation{.cos = with_unit_stride(cos),
+                          .sin = with_unit_stride(sin),
                           .rotary_size = rotary_size,
                           .interleaved = interleaved,
                           .per_pair = per_pair,
@@ -242,7 +235,7 @@ TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const
 
 // Returns the tensor, or a copy if the elements of a row are not adjacent in memory.
 Tensor neighbours(const Tensor& tensor) {
-  return unit_stride(rows(tensor));
+  return with_unit_stride(as_rows(tensor));
 }
 
 Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_view activation,
@@ -286,7 +279,7 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_vi
 
 // Copies tensor [B, H, S, D] to the tokens from `start` on of cache [B, H, L, D].
 void copy_tokens(const Tensor& cache, const Tensor& tensor, int64_t start) {
-  const Tensor held = unit_stride(tensor);
+  const Tensor held = with_unit_stride(tensor);
   const ElementType type = element_type(held);
   const int64_t tokens = held.size(2);
   const int64_t heads = held.size(1);

@@ -18,7 +18,6 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr size_t kKeepBytes = size_t{8} << 20;  // scratch that a thread keeps
 // with more terms, a sum is added up in several parts, which keeps its rounding error small
 constexpr int64_t kMaxChain = 1024;
 

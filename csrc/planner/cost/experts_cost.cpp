@@ -12,6 +12,8 @@ namespace {
 
 // A probability below this does not change an expected value.
 constexpr double kNegligible = 1e-12;
+// A sum of probabilities may exceed a whole number by less than this fraction, because its terms are rounded.
+constexpr double kRounding = 1e-9;
 // Above this exponent, exp(-x) and the probabilities that are computed from it are too small for a double.
 constexpr double kLargestExponent = 600;
 
@@ -84,15 +86,14 @@ double written_bytes(const Tiling& tiling, const MoeProblem& problem) {
   const GemmProblem& product = problem.product;
   const double row =
       double(product.weight.N) * (combines(tiling, problem) ? sizeof(float) : element_bytes(product.activations));
-  return row * (tiling.kernel == Kernel::moe_gemv_reduce ? product.M / problem.top_k : product.M);
+  return row * (tiling.kernel == Kernel::moe_gemv_reduce ? token_count(problem) : product.M);
 }
 
 // Sets what is different in moe_gemv_reduce: a threadgroup computes all slots of a token, waits for row weights and
 // biases, and adds the slots. The table's counts contain the addition of one slice and of one slot.
 void add_slots(KernelLoad& load, const Tiling& tiling, const MoeProblem& problem) {
   const uint32_t slices = tiling.simdgroups / problem.top_k;
-  load.threadgroups =
-      uint64_t{problem.product.M / problem.top_k} * ceil_divide(problem.product.weight.N, tiling.tile.N);
+  load.threadgroups = uint64_t{token_count(problem)} * ceil_divide(problem.product.weight.N, tiling.tile.N);
   load.issue += (slices - 1) * kSliceIssue + (problem.top_k - 1) * kSlotIssue;
   load.dram_waits += problem.has_row_weights || problem.product.has_bias ? 1 : 0;
 }
@@ -101,12 +102,11 @@ DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, cons
   const GemmProblem& product = problem.product;
   const WeightProblem& weight = product.weight;
   const bool is_gemv = tiling.variant == GemmVariant::gemv;
-  const uint32_t tokens = ceil_divide(product.M, problem.top_k);
-  const Routing routing = expected_routing(tokens, problem.top_k, problem.experts, tiling.tile.M);
+  const Routing routing = expected_routing(token_count(problem), problem.top_k, problem.experts, tiling.tile.M);
   const double columns = ceil_divide(weight.N, tiling.tile.N);
 
   KernelLoad load = average_load(tiling, product, routing, device);
-  load.threadgroups = static_cast<uint64_t>(std::ceil(routing.blocks) * columns);
+  load.threadgroups = static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding)) * columns);
   if (tiling.kernel == Kernel::moe_gemv_reduce) add_slots(load, tiling, problem);
   load.weight_bytes = routing.experts * weight_bytes(weight);
   const double rows = double(product.M) * weight.K * element_bytes(product.activations);
@@ -125,7 +125,7 @@ DispatchCost products_cost(const Tiling& tiling, const MoeProblem& problem, cons
 
 DispatchCost combine_cost(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const uint32_t rows = problem.reduce ? ceil_divide(product.M, problem.top_k) : product.M;
+  const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
   const double products = 4.0 * product.M * product.weight.N;
   const double read = stays(products, *device.chip) ? 0 : products;
   const double written = double(rows) * product.weight.N * element_bytes(product.activations);

@@ -5,16 +5,6 @@
 
 namespace marlin {
 
-namespace {
-
-// Each slice of K gets a simdgroup. Threadgroups of only two simdgroups reached two thirds of the matrix rate of larger
-// threadgroups (measured on an M1).
-constexpr uint32_t kMinSlices = 4;
-// The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
-constexpr uint32_t kMinSlice = 2 * kFusedK;
-
-}  // namespace
-
 Tiling fused_split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices) {
   uint32_t max_simdgroups = kFusedMaxSimdgroups;
   while (fused_threadgroup_bytes(weight.format, row.tile.M, max_simdgroups) > kPreferredThreadgroupBytes)
@@ -32,9 +22,9 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
   const uint32_t rows = row.tile.M;
   const uint32_t rounded_M = round_up(problem.M, 8);
   if (rows > rounded_M) return std::nullopt;
-  const uint32_t most = max_slices(problem.weight, kMinSlice);
+  const uint32_t most = max_slices(problem.weight, kFusedMinSlice);
   const auto cheapest = [&](uint32_t rest_rows) {
-    return cheapest_split(problem, device, std::min(kMinSlices, most), most,
+    return cheapest_split(problem, device, std::min(kFusedMinSlices, most), most,
                           [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
   };
   const Tiling padded = cheapest(0);

@@ -6,8 +6,6 @@ namespace marlin {
 
 namespace {
 
-// The shortest slice of K. Adding up shorter slices would cost more than splitting K gains.
-constexpr uint32_t kMinSlice = 64;
 // With more rows, the cost model finds fused at least as cheap, so gemv is planned only if the caller names it.
 constexpr uint32_t kMaxRows = 24;
 
@@ -29,7 +27,7 @@ Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t sli
 // with more rows than the problem may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
-  return cheapest_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
+  return cheapest_split(problem, device, 1, max_slices(problem.weight, kGemvMinSlice),
                         [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }
 

@@ -10,6 +10,12 @@
 namespace marlin {
 
 inline constexpr uint32_t kMaxSlices = 64;
+// The shortest slices of K. Adding up shorter slices would cost more than splitting K gains.
+inline constexpr uint32_t kGemvMinSlice = 64;
+inline constexpr uint32_t kFusedMinSlice = 2 * kFusedK;
+// The fewest slices in fused, each of which has a simdgroup. In published measurements on an M1 (the mlx-omarchy
+// project), threadgroups of two simdgroups reached two thirds of the matrix rate of larger threadgroups.
+inline constexpr uint32_t kFusedMinSlices = 4;
 
 // Returns the largest number of slices of K of which each has at least `min_slice` elements: 1 if K is shorter.
 inline uint32_t max_slices(const WeightProblem& weight, uint32_t min_slice) {

@@ -7,16 +7,16 @@ using namespace marlin;
 
 namespace marlin {
 
-// Stores a tile to the output, or to a slice of the partial sums.
+// Stores a tile to the output, or to a split of the partial sums.
 template <typename T>
-struct SliceOfTile {
+struct SplitOfTile {
   Output<T> output;
-  uint slice;
+  uint split;
   uint m0;
   uint n0;
 
   MARLIN_INLINE void store(uint row, uint column, float sum) const thread {
-    output.store_slice(slice, m0 + row, n0 + column, sum);
+    output.store_split(split, m0 + row, n0 + column, sum);
   }
 };
 
@@ -30,7 +30,7 @@ MARLIN_INLINE void staged_gemm(const Product<T> product, constant GemmParams& pa
   TileProduct<format, T, Tile, stages> tile{shared, simdgroup, lane};
   tile.load_table(product);
   tile.compute(product, params, m0, n0, k_begin, k_end);
-  tile.store(SliceOfTile<T>{product.output, block.z, m0, n0}, params, m0, n0);
+  tile.store(SplitOfTile<T>{product.output, block.z, m0, n0}, params, m0, n0);
 }
 
 }  // namespace marlin

@@ -89,7 +89,7 @@ int main() {
   std::printf("\"end\": %zu}, \"ReduceParams\": {", sizeof(EmbeddingParams));
   FIELD(ReduceParams, M)
   FIELD(ReduceParams, N)
-  FIELD(ReduceParams, slices)
+  FIELD(ReduceParams, splits)
   std::printf("\"end\": %zu}, \"StripedReduceParams\": {", sizeof(ReduceParams));
   FIELD(StripedReduceParams, M)
   FIELD(StripedReduceParams, N)

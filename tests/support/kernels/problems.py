@@ -126,7 +126,7 @@ def sliced(problem: Problem, slices: int) -> Shares | None:
     if slices == 1:
         return None
     shape = (slices, problem.M, problem.N)
-    fields = {"M": problem.M, "N": problem.N, "slices": slices}
+    fields = {"M": problem.M, "N": problem.N, "splits": slices}
     return Shares(shape, "reduce", "ReduceParams", fields, (problem.N, problem.M, 1))
 
 
