@@ -179,7 +179,15 @@ def test_slots_summed_in_one_dispatch(turn: int, everything: bool) -> None:
 
 
 # simdgroups, K, dtype
-GATED = [(1, 264, HALF), (3, 136, FLOAT), (2, 72, BFLOAT), (4, 264, FLOAT), (2, 136, HALF), (16, 264, BFLOAT), (1, 72, FLOAT)]
+GATED = [
+    (1, 264, HALF),
+    (3, 136, FLOAT),
+    (2, 72, BFLOAT),
+    (4, 264, FLOAT),
+    (2, 136, HALF),
+    (16, 264, BFLOAT),
+    (1, 72, FLOAT),
+]
 
 
 def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
@@ -196,9 +204,7 @@ def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
     if turn % 2 == 0:
         p = dataclasses.replace(p, ids=p.ids.int())
     products = check(p, "moe_gemv", simdgroups=simdgroups)
-    expected = run_activation(
-        products.flatten(0, 1), p.activation, interleaved=p.interleaved, limit=LIMIT, alpha=ALPHA
-    )
+    expected = run_activation(products.flatten(0, 1), p.activation, interleaved=p.interleaved, limit=LIMIT, alpha=ALPHA)
     got = run_experts("moe_gemv_gated", p, simdgroups=simdgroups)
     assert torch.equal(got.flatten(0, 1).view(torch.uint8), expected.view(torch.uint8))
     assert (got[2, 0] == 0).all() and got.any()

@@ -61,13 +61,13 @@ def exact_gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float 
     return gate / (1 + np.exp(-alpha * gate)) * (up + 1)
 
 
-def check_exact(got: torch.Tensor, a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str, **options) -> None:
+def check_exact(
+    got: torch.Tensor, a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str, **options
+) -> None:
     """Compares with fp64. The bound adds what the errors of gate and up become, and the rounding of the result."""
     interleaved, bias = options.pop("interleaved", False), options.pop("bias", None)
     raw_codes = reference.sums_raw_codes(device)
-    exact, bound = map(
-        torch.from_numpy, reference_experts.moe_gemm(a, experts, ids, bias=bias, raw_codes=raw_codes)
-    )
+    exact, bound = map(torch.from_numpy, reference_experts.moe_gemm(a, experts, ids, bias=bias, raw_codes=raw_codes))
     (gate, up), (gate_error, up_error) = halves(exact, interleaved), halves(bound, interleaved)
     gate, up, gate_error, up_error = (part.numpy() for part in (gate, up, gate_error, up_error))
     activation = {"activation": "silu"} | options

@@ -21,7 +21,11 @@ from tests.support.kernels.launch import (
 from tests.support.kernels.layer import ACTIVATIONS
 from tests.support.kernels.tensor import check_tensor_reads
 
-PAIR_KERNELS = ("moe_gemv", "moe_gemv_gated", "moe_gemv_reduce")  # they read the experts' ids; all others read moe_sort's table
+PAIR_KERNELS = (
+    "moe_gemv",
+    "moe_gemv_gated",
+    "moe_gemv_reduce",
+)  # they read the experts' ids; all others read moe_sort's table
 LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu
 GEMV_KERNELS = (*PAIR_KERNELS, "moe_gemv_blocks")
 
