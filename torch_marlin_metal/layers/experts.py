@@ -247,7 +247,8 @@ class MarlinExperts(nn.Module):
         gate_up: the weights of gate and up, of one part or two.
         down: the weights of down.
         activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`. If random input
-            shows that `gated_activation` computes the same, that operator takes its place.
+            shows that `gated_activation` computes the same, that operator takes its place. If this is a module, it
+            becomes a part of this one. If it is a method of a module, that module must be elsewhere in the model.
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
     """
 
@@ -266,8 +267,8 @@ class MarlinExperts(nn.Module):
                 f"MarlinExperts: down: expected {gate_up.experts} experts as in gate_up, got {down.experts}"
             )
         self.gate_up, self.down, self.top_k = gate_up, down, top_k
-        # In a tuple, because it may be a method of another module. `_known` computes the same in one operator.
-        self._activation = (activation,)
+        self.activation = activation
+        # This computes the same in one operator.
         self._known = find_known(activation, sum(gate_up.sizes))
 
     @property
@@ -294,8 +295,7 @@ class MarlinExperts(nn.Module):
 
     def activate(self, gate_up: Tensor) -> Tensor:
         """Returns `[..., I]`, the activation of the product `[..., 2 * I]` of `gate_up`."""
-        (activation,) = self._activation
-        return (self._known or activation)(gate_up)
+        return (self._known or self.activation)(gate_up)
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
