@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -16,6 +17,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import decoded
 from tests.support.models import IDS, fail_at, same, tensors, tree
@@ -138,6 +141,76 @@ def test_experts_that_stay_are_listed_with_the_reason(change, reason) -> None:
     report = quantize_model(model, "uint4", 32, progress=False)
     (entry,) = [layer for layer in report.left if layer.name == EXPERTS]
     assert re.fullmatch(reason, entry.reason)
+
+
+class Doubled(MixtralExperts):
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+class Normalized(MixtralExperts):
+    def forward(self, hidden, ids, weights):
+        experts = [
+            super(Normalized, self).forward(hidden, ids[:, i : i + 1], weights[:, i : i + 1] * 0 + 1) for i in (0, 1)
+        ]
+        return sum(functional.layer_norm(y, y.shape[-1:]) * weights[:, i, None] for i, y in enumerate(experts))
+
+
+class WithDropout(GptOssExperts):
+    def _apply_gate(self, both):
+        return functional.dropout(super()._apply_gate(both), 0.5, self.training)
+
+
+class WithBuffer(MixtralExperts):
+    def __init__(self, config):
+        super().__init__(config)
+        self.act_fn = nn.SiLU()
+        self.act_fn.register_buffer("factor", torch.ones(1))
+
+
+class OwnGate(GptOssExperts):
+    def _apply_gate(self, both):
+        gate, up = both.split(self.intermediate_size, -1)
+        return gate.relu() * up
+
+
+def replaced(experts_class: type[nn.Module]) -> nn.Module:
+    """Returns a model with another class of experts, which has the same parameters."""
+    model = made("gpt-oss" if issubclass(experts_class, GptOssExperts) else "mixtral")
+    experts = experts_class(model.config)
+    experts.load_state_dict(model.get_submodule(EXPERTS).state_dict(), strict=False)
+    model.set_submodule(EXPERTS, experts.eval())
+    return model
+
+
+REFUSED = {
+    Doubled: "Doubled computes something else than MarlinExperts",
+    Normalized: "Normalized computes something else than MarlinExperts",
+    WithDropout: "WithDropout computes something else in training, such as dropout",
+    WithBuffer: "WithBuffer has a buffer: act_fn.factor",
+}
+
+
+@pytest.mark.parametrize("experts_class", REFUSED)
+@pytest.mark.filterwarnings("ignore:quantize_model. only")
+def test_experts_of_another_class_stay_if_they_compute_something_else(experts_class) -> None:
+    model, before = replaced(experts_class), replaced(experts_class)
+    report = quantize_model(model, "uint4", 32, progress=False)
+    assert [layer.reason for layer in report.left if layer.name == EXPERTS] == [REFUSED[experts_class]]
+    own, old = model.get_submodule(EXPERTS), before.get_submodule(EXPERTS)
+    assert type(own) is experts_class
+    assert not own.training
+    assert vars(own).keys() == vars(old).keys()
+    sizes = [{key: value for key, value in vars(one).items() if isinstance(value, int)} for one in (own, old)]
+    assert sizes[0] == sizes[1]
+
+
+def test_experts_with_a_gate_of_their_own_are_packed() -> None:
+    model, floats = replaced(OwnGate), replaced(OwnGate)
+    quantize_model(model, "uint4", 32, progress=False)
+    assert isinstance(model.get_submodule(EXPERTS), MarlinExperts)
+    exact = decoded_model(floats, model)
+    torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("call", [0, 2, 4, 9])
