@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -270,3 +271,18 @@ def test_replace_linear_layers_says_that_experts_stay_in_floats() -> None:
     assert [(layer.name, layer.reason) for layer in report.left] == [
         (EXPERTS, "its experts are in floats; quantize_model packs them")
     ]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_replace_linear_layers_lists_the_experts_of_other_packages(is_loaded) -> None:
+    model = made("gpt-oss")
+    experts = Mxfp4GptOssExperts(model.config)
+    if is_loaded:  # then transformers has replaced the parameters by tensors of another library
+        for name in ("gate_up_proj", "down_proj"):
+            delattr(experts, name)
+            setattr(experts, name, object())
+    model.set_submodule(EXPERTS, experts)
+    report = replace_linear_layers(model, progress=False)
+    ((name, kind, reason),) = [(layer.name, layer.kind, layer.reason) for layer in report.left]
+    assert (name, kind) == (EXPERTS, "Mxfp4GptOssExperts")
+    assert "load the checkpoint with load_quantized" in reason
