@@ -56,6 +56,7 @@ KNOWN = {
     "gelu_tanh": (partial(gate_of, GELU_TANH, is_swapped=True), KnownActivation("gelu_tanh", swapped=True)),
     "alternating": (partial(gate_of, functional.silu, is_interleaved=True), KnownActivation("silu", interleaved=True)),
     "clamped": (Clamped().forward, KnownActivation("clamped_silu", interleaved=True, limit=5.0, alpha=1.5)),
+    "limited": (Clamped().without_one, KnownActivation("limited_silu", interleaved=True, limit=5.0)),
     "clamped by an int": (Clamped(3).forward, KnownActivation("clamped_silu", interleaved=True, limit=3.0, alpha=1.5)),
     "equal numbers": (Clamped(2, 2).forward, KnownActivation("clamped_silu", interleaved=True, limit=2.0, alpha=2.0)),
 }
@@ -65,7 +66,6 @@ UNKNOWN = {
     "quick gelu": partial(gate_of, lambda gate: gate * torch.sigmoid(1.702 * gate)),
     "a high limit": lambda both: silu_gate(both.clamp(max=10_000.0)),
     "a factor": lambda both: 1.001 * silu_gate(both),
-    "a clamp without + 1": Clamped().without_one,
     "a result in fp32": lambda both: silu_gate(both.float()),
     "another function in 16 bits": lambda both: (
         both.chunk(2, -1)[0] if both.dtype != torch.float32 else silu_gate(both)
@@ -139,7 +139,7 @@ def test_results_and_gradients_are_those_of_the_activation(name, device):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
 
 
-@pytest.mark.parametrize("name", ["silu", "clamped"])
+@pytest.mark.parametrize("name", ["silu", "clamped", "limited"])
 def test_compiled_copied_and_pickled_layers_compute_the_same(name):
     experts = layer(KNOWN[name][0])
     a, ids, weights = arguments(3)
@@ -177,7 +177,7 @@ def test_a_module_that_is_the_activation_is_a_part_of_the_layer() -> None:
         (512, ["moe_sort", "moe_fused", "gated_activation", "moe_sort", "moe_fused", "moe_reduce"]),
     ],
 )
-@pytest.mark.parametrize("name", ["silu", "clamped"])
+@pytest.mark.parametrize("name", ["silu", "clamped", "limited"])
 def test_a_forward_dispatches_two_kernels_or_six_and_does_not_wait(name, tokens, kernels, mps):
     import softmetal
 

@@ -118,7 +118,11 @@ void check_moe_keys() {
       [](auto& p) { p.product.weight.format = WeightFormat::nvfp4; }, [](auto& p) { p.a_slot_stride = 704; },
       [](auto& p) { p.experts = 16; }, [](auto& p) { p.top_k = 2; }, [](auto& p) { p.wide_ids = false; },
       [](auto& p) { p.row_weights = ElementType::bfloat16; }, [](auto& p) { p.has_row_weights = true; },
-      [](auto& p) { p.reduce = true; });
+      [](auto& p) { p.reduce = true; }, [](auto& p) { p.gate = MoeGate{.activation = 0}; },
+      [](auto& p) { p.gate = MoeGate{.activation = 1}; }, [](auto& p) { p.gate = MoeGate{.activation = 2}; },
+      [](auto& p) { p.gate = MoeGate{.activation = 3}; }, [](auto& p) { p.gate = MoeGate{.activation = 4}; },
+      [](auto& p) { p.gate = MoeGate{.interleaved = 1}; }, [](auto& p) { p.gate = MoeGate{.limit = 7}; },
+      [](auto& p) { p.gate = MoeGate{.alpha = 7}; });
 }
 
 }  // namespace

@@ -47,7 +47,8 @@ class KnownActivation:
     def options(self) -> dict[str, Any]:
         """Returns the arguments of `moe_gemm_gated`, which computes all but swapped activations."""
         options = {"activation": self.activation, "interleaved": self.interleaved}
-        return options | ({} if self.limit is None else {"limit": self.limit, "alpha": self.alpha})
+        numbers = {"limit": self.limit, "alpha": self.alpha}
+        return options | {name: number for name, number in numbers.items() if number is not None}
 
 
 def find_known(activation: Activation, columns: int) -> KnownActivation | None:
@@ -101,12 +102,14 @@ def _agrees(got: Tensor, expected: Tensor) -> bool:
 
 def _known(owner: Any) -> Iterator[KnownActivation]:
     """Yields all that an activation can be, if it is a method of `owner`."""
-    limits = list(product(sorted(_numbers(owner)), repeat=2))
+    numbers = sorted(_numbers(owner))
     for interleaved in (False, True):
         for swapped in (False, True):
             for name in ("silu", "gelu", "gelu_tanh"):
                 yield KnownActivation(name, interleaved, swapped)
-            for limit, alpha in limits:
+            for limit in numbers:
+                yield KnownActivation("limited_silu", interleaved, swapped, limit)
+            for limit, alpha in product(numbers, repeat=2):
                 yield KnownActivation("clamped_silu", interleaved, swapped, limit, alpha)
 
 
