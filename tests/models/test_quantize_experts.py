@@ -18,12 +18,20 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.hy_v4.configuration_hy_v4 import HYV4Config
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import decoded
 from tests.support.models import IDS, fail_at, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model, replace_linear_layers
+from torch_marlin_metal.layers.activation import find_known
+from torch_marlin_metal.models.experts import ExpertLayers
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -286,3 +294,24 @@ def test_replace_linear_layers_lists_the_experts_of_other_packages(is_loaded) ->
     ((name, kind, reason),) = [(layer.name, layer.kind, layer.reason) for layer in report.left]
     assert (name, kind) == (EXPERTS, "Mxfp4GptOssExperts")
     assert "load the checkpoint with load_quantized" in reason
+
+
+@pytest.mark.parametrize(
+    ("experts_class", "config_class"),
+    [
+        (DeepseekV4Experts, DeepseekV4Config),
+        (Glm5NextTextExperts, Glm5NextTextConfig),
+        (HYV4Experts, HYV4Config),
+        (GptOssExperts, GptOssConfig),
+    ],
+)
+def test_families_with_a_limit_have_a_known_activation(experts_class, config_class) -> None:
+    config = config_class(hidden_size=64)
+    config.swiglu_limit = 5.0
+    with torch.device("meta"):  # at the sizes of the models
+        layers = ExpertLayers.of(experts_class(config))
+    assert not layers.why_unknown
+    known = find_known(layers.gate, layers.shapes[0].N)
+    assert known is not None
+    assert known.activation == ("clamped_silu" if experts_class is GptOssExperts else "limited_silu")
+    assert known.limit == 5.0
