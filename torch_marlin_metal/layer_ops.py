@@ -21,7 +21,7 @@ _gated_activation = _ops.gated_activation.default
 _moe_gemm_gated = _ops.moe_gemm_gated.default
 _write_cache = _ops.write_cache.default
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu", "limited_silu"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -119,9 +119,10 @@ def gated_activation(
         gate: `[..., N]`, float16, bfloat16 or float32.
         up: like `gate`.
         activation: "silu"; "gelu" (its error function is computed to 1.5e-7); "gelu_tanh" (the approximation of "gelu"
-            with tanh); or "clamped_silu", which gpt-oss uses. The last one computes `g * sigmoid(alpha * g) * (u + 1)`,
-            where `g = min(gate, limit)`, and `u` is `up` clamped to -limit ... limit.
-        limit: for "clamped_silu" only.
+            with tanh); "clamped_silu", which gpt-oss uses: `g * sigmoid(alpha * g) * (u + 1)`; or "limited_silu", which
+            DeepSeek-V4 uses: `silu(g) * u`. In the last two, `g = min(gate, limit)`, and `u` is `up` clamped to
+            -limit ... limit.
+        limit: for "clamped_silu" and "limited_silu" only.
         alpha: for "clamped_silu" only.
 
     Returns:
@@ -171,7 +172,7 @@ def moe_gemm_gated(
         bias: `[E, N]` or None.
         activation: as in `gated_activation`.
         interleaved: whether the columns alternate between gate and up. Otherwise the first N / 2 columns are gate.
-        limit: for "clamped_silu" only.
+        limit: for "clamped_silu" and "limited_silu" only.
         alpha: for "clamped_silu" only.
 
     Returns:

@@ -54,6 +54,12 @@ def _moe_gemm_flops(
     return 2 * ids_shape.numel() * a_shape[-1] * b_packed_shape[2]
 
 
+@_flop_formula("moe_gemm_grad_a")
+def _moe_gemm_grad_a_flops(grad_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts the backward product of every pair, as for `moe_gemm`."""
+    return 2 * grad_shape.numel() * 8 * b_packed_shape[1]
+
+
 def resolve(
     op: str, name: str, group_size: int, b_packed: Tensor, lut: Tensor | None
 ) -> tuple[str, int, Tensor | None]:
@@ -219,12 +225,13 @@ def moe_gemm(
         bias: `[E, N]` or None.
         row_weights: `[T, top_k]` in any of the three floating dtypes, or None for 1.
         reduce: whether to add up the rows of a token.
-        variant: "auto", "gemv" or "fused"; the CPU ignores it.
+        variant: "auto", "gemv", "fused" or "tensor"; the CPU ignores it.
 
     Returns:
         `[T, top_k, N]`, or `[T, N]` with `reduce`, in the dtype of `a`.
 
     Raises:
+        IndexError: on the CPU, `perm` of a chosen expert has a value outside `[0, K)`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
     name, group_size, lut = resolve("moe_gemm", weight_format, group_size, b_packed, lut)

@@ -13,7 +13,7 @@ namespace marlin {
 
 namespace {
 
-constexpr std::array<std::string_view, 4> kActivations{"silu", "gelu", "gelu_tanh", "clamped_silu"};
+constexpr std::array<std::string_view, 5> kActivations{"silu", "gelu", "gelu_tanh", "clamped_silu", "limited_silu"};
 
 bool is_floating(const Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
@@ -82,12 +82,13 @@ Activation check_activation(const char* op, std::string_view activation, std::op
   while (index < kActivations.size() && kActivations[index] != activation)
     ++index;
   if (index == kActivations.size()) {
-    fail(op, "activation", "one of silu, gelu, gelu_tanh, clamped_silu", text("'", activation, "'"));
+    fail(op, "activation", "one of silu, gelu, gelu_tanh, clamped_silu, limited_silu", text("'", activation, "'"));
   }
   const auto found = static_cast<Activation>(index);
   const bool is_clamped = found == Activation::clamped_silu;
-  if (limit.has_value() != is_clamped || (limit && !(*limit > 0))) {
-    fail(op, "limit", is_clamped ? "a number above 0 for clamped_silu" : text("None for ", activation),
+  const bool has_limit = is_clamped || found == Activation::limited_silu;
+  if (limit.has_value() != has_limit || (limit && !(*limit > 0))) {
+    fail(op, "limit", text(has_limit ? "a number above 0 for " : "None for ", activation),
          limit ? text(*limit) : "None");
   }
   if (alpha.has_value() != is_clamped || (alpha && !std::isfinite(*alpha))) {

@@ -166,13 +166,14 @@ class ActivationFunction : public torch::autograd::Function<ActivationFunction> 
     if (activation == Activation::silu) {
       by_gate = at::silu_backward(grad * up, gate);
       by_up = grad * at::silu(gate);
-    } else if (activation == Activation::clamped_silu) {
+    } else if (activation == Activation::clamped_silu || activation == Activation::limited_silu) {
+      const bool is_limited = activation == Activation::limited_silu;
       const double limit = ctx->saved_data["limit"].toDouble();
-      const double alpha = ctx->saved_data["alpha"].toDouble();
+      const double alpha = is_limited ? 1 : ctx->saved_data["alpha"].toDouble();
       const Tensor g = gate.clamp_max(limit);
-      const Tensor u = up.clamp(-limit, limit);
+      const Tensor u = up.clamp(-limit, limit) + (is_limited ? 0 : 1);
       const Tensor share = at::sigmoid(alpha * g);
-      by_gate = grad * (u + 1) * share * (1 + alpha * g * (1 - share)) * gate.le(limit);
+      by_gate = grad * u * share * (1 + alpha * g * (1 - share)) * gate.le(limit);
       by_up = grad * g * share * up.abs().le(limit);
     } else {
       const char* approximate = activation == Activation::gelu ? "none" : "tanh";

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "csrc/core/gemm_variants.h"
 #include "csrc/ops/tensor_checks.h"
@@ -138,10 +139,16 @@ std::string dtype_name(at::ScalarType dtype) {
       return "float64";
     case at::kByte:
       return "uint8";
+    case at::kChar:
+      return "int8";
+    case at::kShort:
+      return "int16";
     case at::kInt:
       return "int32";
     case at::kLong:
       return "int64";
+    case at::kBool:
+      return "bool";
     default:
       return c10::toString(dtype);
   }
@@ -197,6 +204,27 @@ void check_variant(const char* op, std::string_view variant, const Tensor& a) {
        text("'", variant, "'"));
 }
 
+void check_moe_variant(const char* op, std::string_view variant) {
+  if (variant == "auto" || variant == name(GemmVariant::gemv) || variant == name(GemmVariant::fused) ||
+      variant == name(GemmVariant::tensor)) {
+    return;
+  }
+  fail(op, "variant", "auto, gemv, fused or tensor", text("'", variant, "'"));
+}
+
+// Requires int32 or int64 [T, top_k]. Without a value, top_k may be any number.
+void check_expert_ids(const Checker& check, const Tensor& ids, const c10::SymInt& T,
+                      const std::optional<c10::SymInt>& top_k) {
+  const bool integers = ids.scalar_type() == at::kInt || ids.scalar_type() == at::kLong;
+  if (!integers || ids.dim() != 2 || ids.sym_size(0) != T || (top_k && ids.sym_size(1) != *top_k)) {
+    fail(check.op, "expert_ids",
+         top_k ? text("int32 or int64 [T, top_k] = [", T, ", ", *top_k, "]")
+               : text("int32 or int64 [T, top_k] with T = ", T),
+         describe(ids));
+  }
+  check.on_device("expert_ids", ids);
+}
+
 }  // namespace
 
 WeightShape check_weight(const char* op, const WeightTensors& weight) {
@@ -235,17 +263,8 @@ WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const T
   if (a.sym_size(-1) != shape.K) {
     fail(op, "a", text("[T, K] or [T, top_k, K] with K = ", shape.K, " (8 x the rows of b_packed)"), describe(a));
   }
-  const c10::SymInt T = a.sym_size(0);
-  const bool ids_ok = (expert_ids.scalar_type() == at::kInt || expert_ids.scalar_type() == at::kLong) &&
-                      expert_ids.dim() == 2 && expert_ids.sym_size(0) == T &&
-                      (!by_slot || expert_ids.sym_size(1) == a.sym_size(1));
-  if (!ids_ok) {
-    fail(op, "expert_ids",
-         by_slot ? text("int32 or int64 [T, top_k] = [", T, ", ", a.sym_size(1), "]")
-                 : text("int32 or int64 [T, top_k] with T = ", T),
-         describe(expert_ids));
-  }
-  check.on_device("expert_ids", expert_ids);
+  check_expert_ids(check, expert_ids, a.sym_size(0),
+                   by_slot ? std::optional<c10::SymInt>(a.sym_size(1)) : std::nullopt);
   if (bias) check.sized("bias", *bias, is_activation_dtype(bias->scalar_type()), kFloating, "N", {shape.N});
   if (row_weights) {
     if (!is_activation_dtype(row_weights->scalar_type()) || row_weights->sym_sizes() != expert_ids.sym_sizes()) {
@@ -253,7 +272,7 @@ WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const T
     }
     check.on_device("row_weights", *row_weights);
   }
-  check_variant(op, variant, a);
+  check_moe_variant(op, variant);
   return shape;
 }
 
@@ -265,12 +284,7 @@ WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weigh
   if (!is_activation_dtype(grad.scalar_type()) || grad.dim() != 3 || grad.sym_size(2) != shape.N) {
     fail(op, "grad", text(kFloating, " [T, top_k, N] with N = ", shape.N), describe(grad));
   }
-  const c10::SymInt T = grad.sym_size(0), top_k = grad.sym_size(1);
-  const bool integers = expert_ids.scalar_type() == at::kInt || expert_ids.scalar_type() == at::kLong;
-  if (!integers || expert_ids.dim() != 2 || expert_ids.sym_size(0) != T || expert_ids.sym_size(1) != top_k) {
-    fail(op, "expert_ids", text("int32 or int64 [T, top_k] = [", T, ", ", top_k, "]"), describe(expert_ids));
-  }
-  check.on_device("expert_ids", expert_ids);
+  check_expert_ids(check, expert_ids, grad.sym_size(0), grad.sym_size(1));
   return shape;
 }
 

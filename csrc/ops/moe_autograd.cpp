@@ -2,13 +2,13 @@
 // tensors that require grad.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <utility>
 #include <vector>
 
 #include "csrc/ops/argument_rules.h"
@@ -20,23 +20,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-OptionalTensor optional(const torch::autograd::Variable& saved) {
-  return saved.defined() ? OptionalTensor(saved) : std::nullopt;
-}
-
 OptionalTensor of_expert(const OptionalTensor& stack, int64_t expert) {
   return stack ? OptionalTensor(stack->select(0, expert)) : std::nullopt;
 }
 
 // Multiplies each row of grad [T, top_k, N] by the transposed weight of the row's expert. Returns fp32 [T, top_k, K].
-// Dequantizes one expert at a time. The host must know which experts have rows, so on mps it waits for expert_ids.
+// Decodes one expert at a time, in parts (see gemm_transposed.cpp). The host must know which experts have rows, so on
+// mps it waits for expert_ids.
 Tensor moe_gemm_grad_a(const Tensor& grad, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
                        c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
                        const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
   check_moe_gemm_grad_a(grad, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm},
                         expert_ids);
-  // The computation is in fp32, which autocast must not round.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t experts = b_packed.size(0);
   const Tensor ids = expert_ids.to(at::kCPU, at::kLong).contiguous();
   std::vector<std::vector<int64_t>> pairs(static_cast<size_t>(experts));
@@ -50,13 +45,33 @@ Tensor moe_gemm_grad_a(const Tensor& grad, const Tensor& b_packed, const Tensor&
     const auto& own = pairs[static_cast<size_t>(expert)];
     if (own.empty()) continue;
     const Tensor index = at::tensor(own, ids.options()).to(grad.device());
-    const Tensor weight = dequantize_op().call(b_packed.select(0, expert), scales.select(0, expert), weight_format,
-                                               group_size, of_expert(zeros, expert), of_expert(global_scale, expert),
-                                               lut, of_expert(perm, expert), at::kFloat);
-    out.index_copy_(0, index, at::matmul(rows.index_select(0, index), weight.t()));
+    const Tensor product = gemm_transposed_op().call(
+        rows.index_select(0, index), b_packed.select(0, expert), scales.select(0, expert), weight_format, group_size,
+        of_expert(zeros, expert), of_expert(global_scale, expert), lut, of_expert(perm, expert));
+    out.index_copy_(0, index, product);
   }
   return out.reshape({grad.size(0), grad.size(1), out.size(1)});
 }
+
+// The tensors that the backward pass of moe_gemm needs.
+struct SavedTensors {
+  Tensor b_packed, scales, expert_ids;
+  OptionalTensor zeros, global_scale, lut, perm, row_weights, a, bias;
+
+  void save(AutogradContext* ctx) const {
+    variable_list tensors{b_packed, scales, expert_ids};
+    for (const OptionalTensor* tensor : {&zeros, &global_scale, &lut, &perm, &row_weights, &a, &bias})
+      tensors.push_back(tensor->value_or(Tensor()));
+    ctx->save_for_backward(std::move(tensors));
+  }
+
+  static SavedTensors load(const AutogradContext* ctx) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto optional = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+    return {saved[0],    saved[1],    saved[2],    optional(3), optional(4),
+            optional(5), optional(6), optional(7), optional(8), optional(9)};
+  }
+};
 
 class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
  public:
@@ -69,10 +84,17 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
                         bool reduce, const std::string& variant) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool weights_grad = row_weights && row_weights->requires_grad();
-    const Tensor none;
-    ctx->save_for_backward({b_packed, scales, expert_ids, zeros.value_or(none), global_scale.value_or(none),
-                            lut.value_or(none), perm.value_or(none), row_weights.value_or(none),
-                            weights_grad ? a : none, weights_grad ? bias.value_or(none) : none});
+    const SavedTensors saved{b_packed,
+                             scales,
+                             expert_ids,
+                             zeros,
+                             global_scale,
+                             lut,
+                             perm,
+                             row_weights,
+                             weights_grad ? OptionalTensor(a) : std::nullopt,
+                             weights_grad ? bias : std::nullopt};
+    saved.save(ctx);
     ctx->saved_data["weight_format"] = weight_format;
     ctx->saved_data["group_size"] = group_size;
     ctx->saved_data["variant"] = variant;
@@ -87,8 +109,7 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     variable_list result(14);
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &b_packed = saved[0], &scales = saved[1], &expert_ids = saved[2], &row_weights = saved[7];
+    const SavedTensors saved = SavedTensors::load(ctx);
     const auto weight_format = ctx->saved_data["weight_format"].toStringRef();
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     // The gradient of each pair's row: [T, top_k, N], or [T, 1, N] if the rows were added up.
@@ -99,19 +120,18 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
       // exceed fp16's range although its weighted value does not.
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       const Tensor products =
-          moe_gemm_op().call(saved[8].to(at::kFloat), b_packed, scales, expert_ids, weight_format, group_size,
-                             optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]),
-                             optional(saved[9]), std::nullopt, false, ctx->saved_data["variant"].toStringRef());
-      result[11] = (products * of_pairs).sum(-1).to(row_weights.scalar_type());
+          moe_gemm_op().call(saved.a->to(at::kFloat), saved.b_packed, saved.scales, saved.expert_ids, weight_format,
+                             group_size, saved.zeros, saved.global_scale, saved.lut, saved.perm, saved.bias,
+                             std::nullopt, false, ctx->saved_data["variant"].toStringRef());
+      result[11] = (products * of_pairs).sum(-1).to(saved.row_weights->scalar_type());
     }
     if (ctx->saved_data["a_grad"].toBool()) {
-      const Tensor weighted =
-          row_weights.defined()
-              ? of_pairs * row_weights.to(at::kFloat).unsqueeze(-1)
-              : of_pairs.expand_symint({expert_ids.sym_size(0), expert_ids.sym_size(1), of_pairs.sym_size(2)});
-      Tensor of_a =
-          moe_gemm_grad_a_op().call(weighted, b_packed, scales, expert_ids, weight_format, group_size,
-                                    optional(saved[3]), optional(saved[4]), optional(saved[5]), optional(saved[6]));
+      const Tensor weighted = saved.row_weights
+                                  ? of_pairs * saved.row_weights->to(at::kFloat).unsqueeze(-1)
+                                  : of_pairs.expand_symint({saved.expert_ids.sym_size(0), saved.expert_ids.sym_size(1),
+                                                            of_pairs.sym_size(2)});
+      Tensor of_a = moe_gemm_grad_a_op().call(weighted, saved.b_packed, saved.scales, saved.expert_ids, weight_format,
+                                              group_size, saved.zeros, saved.global_scale, saved.lut, saved.perm);
       if (ctx->saved_data["a_dim"].toInt() == 2) of_a = of_a.sum(1);
       result[0] = of_a.to(grad.scalar_type());
     }

@@ -184,7 +184,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
     products.function = host_name(products.kernel, product.weight.format, product.activations);
   }
   if (sorts_pairs(tiling)) {
-    const MoeParams params = params_of(tiling, problem);
+    const auto params = std::get<MoeParams>(products.params);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;
     plan.dispatches.push_back({.kernel = Kernel::moe_sort,
                                .function = std::string(info(Kernel::moe_sort).name),

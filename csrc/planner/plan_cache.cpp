@@ -141,7 +141,7 @@ MoeKey plan_key(const MoeProblem& problem) {
   Options options;
   options.add(problem.wide_ids, 1).add(problem.row_weights, 2).add(problem.has_row_weights, 1).add(problem.reduce, 1);
   const MoeGate gate = problem.gate.value_or(MoeGate{});
-  options.add(problem.gate.has_value(), 1).add(gate.activation, 2).add(gate.interleaved, 1);
+  options.add(problem.gate.has_value(), 1).add(gate.activation, 3).add(gate.interleaved, 1);
   return {plan_key(problem.product),
           problem.a_slot_stride,
           problem.experts,

@@ -10,7 +10,7 @@ namespace marlin {
 struct MoeGate {
   int32_t activation;  // an Activation
   uint32_t interleaved;
-  float limit;  // of clamped_silu
+  float limit;  // of clamped_silu and limited_silu
   float alpha;
 };
 

@@ -22,7 +22,7 @@ MARLIN_INLINE float sigmoid(float x) {
   return 1.0f / (1.0f + exp(-x));
 }
 
-// Returns activation(gate) * up. `limit` and `alpha` are those of clamped_silu.
+// Returns activation(gate) * up. `limit` is that of clamped_silu and limited_silu, `alpha` that of clamped_silu.
 MARLIN_INLINE float gated(float gate, float up, int activation, float limit, float alpha) {
   if (activation == int(Activation::silu)) return gate * sigmoid(gate) * up;
   if (activation == int(Activation::gelu)) {
@@ -35,6 +35,7 @@ MARLIN_INLINE float gated(float gate, float up, int activation, float limit, flo
   // NaN stays NaN, because a comparison with NaN is false.
   const float g = gate > limit ? limit : gate;
   const float u = up > limit ? limit : up < -limit ? -limit : up;
+  if (activation == int(Activation::limited_silu)) return g * sigmoid(g) * u;
   return g * sigmoid(alpha * g) * (u + 1.0f);
 }
 

@@ -98,9 +98,11 @@ static_assert(sizeof(RotaryParams) == 128, "shared with the shaders");
 
 enum class Activation : int32_t {
   silu = 0,
-  gelu = 1,          // x Phi(x), with the error function
-  gelu_tanh = 2,     // gelu's approximation with tanh
-  clamped_silu = 3,  // gpt-oss: g = min(gate, limit), u = clamp(up, limit): g sigmoid(alpha g) (u + 1)
+  gelu = 1,       // x Phi(x), with the error function
+  gelu_tanh = 2,  // gelu's approximation with tanh
+  // In the next two, g = min(gate, limit) and u = min(max(up, -limit), limit).
+  clamped_silu = 3,  // gpt-oss: g sigmoid(alpha g) (u + 1)
+  limited_silu = 4,  // DeepSeek-V4: g sigmoid(g) u
 };
 
 struct ActivationParams {

@@ -23,6 +23,9 @@ double exact(Activation activation, double g, double u, double limit, double alp
       g = std::min(g, limit);
       u = std::clamp(u, -limit, limit);
       return g / (1 + std::exp(-alpha * g)) * (u + 1);
+    case Activation::limited_silu:
+      g = std::min(g, limit);
+      return g / (1 + std::exp(-g)) * std::clamp(u, -limit, limit);
   }
   return 0;
 }
@@ -34,8 +37,8 @@ void test_activations(Isa isa) {
   std::normal_distribution<float> normal(0, 4);
   const float kSpecial[] = {0.F, -0.F, 1e4F, -1e4F, 88.5F, -88.5F, 1e30F, -1e30F, std::nanf(""), 1e-30F};
   for (const int count : {1, 7, 16, 33, 512}) {
-    for (const auto activation :
-         {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::clamped_silu}) {
+    for (const auto activation : {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::clamped_silu,
+                                  Activation::limited_silu}) {
       alignas(64) float g[cpu::kActivationBlock] = {};
       alignas(64) float u[cpu::kActivationBlock] = {};
       float gates[cpu::kActivationBlock];
@@ -47,8 +50,9 @@ void test_activations(Isa isa) {
       for (int i = 0; i < count; ++i) {
         const double want = exact(activation, gates[i], u[i], kLimit, kAlpha);
         // The bound of docs/use/operators.md is 16 fp32 roundings of this size of the terms.
-        const double size = std::fabs(activation == Activation::clamped_silu ? std::min(gates[i], kLimit) : gates[i]) *
-                            (std::fabs(static_cast<double>(u[i])) + 1);
+        const bool has_limit = activation == Activation::clamped_silu || activation == Activation::limited_silu;
+        const double size =
+            std::fabs(has_limit ? std::min(gates[i], kLimit) : gates[i]) * (std::fabs(static_cast<double>(u[i])) + 1);
         // The activation of a huge negative gate is 0, so the bound is relative to the result instead.
         const bool is_huge = std::fabs(gates[i]) > 1e9F;
         const double bound = is_huge ? 1e-6 * std::fabs(want) : std::ldexp(16.0, -24) * size;

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, CompileConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import FAMILIES, family, rewritten
 from tests.support.models import IDS, same
@@ -185,6 +186,16 @@ def test_the_command_leaves_experts_that_are_not_complete(tmp_path) -> None:
     reader = convert.FloatReader(tmp_path, "uint4b8", 32)
     assert sorted(reader.layer_names) == [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
     assert len([name for name in reader.left if name.startswith(f"{EXPERTS}.")]) == 14
+
+
+@pytest.mark.filterwarnings("ignore:.*only .* of the matrix weights were quantized")
+def test_experts_whose_forward_was_changed_stay_in_floats(tmp_path, monkeypatch) -> None:
+    family("mixtral").save_pretrained(tmp_path)
+    own = MixtralExperts.forward
+    monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: 2 * own(self, *args))
+    names = convert.FloatReader(tmp_path, "uint4b8", 32).layer_names
+    assert sorted(names) == [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
+    assert not [module for module in load(tmp_path).modules() if isinstance(module, MarlinExperts)]
 
 
 def test_gate_and_up_are_read_once_each(tmp_path, monkeypatch) -> None:

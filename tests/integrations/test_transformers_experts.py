@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.llama import IDS
 from tests.support.mixtures import SIZES, split_experts, stacked_experts
@@ -130,6 +131,15 @@ def test_an_expert_that_is_not_packed_is_named(kind, tmp_path) -> None:
     save_file(state, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(convert.CheckpointError, match=r"every expert .* got no .* for model\.layers\.1\..*\.3\.w1$"):
         AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_experts_whose_forward_was_changed_are_refused(tmp_path, monkeypatch) -> None:
+    split_experts(tmp_path / "source")
+    own = MixtralExperts.forward
+    monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: 2 * own(self, *args))
+    message = r"experts 'model\.layers\.0\.mlp\.experts': MixtralExperts computes something else than MarlinExperts"
+    with pytest.raises(convert.UnsupportedFormat, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
 
 
 def test_experts_that_compute_something_else_are_left_alone() -> None:

@@ -199,7 +199,7 @@ def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
     p = mixture(
         reference.FORMATS[turn], dtype or usual, IDS[:4], E=3, K=K, N=(256, 128)[turn % 3 == 2],
         group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 == 0, bias=turn % 3 != 1, use_perm=turn % 4 == 2,
-        activation=ACTIVATIONS[turn % 4], interleaved=turn % 2 == 1,
+        activation=ACTIVATIONS[turn % 5], interleaved=turn % 2 == 1,
     )  # fmt: skip
     if turn % 2 == 0:
         p = dataclasses.replace(p, ids=p.ids.int())

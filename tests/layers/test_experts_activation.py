@@ -39,6 +39,11 @@ class Clamped(nn.Module):
         return functional.dropout(silu_gate(both), 0.1, self.training)
 
 
+class Silu(nn.Module):
+    def forward(self, both: Tensor) -> Tensor:
+        return silu_gate(both)
+
+
 def gate_of(function, both: Tensor, is_interleaved: bool = False, is_swapped: bool = False) -> Tensor:
     one, two = (both[..., ::2], both[..., 1::2]) if is_interleaved else both.chunk(2, -1)
     return function(two) * one if is_swapped else function(one) * two
@@ -51,6 +56,9 @@ KNOWN = {
     "gelu_tanh": (partial(gate_of, GELU_TANH, is_swapped=True), KnownActivation("gelu_tanh", swapped=True)),
     "alternating": (partial(gate_of, functional.silu, is_interleaved=True), KnownActivation("silu", interleaved=True)),
     "clamped": (Clamped().forward, KnownActivation("clamped_silu", interleaved=True, limit=5.0, alpha=1.5)),
+    "limited": (Clamped().without_one, KnownActivation("limited_silu", interleaved=True, limit=5.0)),
+    "clamped by an int": (Clamped(3).forward, KnownActivation("clamped_silu", interleaved=True, limit=3.0, alpha=1.5)),
+    "equal numbers": (Clamped(2, 2).forward, KnownActivation("clamped_silu", interleaved=True, limit=2.0, alpha=2.0)),
 }
 UNKNOWN = {
     "no gate": lambda both: both[..., : both.shape[-1] // 2],
@@ -58,13 +66,19 @@ UNKNOWN = {
     "quick gelu": partial(gate_of, lambda gate: gate * torch.sigmoid(1.702 * gate)),
     "a high limit": lambda both: silu_gate(both.clamp(max=10_000.0)),
     "a factor": lambda both: 1.001 * silu_gate(both),
-    "a clamp without + 1": Clamped().without_one,
     "a result in fp32": lambda both: silu_gate(both.float()),
     "another function in 16 bits": lambda both: (
         both.chunk(2, -1)[0] if both.dtype != torch.float32 else silu_gate(both)
     ),
+    "a limit in fp16": lambda both: silu_gate(both.clamp(-1000, 1000) if both.dtype == torch.float16 else both),
+    "a limit of gate in bf16": lambda both: silu_gate(
+        torch.cat([(gate := both.chunk(2, -1))[0].clamp(max=9000), gate[1]], -1)
+        if both.dtype == torch.bfloat16
+        else both
+    ),
     "an error": lambda both: both.missing,
     "dropout in training": Clamped().eval().with_dropout,
+    "a module with dropout": nn.Sequential(Silu(), nn.Dropout(0.1)).eval(),
 }
 
 
@@ -125,7 +139,7 @@ def test_results_and_gradients_are_those_of_the_activation(name, device):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
 
 
-@pytest.mark.parametrize("name", ["silu", "clamped"])
+@pytest.mark.parametrize("name", ["silu", "clamped", "limited"])
 def test_compiled_copied_and_pickled_layers_compute_the_same(name):
     experts = layer(KNOWN[name][0])
     a, ids, weights = arguments(3)
@@ -137,6 +151,25 @@ def test_compiled_copied_and_pickled_layers_compute_the_same(name):
         assert other._known == experts._known and torch.equal(other(a, ids, weights), expected)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def forward(self, both: Tensor) -> Tensor:
+        return functional.dropout(silu_gate(both), 1.0, self.training) * self.factor
+
+
+def test_a_module_that_is_the_activation_is_a_part_of_the_layer() -> None:
+    experts = layer(Scaled())
+    assert "activation.factor" in experts.state_dict()
+    a, ids, weights = arguments(3)
+    experts.train()
+    assert not experts(a, ids, weights).any()
+    expected = layer(silu_gate)(a, ids, weights)
+    torch.testing.assert_close(experts.eval()(a, ids, weights), 2 * expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("tokens", "kernels"),
     [
@@ -144,7 +177,7 @@ def test_compiled_copied_and_pickled_layers_compute_the_same(name):
         (512, ["moe_sort", "moe_fused", "gated_activation", "moe_sort", "moe_fused", "moe_reduce"]),
     ],
 )
-@pytest.mark.parametrize("name", ["silu", "clamped"])
+@pytest.mark.parametrize("name", ["silu", "clamped", "limited"])
 def test_a_forward_dispatches_two_kernels_or_six_and_does_not_wait(name, tokens, kernels, mps):
     import softmetal
 

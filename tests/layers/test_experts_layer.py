@@ -117,6 +117,12 @@ def test_weights_that_cannot_be_stacked_are_refused(other, message):
         ([], "expected at least one expert, got 0"),
         ([()], "expected at least one part of expert 0, got none"),
         (iter([]), r"expected a sequence, or their number \(experts\); got a list_iterator"),
+        (
+            [packed(I, H, e) for e in range(E)],
+            "expected a list of PackedWeight for expert 0, got PackedWeight",
+        ),
+        ([[layer().gate_up]], r"expected a list of PackedWeight for expert 0, got \['ExpertWeights'\]"),
+        (layer().gate_up, "expected a sequence with the parts of each expert, got ExpertWeights"),
     ],
 )
 def test_a_stack_of_nothing_is_refused(weights, message):
@@ -130,3 +136,36 @@ def test_wrong_sizes_are_refused():
     down = ExpertWeights(E + 1, I, [H])
     with pytest.raises(ValueError, match="MarlinExperts: down: expected 3 experts as in gate_up, got 4"):
         MarlinExperts(ExpertWeights(E, H, [I, I]), down, silu_gate)
+
+
+def test_sizes_that_do_not_agree_are_named():
+    gate_up = ExpertWeights.from_packed(parts_of("uint4"))
+    down = ExpertWeights.from_packed([[packed(H, I + 8, e)] for e in range(E)])
+    message = f"down: expected in_features {I}, half the {2 * I} columns of gate_up, got {I + 8}"
+    with pytest.raises(ValueError, match=f"MarlinExperts: {message}"):
+        MarlinExperts(gate_up, down, silu_gate)
+    experts = MarlinExperts(gate_up, down, lambda both: both[..., :I].relu())
+    message = rf"activation: expected \[..., {I + 8}\] of {2 * I} columns of gate_up, .* got \[2, 1, {I}\]"
+    with pytest.raises(ValueError, match=f"MarlinExperts: {message}"):
+        experts(torch.zeros(2, H), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+
+
+def test_a_batch_of_sequences_is_named():
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=rf"MarlinExperts: hidden_states: expected \[T, H\] with H = {H}, got \[1, 2, 64\]"
+    ):
+        layer()(torch.zeros(1, 2, H), ids, torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("index", "part", "message"),
+    [
+        (0, 5, "part: expected 0 to 0, got 5"),
+        (0, -1, "part: expected 0 to 0, got -1"),
+        (E, None, "index: expected 0 to 2, got 3"),
+    ],
+)
+def test_experts_and_parts_that_do_not_exist_are_named(index, part, message):
+    with pytest.raises(IndexError, match=f"ExpertWeights: to_packed: {message}"):
+        layer().down.to_packed(index, part)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
@@ -141,3 +142,32 @@ def test_experts_that_compute_something_else_are_named(tmp_path) -> None:
     gate, up, down = (layer.dequantize() for layer in layers[-3:])
     assert torch.equal(experts.gate_up_proj[1], torch.cat([gate, up], 1))
     assert torch.equal(experts.down_proj[1], down)
+
+
+def test_experts_without_a_down_are_not_decoded_into_fewer(tmp_path) -> None:
+    """LongCat has experts without weights, for which gate_up_proj has rows but down_proj has none."""
+    model = qwen_experts(tmp_path / "source")
+    experts = model.get_submodule(EXPERTS)
+    experts.gate_up_proj = nn.Parameter(torch.cat([experts.gate_up_proj.detach(), torch.zeros(2, 192, 64)]))
+    before = tensors(model)
+    with pytest.raises(ModelMismatchError, match="Qwen3MoeExperts has 6 experts in gate_up_proj and 4 in down_proj"):
+        load_quantized(model, tmp_path / "source", progress=False)
+    message = r"expected gate_up_proj of \[6, 192, 64\] as in the model, the checkpoint's is \[4, 192, 64\]"
+    with pytest.warns(UserWarning, match="decoded to floats"), pytest.raises(ModelMismatchError, match=message):
+        load_quantized(model, tmp_path / "source", on_unsupported="dequantize", progress=False)
+    assert same(tensors(model), before)
+
+
+class Doubled(Qwen3MoeExperts):
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+def test_experts_with_a_forward_of_their_own_are_refused(tmp_path) -> None:
+    model = qwen_experts(tmp_path / "source")
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Doubled
+    before = tensors(model)
+    with pytest.raises(ModelMismatchError, match=f"experts '{EXPERTS}': Doubled computes something else"):
+        load_quantized(model, tmp_path / "source", progress=False)
+    assert same(tensors(model), before)

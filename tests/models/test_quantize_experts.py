@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -16,10 +17,21 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.hy_v4.configuration_hy_v4 import HYV4Config
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import decoded
 from tests.support.models import IDS, fail_at, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model, replace_linear_layers
+from torch_marlin_metal.layers.activation import find_known
+from torch_marlin_metal.models.experts import ExpertLayers
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -140,6 +152,76 @@ def test_experts_that_stay_are_listed_with_the_reason(change, reason) -> None:
     assert re.fullmatch(reason, entry.reason)
 
 
+class Doubled(MixtralExperts):
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+class Normalized(MixtralExperts):
+    def forward(self, hidden, ids, weights):
+        experts = [
+            super(Normalized, self).forward(hidden, ids[:, i : i + 1], weights[:, i : i + 1] * 0 + 1) for i in (0, 1)
+        ]
+        return sum(functional.layer_norm(y, y.shape[-1:]) * weights[:, i, None] for i, y in enumerate(experts))
+
+
+class WithDropout(GptOssExperts):
+    def _apply_gate(self, both):
+        return functional.dropout(super()._apply_gate(both), 0.5, self.training)
+
+
+class WithBuffer(MixtralExperts):
+    def __init__(self, config):
+        super().__init__(config)
+        self.act_fn = nn.SiLU()
+        self.act_fn.register_buffer("factor", torch.ones(1))
+
+
+class OwnGate(GptOssExperts):
+    def _apply_gate(self, both):
+        gate, up = both.split(self.intermediate_size, -1)
+        return gate.relu() * up
+
+
+def replaced(experts_class: type[nn.Module]) -> nn.Module:
+    """Returns a model with another class of experts, which has the same parameters."""
+    model = made("gpt-oss" if issubclass(experts_class, GptOssExperts) else "mixtral")
+    experts = experts_class(model.config)
+    experts.load_state_dict(model.get_submodule(EXPERTS).state_dict(), strict=False)
+    model.set_submodule(EXPERTS, experts.eval())
+    return model
+
+
+REFUSED = {
+    Doubled: "Doubled computes something else than MarlinExperts",
+    Normalized: "Normalized computes something else than MarlinExperts",
+    WithDropout: "WithDropout computes something else in training, such as dropout",
+    WithBuffer: "WithBuffer has a buffer: act_fn.factor",
+}
+
+
+@pytest.mark.parametrize("experts_class", REFUSED)
+@pytest.mark.filterwarnings("ignore:quantize_model. only")
+def test_experts_of_another_class_stay_if_they_compute_something_else(experts_class) -> None:
+    model, before = replaced(experts_class), replaced(experts_class)
+    report = quantize_model(model, "uint4", 32, progress=False)
+    assert [layer.reason for layer in report.left if layer.name == EXPERTS] == [REFUSED[experts_class]]
+    own, old = model.get_submodule(EXPERTS), before.get_submodule(EXPERTS)
+    assert type(own) is experts_class
+    assert not own.training
+    assert vars(own).keys() == vars(old).keys()
+    sizes = [{key: value for key, value in vars(one).items() if isinstance(value, int)} for one in (own, old)]
+    assert sizes[0] == sizes[1]
+
+
+def test_experts_with_a_gate_of_their_own_are_packed() -> None:
+    model, floats = replaced(OwnGate), replaced(OwnGate)
+    quantize_model(model, "uint4", 32, progress=False)
+    assert isinstance(model.get_submodule(EXPERTS), MarlinExperts)
+    exact = decoded_model(floats, model)
+    torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("call", [0, 2, 4, 9])
 def test_an_error_leaves_the_model_unchanged(call, monkeypatch) -> None:
     """The model has 13 weights. The first four belong to attention and the next eight to experts."""
@@ -197,3 +279,39 @@ def test_replace_linear_layers_says_that_experts_stay_in_floats() -> None:
     assert [(layer.name, layer.reason) for layer in report.left] == [
         (EXPERTS, "its experts are in floats; quantize_model packs them")
     ]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_replace_linear_layers_lists_the_experts_of_other_packages(is_loaded) -> None:
+    model = made("gpt-oss")
+    experts = Mxfp4GptOssExperts(model.config)
+    if is_loaded:  # then transformers has replaced the parameters by tensors of another library
+        for name in ("gate_up_proj", "down_proj"):
+            delattr(experts, name)
+            setattr(experts, name, object())
+    model.set_submodule(EXPERTS, experts)
+    report = replace_linear_layers(model, progress=False)
+    ((name, kind, reason),) = [(layer.name, layer.kind, layer.reason) for layer in report.left]
+    assert (name, kind) == (EXPERTS, "Mxfp4GptOssExperts")
+    assert "load the checkpoint with load_quantized" in reason
+
+
+@pytest.mark.parametrize(
+    ("experts_class", "config_class"),
+    [
+        (DeepseekV4Experts, DeepseekV4Config),
+        (Glm5NextTextExperts, Glm5NextTextConfig),
+        (HYV4Experts, HYV4Config),
+        (GptOssExperts, GptOssConfig),
+    ],
+)
+def test_families_with_a_limit_have_a_known_activation(experts_class, config_class) -> None:
+    config = config_class(hidden_size=64)
+    config.swiglu_limit = 5.0
+    with torch.device("meta"):  # at the sizes of the models
+        layers = ExpertLayers.of(experts_class(config))
+    assert not layers.why_unknown
+    known = find_known(layers.gate, layers.shapes[0].N)
+    assert known is not None
+    assert known.activation == ("clamped_silu" if experts_class is GptOssExperts else "limited_silu")
+    assert known.limit == 5.0

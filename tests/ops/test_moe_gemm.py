@@ -268,7 +268,11 @@ WRONG = {
     ],
     "global_scale": [(torch.ones(5), "global_scale: expected none for uint4b8, got float32 [5]")],
     "group_size": [(48, "group_size: expected one of 16, 32, 64, 128, 256, or K = 80 for uint4b8, got 48")],
-    "variant": [("mma", "variant: expected one of auto")],
+    "variant": [
+        ("mma", "variant: expected auto, gemv, fused or tensor, got 'mma'"),
+        ("", "variant: expected auto, gemv, fused or tensor, got ''"),
+        ("striped", "variant: expected auto, gemv, fused or tensor, got 'striped'"),
+    ],
 }  # fmt: skip
 
 
@@ -382,7 +386,5 @@ def test_each_kernel_on_mps(variant, use_perm, mps):
 
 
 def test_other_variants_are_refused_on_mps(mps):
-    with pytest.raises(
-        ValueError, match="moe_gemm: variant: expected auto, gemv, fused or tensor on mps, got 'striped'"
-    ):
+    with pytest.raises(ValueError, match="moe_gemm: variant: expected auto, gemv, fused or tensor, got 'striped'"):
         run(random(1, 80), experts_of("uint4b8"), torch.tensor([[0]]), "mps", variant="striped")

@@ -58,6 +58,8 @@ def exact_gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float 
     if activation == "silu":
         return gate / (1 + np.exp(-gate)) * up
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    if activation == "limited_silu":
+        return gate / (1 + np.exp(-gate)) * up
     return gate / (1 + np.exp(-alpha * gate)) * (up + 1)
 
 
@@ -79,6 +81,7 @@ def check_exact(
 
 
 KINDS = [{}, CLAMPED, {"activation": "gelu_tanh", "interleaved": True}, {"activation": "gelu"}]
+KINDS += [{"activation": "limited_silu", "limit": 1.5}]
 CASES = [
     (weight_format, reference.DTYPES[(i + j) % 3], 3 * i + j)
     for i, weight_format in enumerate(reference.FORMATS)
@@ -91,7 +94,7 @@ def test_the_two_operators_and_fp64(weight_format, dtype, case, device):
     experts = experts_of(weight_format, K=144, N=(256, 82)[case % 3 == 2], use_perm=case % 2 == 1)
     N = experts.scales.shape[-1]
     a = random(3, 3, 144, dtype=dtype) if case % 4 == 3 else random(3, 144, dtype=dtype)
-    options = KINDS[case % 4] | ({"bias": random(5, N, dtype=torch.float16, seed=1)} if case % 3 else {})
+    options = KINDS[case % 5] | ({"bias": random(5, N, dtype=torch.float16, seed=1)} if case % 3 else {})
     ids = IDS.int() if case % 2 else IDS
     got = run_gated(a, experts, ids, device, **options)
     assert got.dtype == dtype and got.shape == (3, 3, N // 2) and got.is_contiguous()
@@ -191,7 +194,11 @@ def test_autocast_rounds_the_activations(device):
 
 WRONG = [
     ({"N": 41}, {}, "b_packed: expected int32 [E, K/8, N] with an even N, for gate and up, got int32 [5, 10, 41]"),
-    ({}, {"activation": "relu"}, "activation: expected one of silu, gelu, gelu_tanh, clamped_silu, got 'relu'"),
+    (
+        {},
+        {"activation": "relu"},
+        "activation: expected one of silu, gelu, gelu_tanh, clamped_silu, limited_silu, got 'relu'",
+    ),
     ({}, {"limit": 1.0}, "limit: expected None for silu, got 1"),
     ({}, {"activation": "clamped_silu", "limit": 1.0}, "alpha: expected a number for clamped_silu, got None"),
     ({}, {"bias": torch.zeros(42)}, "bias: expected float16, bfloat16 or float32 [E, N] = [5, 42], got float32 [42]"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_marlin_metal as tmm
-from tests.support.experts import experts_of, random, run
+from tests.support.experts import experts_of, make_experts, random, run
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -85,6 +85,8 @@ def test_second_derivatives_and_tangents_are_refused():
         ("grad", torch.zeros(3, 41), r"grad: expected .* got float32 \[3, 41\]"),
         ("ids", torch.zeros(2, 3, dtype=torch.int64), r"expert_ids: expected int32 or int64 \[T, top_k\] = \[3, 2\]"),
         ("ids", torch.zeros(3, 2), r"expert_ids: expected int32 or int64 .* got float32 \[3, 2\]"),
+        ("ids", torch.zeros(3, 2, dtype=torch.int16), r"expert_ids: .* got int16 \[3, 2\]"),
+        ("ids", torch.zeros(3, 2, dtype=torch.bool), r"expert_ids: .* got bool \[3, 2\]"),
     ],
 )
 def test_wrong_arguments_of_the_gradient_are_named(name, value, message, device_of_call):
@@ -108,3 +110,43 @@ def test_compile_forward_and_backward():
     torch._dynamo.reset()
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("use_perm", [False, True])
+def test_an_expert_is_decoded_in_parts(use_perm, monkeypatch):
+    """The limit makes parts of two groups: three for each of the two experts that have rows."""
+    experts = experts_of("uint4b8", use_perm=use_perm)  # K = 80 in groups of 16, N = 41
+    grad, ids = random(3, 2, 41), torch.tensor([[0, 3], [3, 7], [0, -1]])
+    whole = OPS.moe_gemm_grad_a(grad, experts.b_packed, experts.scales, ids, **experts.arguments)
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GRADIENT_BYTES", str(32 * 41 * 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        parts = OPS.moe_gemm_grad_a(grad, experts.b_packed, experts.scales, ids, **experts.arguments)
+    assert sum(event.name == "torch_marlin_metal::dequantize" for event in profile.events()) == 6
+    torch.testing.assert_close(parts, whole)
+
+
+def test_backward_allocates_no_copy_of_an_expert(mps, monkeypatch):
+    wide, columns, rows = 1024, 256, 4
+    experts = make_experts("uint4b8", 3, wide, columns, 64).to(mps)
+    whole = wide * columns * 4
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GRADIENT_BYTES", str(whole // 8))
+    a = random(rows, wide).to(mps).requires_grad_()
+    ids = torch.tensor([[0, 2]] * rows, device=mps)
+    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
+    upstream = torch.ones_like(y)
+    torch.mps.synchronize()
+    before = torch.mps.current_allocated_memory()
+    torch.accelerator.reset_peak_memory_stats()
+    torch.autograd.grad(y, a, upstream, retain_graph=True)
+    kept = torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - before
+    activation_bytes = 6 * rows * 2 * (wide + columns) * 4  # the result and copies of rows
+    assert whole // 8 <= kept <= whole // 8 + activation_bytes < whole // 2
+
+
+def test_flops_of_the_gradient():
+    experts = experts_of("uint4b8")
+    a = random(3, 80).requires_grad_()
+    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, torch.tensor([[0, 4]] * 3), **experts.arguments)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * 6 * 80 * 41

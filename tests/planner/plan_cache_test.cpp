@@ -135,7 +135,8 @@ void check_moe_keys() {
       [](auto& p) { p.experts = 16; }, [](auto& p) { p.top_k = 2; }, [](auto& p) { p.wide_ids = false; },
       [](auto& p) { p.row_weights = ElementType::bfloat16; }, [](auto& p) { p.has_row_weights = true; },
       [](auto& p) { p.reduce = true; }, [](auto& p) { p.gate = MoeGate{}; },
-      [](auto& p) { p.gate = MoeGate{static_cast<int32_t>(Activation::clamped_silu), 0, 0, 0}; },
+      [](auto& p) { p.gate = MoeGate{1, 0, 0, 0}; }, [](auto& p) { p.gate = MoeGate{2, 0, 0, 0}; },
+      [](auto& p) { p.gate = MoeGate{3, 0, 0, 0}; }, [](auto& p) { p.gate = MoeGate{4, 0, 0, 0}; },
       [](auto& p) { p.gate = MoeGate{0, 1, 0, 0}; }, [](auto& p) { p.gate = MoeGate{0, 0, 7, 0}; },
       [](auto& p) { p.gate = MoeGate{0, 0, 0, 7}; });
 }

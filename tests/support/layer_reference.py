@@ -49,8 +49,11 @@ def exact_activation(gate, up, activation: str, limit=None, alpha=None):
     if activation == "gelu_tanh":
         return gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "limited_silu":
+        return gate / (1 + (-gate).exp()) * up
     return gate / (1 + (-alpha * gate).exp()) * (up + 1)
 
 
 CLAMPED = {"activation": "clamped_silu", "limit": 2.0, "alpha": 1.702}
 ACTIVATIONS = [{"activation": "silu"}, {"activation": "gelu"}, {"activation": "gelu_tanh"}, CLAMPED]
+ACTIVATIONS += [{"activation": "limited_silu", "limit": 2.0}]

@@ -12,6 +12,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
+from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 
@@ -99,10 +100,13 @@ class FloatModel:
                 found += self._stack(checkpoint, info)
         counts = Counter(layer.experts for layer in found if layer.experts)
         parts = {layer.experts: 3 if layer.index is None else 2 for layer in found}
-        lacking = {
-            name for name in counts if counts[name] != parts[name] * len(self.model.get_submodule(name).down_proj)
+        modules = {name: self.model.get_submodule(name) for name in counts}
+        stay = {
+            name
+            for name, module in modules.items()
+            if counts[name] != parts[name] * len(module.down_proj) or why_unknown(module)
         }
-        return [layer for layer in found if layer.experts not in lacking]
+        return [layer for layer in found if layer.experts not in stay]
 
     def _stack(self, checkpoint: Checkpoint, info: Any) -> list[FloatLayer]:
         """Returns the layers of a tensor of stacked experts, or none if it is something else."""

@@ -75,6 +75,8 @@ class ExpertWeights(PackedLayer):
             StackError: the weights cannot be stacked; the message names the first difference.
             PackedWeightError: a weight breaks a rule of its format.
         """
+        if not isinstance(weights, Iterable):
+            raise StackError(f"expected a sequence with the parts of each expert, got {type(weights).__name__}")
         if experts is None:
             if not isinstance(weights, Sized):
                 raise StackError(f"expected a sequence, or their number (experts); got a {type(weights).__name__}")
@@ -85,6 +87,9 @@ class ExpertWeights(PackedLayer):
         outlines: list[PackedWeight] = []
         index = 0
         for parts in weights:  # enumerate would keep the last expert while the iterator makes the next one
+            if not isinstance(parts, Sequence) or any(not isinstance(part, PackedWeight) for part in parts):
+                kinds = [type(part).__name__ for part in parts] if isinstance(parts, Sequence) else type(parts).__name__
+                raise StackError(f"expected a list of PackedWeight for expert {index}, got {kinds}")
             if not parts:
                 raise StackError(f"expected at least one part of expert {index}, got none")
             for part in parts:
@@ -198,7 +203,13 @@ class ExpertWeights(PackedLayer):
             part: which part, or None for all columns.
             copy: whether the tensors of a part are contiguous copies. With False they are views with strides, which no
                 operator takes. This is enough for callers that read only shapes and dtypes.
+
+        Raises:
+            IndexError: there is no such expert or part.
         """
+        for argument, value, count in (("index", index, self.experts), ("part", part or 0, len(self.sizes))):
+            if not 0 <= value < count:
+                raise IndexError(f"ExpertWeights: to_packed: {argument}: expected 0 to {count - 1}, got {value}")
         tensors = dict(self._weight_buffers()) | {"bias": self.bias}
         own: dict[str, Any] = {
             name: tensors[name] if tensors[name] is None or name == "lut" else tensors[name][index]
@@ -247,7 +258,8 @@ class MarlinExperts(nn.Module):
         gate_up: the weights of gate and up, of one part or two.
         down: the weights of down.
         activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`. If random input
-            shows that `gated_activation` computes the same, that operator takes its place.
+            shows that `gated_activation` computes the same, that operator takes its place. If this is a module, it
+            becomes a part of this one. If it is a method of a module, that module must be elsewhere in the model.
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
     """
 
@@ -266,9 +278,14 @@ class MarlinExperts(nn.Module):
                 f"MarlinExperts: down: expected {gate_up.experts} experts as in gate_up, got {down.experts}"
             )
         self.gate_up, self.down, self.top_k = gate_up, down, top_k
-        # In a tuple, because it may be a method of another module. `_known` computes the same in one operator.
-        self._activation = (activation,)
+        self.activation = activation
+        # This computes the same in one operator.
         self._known = find_known(activation, sum(gate_up.sizes))
+        if self._known is not None and sum(gate_up.sizes) != 2 * down.in_features:
+            raise ValueError(
+                f"MarlinExperts: down: expected in_features {sum(gate_up.sizes) // 2}, half the {sum(gate_up.sizes)} "
+                f"columns of gate_up, got {down.in_features}"
+            )
 
     @property
     def num_experts(self) -> int:
@@ -282,8 +299,22 @@ class MarlinExperts(nn.Module):
             hidden_states: `[T, H]`.
             top_k_index: `[T, top_k]`, the experts; an id outside `[0, E)` adds nothing.
             top_k_weights: `[T, top_k]`, their weights.
+
+        Raises:
+            ValueError: an argument has the wrong shape, dtype or device, or the activation returns another size than
+                `down` takes.
         """
+        if hidden_states.dim() != 2:
+            raise ValueError(
+                f"MarlinExperts: hidden_states: expected [T, H] with H = {self.gate_up.in_features}, got "
+                f"{list(hidden_states.shape)}"
+            )
         inner = self.inner(hidden_states, top_k_index)
+        if inner.shape[-1] != self.down.in_features:
+            raise ValueError(
+                f"MarlinExperts: activation: expected [..., {self.down.in_features}] of {sum(self.gate_up.sizes)} "
+                f"columns of gate_up, as down takes it, got {list(inner.shape)}"
+            )
         return self.down(inner, top_k_index, top_k_weights, reduce=True)  # type: ignore[no-any-return]
 
     def inner(self, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
@@ -294,8 +325,7 @@ class MarlinExperts(nn.Module):
 
     def activate(self, gate_up: Tensor) -> Tensor:
         """Returns `[..., I]`, the activation of the product `[..., 2 * I]` of `gate_up`."""
-        (activation,) = self._activation
-        return (self._known or activation)(gate_up)
+        return (self._known or self.activation)(gate_up)
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:

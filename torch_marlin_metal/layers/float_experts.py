@@ -21,7 +21,7 @@ KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 
 def is_experts(module: nn.Module | None) -> bool:
-    """Returns whether a module has stacked experts in floats, and computes what `MarlinExperts` does."""
+    """Returns whether a module has stacked experts in floats with an activation, which may be ones to refuse."""
     return is_stack(module) and hasattr(module, "_apply_gate")
 
 

@@ -1,7 +1,8 @@
 """Compares a replacement with the module that it replaces, and tells which tensors and modules can be replaced."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,19 @@ class _DoublingDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Puts a module into training or evaluation mode for a while, in which dropout doubles its input."""
+    others = [part for part in module.modules() if part.training != training]
+    module.train(training)
+    try:
+        with _DoublingDropout():
+            yield
+    finally:
+        for part in others:
+            part.training = not training
+
+
 def agrees_in_training(module: nn.Module, replacement: Callable[[], Any], original: Callable[[], Any]) -> bool:
     """Returns whether both calls give equal results in training mode, in which a module may use dropout.
 
@@ -65,14 +79,8 @@ def agrees_in_training(module: nn.Module, replacement: Callable[[], Any], origin
         replacement: computes the replacement's result.
         original: computes the module's own result.
     """
-    resting = [part for part in module.modules() if not part.training]
-    module.train()
-    try:
-        with _DoublingDropout():
-            return agrees(replacement(), original())
-    finally:
-        for part in resting:
-            part.training = False
+    with in_mode(module, training=True):
+        return agrees(replacement(), original())
 
 
 def has_forward_of_its_own(module: nn.Module) -> bool:

@@ -40,6 +40,6 @@ def decode_experts(
             values[index] = rows
             if biases is not None:
                 biases[index] = torch.cat(given)
-        yield name, values.mT.contiguous() if getattr(layers.rules, "is_transposed", False) else values
+        yield name, values.mT.contiguous() if getattr(layers.gate_module, "is_transposed", False) else values
         if biases is not None:
             yield f"{name}_bias", biases

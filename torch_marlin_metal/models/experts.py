@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from torch_marlin_metal.layers.activation import Activation
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, StackError
+from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
@@ -29,7 +31,7 @@ def why_never_experts(module: nn.Module) -> str:
         K = shape_of(module, name).K
         if K % 8 or not module._parameters[name].numel():  # type: ignore[union-attr]
             return f"K = {K} of {name} is not a positive multiple of 8"
-    return ""
+    return why_unknown(module)
 
 
 def why_not_experts(module: nn.Module) -> str:
@@ -61,30 +63,33 @@ class ExpertLayers:
     """The layers of an experts module: their names in a checkpoint, and their shapes.
 
     Attributes:
-        rules: a copy of the experts module without parameters, which computes the activation.
+        gate_module: a copy of the experts module without parameters. Its `_apply_gate` is the activation.
         count: the number of experts.
         parts: names of the gate, up and down layers, or () if gate and up are one layer.
         shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
+        why_unknown: why `MarlinExperts` does not compute what the module computes, or an empty text.
     """
 
-    rules: Any
+    gate_module: Any
     count: int
     parts: tuple[str, ...]
     shapes: tuple[LinearShape, LinearShape]
+    why_unknown: str
 
     @classmethod
     def of(cls, experts: nn.Module, parts: tuple[str, ...] = ()) -> "ExpertLayers":
         """Returns the layers of an experts module, which is not changed and not kept alive."""
-        rules: Any = copy.copy(experts)
-        rules._parameters = {}
-        rules.is_transposed = stores_transposed(experts)  # without parameters it could not be seen
+        gate_module: Any = copy.copy(experts)
+        gate_module._parameters = {}
+        gate_module.is_transposed = stores_transposed(experts)  # without parameters it could not be seen
         shapes = shape_of(experts, WEIGHTS[0]), shape_of(experts, WEIGHTS[1])
         # The sizes are taken here, because slices of parameters would keep the parameters alive.
         gate_up, down = (
             replace(shape, bias=None if shape.bias is None else torch.empty_like(shape.bias, device="meta"))
             for shape in shapes
         )
-        return cls(rules, len(experts._parameters["down_proj"]), parts, (gate_up, down))  # type: ignore[arg-type]
+        count = len(experts._parameters["down_proj"])  # type: ignore[arg-type]
+        return cls(gate_module, count, parts, (gate_up, down), why_unknown(experts))
 
     def names(self, index: int) -> tuple[list[str], list[str]]:
         """Returns the names, within the experts module, of one expert's layers: gate and up (or both as one), down."""
@@ -104,19 +109,10 @@ class ExpertLayers:
                 yield from ((name, shape) for name in names)
 
     @property
-    def are_known(self) -> bool:
-        """Returns whether `MarlinExperts` computes what the module computes."""
-        return hasattr(self.rules, "_apply_gate")
-
-    @property
-    def why_unknown(self) -> str:
-        """Returns why the experts cannot be packed if `are_known` is false."""
-        return f"{type(self.rules).__name__} computes something else than MarlinExperts"
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Returns `[..., I]`, the model's activation of gate and up `[..., 2 * I]`."""
-        gated: Tensor = self.rules._apply_gate(gate_up)
-        return gated
+    def gate(self) -> Activation:
+        """Returns the model's activation: a method that takes gate and up `[..., 2 * I]` and returns `[..., I]`."""
+        gate: Activation = self.gate_module._apply_gate
+        return gate
 
     def stack(
         self, number: int, weights: Iterable[Sequence[PackedWeight]], dtype: torch.dtype | None = None
@@ -137,7 +133,7 @@ class ExpertLayers:
         Raises:
             StackError: the weights cannot be stacked, or the model does something else with its experts.
         """
-        if not self.are_known:
+        if self.why_unknown:
             raise StackError(self.why_unknown)
 
         def parts(number: int, index: int) -> list[PackedWeight]:
@@ -153,7 +149,7 @@ class NamedExperts(MarlinExperts):
     """`MarlinExperts` in the place of a model's experts module, with the names that its layers have in checkpoints."""
 
     def __init__(self, layers: ExpertLayers, gate_up: ExpertWeights, down: ExpertWeights) -> None:
-        top_k = getattr(getattr(layers.rules, "config", None), "num_experts_per_tok", None)
+        top_k = getattr(getattr(layers.gate_module, "config", None), "num_experts_per_tok", None)
         super().__init__(gate_up, down, layers.gate, top_k)
         self._layers = layers
 
@@ -166,7 +162,7 @@ class NamedExperts(MarlinExperts):
 
     def to_floats(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model's own experts module with the decoded weights."""
-        experts: Any = copy.copy(self._layers.rules)
+        experts: Any = copy.copy(self._layers.gate_module)
         experts._parameters = {}
         for name, stack in zip(WEIGHTS, (self.gate_up, self.down), strict=True):
             weight = stack.dequantize(dtype)

@@ -106,7 +106,7 @@ def load_quantized(
     plan = plan_load(model, reader, slots, _namer(model, rename), ignore, keep)
     targets = plan.filled() + [user for user, _ in plan.tied.values()]
     check_patterns(OP, (name for target in targets for name in target.names), exclude=exclude)
-    unknown = [experts.layers for experts in plan.experts.values() if not experts.layers.are_known]
+    unknown = [experts.layers for experts in plan.experts.values() if experts.layers.why_unknown]
     if unknown and reader.options.on_unsupported == "dequantize":
         warnings.warn(
             f"{OP}: the experts of {len(unknown)} layers are decoded to floats: {unknown[0].why_unknown}", stacklevel=2
@@ -283,7 +283,12 @@ def _set_dense_experts(
     try:
         for name, values in decode_experts(experts.layers, read, dtypes):
             names = slots.names_of(f"{prefix}.{name}")
-            slots.set(names, values.to(device or real_device(slots.get(names[0]).device)))
+            old = slots.get(names[0])
+            if values.shape != old.shape:
+                raise StackError(
+                    f"expected {name} of {list(old.shape)} as in the model, the checkpoint's is {list(values.shape)}"
+                )
+            slots.set(names, values.to(device or real_device(old.device)))
     except StackError as error:
         raise ModelMismatchError(f"{OP}: {reader.path}: experts {prefix!r}: {error.reason}") from error
 

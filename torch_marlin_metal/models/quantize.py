@@ -35,11 +35,24 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedW
 from torch_marlin_metal.patterns import Filter, selects
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import ZerosRule
-from torch_marlin_metal.replace.detect import dtype_of, is_packed_linear, read_packed_linear, shape_of, tensors_of
+from torch_marlin_metal.replace.detect import (
+    dtype_of,
+    is_packed_experts,
+    is_packed_linear,
+    read_packed_linear,
+    shape_of,
+    tensors_of,
+)
 from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
 # The error of a weight is measured for this many columns at a time.
 ERROR_COLUMNS = 1024
+# Why `replace_linear_layers` leaves the experts of a mixture.
+FLOAT_EXPERTS = "its experts are in floats; quantize_model packs them"
+OTHER_EXPERTS = (
+    "another package packed its experts; load the checkpoint with load_quantized, or import "
+    "torch_marlin_metal.integrations.transformers before from_pretrained"
+)
 
 
 def quantize_model(
@@ -183,8 +196,9 @@ def replace_linear_layers(
     and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
     transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer uint4. A
     layer that cannot be read, or whose tensors another module also uses, is not replaced, and the report gives the
-    reason. The report also lists the experts of mixtures that are in floats; `quantize_model` packs them, before or
-    after this call.
+    reason. The report also lists the experts of mixtures, which are not replaced. `quantize_model` packs those in
+    floats, before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
+    checkpoint with `load_quantized`, or import `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
     Args:
         model: changed in place.
@@ -228,14 +242,14 @@ def replace_linear_layers(
         return layer, _converted(replace(entry, shape=(packed.N, packed.K)), layer, None)
 
     chosen = _chosen(include, exclude)
-    floats = [
-        replace(_entry(Target([name], module), None), reason="its experts are in floats; quantize_model packs them")
+    experts = [
+        replace(_entry(Target([name], module), None), reason=FLOAT_EXPERTS if is_experts(module) else OTHER_EXPERTS)
         for name, module in model.named_modules()
-        if is_experts(module) and chosen(name, module)
+        if (is_experts(module) or is_packed_experts(module)) and chosen(name, module)
     ]
     let_it_save("replace_linear_layers", model)
     report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
-    report.layers += floats
+    report.layers += experts
     return report
 
 

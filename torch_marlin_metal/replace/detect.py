@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.layers.float_experts import WEIGHTS
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.from_state_dict import gemv_kind, kind_of, read_state
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, read_words, tensor_of
@@ -19,6 +20,17 @@ def is_packed_linear(module: nn.Module) -> bool:
     if next(module.children(), None) is not None:
         return False  # an adapter may show the tensors of the layer that it wraps, but is no packed layer itself
     return _has_words(module) or kind_of(module) is not None
+
+
+def is_packed_experts(module: nn.Module) -> bool:
+    """Returns whether a module holds a mixture's experts as packed integers, as transformers' Mxfp4GptOssExperts does.
+
+    transformers may replace its parameters by objects that are no tensors when it has read their values.
+    """
+    stacks = [getattr(module, name, None) for name in WEIGHTS]
+    if any(stack is None or isinstance(stack, nn.Module) for stack in stacks):
+        return False
+    return not any(getattr(getattr(stack, "dtype", None), "is_floating_point", False) for stack in stacks)
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.layers.float_experts import is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, why_not_linear
-from torch_marlin_metal.models.experts import pack_experts
+from torch_marlin_metal.models.experts import pack_experts, why_never_experts
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
@@ -188,7 +188,7 @@ def _pack(model: nn.Module, pack: Callable[[Tensor], PackedWeight]) -> None:
                     bias = None if shape.bias is None else _random((shape.N,), 0.02).to(shape.dtype)
                     packed = pack(torch.empty(shape.N, shape.K, device="meta"))
                     parent._modules[name] = MarlinLinear.from_packed(replace(packed, bias=bias), dtype=shape.dtype)
-                elif is_experts(child):
+                elif is_experts(child) and not why_never_experts(child):
                     for key, tensor in child._parameters.items():
                         if key.endswith("_bias") and tensor is not None:
                             tensor.copy_(_random(tuple(tensor.shape), 0.02))

@@ -56,8 +56,9 @@ template <class V, Activation activation>
   // NaN stays NaN, because V::max returns NaN if its second argument is NaN.
   const F lowest = V::set1(-limit);
   const F bounded = negated<V>(V::max(lowest, negated<V>(g)));
-  const F factor = V::add(V::max(lowest, negated<V>(V::max(lowest, negated<V>(u)))), V::set1(1.F));
-  return V::mul(V::mul(bounded, sigmoid<V>(V::mul(V::set1(alpha), bounded))), factor);
+  const F factor = V::max(lowest, negated<V>(V::max(lowest, negated<V>(u))));
+  if constexpr (activation == Activation::limited_silu) return V::mul(V::mul(bounded, sigmoid<V>(bounded)), factor);
+  return V::mul(V::mul(bounded, sigmoid<V>(V::mul(V::set1(alpha), bounded))), V::add(factor, V::set1(1.F)));
 }
 
 template <class V, Activation activation>
@@ -80,6 +81,8 @@ void activate(Activation activation, const GatedBlock& block) {
       return activate_all<V, Activation::gelu_tanh>(block);
     case Activation::clamped_silu:
       return activate_all<V, Activation::clamped_silu>(block);
+    case Activation::limited_silu:
+      return activate_all<V, Activation::limited_silu>(block);
   }
 }
 

@@ -26,7 +26,7 @@ PAIR_KERNELS = (
     "moe_gemv_gated",
     "moe_gemv_reduce",
 )  # they read the experts' ids; all others read moe_sort's table
-LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu
+LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu; limited_silu has the limit
 GEMV_KERNELS = (*PAIR_KERNELS, "moe_gemv_blocks")
 
 

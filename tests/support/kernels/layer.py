@@ -15,7 +15,7 @@ from tests.support.kernels.launch import (
     place_output,
 )
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_silu")  # in the order of the enum
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_silu", "limited_silu")  # in the order of the enum
 
 
 def run_norm(

@@ -174,7 +174,8 @@ def add_to_experts(
                 else:
                     made = MarlinLoraExperts(outer, adapter_name, parameter, config, r=r, lora_alpha=alpha)
                     if adapter_name not in tuner.active_adapters:  # a further adapter is not trained until it is active
-                        made.lora_A.requires_grad_(False), made.lora_B.requires_grad_(False)
+                        made.lora_A.requires_grad_(False)
+                        made.lora_B.requires_grad_(False)
                     model.set_submodule(name, made)
             added.append(key)
     return added

@@ -24,12 +24,13 @@ class SeparateExperts(nn.Module):
 
     Attributes:
         shapes: the shape of the layer with each name.
+        why_unknown: as in `ExpertLayers`.
     """
 
     def __init__(self, layers: ExpertLayers) -> None:
         super().__init__()
         self._layers = layers
-        self.shapes = dict(layers.all_names())
+        self.shapes, self.why_unknown = dict(layers.all_names()), layers.why_unknown
 
     def separate(self) -> Iterator[tuple[str, PendingLinear]]:
         """Makes a placeholder for each layer, and yields its name in this module and the placeholder."""

@@ -145,7 +145,10 @@ class PackedCheckpoint:
     def _place_expert(self, model: Any, index: int, name: str, prefix: str, parts: tuple[str, ...]) -> bool:
         """Notes the layer of an expert, and replaces its experts module. Returns False if it has no such layer."""
         if prefix not in self._experts:
-            self._experts[prefix] = make_room(model, prefix, parts), {}
+            experts = make_room(model, prefix, parts)
+            if experts.why_unknown:
+                raise UnsupportedFormat(f"{self.reader.path}: experts {prefix!r}: {experts.why_unknown}")
+            self._experts[prefix] = experts, {}
         experts, indexes = self._experts[prefix]
         inner = name.removeprefix(f"{prefix}.")
         if inner in experts.shapes:

@@ -1,0 +1,99 @@
+"""Compares what an experts module of transformers computes with what `MarlinExperts` computes."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
+from torch_marlin_metal.layers.proof import agrees, in_mode, random_like
+
+TOKENS, EXPERTS, TOP_K = 4, 3, 2
+HIDDEN, INNER = 16, 24  # a model's own sizes would need gigabytes
+
+
+class _EagerConfig:
+    """A config whose experts run the forward of their class, and no other implementation of transformers."""
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def why_unknown(experts: nn.Module) -> str:
+    """Returns why `MarlinExperts` does not compute what experts in floats compute, or an empty text.
+
+    The test runs the forward of the module's class with small random weights, so it also takes experts on the meta
+    device.
+
+    Args:
+        experts: a module for which `is_stack` is true; it is not changed.
+    """
+    name = type(experts).__name__
+    counts = [len(experts._parameters[kind]) for kind in WEIGHTS]  # type: ignore[arg-type]
+    if counts[0] != counts[1]:
+        return f"{name} has {counts[0]} experts in gate_up_proj and {counts[1]} in down_proj"
+    # MarlinExperts holds no tensors of an activation, so they would be missing from state_dict.
+    if buffers := [name for name, _ in experts.named_buffers()]:
+        return f"{name} has a buffer: {buffers[0]}"
+    unlike = f"{name} computes something else than MarlinExperts"
+    if not hasattr(experts, "_apply_gate"):
+        return unlike
+    with torch.no_grad(), torch.device("cpu"):  # a model can be made while another device is the default one
+        x, ids = random_like(torch.empty(TOKENS, HIDDEN)), torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K)
+        ids, weights = ids % min(EXPERTS, counts[0]), random_like(torch.empty(TOKENS, TOP_K), seed=1)
+        try:
+            small = _with_small_weights(experts)
+            with in_mode(small, training=False):
+                expected, own = _compute(small, x, ids, weights), small.forward(x, ids, weights)
+            with in_mode(small, training=True):
+                in_training = small.forward(x, ids, weights)
+        except Exception:  # the class takes other arguments or other sizes
+            return unlike
+    if not agrees(own, expected):
+        return unlike
+    return "" if agrees(in_training, expected) else f"{name} computes something else in training, such as dropout"
+
+
+def _with_small_weights(experts: nn.Module) -> Any:
+    """Returns a copy with a few small experts on the CPU. It shares the module's children."""
+    small: Any = copy.copy(experts)
+    transposed = stores_transposed(experts)
+    shapes = [weight.mT.shape if transposed else weight.shape for weight in map(experts.get_parameter, WEIGHTS)]
+    (count, columns, hidden), inner = shapes[0], shapes[1][2]
+    # The forward of a class may read its sizes from attributes. Equal sizes stay equal.
+    narrow = HIDDEN * inner // hidden if hidden in (inner, columns) else INNER
+    sizes = {hidden: HIDDEN, inner: narrow, columns: columns // inner * narrow}
+    for key, value in vars(experts).items():
+        if type(value) is int:
+            setattr(small, key, sizes.get(value, value))
+    if hasattr(experts, "config"):
+        small.config = _EagerConfig(experts.config)
+    small._parameters = {}
+    for seed, kind in enumerate(WEIGHTS):
+        _, N, K = shapes[seed]
+        weight = random_like(torch.empty(min(EXPERTS, count), sizes[N], sizes[K]), seed + 2) / sizes[K] ** 0.5
+        small._parameters[kind] = nn.Parameter(weight.mT.contiguous() if transposed else weight)
+        if experts._parameters.get(f"{kind}_bias") is not None:
+            bias = random_like(torch.empty(len(weight), sizes[N]), seed + 4)
+            small._parameters[f"{kind}_bias"] = nn.Parameter(bias)
+    small.is_transposed = transposed
+    return small
+
+
+def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Returns what `MarlinExperts` computes of `x [T, H]`, in floats."""
+
+    def product(a: Tensor, kind: str) -> Tensor:
+        weight, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")
+        y = torch.einsum("tsk,tsnk->tsn", a, (weight.mT if experts.is_transposed else weight)[ids])
+        return y if bias is None else y + bias[ids]
+
+    inner = experts._apply_gate(product(x[:, None].expand(-1, TOP_K, -1), WEIGHTS[0]))
+    result: Tensor = (product(inner, WEIGHTS[1]) * weights[..., None]).sum(1)
+    return result
