@@ -2,11 +2,13 @@
 
 Nothing runs on a GPU. The counts come from Mesa's compiler for the M1's GPU (benchmarks/agx/README.md). The traffic
 comes from the software Metal device in checked mode, the rates from csrc/planner/chips.h.
+The time of a dispatch is the one that the planner's model assumes.
 
     python benchmarks/metal/mlstm.py --chunk-size 64 --tokens 2048
 """
 
 import argparse
+import functools
 import json
 import re
 import shutil
@@ -26,8 +28,6 @@ AGXSTAT = ROOT / "benchmarks" / "agx" / "agxstat.py"
 TYPES = ("float16", "bfloat16", "float32")
 # Clocks of a scheduler for one matrix product, as the counting command assumes. Other instructions count as one slot.
 MATRIX_CLOCKS = 17
-# The time of a small dispatch, measured on an M1 under Linux; an upper bound for Metal.
-LAUNCH_SECONDS = 2.6e-6
 BLOCK, OUTPUT_SIMDGROUPS, TILE, STEP_COLUMNS, STEP_SIMDGROUPS = 32, 8, 64, 128, 16
 CHIPS_PROGRAM = """
 #include <cstdio>
@@ -38,6 +38,14 @@ int main() {
                 chip.dram_gbs.value * chip.dram_fraction.value, marlin::family_of(chip).schedulers.value);
 }
 """
+
+
+@functools.cache
+def launch_seconds() -> float:
+    """Returns the time of a small dispatch in the planner's model."""
+    from torch_marlin_metal.extension import native  # here, because traffic() must import softmetal first
+
+    return float(native.dispatch_seconds())
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Work:
     def seconds(self, chip: Chip, heads: int) -> float:
         """Returns the seconds for all heads: launches, plus the longer of instruction time and memory time."""
         compute = heads * self.clocks / (chip.cores * chip.schedulers * chip.hertz)
-        return max(compute, heads * self.dram_bytes / chip.bytes_per_second) + self.dispatches * LAUNCH_SECONDS
+        return max(compute, heads * self.dram_bytes / chip.bytes_per_second) + self.dispatches * launch_seconds()
 
 
 def chips() -> list[Chip]:
@@ -121,6 +129,17 @@ def loop(counts: dict[str, Any], matrix_ops: int) -> dict[str, Any]:
     return found[0]
 
 
+def own(counts: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the counts of a loop without those of the loops inside it."""
+    inner = [
+        x
+        for x in counts["loops"]
+        if outer["start"] <= x["start"] and x["end"] <= outer["end"] and x["depth"] == outer["depth"] + 1
+    ]
+    added = ("issue", "simd_cycles", "ic_cycles", "matrix_cycles")
+    return {figure: outer[figure] - sum(x[figure] for x in inner) for figure in added}
+
+
 def instructions(part: dict[str, Any]) -> float:
     """Returns the clocks of all instructions except matrix products."""
     return float(max(part["issue"] + part["simd_cycles"], part["ic_cycles"] - part["matrix_cycles"]))
@@ -132,7 +151,7 @@ def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
     The code for the tail of a chunk is counted as if it always ran, but its matrix products are not counted.
     """
     step = loop(counts, 16)
-    outer = next(x for x in counts["loops"] if not x["innermost"])["own"]
+    outer = own(counts, next(x for x in counts["loops"] if not x["innermost"]))
     simdgroups = -(-DK // BLOCK) * -(-DV // BLOCK)
     chunks, steps = -(-S // chunk), -(-S // 8)
     matrix = simdgroups * steps * step["matrix_cycles"]
@@ -146,7 +165,7 @@ def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
     Code outside loops, including code for tails, is counted once, without its matrix products.
     """
     scores, state, values = (loop(counts, n) for n in (8, 32, 64))
-    unit = next(x for x in counts["loops"] if not x["innermost"] and x["matrix_ops"])["own"]
+    unit = own(counts, next(x for x in counts["loops"] if not x["innermost"] and x["matrix_ops"]))
     sums = next(x for x in counts["loops"] if not x["innermost"] and not x["matrix_ops"])  # the sums q . n
     sums_step = next(x for x in counts["loops"] if sums["start"] < x["start"] < sums["end"])
     decay = next(x for x in counts["loops"] if x["innermost"] and not x["matrix_ops"] and x["shuffles"])
@@ -163,7 +182,7 @@ def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
         units = 8 * (block + 1) - 2
         per_unit = -(-DK // BLOCK) * scores["est_cycles"] + instructions(unit)
         clocks = groups * (units * per_unit + decay_tokens * instructions(decay))
-        clocks += groups * BLOCK * (-(-DK // BLOCK) * instructions(sums_step) + instructions(sums["own"]))
+        clocks += groups * BLOCK * (-(-DK // BLOCK) * instructions(sums_step) + instructions(own(counts, sums)))
         clocks += strips * (straight + own_matrix + -(-DK // 16) * state["est_cycles"] + block * values["est_cycles"])
         matrix = groups * units * -(-DK // BLOCK) * scores["matrix_cycles"]
         matrix += strips * (own_matrix + -(-DK // 16) * state["matrix_cycles"] + block * values["matrix_cycles"])
@@ -273,7 +292,7 @@ def main() -> None:
         times = [works[n].seconds(chip, arguments.heads) for n in ("mlstm_gates", "mlstm_states", "mlstm_output")]
         step = sequential.seconds(chip, arguments.heads)
         whole, tokens = sum(times), S * step
-        bare = S * (step - LAUNCH_SECONDS) / (whole - 3 * LAUNCH_SECONDS)
+        bare = S * (step - launch_seconds()) / (whole - 3 * launch_seconds())
         cells = [f"{1e6 * t:.0f}" for t in times]
         table.add_row(
             chip.name, *cells, f"{1e3 * whole:.2f}", f"{1e3 * tokens:.1f}", f"{tokens / whole:.1f}", f"{bare:.1f}"
