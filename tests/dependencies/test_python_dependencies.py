@@ -11,7 +11,7 @@ ALLOWED = {
     "layers": {"base", "quantize"},
     "fuse": {"base", "layers"},
     "checkpoints": {"base", "quantize", "layers"},
-    "replace": {"base", "checkpoints"},
+    "replace": {"base", "layers", "checkpoints"},
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "gpu": {"base", "quantize", "checkpoints"},
     "trace": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu"},

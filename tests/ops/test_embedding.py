@@ -80,7 +80,7 @@ def test_ids_outside_the_table(wrong, device):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"ids": torch.tensor([1.0])}, "ids: expected int32 or int64 of any shape, got float32 [1]"),
-    ({"ids": torch.tensor([True])}, "ids: expected int32 or int64 of any shape, got Bool [1]"),
+    ({"ids": torch.tensor([True])}, "ids: expected int32 or int64 of any shape, got bool [1]"),
     ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32, got float64"),
     ({"group_size": 48}, "group_size: expected one of 16, 32, 64, 128, 256, or K = 72 for uint4, got 48"),
     ({"zeros": None}, "zeros: expected uint8 codes or float16, bfloat16 or float32 zero points [G, N] for uint4, got None"),

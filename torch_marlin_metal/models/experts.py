@@ -58,6 +58,22 @@ def shape_of(experts: nn.Module, name: str) -> LinearShape:
     return LinearShape(N, K, weight.dtype, weight.device, None if bias is None else bias[0])
 
 
+class Gate:
+    """The activation of an experts module, as a method of the module.
+
+    The bound method itself cannot be pickled: pickle looks for it under the name of its function, and transformers'
+    decorator adds a function that has another name.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.__self__ = module
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """Returns `[..., I]` of gate and up `[..., 2 * I]`."""
+        activated: Tensor = self.__self__._apply_gate(gate_up)
+        return activated
+
+
 @dataclass(frozen=True)
 class ExpertLayers:
     """The layers of an experts module: their names in a checkpoint, and their shapes.
@@ -110,9 +126,8 @@ class ExpertLayers:
 
     @property
     def gate(self) -> Activation:
-        """Returns the model's activation: a method that takes gate and up `[..., 2 * I]` and returns `[..., I]`."""
-        gate: Activation = self.gate_module._apply_gate
-        return gate
+        """Returns the model's activation, which takes gate and up `[..., 2 * I]` and returns `[..., I]`."""
+        return Gate(self.gate_module)
 
     def stack(
         self, number: int, weights: Iterable[Sequence[PackedWeight]], dtype: torch.dtype | None = None
