@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "csrc/layer/argument_rules.h"
+#include "csrc/layer/operators.h"
 #include "csrc/ops/operators.h"
 
 namespace marlin {
@@ -27,8 +28,6 @@ using NormSignature = Tensor(const Tensor&, const Tensor&, double, double);
 using AddNormSignature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, double, double);
 using RotarySignature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, bool, bool);
 using WriteCacheSignature = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
-using ActivationSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, std::optional<double>,
-                                   std::optional<double>);
 
 const auto& norm_op() {
   static const auto op = find_operator<NormSignature>("torch_marlin_metal::rms_norm");
@@ -42,11 +41,6 @@ const auto& add_norm_op() {
 
 const auto& rotary_op() {
   static const auto op = find_operator<RotarySignature>("torch_marlin_metal::rotary");
-  return op;
-}
-
-const auto& activation_op() {
-  static const auto op = find_operator<ActivationSignature>("torch_marlin_metal::gated_activation");
   return op;
 }
 

@@ -6,7 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
-#include "csrc/ops/operators.h"
+#include "csrc/layer/operators.h"
 
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def(
@@ -21,16 +21,9 @@ namespace {
 
 constexpr const char* kName = "moe_gemm_gated";
 
-using ActivationSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, std::optional<double>,
-                                   std::optional<double>);
 using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
                          const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                          const OptionalTensor&, c10::string_view, bool, std::optional<double>, std::optional<double>);
-
-const auto& activation_op() {
-  static const auto op = find_operator<ActivationSignature>("torch_marlin_metal::gated_activation");
-  return op;
-}
 
 const auto& gated_op() {
   static const auto op = find_operator<Signature>("torch_marlin_metal::moe_gemm_gated");
@@ -42,10 +35,10 @@ Tensor moe_gemm_gated_meta(const Tensor& a, const Tensor& b_packed, const Tensor
                            const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
                            const OptionalTensor& bias, c10::string_view activation, bool, std::optional<double> limit,
                            std::optional<double> alpha) {
-  const WeightShape shape =
+  const GatedProduct product =
       check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
                            bias, activation, limit, alpha);
-  return at::empty_symint({expert_ids.sym_size(0), expert_ids.sym_size(1), shape.N / 2}, a.options());
+  return at::empty_symint({expert_ids.sym_size(0), expert_ids.sym_size(1), product.shape.N / 2}, a.options());
 }
 
 Tensor moe_gemm_gated_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
@@ -97,15 +90,14 @@ Tensor moe_gemm_gated_autocast(const Tensor& a, const Tensor& b_packed, const Te
 
 }  // namespace
 
-WeightShape check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
-                                 const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
-                                 std::optional<double> alpha) {
+GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+                                  const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
+                                  std::optional<double> alpha) {
   WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, std::nullopt, "auto", kName);
   if (shape.N % 2 != 0) {
     fail(kName, "b_packed", "int32 [E, K/8, N] with an even N, for gate and up", describe(weight.b_packed));
   }
-  check_activation(kName, activation, limit, alpha);
-  return shape;
+  return {shape, check_activation(kName, activation, limit, alpha)};
 }
 
 Tensor moe_gemm_then_activation(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,

@@ -5,10 +5,15 @@
 
 namespace marlin {
 
-// Raises if an argument is wrong. Otherwise returns the weight's shape.
-WeightShape check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
-                                 const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
-                                 std::optional<double> alpha);
+struct GatedProduct {
+  WeightShape shape;
+  Activation activation;
+};
+
+// Raises if an argument is wrong.
+GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+                                  const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
+                                  std::optional<double> alpha);
 
 // Calls moe_gemm and gated_activation, one after the other.
 Tensor moe_gemm_then_activation(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,

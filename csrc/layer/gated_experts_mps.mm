@@ -14,8 +14,8 @@ Tensor moe_gemm_gated_mps(const Tensor& a, const Tensor& b_packed, const Tensor&
                           const OptionalTensor& bias, c10::string_view activation, bool interleaved,
                           std::optional<double> limit, std::optional<double> alpha) {
   const WeightTensors weight{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const WeightShape shape = check_moe_gemm_gated(a, weight, expert_ids, bias, activation, limit, alpha);
-  const MoeGate gate{.activation = static_cast<int32_t>(check_activation("moe_gemm_gated", activation, limit, alpha)),
+  const auto [shape, kind] = check_moe_gemm_gated(a, weight, expert_ids, bias, activation, limit, alpha);
+  const MoeGate gate{.activation = static_cast<int32_t>(kind),
                      .interleaved = interleaved,
                      .limit = static_cast<float>(limit.value_or(0)),
                      .alpha = static_cast<float>(alpha.value_or(0))};
