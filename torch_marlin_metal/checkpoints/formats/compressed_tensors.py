@@ -55,7 +55,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
     def dequantize() -> Tensor:
         codes = unpack(layer.read("weight_packed").t(), bits, K).float()
-        groups = torch.arange(K) // group_size if g_idx is None else g_idx
+        groups = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
         offset = float(1 << (bits - 1)) if zeros is None else zeros.float()[groups]
         return ((codes - offset) * scales.float()[groups]).t()
 

@@ -52,7 +52,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
 
     def floats(zeros: Tensor | None = None) -> Tensor:
-        row_group = torch.arange(K) // group_size if g_idx is None else g_idx
+        row_group = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
         return _dequantize(layer, bits, version, scales, row_group, zeros)
 
     if bits != 4:
