@@ -9,8 +9,9 @@ using namespace marlin;
 
 template <WeightFormat format, typename T>
 [[kernel, max_total_threads_per_threadgroup(kTensorMaxSimdgroups* kSimdWidth)]] void moe_tensor(
-    MARLIN_MOE_BUFFERS, const device uint* blocks [[buffer(kSlotBlocks)]], uint3 block [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    MARLIN_MOE_BUFFERS, const device uint* blocks [[buffer(kSlotBlocks)]], uint3 block [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   if (!has_rows(blocks, block.y)) return;
   const ExpertRows rows = rows_of_block(blocks, block.y, params);
   const uint expert = expert_of_block(blocks, block.y);

@@ -55,7 +55,7 @@ struct TensorAccumulators {
   uint n;                               // the lane's first column
   uint quad;                            // which four k of an operand the lane holds, 0..3
   const device T* x_row[kTensorQuads];  // rows of activations, at k = 0
-  float4 scales, zeros;  // the group's scales and zeros for the lane's columns
+  float4 scales, zeros;                 // the group's scales and zeros for the lane's columns
   Sums sum[kTensorLeft];
   Sums total[kTensorLeft];
   Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k
@@ -160,8 +160,8 @@ struct TensorAccumulators {
       nibbles = (own & 0xFFu) | (own & 0xFF00u) << 8;
     }
     const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
-    const Vec8<half> codes = has_small_codes() ? small_codes(nibbles, zero_in_code)
-                                               : exact_codes<code_kind(format)>(nibbles, zero_in_code);
+    const Vec8<half> codes =
+        has_small_codes() ? small_codes(nibbles, zero_in_code) : exact_codes<code_kind(format)>(nibbles, zero_in_code);
     MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
       result.k[i] = T(float(has_scaled_codes() ? codes.k[i] * scale : codes.k[i]));
     }

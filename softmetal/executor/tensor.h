@@ -17,8 +17,8 @@ struct TensorOperands {
 extern "C" {
 
 // A matrix is cut into blocks of 16 x 16. A lane holds 8 elements of a block, in row
-// ((lane >> 2) & 4) | ((lane >> 1) & 3) and in the row 8 below. Elements 4 to 7 are in the lower row. Which columns they
-// have depends on the layout; with c = ((lane >> 2) & 2) | (lane & 1):
+// ((lane >> 2) & 4) | ((lane >> 1) & 3) and in the row 8 below. Elements 4 to 7 are in the lower row. Which columns
+// they have depends on the layout; with c = ((lane >> 2) & 2) | (lane & 1):
 enum {
   SM_TENSOR_SEEDED = 0,   // as SM_TENSOR_QUADS, but the launch's seed exchanges lanes, elements and blocks
   SM_TENSOR_QUADS = 1,    // four neighbours from column 4 c
@@ -37,7 +37,7 @@ uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint3
 enum {
   SM_TENSOR_TRANSPOSE_A = 1,
   SM_TENSOR_TRANSPOSE_B = 2,
-  SM_TENSOR_RELAXED = 4,  // the operands are float, and the unit may round them
+  SM_TENSOR_RELAXED = 4,   // the operands are float, and the unit may round them
   SM_TENSOR_LAYOUT_A = 3,  // the bit from which on the operand's layout stands, in two bits
   SM_TENSOR_LAYOUT_B = 5,
   SM_TENSOR_LAYOUT_SUM = 7,

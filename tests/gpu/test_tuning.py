@@ -17,6 +17,7 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.gpu.tuning import tuner
 from torch_marlin_metal.gpu.tuning.tuner import MOST_CANDIDATES, candidates
 
 PRODUCT = tuning.Product(N=64, K=128, weight_format="uint4b8", group_size=32)
@@ -147,9 +148,9 @@ def test_the_models_choice_stays_unless_another_is_clearly_faster():
 
         return times
 
-    same = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.01), cold_bytes=1, progress=False).ranges[0]
+    same = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.01), compare=False, cold_bytes=1, progress=False).ranges[0]
     assert (same.variant, same.speedup) == (same.model_variant, 1.0)
-    other = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.5), cold_bytes=1, progress=False).ranges[0]
+    other = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.5), compare=False, cold_bytes=1, progress=False).ranges[0]
     assert other.variant != other.model_variant
     assert other.speedup == pytest.approx(1.5)
 
@@ -160,7 +161,9 @@ def test_differences_within_the_spread_of_the_rounds_change_nothing():
         return lambda chains: {name: other_times if i else model_times for i, name in enumerate(chains)}
 
     def chosen(*times):
-        found = tuning.tune([PRODUCT], rows=(40,), timer=timer(*times), cold_bytes=1, progress=False).ranges[0]
+        found = tuning.tune(
+            [PRODUCT], rows=(40,), timer=timer(*times), compare=False, cold_bytes=1, progress=False
+        ).ranges[0]
         return found.variant == found.model_variant
 
     # The median ratio is 1.1 in both cases. In the first case, the ratios range from 0.9 to 1.3.
@@ -186,10 +189,60 @@ def test_tuning_with_the_models_own_times_changes_no_plan(monkeypatch, gpu):
         return {name: [times[name]] * 9 for name in chains}
 
     before = choices(tuned=False)
-    table = tuning.tune([product], timer=predicted, cold_bytes=1, progress=False)
+    table = tuning.tune([product], timer=predicted, compare=False, cold_bytes=1, progress=False)
     tuning.use(table)
     assert choices(tuned=True) == before
     assert [entry.first_rows for entry in table.ranges] == list(tuning.ROWS)
+
+
+def tuned_with_faults(monkeypatch, wrong) -> tuning.TunedRange:
+    """Tunes 40 rows. The result of each variant that `wrong` accepts is 1.05 times too large, and these are the fastest."""
+
+    def gemm(a, *, variant, **options):
+        result = tmm.gemm(a, variant=variant, **options)
+        if variant.startswith("striped"):
+            raise RuntimeError("the kernel does not compile")
+        return result * 1.05 if wrong(variant) else result
+
+    monkeypatch.setattr(tuner, "gemm", gemm)
+    times = {True: [1.0] * 3, False: [2.0] * 3}
+    return tuning.tune(
+        [PRODUCT], rows=(40,), timer=lambda chains: {name: times[wrong(name)] for name in chains}, cold_bytes=1,
+        progress=False,
+    ).ranges[0]  # fmt: skip
+
+
+@software
+@uses_mps
+def test_a_candidate_that_is_wrong_or_fails_is_reported_and_never_chosen(monkeypatch):
+    model = candidates(PRODUCT, 40)[1]
+    with pytest.warns(UserWarning, match="is left out") as warned:
+        entry = tuned_with_faults(monkeypatch, lambda name: name.startswith("gemv") and name != model)
+    assert not entry.variant.startswith(("gemv", "striped"))
+    faults = entry.faults
+    assert {name.split(":")[0] for name in faults} == {"gemv", "striped"}
+    assert not faults.keys() & entry.times.keys()
+    for name, fault in faults.items():
+        assert any(str(w.message) == f"tune: {PRODUCT} M=40: {name} is left out: {fault}" for w in warned)
+        if name.startswith("gemv"):
+            assert fault.startswith("its product: expected an error below 0.002 of the largest result, got 0.0")
+        else:
+            assert fault == "the kernel does not compile"
+
+
+@software
+@uses_mps
+def test_the_models_choice_may_be_the_wrong_one(monkeypatch):
+    model = candidates(PRODUCT, 40)[1]
+    with pytest.warns(UserWarning, match=f"{model} is left out"):
+        entry = tuned_with_faults(monkeypatch, lambda name: name == model)
+    assert (entry.model_variant, entry.speedup) == (model, 1.0)
+    assert entry.variant in entry.times and entry.variant != model
+    with (
+        pytest.warns(UserWarning, match="is left out"),
+        pytest.raises(RuntimeError, match=r"tune: .* M=40: no candidate is right: its product: expected an error"),
+    ):
+        tuned_with_faults(monkeypatch, lambda name: True)
 
 
 @uses_mps

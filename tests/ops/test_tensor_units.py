@@ -235,7 +235,9 @@ def other_operands(whole: bool) -> None:
                 text = f"gemm: variant: expected one that multiplies {what}, got '{variant}'"
                 with pytest.raises(ValueError, match=text):
                     run(a.to("mps"), weights[name], variant=variant)
-            with pytest.raises(ValueError, match=f"moe_gemm: variant: expected one that multiplies {what}, got 'tensor'"):
+            with pytest.raises(
+                ValueError, match=f"moe_gemm: variant: expected one that multiplies {what}, got 'tensor'"
+            ):
                 run_experts(a, experts[name], torch.zeros(33, 1, dtype=torch.int64), "mps", variant="tensor")
         for multiply in (product, mixture):
             assert not [name for name in multiply(torch.float32) if "tensor" in name]

@@ -18,8 +18,8 @@ inline constexpr std::array kTensorCounts{
     KernelCounts{Kernel::gemm_tensor, WeightFormat::mxfp4, {32, 32, 32}, {136, 92, 64}, 148, 0, 468, 231, 4},
 };
 
-// With bfloat activations. The M1 has no bfloat instructions, so floats take their place in the counted code; the decode
-// is the same on a GPU that has such instructions, as the M5 does.
+// With bfloat activations. The M1 has no bfloat instructions, so floats take their place in the counted code; the
+// decode is the same on a GPU that has such instructions, as the M5 does.
 inline constexpr std::array kTensorBfloatCounts{
     KernelCounts{Kernel::gemm_tensor, WeightFormat::uint4b8, {32, 32, 32}, {133, 60, 64}, 132, 0, 436, 231, 4},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::uint4, {32, 32, 32}, {141, 76, 64}, 133, 0, 436, 255, 7},
