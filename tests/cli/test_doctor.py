@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, extension, tuning
 from torch_marlin_metal.cli import doctor, doctor_steps, doctor_variants
 from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.tuning.errors import LARGEST_ERROR
 from torch_marlin_metal.gpu.tuning.products import Product
 
@@ -123,9 +124,21 @@ def test_deep_needs_a_gpu(monkeypatch):
     assert "--deep: expected a torch with an mps device" in done.stderr
 
 
+def kinds(everything: bool) -> list[doctor_variants.Kind]:
+    """Returns every kind of product that the check of variants compares, or each format with one dtype in turn."""
+    in_turn = [(form, doctor_variants.DTYPES[i % 3]) for i, form in enumerate(WEIGHT_FORMATS)]
+    return list(doctor_variants.EVERY_KIND) if everything else in_turn
+
+
+def test_every_kind_is_compared():
+    assert len(set(doctor_variants.EVERY_KIND)) == len(WEIGHT_FORMATS) * 3
+    assert set(doctor_variants.ROWS) == set(native.gemm_variants())
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if "again" not in name and "decode" not in name])
-def test_the_checks_pass_on_the_software_device(mps, name):
+def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypatch):
+    monkeypatch.setattr(doctor_variants, "EVERY_KIND", kinds(everything))
     interval = tuning.commit_interval()
     try:
         assert doctor_steps.STEPS[name].run()
@@ -150,7 +163,7 @@ def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
 
     monkeypatch.setattr(doctor_variants, "cases", cases)
     with pytest.raises(RuntimeError) as caught:
-        doctor_variants.compare(formats=("uint4", "lut4"), dtypes=("bfloat16", "float32"))
+        doctor_variants.compare([(form, dtype) for form in ("uint4", "lut4") for dtype in ("bfloat16", "float32")])
     texts = str(caught.value).split("; ")
     assert texts[0] == "late of uint4 in bfloat16: expected an error below 0.016 of the largest result, got 0.04688"
     assert texts[1].startswith(
@@ -166,8 +179,9 @@ def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
 
 @pytest.mark.large
 @pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5")
-def test_every_variant_of_an_m5_in_every_format_and_dtype():
-    program = "import json, softmetal\nfrom torch_marlin_metal.cli.doctor_variants import compare\nprint(json.dumps(compare()))"
+def test_every_variant_of_an_m5(everything):
+    program = "import json, softmetal\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
+    program += f"print(json.dumps(compare({kinds(everything)})))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "SOFTMETAL_FAMILY": "10"}, cwd=Path(__file__).parents[2],
         capture_output=True, text=True,

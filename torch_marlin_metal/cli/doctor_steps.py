@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.cli.doctor_variants import compare
+from torch_marlin_metal.cli import doctor_variants
 from torch_marlin_metal.gpu.tuning.errors import check
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ def half_subnormals() -> Values:
 
 def products_on_mps() -> Values:
     """Compares every kernel of `gemm` and `moe_gemm` in one format with fp16 activations, see `every_variant`."""
-    return {**half_subnormals(), **_short(compare(formats=("uint4b8",), dtypes=("float16",)))}
+    return {**half_subnormals(), **_short(doctor_variants.compare(doctor_variants.ONE_KIND))}
 
 
 def every_variant() -> Values:
     """Compares every kernel of `gemm` and `moe_gemm` in every format and dtype, and torch.matmul, with fp64."""
-    return {**half_subnormals(), **_short(compare())}
+    return {**half_subnormals(), **_short(doctor_variants.compare(doctor_variants.EVERY_KIND))}
 
 
 def profiled_products() -> Values:

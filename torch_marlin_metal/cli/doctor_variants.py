@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import product as pairs
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,21 +17,23 @@ from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.ops import gemm, moe_gemm
 
 DTYPES = ("float16", "bfloat16", "float32")
+Kind = tuple[str, str]  # a weight format and the dtype of activations
+ONE_KIND: tuple[Kind, ...] = (("uint4b8", "float16"),)
+EVERY_KIND: tuple[Kind, ...] = tuple(product(WEIGHT_FORMATS, DTYPES))
 ROWS = {"gemv": 1, "fused": 40, "double_buffered": 40, "single_stage": 40, "striped": 40, "two_pass": 40, "tensor": 40}
 MOE_VARIANTS = ("gemv", "fused", "tensor")
 TOKENS = 60
 MOST_FAULTS = 5  # in the text of an error
 
 
-def compare(formats: Iterable[str] = tuple(WEIGHT_FORMATS), dtypes: Iterable[str] = DTYPES) -> dict[str, float]:
-    """Compares every variant in every format and dtype, and torch.matmul of the decoded weight, with fp64.
+def compare(kinds: Iterable[Kind]) -> dict[str, float]:
+    """Compares every variant, and torch.matmul of the decoded weight, with fp64.
 
     All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` of 3-D activations is wrong
     (pytorch#192934), so a comparison with it would blame this package.
 
     Args:
-        formats: names of weight formats.
-        dtypes: dtypes of the activations and of floating scales.
+        kinds: pairs of a weight format and a dtype of the activations and of floating scales.
 
     Returns:
         The largest error of each variant and dtype, as a part of the largest result.
@@ -41,7 +43,7 @@ def compare(formats: Iterable[str] = tuple(WEIGHT_FORMATS), dtypes: Iterable[str
     """
     errors: dict[str, float] = {}
     faults = []
-    for weight_format, dtype in pairs(formats, dtypes):
+    for weight_format, dtype in kinds:
         problem = Product(128, 256, weight_format, WEIGHT_FORMATS[weight_format].fixed_group_size or 64, dtype)
         for what, run, expected in cases(problem):
             try:
@@ -99,19 +101,17 @@ def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
     expected = torch.zeros(TOKENS, 2, problem.N, dtype=torch.float64, device="cpu")
     for expert in range(2):
         expected[ids == expert] = products[expert][(ids == expert).any(1)]
-    parts = weight.tensors()
-    per_column = {name for name, part in parts.items() if part.dim() > 1}
-    stacked: Any = {
-        name: torch.stack([part, part[:, columns] if name in per_column else part]).to("mps")
-        for name, part in parts.items()
-    }
+    stacked: Any = {}
+    for name, part in weight.tensors().items():
+        both = part if name == "lut" else torch.stack([part, part[:, columns] if part.dim() > 1 else part])
+        stacked[name] = both.to("mps")
     rows, chosen = a.to("mps"), ids.to("mps")
     options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **stacked}
 
-    def product(variant: str, tokens: int = TOKENS, *, reduce: bool = False) -> Tensor:
+    def multiply(variant: str, tokens: int = TOKENS, *, reduce: bool = False) -> Tensor:
         return moe_gemm(rows[:tokens], expert_ids=chosen[:tokens], variant=variant, reduce=reduce, **options)
 
     for variant in variants:
-        yield f"{variant} with experts", partial(product, variant), expected
+        yield f"{variant} with experts", partial(multiply, variant), expected
     # All slots of a token are added in the kernel that multiplies.
-    yield "gemv with a sum of experts", partial(product, "gemv", 3, reduce=True), expected[:3].sum(1)
+    yield "gemv with a sum of experts", partial(multiply, "gemv", 3, reduce=True), expected[:3].sum(1)
