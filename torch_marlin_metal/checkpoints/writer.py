@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.card import README, write_card
-from torch_marlin_metal.checkpoints.checkpoint import regular_file
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS, Exporter
+from torch_marlin_metal.checkpoints.files.regular import regular_file
 from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files

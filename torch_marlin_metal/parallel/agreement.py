@@ -24,7 +24,7 @@ def number_of(text: str | bytes) -> int:
 
 def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Returns the values of every process, in the order of ranks."""
-    own = torch.tensor(values, dtype=torch.int64)
+    own = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group)
     return [other.tolist() for other in everyone]

@@ -82,16 +82,16 @@ def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> PackedWeight:
-    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
     return PackedWeight(_codes(blocks[..., 2:], 16), _float16(blocks[..., :2]), "lut4", 32, lut=lut)
 
 
 def _iq4_xs(blocks: Tensor) -> PackedWeight:
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=3).flatten(2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")
     high = ((blocks[..., 2:4].unsqueeze(3) >> shifts) & 3).flatten(2)
     scales = _per_sub_block(_float16(blocks[..., :2]).float(), (low | (high << 4)).to(torch.int8) - 32)
-    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
     return PackedWeight(_codes(blocks[..., 8:], 16), scales, "lut4", 32, lut=lut)
 
 

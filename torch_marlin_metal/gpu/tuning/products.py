@@ -57,9 +57,9 @@ class Product:
     def make_weight(self, device: str) -> PackedWeight:
         """Makes a weight of random codes on a device."""
         generator = torch.Generator().manual_seed(0)
-        dense = torch.randn(self.N, self.K, generator=generator).to(self.torch_dtype) / self.K**0.5
+        dense = torch.randn(self.N, self.K, generator=generator, device="cpu").to(self.torch_dtype) / self.K**0.5
         row = WEIGHT_FORMATS[self.weight_format]
-        lut = torch.tensor(NF4_VALUES) if row.has_lut else None
+        lut = torch.tensor(NF4_VALUES, device="cpu") if row.has_lut else None
         weight = quantize_weight(dense, self.weight_format, self.group_size, scale_dtype=self.torch_dtype, lut=lut)
         return weight.to(device)
 
