@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats import awq, bitsandbytes, compressed_tensors, hqq, mlx
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 

@@ -9,11 +9,12 @@
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import awq_words, awq_zeros
 from torch_marlin_metal.packed_weight import PackedWeight
 

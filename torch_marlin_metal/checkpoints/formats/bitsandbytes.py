@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 STORAGE = ("U8", "I8", "F16", "BF16", "F32")

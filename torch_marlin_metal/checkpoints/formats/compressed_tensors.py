@@ -10,11 +10,12 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
