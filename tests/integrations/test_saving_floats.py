@@ -116,5 +116,5 @@ def test_settings_inside_a_section_of_the_config_are_replaced_too(tmp_path):
 
 def test_load_quantized_says_that_such_a_directory_holds_floats(tmp_path):
     model = from_settings_without_layers(tmp_path, tmp_path)
-    with pytest.raises(NotQuantized, match="no quantization settings"):
+    with pytest.raises(NotQuantized, match="its quantization settings name no layer, and its tensors are floats"):
         load_quantized(model, tmp_path)

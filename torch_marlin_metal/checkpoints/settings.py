@@ -100,8 +100,7 @@ def _in_config(file: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, A
         if config.get(key) is not None:
             if not isinstance(config[key], dict):
                 raise CheckpointError(f"{file}: {key}: expected an object, got {config[key]!r}")
-            if not names_no_layer(config[key]):
-                yield config[key]
+            yield config[key]
             return
     for key, section in config.items():
         if key.endswith("_config") and isinstance(section, dict):
