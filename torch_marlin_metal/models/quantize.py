@@ -13,6 +13,7 @@ from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
+from torch_marlin_metal.layers.heads import IN_HEAD, classifier_heads
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
@@ -89,9 +90,10 @@ def quantize_model(
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to quantize; None means all. A pattern or a list of patterns for the layer's full name, or a
-            function of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:"
-            they are regular expressions that must match the full name. A pattern that matches no layer is an error.
+        include: layers to quantize; None means all but the head of a classifier of transformers. A pattern or a list of
+            patterns for the layer's full name, or a function of (name, module). Patterns are shell-style (`fnmatch`:
+            "encoder.*.query"); with the prefix "re:" they are regular expressions that must match the full name. A
+            pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
         embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
             `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
@@ -121,7 +123,7 @@ def quantize_model(
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
     left = left_matrices(model, _chosen(include, exclude), is_wanted)
-    reasons = _reasons(model, targets)
+    reasons = _reasons(model, targets, classifier_heads(model) if include is None else set())
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
@@ -274,11 +276,12 @@ def _converted(entry: LayerReport, layer: PackedLayer, error: float | None) -> L
     )
 
 
-def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns the reasons why modules cannot be quantized, by the module's id."""
+def _reasons(model: nn.Module, targets: list[Target], heads: set[int]) -> dict[int, str]:
+    """Returns the reasons why modules are not quantized, by the module's id. `heads` are those of classifiers."""
     taken = taken_weights(model)
     why = {
-        id(target.module): taken.get(id(target.module))
+        id(target.module): (f"{IN_HEAD}; name it in include to quantize it" if id(target.module) in heads else "")
+        or taken.get(id(target.module))
         or (why_not_experts if is_experts(target.module) else _why_not)(target.module)
         for target in targets
     }
