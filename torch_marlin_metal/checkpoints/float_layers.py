@@ -80,7 +80,7 @@ class FloatModel:
         }
 
     def is_linear(self, name: str) -> bool:
-        """Returns whether a layer is an `nn.Linear` of the model, outside of the output embedding and classifiers' heads."""
+        """Returns whether a layer is an `nn.Linear` of the model that belongs to no head."""
         return self._names.layer(name) in self._linear
 
     def is_lookup(self, name: str) -> bool:

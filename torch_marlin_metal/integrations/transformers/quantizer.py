@@ -274,7 +274,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model.config.quantization_config = self.quantization_config
         return state, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = _dtype(dtype)
         original = empty_model(model)  # knows which layers hold their weight transposed
         decode_stacks(model, dtype or torch.float32)
         weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
@@ -313,3 +314,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Returns True, so that `generate` may compile its decoding step with a static cache."""
         return True
+
+
+def _dtype(stated: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns a dtype that a caller or a config states. `save_pretrained` makes the config's dtype a string."""
+    if not isinstance(stated, str):
+        return stated
+    found = getattr(torch, stated.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dequantize: dtype: expected a dtype of torch or its name, got {stated!r}")
+    return found
