@@ -13,9 +13,9 @@ from torch_marlin_metal.checkpoints.options import check_choice
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
-from torch_marlin_metal.layers.heads import IN_HEAD, classifier_heads
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
     is_candidate,
@@ -90,7 +90,7 @@ def quantize_model(
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to quantize; None means all but the head of a classifier of transformers. A pattern or a list of
+        include: layers to quantize; None means all but the head of a classifier and what transformers keeps in float32. A pattern or a list of
             patterns for the layer's full name, or a function of (name, module). Patterns are shell-style (`fnmatch`:
             "encoder.*.query"); with the prefix "re:" they are regular expressions that must match the full name. A
             pattern that matches no layer is an error.
@@ -123,7 +123,7 @@ def quantize_model(
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
     left = left_matrices(model, _chosen(include, exclude), is_wanted)
-    reasons = _reasons(model, targets, classifier_heads(model) if include is None else set())
+    reasons = _reasons(model, targets, staying_layers(model) if include is None else {})
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
@@ -276,11 +276,13 @@ def _converted(entry: LayerReport, layer: PackedLayer, error: float | None) -> L
     )
 
 
-def _reasons(model: nn.Module, targets: list[Target], heads: set[int]) -> dict[int, str]:
-    """Returns the reasons why modules are not quantized, by the module's id. `heads` are those of classifiers."""
+def _reasons(model: nn.Module, targets: list[Target], staying: dict[int, str]) -> dict[int, str]:
+    """Returns the reasons why modules are not quantized, by the module's id; `staying` are defaults."""
     taken = taken_weights(model)
     why = {
-        id(target.module): (f"{IN_HEAD}; name it in include to quantize it" if id(target.module) in heads else "")
+        id(target.module): (
+            f"{default}; name it in include to quantize it" if (default := staying.get(id(target.module))) else ""
+        )
         or taken.get(id(target.module))
         or (why_not_experts if is_experts(target.module) else _why_not)(target.module)
         for target in targets

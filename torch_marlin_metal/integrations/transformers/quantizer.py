@@ -41,8 +41,8 @@ from torch_marlin_metal.integrations.transformers.while_loading import QuantizeW
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
-from torch_marlin_metal.layers.heads import IN_HEAD, classifier_heads
 from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
     is_transposed,
@@ -132,11 +132,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
-        heads = set() if config.quantize_head else classifier_heads(model)
+        staying = staying_layers(model, heads=not config.quantize_head)
 
         def stays(name: str) -> str:
-            if id(model.get_submodule(name)) in heads:
-                return f"{IN_HEAD}, unless quantize_head=True"
+            if reason := staying.get(id(model.get_submodule(name))):
+                return f"{reason}, unless quantize_head=True" if reason == IN_HEAD else reason
             return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
 
         chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))

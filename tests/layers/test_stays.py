@@ -1,4 +1,4 @@
-"""The heads of classifiers stay in floats through every door that quantizes, unless they are asked for."""
+"""Heads of classifiers and float32 parts stay in floats through every door that quantizes, unless they are named."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from torch_marlin_metal import MarlinLinear, convert, quantize_model
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.layers.heads import CLASSIFIERS, classifier_heads
+from torch_marlin_metal.layers.stays import CLASSIFIERS, classifier_heads
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 SMALL |= {"vocab_size": 64, "num_labels": 24, "max_position_embeddings": 32, "pad_token_id": 0}
@@ -79,6 +79,37 @@ def test_the_command_leaves_the_head(name, arguments, head, tmp_path):
     quantize_model(model, progress=False)
     assert len(names) == len(packed(model))
     assert names.isdisjoint(head)
+
+
+T5 = {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_heads": 2, "num_layers": 1, "vocab_size": 64}
+T5_CASES = [
+    ("T5ForConditionalGeneration", "T5Config"),
+    ("T5EncoderModel", "T5Config"),
+    ("UMT5EncoderModel", "UMT5Config"),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), T5_CASES)
+def test_parts_that_transformers_keeps_in_float32_stay(name, config, tmp_path):
+    kind, arguments = getattr(transformers, name), getattr(transformers, config)(**T5)
+    torch.manual_seed(0)
+    kind(arguments).eval().save_pretrained(tmp_path / "floats")
+    in_memory = kind.from_pretrained(tmp_path / "floats")
+    report = quantize_model(in_memory, "uint4", 32, progress=False)
+    loaded = kind.from_pretrained(tmp_path / "floats", quantization_config=MarlinConfig("uint4", 32))
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "floats"), str(tmp_path / "out"), "--group-size", "32"])
+    assert done.exit_code == 0, done.output
+    names = set(convert.open_reader(tmp_path / "out").layer_names)
+    wide = {name for name, _ in in_memory.named_modules() if name.endswith(".wo")}
+    assert wide
+    assert wide <= floats(in_memory) & floats(loaded)
+    assert names.isdisjoint(wide)
+    assert packed(loaded) == names
+    assert {layer.reason for layer in report.left if layer.name in wide} == {
+        "transformers keeps it in float32; name it in include to quantize it"
+    }
+    quantize_model(in_memory, "uint4", 32, include="*.wo", progress=False)
+    assert wide <= packed(in_memory)
 
 
 def test_a_head_that_is_named_is_quantized():

@@ -1,6 +1,7 @@
-"""Finds the heads of classifiers, which stay in floats unless the caller asks for them.
+"""Finds the Linear layers that stay in floats unless the caller names them: heads of classifiers, and float32 parts.
 
-A head has few rows, so that 4 bit saves nothing, and every row decides about a class.
+A head has few rows, so that 4 bit saves nothing, and every row decides about a class. transformers and its quantizers
+keep the parts that a class lists in `_keep_in_fp32_modules`, such as T5's `wo`.
 """
 
 import re
@@ -11,6 +12,26 @@ from torch import nn
 # Parts of the class names of transformers' models that end in a trained head over few classes.
 CLASSIFIERS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
 IN_HEAD = "it belongs to the head of a classifier"
+
+
+IN_FLOAT32 = "transformers keeps it in float32"
+
+
+def staying_layers(model: nn.Module, heads: bool = True) -> dict[int, str]:
+    """Returns `{id(layer): reason}` for the Linear layers of a model that stay in floats by default.
+
+    Args:
+        model: the model, which may be on the meta device.
+        heads: whether the heads of classifiers are among them.
+    """
+    found = dict.fromkeys(classifier_heads(model), IN_HEAD) if heads else {}
+    for module in model.modules():
+        names = getattr(module, "_keep_in_fp32_modules", None)
+        if names:
+            kept = re.compile("|".join(rf"(?:.*\.)?{name}(?:\..*)?" for name in names))
+            layers = [layer for name, layer in module.named_modules() if _is_layer(layer) and kept.fullmatch(name)]
+            found |= dict.fromkeys(map(id, layers), IN_FLOAT32)
+    return found
 
 
 def classifier_heads(model: nn.Module) -> set[int]:
