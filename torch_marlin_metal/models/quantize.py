@@ -90,10 +90,10 @@ def quantize_model(
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to quantize; None means all but the head of a classifier and what transformers keeps in float32. A pattern or a list of
-            patterns for the layer's full name, or a function of (name, module). Patterns are shell-style (`fnmatch`:
-            "encoder.*.query"); with the prefix "re:" they are regular expressions that must match the full name. A
-            pattern that matches no layer is an error.
+        include: layers to quantize; None means all but the head of a classifier and what transformers keeps in float32.
+            A pattern or a list of patterns for the layer's full name, or a function of (name, module). Patterns are
+            shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are regular expressions that must
+            match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
         embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
             `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
@@ -280,13 +280,13 @@ def _reasons(model: nn.Module, targets: list[Target], staying: dict[int, str]) -
     """Returns the reasons why modules are not quantized, by the module's id; `staying` are defaults."""
     taken = taken_weights(model)
     why = {
-        id(target.module): (
-            f"{default}; name it in include to quantize it" if (default := staying.get(id(target.module))) else ""
-        )
-        or taken.get(id(target.module))
+        id(target.module): taken.get(id(target.module))
         or (why_not_experts if is_experts(target.module) else _why_not)(target.module)
         for target in targets
     }
+    for target in targets:
+        if default := staying.get(id(target.module)):
+            why[id(target.module)] = f"{default}; name it in include to quantize it"
     reasons = {module: reason for module, reason in why.items() if reason}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():
