@@ -43,6 +43,7 @@ from torch_marlin_metal.replace.detect import (
     read_packed_linear,
     shape_of,
     tensors_of,
+    why_unread,
 )
 from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
@@ -122,7 +123,7 @@ def quantize_model(
         return is_candidate(module) or id(module) in tables or is_experts(module)
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
-    left = left_matrices(model, _chosen(include, exclude), is_wanted)
+    left = left_matrices(model, _chosen(include, exclude), is_wanted, embeddings)
     reasons = _reasons(model, targets, staying_layers(model) if include is None else {})
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
@@ -198,7 +199,8 @@ def replace_linear_layers(
     and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
     transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer uint4. A
     layer that cannot be read, or whose tensors another module also uses, is not replaced, and the report gives the
-    reason. The report also lists the experts of mixtures, which are not replaced. `quantize_model` packs those in
+    reason. The report also lists layers with packed weights of other kinds, such as those of torchao and quanto, and
+    the experts of mixtures, which are not replaced. `quantize_model` packs those in
     floats, before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
     checkpoint with `load_quantized`, or import `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
@@ -249,9 +251,14 @@ def replace_linear_layers(
         for name, module in model.named_modules()
         if (is_experts(module) or is_packed_experts(module)) and chosen(name, module)
     ]
+    unread = [
+        replace(_entry(Target([name], module), shape_of(module)), reason=reason)
+        for name, module in model.named_modules()
+        if chosen(name, module) and (reason := why_unread(module))
+    ]
     let_it_save("replace_linear_layers", model)
     report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
-    report.layers += experts
+    report.layers += experts + unread
     return report
 
 
