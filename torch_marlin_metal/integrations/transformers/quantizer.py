@@ -15,7 +15,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import DirectorySource, open_reader
 from torch_marlin_metal.extension import require
@@ -100,14 +100,14 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Opens the directory that transformers found."""
         if not checkpoint_files:
-            raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+            raise UnsupportedFormat(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
-        reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
+        reader = open_reader(directory, self.quantization_config.read_options())
         assert isinstance(reader.source, DirectorySource)
         files = {info.file.name for info in reader.source.checkpoint.tensors.values()}
         asked = {Path(file).name for file in checkpoint_files}
         if files != asked:
-            raise CheckpointError(
+            raise UnsupportedFormat(
                 f"{directory}: transformers asks for {listing(asked)}, the checkpoint's tensors are in {listing(files)}"
             )
         self._packed = PackedCheckpoint(reader, self.quantization_config)
