@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
-from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.formats import NF4_VALUES, WEIGHT_FORMATS
 from torch_marlin_metal.gpu.planning import GemmPlan, plan
 from torch_marlin_metal.packed_weight import PackedWeight

@@ -28,7 +28,7 @@ from transformers import AutoRoundConfig, GgufConfig, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.utils import cached_file, logging
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, CONFIG_KEYS, find_settings
@@ -144,8 +144,8 @@ def _tries_twice(original: Any) -> Any:
         try:
             try:
                 return original(cls, *args, **kwargs)
-            except (UnsupportedFormat, NotQuantized) as error:
-                stray = isinstance(error, NotQuantized) and load.settings is not None
+            except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
+                stray = isinstance(error, NothingPacked) and load.settings is not None
                 if load.config is None or (load.insists and not stray):
                     raise
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
