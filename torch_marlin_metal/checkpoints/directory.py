@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.known_formats import find_format
-from torch_marlin_metal.checkpoints.layer import Layer, fp8_weight
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, fp8_weight
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
@@ -41,7 +41,11 @@ class DirectoryReader(CheckpointReader):
         self._refused = {layer.name for layer in self._layers if layer.refused}
         if not self._layers:
             anchors = " or ".join(self.format.anchors)
-            raise NothingPacked(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
+            message = f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}"
+            codes = [info for info in self.checkpoint.tensors.values() if info.dtype not in (*FLOATS, "F64")]
+            if any(info.name.endswith(".weight") for info in codes):
+                raise UnsupportedFormat(f"{message}, and {codes[0].name!r} is {codes[0].dtype}")
+            raise NothingPacked(f"{message}; all its weights are floats, and their quantization settings have no effect")
         listed = None if self.format.listed is None else self.format.listed(self.checkpoint.settings)
         if lost := (listed or set()) - {layer.name for layer in self._layers}:
             raise CheckpointError(
@@ -57,6 +61,8 @@ class DirectoryReader(CheckpointReader):
     def _check_anchored(self, name: str, role: str, base: str) -> None:
         """Refuses a tensor whose layer has no codes, unless `convert` refuses the layer with a better reason."""
         anchors = [base + ending for ending in self.format.anchors]
+        if self.format.is_float(self.checkpoint, base):
+            return
         if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
@@ -135,7 +141,7 @@ class DirectoryReader(CheckpointReader):
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
         """Yields (name, function that reads it, dtype) for each tensor outside the layers."""
-        used = {name for layer in self._layers for name in layer.roles.values()}
+        used = {name for layer in self._layers for name in layer.roles.values()} | self.format.unused(self.checkpoint)
         for name, info in self.checkpoint.tensors.items():
             if name not in used:
                 yield name, partial(self.checkpoint.read, name), info.dtype

@@ -57,6 +57,7 @@ class _Load:
         config: the config of this package's quantizer, or None if it does not load the checkpoint.
         insists: whether this package must load the checkpoint or raise its error.
         settings: the checkpoint's settings, if the class's configuration lacks them.
+        floats: whether the checkpoint's settings do not count, because all its weights are floats.
     """
 
     path: Any = None
@@ -65,6 +66,7 @@ class _Load:
     config: MarlinConfig | None = None
     insists: bool = False
     settings: dict[str, Any] | None = None
+    floats: bool = False
 
 
 _active = False
@@ -145,14 +147,13 @@ def _tries_twice(original: Any) -> Any:
             try:
                 return original(cls, *args, **kwargs)
             except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
-                stray = isinstance(error, NothingPacked) and load.settings is not None
-                if load.config is None or (load.insists and not stray):
+                load.floats = isinstance(error, NothingPacked)
+                if load.config is None or (load.insists and not load.floats):
                     raise
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
             load.config, load.by_transformers = None, True
             logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
-            if stray:  # a settings file beside a checkpoint of floats
-                load.settings = None
+            if load.floats:
                 return original(cls, *args, **kwargs)
             try:
                 return original(cls, *args, **kwargs)
@@ -191,7 +192,10 @@ def _chooses(original: Any) -> Any:
         gguf_file: Any = None,
     ) -> Any:
         load, quantizer = _load.get(), None
-        if load is not None and load.by_transformers and load.settings is not None:
+        if load is not None and load.floats:
+            for owner in (config, config.get_text_config(decoder=True)):
+                vars(owner).pop("quantization_config", None)
+        elif load is not None and load.by_transformers and load.settings is not None:
             config.quantization_config = load.settings
         if load is not None and not load.by_transformers:
             if gguf_file is None:
