@@ -238,7 +238,8 @@ def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | N
     load.config = MarlinConfig.from_dict(settings)
     if isinstance(passed, MarlinConfig):
         load.insists = True
-        vars(load.config).update(passed.get_loading_attributes())
+        for name, value in passed.get_loading_attributes().items():
+            setattr(load.config, name, value)
     load.insists |= load.config.on_unsupported == "error" or _method(settings) == METHOD
     config.quantization_config = load.config
     return MarlinQuantizer(load.config, pre_quantized=True)
