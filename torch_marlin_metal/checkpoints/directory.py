@@ -39,24 +39,30 @@ class DirectoryReader(CheckpointReader):
 
     def _check_complete(self) -> None:
         self._refused = {layer.name for layer in self._layers if layer.refused}
-        if not self._layers:
-            anchors = " or ".join(self.format.anchors)
-            message = f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}"
-            codes = [info for info in self.checkpoint.tensors.values() if info.dtype not in (*FLOATS, "F64")]
-            if any(info.name.endswith(".weight") for info in codes):
-                raise UnsupportedFormat(f"{message}, and {codes[0].name!r} is {codes[0].dtype}")
-            raise NothingPacked(f"{message}; all its weights are floats, and their quantization settings have no effect")
         listed = None if self.format.listed is None else self.format.listed(self.checkpoint.settings)
         if lost := (listed or set()) - {layer.name for layer in self._layers}:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {self.format.name}: the files lack the layer {min(lost)!r} of the settings"
             )
+        if not self._layers:
+            self._refuse_without_layers()
         strays = {role: endings for role, endings in self.format.roles.items() if role not in ("weight", "bias")}
         for name in self.checkpoint.tensors:
             for role, endings in strays.items():
                 for ending in endings:
                     if name.endswith(ending) and (listed is None or name.removesuffix(ending) in listed):
                         self._check_anchored(name, role, name.removesuffix(ending))
+
+    def _refuse_without_layers(self) -> None:
+        anchors = " or ".join(self.format.anchors)
+        message = f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}"
+        weights = [info for info in self.checkpoint.tensors.values() if info.name.endswith(".weight")]
+        codes = [info for info in weights if info.dtype not in (*FLOATS, "F64")]
+        if codes:
+            raise UnsupportedFormat(f"{message}, and {codes[0].name!r} is {codes[0].dtype}")
+        if not any(len(info.shape) == 2 for info in weights):
+            raise CheckpointError(f"{message} or is that of a matrix of floats")
+        raise NothingPacked(f"{message}; all its weights are floats, so its quantization settings have no effect")
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
         """Refuses a tensor whose layer has no codes, unless `convert` refuses the layer with a better reason."""
