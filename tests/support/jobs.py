@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -44,7 +44,9 @@ def read_commands(name: str, script: str) -> Job:
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         for ends, group in itertools.groupby(lexer, lambda word: set(word) <= set("();&|")):
-            words = list(itertools.dropwhile(lambda word: word.partition("=")[0].isidentifier() and "=" in word, group))
+            words = list(itertools.takewhile(lambda word: not set(word) <= set("<>&"), group))
+            while words and re.match(r"\w+=", words[0]):
+                words.pop(0)
             if words and not ends:
                 _read_command(job, words)
     return job
@@ -119,11 +121,16 @@ def modules_of(requirements: Iterable[str]) -> set[str]:
                 needs = map(Requirement, _requires(requirement.name))
                 waiting += [one for one in needs if one.marker is None or one.marker.evaluate({"extra": extra})]
     names = {name for name, _ in distributions}
-    owners = metadata.packages_distributions()
     own = {PACKAGE} if canonicalize_name(PACKAGE) in names else set()
-    return own | {module for module, who in owners.items() if names & set(map(canonicalize_name, who))}
+    return own | {module for module, who in _owners().items() if names & set(map(canonicalize_name, who))}
 
 
+@functools.cache
+def _owners() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
+
+
+@functools.cache
 def _requires(name: str) -> list[str]:
     try:
         return metadata.requires(name) or []
@@ -150,7 +157,7 @@ def imports(paths: Iterable[str]) -> dict[str, Path]:
         file = waiting.pop()
         if file not in read:
             read.add(file)
-            for name in _imported(ast.parse(file.read_text())):
+            for name in _imported(file):
                 top = name.partition(".")[0]
                 if (ROOT / top).is_dir() and top not in NOT_FOLLOWED:
                     path = ROOT / name.replace(".", "/")
@@ -169,8 +176,10 @@ def _file_beside(name: str) -> Path | None:
     return next((file for folder in folders for file in (ROOT / folder).rglob(f"{name}.py")), None)
 
 
-def _imported(tree: ast.Module) -> set[str]:
+@functools.cache
+def _imported(file: Path) -> set[str]:
     """Returns the full names that a file imports, except those whose absence it handles."""
+    tree = ast.parse(file.read_text())
     handled = {id(node) for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)}
     names: set[str] = set()
     optional: set[str] = set()
