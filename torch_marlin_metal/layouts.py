@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._pytree import tree_leaves
 
 NAMESPACE = "torch_marlin_metal"
@@ -22,6 +23,8 @@ def install() -> torch.library.Library:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")]
     for full in names:
         name = full.partition("::")[2]
+        # In inference mode, jagged tensors come without autograd's key, to the rule of their class.
+        torch.library.register_torch_dispatch(full, NestedTensor, _jagged_rule(name), lib=library)
         for key in (*NESTED, *OTHERS):
             library.impl(name, _refusal(name.partition(".")[0]), key)  # type: ignore[no-untyped-call]
     return library
@@ -34,6 +37,15 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
         raise ValueError(f"{name}: expected dense tensors, got {what_is_wrong(wrong)}")
 
     return refuse
+
+
+def _jagged_rule(name: str) -> Callable[..., NoReturn]:
+    refuse = _refusal(name)
+
+    def rule(kind: type, operator: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        refuse(*args, **(kwargs or {}))
+
+    return rule
 
 
 def what_is_wrong(tensor: Tensor) -> str:

@@ -31,7 +31,9 @@ def layer() -> MarlinLinear:
     return MarlinLinear.from_linear(nn.Linear(K, N))
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(
+    "mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode], ids=["grad", "no_grad", "inference"]
+)
 @pytest.mark.parametrize("kind", [*NESTED, *OTHERS])
 def test_a_tensor_that_is_not_dense_is_named(kind, mode):
     make, message = (NESTED | OTHERS)[kind]
