@@ -26,7 +26,7 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
     if fmt.zeros_role == "none":
-        return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8)
+        return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8, device=weight.b_packed.device)
     assert weight.zeros is not None
     if weight.zeros.dtype != torch.uint8 or int(weight.zeros.max()) > 15:
         raise _refuse(weight, target, "its zero points are not codes of 0 to 15")
@@ -34,7 +34,7 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
 
 
 def _g_idx(weight: PackedWeight) -> Tensor:
-    in_order = torch.arange(weight.K, dtype=torch.int32) // weight.group_size
+    in_order = torch.arange(weight.K, dtype=torch.int32, device=weight.b_packed.device) // weight.group_size
     if weight.perm is None:
         return in_order
     return torch.empty_like(in_order).index_copy_(0, weight.perm.long(), in_order)
@@ -153,7 +153,7 @@ class CompressedTensorsExporter:
         tensors = {
             "weight_packed": pack_gptq(weight.b_packed, perm=weight.perm).t(),
             "weight_scale": weight.scales.t(),
-            "weight_shape": torch.tensor([weight.N, weight.K]),
+            "weight_shape": torch.tensor([weight.N, weight.K], device=weight.b_packed.device),
         }
         if not symmetric:
             padded = torch.nn.functional.pad(zeros, (0, -weight.N % 8))
@@ -169,7 +169,8 @@ class CompressedTensorsExporter:
             scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
             self._register(weight, "mxfp4-pack-quantized", scheme | {"scale_dtype": "torch.uint8"})
             return tensors
-        multiplier = torch.ones(1) if weight.global_scale is None else weight.global_scale.reshape(-1)
+        given = weight.global_scale
+        multiplier = torch.ones(1, device=weight.b_packed.device) if given is None else given.reshape(-1)
         divisor = 1 / multiplier
         if divisor.numel() != 1 or not torch.equal(1 / divisor, multiplier):
             raise _refuse(weight, "compressed-tensors", "its global scale is not the inverse of one fp32 number")
