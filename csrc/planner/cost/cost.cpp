@@ -190,7 +190,8 @@ double weight_bytes(const WeightProblem& weight) {
   double per_group = has_coded_scales(weight.format) ? 1 : element_bytes(weight.scales);
   if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
   const double groups = ceil_divide(weight.K, group_size(weight));
-  return code_bits(weight.format) / 8.0 * weight.K * weight.N + groups * weight.N * per_group + (weight.has_perm ? 4.0 * weight.K : 0);
+  return code_bits(weight.format) / 8.0 * weight.K * weight.N + groups * weight.N * per_group +
+         (weight.has_perm ? 4.0 * weight.K : 0);
 }
 
 DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GemmProblem& problem,
