@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.directory import open_reader
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized
+from torch_marlin_metal.checkpoints.errors import NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.settings import names_no_layer
 from torch_marlin_metal.extension import require
@@ -42,6 +42,7 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
     is_transposed,
@@ -102,10 +103,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Opens the directory that transformers found."""
         if not checkpoint_files:
-            raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+            raise UnsupportedFormat(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
         try:
-            reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
+            reader = open_reader(directory, self.quantization_config.read_options())
         except NotQuantized:
             if names_no_layer(self.quantization_config.source):
                 return  # transformers loads the floats
@@ -113,7 +114,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         files = {file.name for file in reader.tensor_files().values()}
         asked = {Path(file).name for file in checkpoint_files}
         if files != asked:
-            raise CheckpointError(
+            raise UnsupportedFormat(
                 f"{directory}: transformers asks for {listing(asked)}, the checkpoint's tensors are in {listing(files)}"
             )
         self._packed = PackedCheckpoint(reader, self.quantization_config)
@@ -131,8 +132,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
+        staying = staying_layers(model, heads=not config.quantize_head)
 
         def stays(name: str) -> str:
+            if reason := staying.get(id(model.get_submodule(name))):
+                return f"{reason}, unless quantize_head=True" if reason == IN_HEAD else reason
             return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
 
         chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
@@ -270,7 +274,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model.config.quantization_config = self.quantization_config
         return state, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = _dtype(dtype)
         original = empty_model(model)  # knows which layers hold their weight transposed
         decode_stacks(model, dtype or torch.float32)
         weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
@@ -309,3 +314,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Returns True, so that `generate` may compile its decoding step with a static cache."""
         return True
+
+
+def _dtype(stated: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns a dtype that a caller or a config states. `save_pretrained` makes the config's dtype a string."""
+    if not isinstance(stated, str):
+        return stated
+    found = getattr(torch, stated.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dequantize: dtype: expected a dtype of torch or its name, got {stated!r}")
+    return found
