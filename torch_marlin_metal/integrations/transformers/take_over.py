@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import transformers.modeling_gguf_pytorch_utils
 import transformers.modeling_utils
 import transformers.quantizers.auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
@@ -23,7 +24,7 @@ from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
-from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
+from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer, reads_all_settings
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
 # The table entry that transformers looks up for directories in this package's format; see `NativeExporter.settings`.
@@ -78,6 +79,8 @@ def take_over(**defaults: Any) -> None:
     _replace(tables.AUTO_QUANTIZER_MAPPING, "gguf", MarlinGgufQuantizer)
     functions = vars(transformers.modeling_utils)
     _replace(functions, "get_hf_quantizer", _finds_mlx(functions["get_hf_quantizer"]))
+    functions = vars(transformers.modeling_gguf_pytorch_utils)
+    _replace(functions, "load_gguf_checkpoint", reads_all_settings(functions["load_gguf_checkpoint"]))
     _loading_types.append(tables.LOADING_ATTRIBUTES_CONFIG_TYPES)
     tables.LOADING_ATTRIBUTES_CONFIG_TYPES = (*tables.LOADING_ATTRIBUTES_CONFIG_TYPES, MarlinConfig)
 
