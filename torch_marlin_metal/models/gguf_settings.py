@@ -34,24 +34,26 @@ class Difference:
     """A setting that a file and a config give other values.
 
     Attributes:
-        key: the key or tensor of the file; several are separated by a comma.
-        said: what the file says, for messages.
+        said: what the file says, by its keys and tensors; None stands for the numbers of a tensor.
         setting: the config's setting, or "" if the config has none.
         held: the config's value.
         wanted: the value that the file asks for.
         why: for a difference without a setting: what is wrong.
     """
 
-    key: str
-    said: str
+    said: Mapping[str, Any]
     setting: str = ""
     held: Any = None
     wanted: Any = None
     why: str = ""
 
     def __str__(self) -> str:
-        held = self.why or f"config.{self.setting} is {shown(self.held)}"
-        return f"{self.key}{f' = {self.said}' if self.said else ''}, but {held}"
+        said = [key if value is None else f"{key} = {shown(value)}" for key, value in self.said.items()]
+        return f"{', '.join(said)}, but {self.why or f'config.{self.setting} is {shown(self.held)}'}"
+
+    def chosen(self, ignore: NameFilter) -> bool:
+        """Returns whether `ignore` selects one of the keys."""
+        return any(selects(ignore, key) for key in self.said)
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ class _Case:
     def difference(self, key: str, setting: str, value: Any) -> Iterator[Difference]:
         held = getattr(self.config, setting)
         if not same(held, value):
-            yield Difference(self.file.full(key), shown(self.file.values.get(key, value)), setting, held, value)
+            yield Difference({self.file.full(key): self.file.values.get(key, value)}, setting, held, value)
 
     def nowhere(self, key: str, why: str = "") -> Difference:
         why = why or f"{type(self.config).__name__} has no setting for it"
-        return Difference(self.file.full(key), shown(self.file.values[key]), why=why)
+        return Difference({self.file.full(key): self.file.values[key]}, why=why)
 
 
 def differences(
@@ -125,7 +127,7 @@ def _plain(case: _Case, name: str, key: Key, value: Any) -> Iterator[Difference]
 def _head(case: _Case, name: str, value: Any) -> Iterator[Difference]:
     if name == "attention.key_length":
         if value != (held := _head_size(case.config)):
-            yield Difference(case.file.full(name), shown(value), "head_dim", held, value)
+            yield Difference({case.file.full(name): value}, "head_dim", held, value)
     elif value != case.head:
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} has one size of a head, {case.head}")
 
@@ -159,9 +161,8 @@ def _layer_pattern(case: _Case, name: str, value: Any) -> Iterator[Difference]:
         if not all(sliding):
             yield case.nowhere(name)
     elif case.config.layer_types != types:
-        said = shown(case.file.values.get("attention.sliding_window_pattern", stated))
-        key = case.file.full("attention.sliding_window_pattern")
-        yield Difference(key, said, "layer_types", case.config.layer_types, types)
+        said = {case.file.full("attention.sliding_window_pattern"): stated}
+        yield Difference(said, "layer_types", case.config.layer_types, types)
 
 
 def _window(case: _Case, name: str, value: Any) -> Iterator[Difference]:
@@ -228,7 +229,7 @@ def _of_tensors(case: _Case) -> Iterator[Difference]:
     for key, settings, value in said:
         setting = next((setting for setting in settings if hasattr(config, setting)), "")
         if setting and getattr(config, setting) != value:
-            yield Difference(key, shown(value), setting, getattr(config, setting), value)
+            yield Difference({key: value}, setting, getattr(config, setting), value)
 
 
 def _of_llama_cpp(case: _Case) -> Iterator[Difference]:
@@ -249,15 +250,13 @@ def _of_rope(case: _Case, model: nn.Module | None) -> Iterator[Difference]:
     config, file = case.config, case.file
     if not hasattr(config, "rope_parameters") or not (case.complete or states_rope(file)):
         return
-    keys = [file.full(key) for key in file.values if key.startswith("rope.")]
-    keys += [name for name in ROPE_TENSORS if name in file.tensors]
-    key = ", ".join(keys) or file.full("rope.freq_base")
-    said = ", ".join(shown(file.values[name]) for name in file.values if name.startswith("rope."))
+    said = {file.full(key): value for key, value in file.values.items() if key.startswith("rope.")}
+    said |= {name: None for name in ROPE_TENSORS if name in file.tensors}
     types = layer_types(config)
     try:
         ropes = {kind: wanted(config, file, kind, case.head, case.complete) for kind in types}
     except RopeError as error:
-        yield Difference(key, said, why=str(error))
+        yield Difference(said, why=str(error))
         return
     if types == [None] and not same(file.number("rope.freq_base_swa") or ropes[None].base, ropes[None].base):
         yield case.nowhere("rope.freq_base_swa")
@@ -268,7 +267,7 @@ def _of_rope(case: _Case, model: nn.Module | None) -> Iterator[Difference]:
         right = not any(differs(model, config, rope, kind) for kind, rope in ropes.items())
     if not right:
         settings = ropes[None].settings if types == [None] else {kind: rope.settings for kind, rope in ropes.items()}
-        yield Difference(key, said, "rope_parameters", held, settings)
+        yield Difference(said, "rope_parameters", held, settings)
         length = settings.get("original_max_position_embeddings")
         if length and length != getattr(config, "original_max_position_embeddings", length):
             yield from case.difference(
@@ -320,15 +319,14 @@ def check_settings(
     config = model.config.get_text_config(decoder=True)
     with torch.device("cpu"):  # transformers builds models under the meta device
         compared = differences(config, file, model=model)
-    found = [each for each in compared if not any(selects(ignore, key) for key in each.key.split(", "))]
+    found = [each for each in compared if not each.chosen(ignore)]
     if found:
-        stated = "; ".join(map(str, found))
         fixes = [f"config.{each.setting} = {shown(each.wanted)}" for each in found if each.setting]
         how = f"Build the model with {', '.join(fixes)}" if fixes else "Build a model of the class that was converted"
         raise ModelMismatchError(
-            f"{op}: {path}: the file says other settings than the model has, which change what it computes: {stated}. "
-            f"{how} (AutoConfig.from_pretrained(directory, gguf_file=...) reads the file's settings), or keep the "
-            f"model's with ignore={[key for each in found for key in each.key.split(', ')][:3]}"
+            f"{op}: {path}: the file says other settings than the model has, and they change what it computes: "
+            f"{'; '.join(map(str, found))}. {how} (AutoConfig.from_pretrained(directory, gguf_file=...) returns the "
+            f"file's settings), or keep the model's settings with ignore={[next(iter(each.said)) for each in found]}"
         )
     return [key for key in file.unknown() if not selects(ignore, key)]
 
