@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.card import README, write_card
-from torch_marlin_metal.checkpoints.checkpoint import regular_file
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS, Exporter
+from torch_marlin_metal.checkpoints.files.regular import regular_file
 from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files
@@ -95,9 +95,9 @@ def write_checkpoint(
         return _layers_and_others(reader, exporter, start)
 
     def total() -> int:
-        return len(reader) + sum(1 for _ in reader.source.others())
+        return len(reader) + sum(1 for _ in reader.others())
 
-    config = dict(reader.source.config) if reader.path.is_dir() else {}
+    config = dict(reader.config) if reader.path.is_dir() else {}
     source = _Source(str(reader.path), items, total, config, _small_files(reader.path), unchanged)
     with nullcontext() if reader.calculates else _one_thread():
         return _write(source, destination, identity, exporter_class, options, max_shard_bytes, sync, progress)
@@ -252,7 +252,7 @@ def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int)
     for index in range(start, count):
         name = reader.layer_names[index]
         yield name, _named(name, _held(reader.read(index), exporter))
-    for position, (name, read, dtype) in enumerate(reader.source.others(), start=count):
+    for position, (name, read, dtype) in enumerate(reader.others(), start=count):
         if position >= start:
             yield name, [(name, read(), dtype)]
 

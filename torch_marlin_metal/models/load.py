@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
-from torch_marlin_metal.checkpoints.formats.gguf import GgufSource
+from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
-from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import StackError
 from torch_marlin_metal.layers.fuse import fuse_projections
@@ -105,8 +106,8 @@ def load_quantized(
     reader = open_reader(path, options or ReadOptions(gguf_names="hf", on_unsupported=mixed), **fields)
     if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
         warnings.warn(f"{OP}: {told}", stacklevel=2)
-    if isinstance(reader.source, GgufSource):
-        unknown_settings = check_settings(OP, path, model, reader.source.metadata, reader.source.tensors, ignore)
+    if isinstance(reader, GgufReader):
+        unknown_settings = check_settings(OP, path, model, reader.metadata, reader.tensors, ignore)
         if unknown_settings:
             warnings.warn(f"{OP}: {unknown_keys(path, unknown_settings)}", stacklevel=2)
     slots = Slots(model)

@@ -11,9 +11,9 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.utils import logging
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
-from torch_marlin_metal.checkpoints.formats.gguf import GgufSource
-from torch_marlin_metal.checkpoints.reader import open_reader
+from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
@@ -69,8 +69,8 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         """Refuses a file that the model's config does not reflect, and makes place for the packed layers."""
         assert self._packed is not None
         reader = self._packed.reader
-        assert isinstance(reader.source, GgufSource)
-        unknown = check_settings("from_pretrained", reader.path, model, reader.source.metadata, reader.source.tensors)
+        assert isinstance(reader, GgufReader)
+        unknown = check_settings("from_pretrained", reader.path, model, reader.metadata, reader.tensors)
         if unknown:
             logger.warning(unknown_keys(reader.path, unknown))
         super()._process_model_before_weight_loading(model, device_map, checkpoint_files, **kwargs)

@@ -15,9 +15,9 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
-from torch_marlin_metal.checkpoints.reader import DirectorySource, open_reader
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
@@ -103,8 +103,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
         reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
-        assert isinstance(reader.source, DirectorySource)
-        files = {info.file.name for info in reader.source.checkpoint.tensors.values()}
+        files = {file.name for file in reader.tensor_files().values()}
         asked = {Path(file).name for file in checkpoint_files}
         if files != asked:
             raise CheckpointError(
