@@ -96,6 +96,12 @@ def differences(
     return found + list(_of_rope(case, model))
 
 
+def has_setting(config: Any, name: str) -> bool:
+    """Returns whether a config's class has a setting. A config also keeps values that its class does not know."""
+    declared = getattr(type(config), "__dataclass_fields__", None)
+    return hasattr(config, name) if declared is None else name in declared or name in type(config).attribute_map
+
+
 def _head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
@@ -111,7 +117,7 @@ def _of_key(case: _Case, name: str) -> Iterator[Difference]:
 
 
 def _plain(case: _Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
-    setting = next((setting for setting in key.settings if hasattr(case.config, setting)), "")
+    setting = next((setting for setting in key.settings if has_setting(case.config, setting)), "")
     neutral = value in key.neutral
     if isinstance(value, list) or not isinstance(value, bool | int | float):
         yield case.nowhere(name, f"one number for all layers is expected for a {type(case.config).__name__}")
@@ -135,9 +141,9 @@ def _head(case: _Case, name: str, value: Any) -> Iterator[Difference]:
 def _attention_scale(case: _Case, name: str, value: Any) -> Iterator[Difference]:
     if not value or isinstance(value, list):
         return
-    if hasattr(case.config, "attention_multiplier"):
+    if has_setting(case.config, "attention_multiplier"):
         yield from case.difference(name, "attention_multiplier", value)
-    elif hasattr(case.config, "query_pre_attn_scalar"):
+    elif has_setting(case.config, "query_pre_attn_scalar"):
         if not same(case.config.query_pre_attn_scalar**-0.5, value):
             yield from case.difference(name, "query_pre_attn_scalar", round(value**-2, 4))
     elif not same(case.head**-0.5, value):
@@ -157,7 +163,7 @@ def _layer_pattern(case: _Case, name: str, value: Any) -> Iterator[Difference]:
     else:
         sliding = [stated == 0 or layer % stated < stated - 1 for layer in layers]
     types = ["sliding_attention" if each else "full_attention" for each in sliding]
-    if not hasattr(case.config, "layer_types"):
+    if not has_setting(case.config, "layer_types"):
         if not all(sliding):
             yield case.nowhere(name)
     elif case.config.layer_types != types:
@@ -172,7 +178,7 @@ def _window(case: _Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _weights_norm(case: _Case, name: str, value: Any) -> Iterator[Difference]:
-    if hasattr(case.config, "norm_topk_prob"):
+    if has_setting(case.config, "norm_topk_prob"):
         yield from case.difference(name, "norm_topk_prob", bool(value))
     elif bool(value) == (case.file.architecture == "llama4") and case.file.values.get("expert_count"):
         yield case.nowhere(name)
@@ -227,7 +233,7 @@ def _of_tensors(case: _Case) -> Iterator[Difference]:
     if file.architecture == "stablelm":
         said.append(("blk.0.ffn_norm.weight", ("use_parallel_residual",), not file.has("ffn_norm.weight")))
     for key, settings, value in said:
-        setting = next((setting for setting in settings if hasattr(config, setting)), "")
+        setting = next((setting for setting in settings if has_setting(config, setting)), "")
         if setting and getattr(config, setting) != value:
             yield Difference({key: value}, setting, getattr(config, setting), value)
 
@@ -238,7 +244,11 @@ def _of_llama_cpp(case: _Case) -> Iterator[Difference]:
     It knows the scale of Gemma's attention from the number of layers, and normalizes the weights of Qwen 3's experts.
     """
     config, architecture = case.config, case.file.architecture
-    if architecture in PERIODS and hasattr(config, "query_pre_attn_scalar") and not case.file.number("attention.scale"):
+    if (
+        architecture in PERIODS
+        and has_setting(config, "query_pre_attn_scalar")
+        and not case.file.number("attention.scale")
+    ):
         wide = (architecture, config.num_hidden_layers) in SCALED_BY_WIDTH
         value = config.hidden_size // config.num_attention_heads if wide else case.head
         yield from case.difference("attention.scale", "query_pre_attn_scalar", value)
@@ -248,7 +258,7 @@ def _of_llama_cpp(case: _Case) -> Iterator[Difference]:
 
 def _of_rope(case: _Case, model: nn.Module | None) -> Iterator[Difference]:
     config, file = case.config, case.file
-    if not hasattr(config, "rope_parameters") or not (case.complete or states_rope(file)):
+    if not has_setting(config, "rope_parameters") or not (case.complete or states_rope(file)):
         return
     said = {file.full(key): value for key, value in file.values.items() if key.startswith("rope.")}
     said |= {name: None for name in ROPE_TENSORS if name in file.tensors}
@@ -323,10 +333,11 @@ def check_settings(
     if found:
         fixes = [f"config.{each.setting} = {shown(each.wanted)}" for each in found if each.setting]
         how = f"Build the model with {', '.join(fixes)}" if fixes else "Build a model of the class that was converted"
+        keys = [next(iter(each.said)) for each in found]
         raise ModelMismatchError(
             f"{op}: {path}: the file says other settings than the model has, and they change what it computes: "
             f"{'; '.join(map(str, found))}. {how} (AutoConfig.from_pretrained(directory, gguf_file=...) returns the "
-            f"file's settings), or keep the model's settings with ignore={[next(iter(each.said)) for each in found]}"
+            f"file's settings), or keep the model's settings with load_quantized(model, file, ignore={keys})"
         )
     return [key for key in file.unknown() if not selects(ignore, key)]
 
