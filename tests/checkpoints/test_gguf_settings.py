@@ -14,6 +14,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from tests.support.gguf_models import model_of, write
 from tests.support.gguf_settings import CASES, distance, kinds, of_biases, of_gemma3, reference, shape
 from torch_marlin_metal import load_quantized
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers as integration
@@ -138,6 +139,23 @@ def test_a_key_that_the_class_has_no_setting_for_is_refused(key, tmp_path) -> No
     load_quantized(model, tmp_path / "m.gguf", ignore=f"{architecture}.{key}", progress=False)
 
 
+BROKEN = {
+    "llama.rope.freq_base": -1.0,
+    "llama.rope.dimension_count": 64.0,  # of a head of 32
+    "llama.rope.scaling.factor": -4.0,
+    "llama.rope.scaling.attn_factor": float("nan"),
+    "llama.attention.key_length": "wide",
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_a_value_without_sense_is_refused(key, tmp_path) -> None:
+    add = "add_string" if isinstance(BROKEN[key], str) else "add_float32"
+    model = tiny(tmp_path / "m.gguf", "llama", lambda writer: getattr(writer, add)(key, BROKEN[key]))
+    with pytest.raises((ModelMismatchError, CheckpointError), match=re.escape(key)):
+        load_quantized(model, tmp_path / "m.gguf", progress=False)
+
+
 def test_values_with_the_meaning_of_an_absent_key_are_not_refused(tmp_path) -> None:
     def states(writer: GGUFWriter) -> None:
         writer.add_attn_logit_softcapping(0.0)
@@ -234,6 +252,7 @@ def test_the_table_has_every_key_of_gguf_and_of_transformers() -> None:
     mapped = {key for table in tables for key in table}
     assert mapped - KEYS.keys() == {"sliding_window"}  # a mistake in its table for gpt-oss
     assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4"}
+    assert {architecture for architecture, *_ in CASES.values()} == set(MODEL_TYPES)
 
 
 def test_every_setting_of_the_table_is_one_of_a_config() -> None:

@@ -192,6 +192,18 @@ def of_olmoe(writer: GGUFWriter, config) -> None:
     writer.add_expert_used_count(config.num_experts_per_tok)
 
 
+def of_base(writer: GGUFWriter, config) -> None:
+    shape(writer, config)
+    head(writer, config.head_dim)
+    writer.add_rope_freq_base(20000.0)
+
+
+def of_phi2(writer: GGUFWriter, config) -> None:
+    shape(writer, config, PLAIN)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(20000.0)
+
+
 def of_olmo2(writer: GGUFWriter, config) -> None:
     of_yarn(writer, config)
     writer.add_rope_scaling_attn_factors(config.rope_parameters["attention_factor"])
@@ -316,6 +328,19 @@ CASES = {
         of_gpt_oss,
     ),
     "biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}, of_biases),
+    "gemma": (
+        "gemma",
+        "gemma",
+        rope("default") | {"rms_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh"},
+        of_base,
+    ),
+    "phi2": (
+        "phi2",
+        "phi",
+        rope("default", partial_rotary_factor=0.25) | {"layer_norm_eps": 1e-3, "num_key_value_heads": 2},
+        of_phi2,
+    ),
+    "smollm3": ("smollm3", "smollm3", rope("default") | {"num_hidden_layers": 5}, of_base),
     "yarn of OLMo": ("olmo2", "olmo2", rope("yarn", **YARN, attention_factor=1.4), of_olmo2),
     "multipliers": (
         "granite",

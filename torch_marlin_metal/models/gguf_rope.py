@@ -106,6 +106,8 @@ def wanted(config: Any, file: FileSettings, layer_type: str | None, head: int, c
         base, count = base or DEFAULT_BASE, count or head
     base = float(base or held.get("rope_theta") or DEFAULT_BASE)
     dims = int(count or head * (held.get("partial_rotary_factor") or 1.0))
+    if base <= 1 or not 2 <= dims <= head:
+        raise RopeError(f"a base above 1 and 2 to {head} dimensions are expected")
     rotary: dict[str, Any] = {"rope_theta": base}
     if dims != head or "partial_rotary_factor" in held:
         rotary["partial_rotary_factor"] = dims / head
@@ -125,6 +127,8 @@ def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: flo
     if stated not in ("none", "linear", "yarn", "longrope"):
         raise RopeError(f"{stated!r} is not a known type of scaling")
     factor = 1.0 if stated == "none" else factor
+    if factor <= 0:
+        raise RopeError("a positive factor is expected")
     gain = float(file.number("rope.scaling.attn_factor") or 1.0)
     freqs, long, short = (_factors(file, name, dims) for name in ROPE_TENSORS)
     if stated == "yarn":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, SkippedArray
 
 
@@ -170,8 +171,8 @@ class FileSettings:
 
     Attributes:
         architecture: the name that begins the keys.
-        values: values by key, without the architecture's name: numbers, texts, lists of numbers, or `SkippedArray`. A
-            list of equal numbers, one for each layer, is that number.
+        values: values by key, without the architecture's name: numbers, texts, lists of numbers, or `SkippedArray`. If
+            all numbers of a list, one for each layer, are equal, the value is that number.
         tensors: the tensors of the file.
     """
 
@@ -187,10 +188,15 @@ class FileSettings:
         return f"{self.architecture}.{key}"
 
     def number(self, key: str) -> float | None:
-        """Returns the number of a key, or None if the file has no such key or no number there."""
+        """Returns the number of a key, or None if the file has no such key.
+
+        Raises:
+            CheckpointError: the value is not one finite number.
+        """
         value = self.values.get(key)
-        plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return value if plain else None
+        if value is None or (isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)):
+            return value
+        raise CheckpointError(f"{self.full(key)}: expected one finite number, got {shown(value)}")
 
     def unknown(self) -> list[str]:
         """Returns the keys that `KEYS` does not have, as the file has them."""
