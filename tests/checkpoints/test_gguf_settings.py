@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from tests.support.gguf_models import model_of, write
-from tests.support.gguf_settings import CASES, distance, kinds, of_biases, of_gemma3, reference, shape
+from tests.support.gguf_settings import CASES, IDS, distance, kinds, of_biases, of_gemma3, reference, shape
 from torch_marlin_metal import load_quantized
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS
@@ -30,6 +30,18 @@ def test_from_pretrained_reads_what_the_file_says(case, tmp_path) -> None:
     assert "gguf" in integration.taken_over()
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32, device_map="cpu")
     assert distance(model, logits) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [("llama3", "llama3"), ("llama3 of other numbers", "llama3"), ("llama3 of two pairs", "longrope")],
+)
+def test_the_factors_of_a_file_become_settings_that_other_programs_know(case, kind, tmp_path) -> None:
+    reference(case, tmp_path / "m.gguf")
+    found = AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").rope_parameters
+    assert found["rope_type"] == kind
+    if case == "llama3":
+        assert found == CASES[case][2]["rope_parameters"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,6 +149,24 @@ def test_a_key_that_the_class_has_no_setting_for_is_refused(key, tmp_path) -> No
         with pytest.raises(ModelMismatchError, match=f"from_pretrained: .*{said}"):
             AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", device_map="cpu")
     load_quantized(model, tmp_path / "m.gguf", ignore=f"{architecture}.{key}", progress=False)
+
+
+def test_three_biases_are_refused_for_llama_and_right_in_qwen2(tmp_path) -> None:
+    model = model_of("llama", attention_bias=True)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = None
+        for name in "qkv":
+            torch.nn.init.normal_(layer.self_attn.get_submodule(f"{name}_proj").bias)
+    write(tmp_path / "m.gguf", "llama", model, kinds, lambda writer: of_biases(writer, model.config))
+    said = r"no blk\.0\.attn_output\.bias, but LlamaConfig has .* a Qwen2ForCausalLM computes"
+    with pytest.raises(ModelMismatchError, match=said):
+        load_quantized(model_of("llama", attention_bias=True), tmp_path / "m.gguf", progress=False)
+    with pytest.raises(ModelMismatchError, match=said):
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", device_map="cpu")
+    loaded = model_of("qwen2")
+    load_quantized(loaded, tmp_path / "m.gguf", progress=False)
+    with torch.no_grad():
+        assert distance(loaded, model.double()(IDS).logits) < 1e-4
 
 
 BROKEN = {

@@ -90,6 +90,7 @@ def differences(
     head = int(file.number("attention.key_length") or _head_size(config))
     case = _Case(config, file, complete, head)
     found = [difference for key in file.values for difference in _of_key(case, key)]
+    found += _of_biases(case)
     if complete:
         found += _of_tensors(case)
         found += _of_llama_cpp(case)
@@ -236,6 +237,15 @@ def _of_tensors(case: _Case) -> Iterator[Difference]:
         setting = next((setting for setting in settings if has_setting(config, setting)), "")
         if setting and getattr(config, setting) != value:
             yield Difference({key: value}, setting, getattr(config, setting), value)
+
+
+def _of_biases(case: _Case) -> Iterator[Difference]:
+    """Yields that q, k and v have biases and the output projection has none, if the config has one setting for all."""
+    name = "blk.0.attn_output.bias"
+    if has_setting(case.config, "attention_bias") and case.file.has("attn_q.bias") and name not in case.file.tensors:
+        why = f"{type(case.config).__name__} has such a bias if it has those of q, k and v"
+        why += "; a Qwen2ForCausalLM computes what a Llama without it computes" * (case.file.architecture == "llama")
+        yield Difference({f"no {name}": None}, why=why)
 
 
 def _of_llama_cpp(case: _Case) -> Iterator[Difference]:
