@@ -44,6 +44,13 @@ def test_the_factors_of_a_file_become_settings_that_other_programs_know(case, ki
         assert found == CASES[case][2]["rope_parameters"]
 
 
+def test_within_restored_the_config_is_transformers_own(tmp_path) -> None:
+    reference("linear", tmp_path / "m.gguf")
+    with integration.restored():
+        assert AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").rope_parameters["rope_type"] == "default"
+    assert AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").rope_parameters["rope_type"] == "linear"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_load_quantized_takes_a_model_of_the_same_settings(case, tmp_path) -> None:
     _, family, settings, _ = CASES[case]
@@ -94,10 +101,12 @@ def test_both_doors_refuse_a_model_of_other_settings(case, tmp_path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ModelMismatchError, match=re.escape(REFUSED[case])):
         AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", config=model.config, device_map="cpu")
-    listed = re.search(r"ignore=(\[.*\])", str(raised.value))
-    load_quantized(
-        model, tmp_path / "m.gguf", ignore=ast.literal_eval(listed[1]), progress=False
-    )  # what the error names
+    ignore = ast.literal_eval(re.search(r"ignore=(\[.*\])", str(raised.value))[1])
+    own = integration.MarlinConfig(ignore=ignore)
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", config=model.config, quantization_config=own, device_map="cpu"
+    )
+    load_quantized(model, tmp_path / "m.gguf", ignore=ignore, progress=False)
 
 
 def tiny(path, architecture: str, states, **settings):
@@ -143,7 +152,7 @@ def test_a_key_that_the_class_has_no_setting_for_is_refused(key, tmp_path) -> No
 
     model = tiny(tmp_path / "m.gguf", architecture, all_states)
     said = re.escape(f"{architecture}.{key} = {value}")
-    with pytest.raises(ModelMismatchError, match=f"{said}.*, but .*load_quantized\\(model, file, ignore="):
+    with pytest.raises(ModelMismatchError, match=f"{said}.*, but .*load_quantized\\(ignore="):
         load_quantized(model, tmp_path / "m.gguf", progress=False)
     if key != "expert_count":  # from_pretrained builds a Mixtral
         with pytest.raises(ModelMismatchError, match=f"from_pretrained: .*{said}"):

@@ -343,11 +343,11 @@ def check_settings(
     if found:
         fixes = [f"config.{each.setting} = {shown(each.wanted)}" for each in found if each.setting]
         how = f"Build the model with {', '.join(fixes)}" if fixes else "Build a model of the class that was converted"
-        keys = [next(iter(each.said)) for each in found]
+        keys, taker = [next(iter(each.said)) for each in found], "MarlinConfig" if op == "from_pretrained" else op
         raise ModelMismatchError(
             f"{op}: {path}: the file says other settings than the model has, and they change what it computes: "
             f"{'; '.join(map(str, found))}. {how} (AutoConfig.from_pretrained(directory, gguf_file=...) returns the "
-            f"file's settings), or keep the model's settings with load_quantized(model, file, ignore={keys})"
+            f"file's settings), or keep the model's settings with {taker}(ignore={keys})"
         )
     return [key for key in file.unknown() if not selects(ignore, key)]
 

@@ -1,6 +1,7 @@
 """transformers' `from_pretrained(dir, gguf_file=...)`: 4-bit tensors stay packed, the others are loaded as floats."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
-from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP, PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.models.gguf_settings import check_settings, corrected, unknown_keys
@@ -49,16 +50,19 @@ MODEL_TYPES = {
 class MarlinGgufQuantizer(MarlinQuantizer):
     """`MarlinQuantizer` for one GGUF file. Matrices that are not 4 bit become floats, unless a default says "error"."""
 
-    def __init__(self, quantization_config: GgufConfig, **kwargs: Any) -> None:
-        config = MarlinConfig(**{"on_unsupported": "dequantize"} | loading_defaults())  # most files are mixed
-        if quantization_config.dequantize:
+    def __init__(self, quantization_config: "GgufConfig | MarlinConfig", **kwargs: Any) -> None:
+        given = quantization_config if isinstance(quantization_config, MarlinConfig) else None
+        config = MarlinConfig(**(loading_defaults() if given is None else given.get_loading_attributes()))
+        if config.on_unsupported is None:
+            config.on_unsupported = "dequantize"  # most files are mixed
+        if given is None and quantization_config.dequantize:
             config.modules_to_not_convert = ["*"]
         config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
         super().__init__(config, **kwargs | {"pre_quantized": True})
 
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
-        reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
+        reader = open_reader(gguf_file, self.quantization_config.read_options(), gguf_names="hf")
         if told := reader.mixture():
             logger.warning(told)
         self._packed = PackedCheckpoint(reader, self.quantization_config)
@@ -70,7 +74,8 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         assert self._packed is not None
         reader = self._packed.reader
         assert isinstance(reader, GgufReader)
-        unknown = check_settings("from_pretrained", reader.path, model, reader.metadata, reader.tensors)
+        ignore = self.quantization_config.ignore or ()
+        unknown = check_settings(OP, reader.path, model, reader.metadata, reader.tensors, ignore)
         if unknown:
             logger.warning(unknown_keys(reader.path, unknown))
         super()._process_model_before_weight_loading(model, device_map, checkpoint_files, **kwargs)
@@ -92,12 +97,17 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         return super()._process_model_after_weight_loading(model, **kwargs)
 
 
-def reads_all_settings(original: Any) -> Any:
-    """Wraps transformers' `load_gguf_checkpoint`, so that the config that it makes has all that the file says."""
+def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
+    """Wraps transformers' `load_gguf_checkpoint`, so that the config that it makes has all that the file says.
+
+    Args:
+        original: the function to wrap.
+        active: returns whether this package loads checkpoints at present.
+    """
 
     @functools.wraps(original)
     def load_gguf_checkpoint(gguf_checkpoint_path: str, return_tensors: bool = False, **kwargs: Any) -> Any:
-        settings = None if return_tensors else _settings(Path(gguf_checkpoint_path))
+        settings = None if return_tensors or not active() else _settings(Path(gguf_checkpoint_path))
         if settings is not None:
             return {"config": settings}
         return original(gguf_checkpoint_path, return_tensors=return_tensors, **kwargs)
