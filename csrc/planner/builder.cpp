@@ -52,7 +52,7 @@ void check_variant(std::string_view op, const GemmProblem& problem, const GpuDev
     refuse(op, "variant",
            "one that multiplies " + std::string(name(problem.activations)) + " activations by " +
                std::string(name(problem.weight.format)) +
-               " weights (tensor units multiply float16 and bfloat16 activations by every format but lut4)",
+               " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)",
            got);
   }
 }

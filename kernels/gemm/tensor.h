@@ -4,7 +4,7 @@
 // threadgroup memory and no barrier.
 //
 // Operands are half or bfloat. Floats have another layout unless the product may round them, and gain nothing: an M5
-// multiplies exact floats in blocks of 8 x 8, as simdgroup matrices. The entries of lut4's table need floats.
+// multiplies exact floats in blocks of 8 x 8, as simdgroup matrices. Tables have entries that need floats.
 //
 // A left operand is 16 columns of the weight, and a right operand is 32 rows of activations. A simdgroup computes 32
 // columns of 32 rows, so it has two left operands, f = 0 and f = 1. Row v of the upper half of operand f is column
@@ -60,17 +60,15 @@ struct TensorAccumulators {
   Sums total[kTensorLeft];
   Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k
 
-  // Returns true if the codes are multiplied by their scales before the product. A code and a scale of nvfp4 have so
-  // few significant bits that half and bfloat hold their product exactly. The groups of 16 then need no sums of their
-  // own.
-  static constexpr bool has_scaled_codes() { return format == WeightFormat::nvfp4; }
+  // Returns true if the codes are multiplied by their scales before the product.
+  static constexpr bool has_scaled_codes() { return tensor_scales_codes(format); }
   // Returns true if integers are decoded to multiples of 2^-9, which takes fewer instructions. Only half operands use
   // this: bfloat activations can be so small that the sums would become subnormal.
   static MARLIN_INLINE bool has_small_codes() {
     return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<T, half>;
   }
   static MARLIN_INLINE bool needs_x_sum() {
-    return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
+    return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
   // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a word.
   static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
@@ -96,7 +94,7 @@ struct TensorAccumulators {
     }
     if (has_small_codes()) {
       scales *= 1.0f / kSmallCode;
-      if (format == WeightFormat::uint4 && needs_x_sum()) zeros *= kSmallCode;
+      if (zeros_role(format) == ZerosRole::zero_point && needs_x_sum()) zeros *= kSmallCode;
     }
   }
 

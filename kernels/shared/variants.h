@@ -8,18 +8,6 @@
 #include "kernels/mlstm/params.h"
 #endif
 
-// The formats that the kernels for tensor units have, and all formats.
-#define MARLIN_FOR_EACH_TENSOR_FORMAT(X, ...) \
-  X(uint4b8, __VA_ARGS__)                     \
-  X(uint4, __VA_ARGS__)                       \
-  X(uint4_bias, __VA_ARGS__)                  \
-  X(float4_e2m1, __VA_ARGS__)                 \
-  X(nvfp4, __VA_ARGS__)                       \
-  X(mxfp4, __VA_ARGS__)
-#define MARLIN_FOR_EACH_WEIGHT_FORMAT(X, ...)   \
-  MARLIN_FOR_EACH_TENSOR_FORMAT(X, __VA_ARGS__) \
-  X(lut4, __VA_ARGS__)
-
 // The element types of activations and outputs, with their Metal types; first those that the kernels for tensor units
 // have.
 #define MARLIN_FOR_EACH_TENSOR_ACTIVATION(X, ...) \
@@ -35,7 +23,7 @@
 //   kernel                                  if naming is plain
 //   kernel_<activation or output>           if naming is element
 //   kernel_<format>_<activation or output>  if naming is format_element or tensor_operands; the latter has only the
-//                                           formats and activations of tensor units
+//                                           activations of tensor units, and no format with a table
 // slots are the BufferSlots that the kernel declares.
 //
 // Launch sizes. Grids are counted in threadgroups. `rows` is the number of rows of M that one threadgroup computes. K
@@ -220,16 +208,19 @@
 #define MARLIN_INSTANTIATE_ELEMENT(element, type, kernel) MARLIN_INSTANTIATE_AS(#kernel "_" #element, kernel<type>)
 #define MARLIN_INSTANTIATE_FORMAT_ELEMENT(element, type, format, kernel) \
   MARLIN_INSTANTIATE_AS(#kernel "_" #format "_" #element, kernel<WeightFormat::format, type>)
-#define MARLIN_INSTANTIATE_FORMAT(format, kernel) \
+#define MARLIN_INSTANTIATE_FORMAT(format, codes, bits, offset, scales, zeros, group, formula, kernel) \
   MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
-#define MARLIN_INSTANTIATE_TENSOR_FORMAT(format, kernel) \
+#define MARLIN_INSTANTIATE_TENSOR_integer(format, kernel) \
   MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_e2m1(format, kernel) MARLIN_INSTANTIATE_TENSOR_integer(format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_table(format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_FORMAT(format, codes, bits, offset, scales, zeros, group, formula, kernel) \
+  MARLIN_INSTANTIATE_TENSOR_##codes(format, kernel)
 
 #define MARLIN_INSTANTIATE_plain(kernel)
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
-#define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_INSTANTIATE_FORMAT, kernel)
-#define MARLIN_INSTANTIATE_tensor_operands(kernel) \
-  MARLIN_FOR_EACH_TENSOR_FORMAT(MARLIN_INSTANTIATE_TENSOR_FORMAT, kernel)
+#define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_FORMAT, kernel)
+#define MARLIN_INSTANTIATE_tensor_operands(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_TENSOR_FORMAT, kernel)
 // Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
@@ -290,23 +281,13 @@ constexpr bool needs_tensor_units(Kernel kernel) {
 
 // Returns true if the kernels for tensor units have an instance for such a product.
 constexpr bool has_tensor_kernel(WeightFormat format, ElementType activations) {
-#define MARLIN_IS_FORMAT(name, ...) || format == WeightFormat::name
 #define MARLIN_IS_ACTIVATION(name, ...) || activations == ElementType::name
-  return (false MARLIN_FOR_EACH_TENSOR_FORMAT(MARLIN_IS_FORMAT, )) &&
-         (false MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_IS_ACTIVATION, ));
-#undef MARLIN_IS_FORMAT
+  return !has_lut(format) && (false MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_IS_ACTIVATION, ));
 #undef MARLIN_IS_ACTIVATION
 }
 
 constexpr bool operator==(const TileShape& a, const TileShape& b) {
   return a.M == b.M && a.N == b.N && a.K == b.K;
-}
-
-constexpr std::string_view name(WeightFormat format) {
-#define MARLIN_FORMAT_NAME(format, ...) std::string_view(#format),
-  constexpr std::array<std::string_view, kWeightFormatCount> names{MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_FORMAT_NAME, )};
-#undef MARLIN_FORMAT_NAME
-  return names[static_cast<size_t>(format)];
 }
 
 constexpr std::string_view name(ElementType type) {
@@ -325,7 +306,7 @@ inline std::string host_name(Kernel kernel, WeightFormat format, ElementType ele
 }
 
 inline std::string host_name(Kernel kernel, ElementType element) {
-  return host_name(kernel, WeightFormat::uint4b8, element);
+  return host_name(kernel, WeightFormat{}, element);
 }
 
 }  // namespace marlin

@@ -225,7 +225,7 @@ def other_operands(whole: bool) -> None:
     """Floats and lut4 have no kernel for tensor units. A table that names the variant does not count for them."""
     weights = {name: reference.make_weight(name, 200, 70, 32).to("mps") for name in ("uint4b8", "lut4")}
     experts = {name: make_experts(name, 3, 200, 70, 32) for name in weights}
-    units = r"\(tensor units multiply float16 and bfloat16 activations by every format but lut4\)"
+    units = r"\(tensor units multiply float16 and bfloat16 activations by weights without a lut\)"
     with auto_takes_tensor(None, "library") as compiled:
         native.set_tuned([(name, "float32", 32, 200, 70, 1, 1000, "tensor") for name in weights])
         for name, dtype in (("uint4b8", torch.float32), ("lut4", torch.float32), ("lut4", torch.float16)):

@@ -158,8 +158,8 @@ void check_operands() {
              "a table selects it for experts");
       if (has_kernel) continue;
       experts.product = problem = with_variant(problem, "tensor");
-      expect_refused("float16 and bfloat16 activations by every format but lut4", [&] { plan_gemm(problem, m5); });
-      expect_refused("float16 and bfloat16 activations by every format but lut4", [&] { plan_moe(experts, m5); });
+      expect_refused("float16 and bfloat16 activations by weights without a lut", [&] { plan_gemm(problem, m5); });
+      expect_refused("float16 and bfloat16 activations by weights without a lut", [&] { plan_moe(experts, m5); });
     }
   }
 }
