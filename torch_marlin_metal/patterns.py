@@ -56,7 +56,7 @@ def check_patterns(op: str, names: Iterable[str], **choices: Any) -> None:
         for pattern in _patterns(choice):
             if any(_matches(pattern, name) for name in known):
                 continue
-            message = f"{op}: {argument}: {pattern!r} matches none of the {len(known)} layers"
+            message = f"{op}: {argument}: {pattern.removeprefix(PART)!r} matches none of the {len(known)} layers"
             if wider := next((name for name in known if pattern in name), ""):
                 message += f"; a pattern is for the whole name: '*{pattern}*' takes {wider}"
             raise ValueError(message)
