@@ -30,6 +30,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
 from torch_marlin_metal.checkpoints.layer import as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
@@ -211,7 +212,7 @@ class GgufReader(CheckpointReader):
                 f"different types ({tensor.type_name} and {other.type_name})",
                 self._floats(index),
             )
-        if weight.weight_format == "nvfp4":
+        if weight_format(weight.weight_format).has_global_scale:
             raise UnsupportedFormat(
                 f"{tensor.file}: tensor {tensor.name!r}: NVFP4 whose columns alternate with those of {other.name!r} "
                 "is not read",

@@ -22,6 +22,9 @@ class Method(str, Enum):
 
     NATIVE = METHOD
 
+    def __str__(self) -> str:
+        return str(self.value)
+
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Tells `from_pretrained` how to load 4-bit checkpoints, or how to quantize float checkpoints.
@@ -59,6 +62,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Raises:
         ValueError: an argument is wrong; the message names it.
     """
+
+    bits = 4  # programs print it, as that of the other methods
 
     def __init__(
         self,
