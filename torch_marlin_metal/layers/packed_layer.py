@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,13 @@ class PackedLayer(nn.Module):
             self.register_buffer(name, empty)
         held = torch.empty(*stack, N, dtype=self.dtype, device=device) if bias else None
         self.bias = None if held is None else nn.Parameter(held, requires_grad=False)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses `torch.jit.script`, which asks every module for this method."""
+        raise ValueError(
+            f"torch.jit.script: expected a model without packed layers, got {type(self).__name__}: use torch.compile, "
+            "torch.export or torch.jit.trace"
+        )
 
     def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
         """Returns the weights that these tensors hold, to check their values."""

@@ -22,6 +22,9 @@ class Method(str, Enum):
 
     NATIVE = METHOD
 
+    def __str__(self) -> str:
+        return str(self.value)
+
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Tells `from_pretrained` how to load 4-bit checkpoints, or how to quantize float checkpoints.
@@ -46,7 +49,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
         ignore: a pattern or a list of patterns for full names of layers of a quantized checkpoint that the model may
-            lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out.
+            lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out. Also keys
+            of a GGUF file that the model's config may contradict ("llama.rope.*").
         on_unsupported: "error" for an error about layers that no weight format can represent, or "dequantize" to decode
             them. None means "dequantize" for a GGUF file, and otherwise "error".
         allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
@@ -58,6 +62,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Raises:
         ValueError: an argument is wrong; the message names it.
     """
+
+    bits = 4  # programs print it, as that of the other methods
 
     def __init__(
         self,
