@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +42,9 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
     a = torch.randn(40, K, generator=torch.Generator().manual_seed(1), device="cpu").half()
     dense = weight.dequantize().double()
     moved = weight.to("mps")
-    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **moved.tensors()}
 
     def product(rows: Tensor, variant: str = "auto") -> Tensor:
-        return gemm(rows, **options, variant=variant)
+        return gemm(rows, moved, variant=variant)
 
     return a.to("mps"), product, a.double() @ dense
 
@@ -64,12 +64,11 @@ def _mixture() -> tuple[Callable[..., Tensor], Tensor]:
         products = a.double() @ weight.dequantize().double()
         expected[ids == expert] = products[(ids == expert).any(1)]
     parts = [weight.tensors() for weight in weights]
-    stacked: Any = {name: torch.stack([part[name] for part in parts]).to("mps") for name in parts[0]}
-    rows, chosen = a.to("mps"), ids.to("mps")
+    tensors: Any = {name: torch.stack([part[name] for part in parts]).to("mps") for name in parts[0]}
+    stack, rows, chosen = replace(weights[0], **tensors), a.to("mps"), ids.to("mps")
 
     def product(variant: str, tokens: int = 60, reduce: bool = False) -> Tensor:
-        options: Any = {"weight_format": "uint4b8", "group_size": 64, "variant": variant, "reduce": reduce, **stacked}
-        return moe_gemm(rows[:tokens], expert_ids=chosen[:tokens], **options)
+        return moe_gemm(rows[:tokens], stack, chosen[:tokens], variant=variant, reduce=reduce)
 
     return product, expected
 

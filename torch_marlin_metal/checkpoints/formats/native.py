@@ -19,8 +19,8 @@ from torch_marlin_metal.checkpoints.settings import OWN_METHOD, Settings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
+from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, WEIGHT_TENSORS, PackedWeight, PackedWeightError
 
 METHOD = OWN_METHOD
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
@@ -123,7 +123,7 @@ def packed_weights(state: Mapping[str, Tensor]) -> Iterator[PackedWeight]:
         CheckpointError: the tensors of a layer do not make a weight.
     """
     for name in (key.removesuffix(".b_packed") for key in state if key.endswith(".b_packed")):
-        tensors = {role: state.get(f"{name}.{role}") for role in (*WEIGHT_BUFFERS, "bias")}
+        tensors = {role: state.get(f"{name}.{role}") for role in (*WEIGHT_TENSORS, "bias")}
         described = state.get(f"{name}.packed_format")
         version, number, group_size = (
             described.tolist() if described is not None and described.numel() == 3 else (0,) * 3
@@ -161,7 +161,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error(
             "packed_format", f"{FORMAT_NAMES[format_id]}, {group_size} does not agree with the settings' {stated}"
         )
-    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_BUFFERS, "bias") if role in layer}
+    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_TENSORS, "bias") if role in layer}
     if "scales" not in tensors:
         raise layer.error("b_packed", "scales are missing")
     return PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
@@ -175,7 +175,7 @@ FORMAT = DirectoryFormat(
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
     roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),
-    fields={name: name for name in (*WEIGHT_BUFFERS, "bias")},
+    fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
         "scales": ("G", "N"),

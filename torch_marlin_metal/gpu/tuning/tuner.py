@@ -61,12 +61,12 @@ def tune(
     with tqdm(total=len(products) * len(rows), unit="product", disable=None if progress else True) as bar:
         for product in products:
             weight = product.make_weight("mps")
-            arguments = rotating(weight, cold_bytes)
+            weights = rotating(weight, cold_bytes)
             for M in rows:
                 bar.set_description(f"{product} M={M}")
                 tried, model = candidates(product, M)
                 a = torch.randn(M, product.K, dtype=product.torch_dtype, device="mps")
-                chains = {name: gemm_chain(a, arguments, name) for name in tried}
+                chains = {name: gemm_chain(a, weights, name) for name in tried}
                 found.append(_winner(product, M, model, timer(chains)))
                 bar.update()
     return TuningTable(machine, tuple(found))
