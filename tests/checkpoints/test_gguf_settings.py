@@ -109,6 +109,24 @@ def test_both_doors_refuse_a_model_of_other_settings(case, tmp_path) -> None:
     load_quantized(model, tmp_path / "m.gguf", ignore=ignore, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("case", "parameter", "value"),
+    [
+        ("yarn with all", "attention_factor", 1.2),
+        ("yarn with all", "beta_slow", 0.5),
+        ("longrope", "long_factor", [2.0] * 16),
+        ("longrope", "short_factor", [2.0] * 16),
+        ("llama3", "high_freq_factor", 5.0),
+    ],
+)
+def test_one_number_of_the_rotary_embedding_is_enough_to_refuse_a_model(case, parameter, value, tmp_path) -> None:
+    _, family, settings, _ = CASES[case]
+    reference(case, tmp_path / "m.gguf")
+    other = settings | {"rope_parameters": settings["rope_parameters"] | {parameter: value}}
+    with pytest.raises(ModelMismatchError, match=r"but config\.rope_parameters is"):
+        load_quantized(model_of(family, **other), tmp_path / "m.gguf", progress=False)
+
+
 def tiny(path, architecture: str, states, **settings):
     """Writes a model of two layers of the class's defaults with the keys that `states` adds, and returns the model."""
     model = model_of({"qwen3moe": "qwen3_moe"}.get(architecture, architecture), **settings)

@@ -147,6 +147,11 @@ def of_qwen3moe(writer: GGUFWriter, config) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
+def of_qwen3moe_without_norm(writer: GGUFWriter, config) -> None:
+    of_qwen3moe(writer, config)
+    del writer.kv_data[0]["qwen3moe.expert_weights_norm"]
+
+
 def of_qwen2moe(writer: GGUFWriter, config) -> None:
     shape(writer, config)
     writer.add_rope_freq_base(10000.0)
@@ -313,6 +318,7 @@ CASES = {
     ),
     "head": ("qwen3", "qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2}, of_qwen3),
     "experts": ("qwen3moe", "qwen3_moe", {"moe_intermediate_size": 96, "norm_topk_prob": True} | EXPERTS, of_qwen3moe),
+    "experts without a key": ("qwen3moe", "qwen3_moe", {"norm_topk_prob": True} | EXPERTS, of_qwen3moe_without_norm),
     "experts, not normalized": ("qwen3moe", "qwen3_moe", {"norm_topk_prob": False} | EXPERTS, of_qwen3moe),
     "shared expert": (
         "qwen2moe",
