@@ -359,10 +359,14 @@ void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {
 }
 
 void check_weight_no_grad(const char* op, const WeightArguments& weight) {
-  check_no_grad(op, "scales", weight.scales);
-  if (weight.zeros) check_no_grad(op, "zeros", *weight.zeros);
-  if (weight.global_scale) check_no_grad(op, "global_scale", *weight.global_scale);
-  if (weight.lut) check_no_grad(op, "lut", *weight.lut);
+  const auto check = [op](const char* argument, const Tensor& tensor) {
+    check_no_grad(op, argument, tensor);
+    check_no_tangent(op, argument, tensor);
+  };
+  check("scales", weight.scales);
+  if (weight.zeros) check("zeros", *weight.zeros);
+  if (weight.global_scale) check("global_scale", *weight.global_scale);
+  if (weight.lut) check("lut", *weight.lut);
 }
 
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor) {

@@ -57,6 +57,7 @@ void check_awq_unpack_zeros(const Tensor& qzeros);
 // Raises if the tensor requires grad. Only a and bias of gemm, a of gemm_transposed, and a and row_weights of moe_gemm
 // are differentiated.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
+// Raises if a tensor of the weight requires grad or has a forward-mode tangent.
 void check_weight_no_grad(const char* op, const WeightArguments& weight);
 
 // Raises if the tensor has a forward-mode tangent, because the operators would silently drop the tangent.

@@ -211,16 +211,17 @@ def test_meta_tensors(weight_format):
     assert tmm.transpose_words(torch.empty(24, 3, dtype=torch.int32, device="meta")).shape == (3, 24)
 
 
-@pytest.mark.parametrize("argument", ["a", "bias"])
+@pytest.mark.parametrize("argument", ["a", "bias", "scales"])
 def test_forward_mode_is_refused_by_name(argument, device):
     weight = weight_of("uint4b8", device)
     tensors = {"a": torch.randn(3, 64, device=device), "bias": torch.randn(24, device=device)}
+    tensors["scales"] = weight.scales
     message = f"torch_marlin_metal::gemm: {argument}: expected no forward-mode tangent"
     with torch.autograd.forward_ad.dual_level():
         primal = tensors[argument]
         dual = {**tensors, argument: torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal))}
         with pytest.raises(ValueError, match=message):
-            OPS.gemm(dual["a"], weight.b_packed, weight.scales, bias=dual["bias"], **weight.arguments)
+            OPS.gemm(dual["a"], weight.b_packed, dual["scales"], bias=dual["bias"], **weight.arguments)
     with pytest.raises((ValueError, RuntimeError), match=r"forward-mode tangent|functorch transforms"):
         torch.func.jvp(
             lambda t: OPS.gemm(t, weight.b_packed, weight.scales, **weight.arguments),
