@@ -17,6 +17,7 @@ from torch_marlin_metal.checkpoints.settings import (
     CONFIG_KEYS,
     Settings,
     find_settings,
+    names_no_layer,
     read_config,
 )
 
@@ -75,7 +76,9 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
             f"{', '.join(CONFIG_FILES)}"
         )
-    if not quantized and settings is not None:
+    # An older version wrote such settings for models without a packed layer.
+    no_layers = settings is not None and names_no_layer(settings)
+    if not quantized and settings is not None and not no_layers:
         raise CheckpointError(f"{settings.file}: expected a checkpoint of floats, got one with quantization settings")
     checkpoint = Checkpoint(path, config, settings or Settings(config_file, {}), {}, {}, {})
     files, mapping = _tensor_files(path, allow_pickle)
@@ -92,6 +95,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     for name, file in mapping.items():
         if name not in checkpoint.tensors or checkpoint.tensors[name].file != file:
             raise CheckpointError(f"{file}: tensor {name!r} is missing, though the index places it in this file")
+    if quantized and no_layers and not any(name.endswith(".b_packed") for name in checkpoint.tensors):
+        raise NotQuantized(f"{path}: its quantization settings name no layer, and its tensors are floats")
     return checkpoint
 
 

@@ -53,7 +53,12 @@ class Exporter(Protocol):
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Returns the `quantization_config` for the layers seen."""
+        """Returns the `quantization_config` for the layers seen, of which there is at least one."""
+        ...
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
         ...
 
 
@@ -91,6 +96,11 @@ class GptqExporter:
             "g_idx": _g_idx(weight),
         }
 
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return bool(self.group_sizes)
+
     def settings(self) -> dict[str, Any]:
         """Returns GPTQModel's keys. `dynamic` has an entry for each layer whose group size is not the common one."""
         common = Counter(self.group_sizes.values()).most_common(1)[0][0]
@@ -121,6 +131,11 @@ class AwqExporter:
             raise _refuse(weight, "AWQ", f"its group size is {stated}, that of layers before it {self.group_size}")
         self.group_size = stated
         return {"qweight": pack_awq(weight.b_packed), "qzeros": pack_awq_zeros(zeros), "scales": weight.scales}
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return self.group_size is not None
 
     def settings(self) -> dict[str, Any]:
         """Returns AutoAWQ's keys."""
@@ -182,6 +197,11 @@ class CompressedTensorsExporter:
 
     def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
         self.layers[weight.name] = json.dumps([format_name, scheme])
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
         """Returns compressed-tensors' keys; the targets of each scheme are the names of its layers."""

@@ -10,6 +10,7 @@ from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 
 MAX_CONFIG = 64 << 20
 CONFIG = "config.json"
+OWN_METHOD = "torch_marlin_metal"
 # The keys of config.json under which producers store the quantization settings, in the order of the look-up.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
@@ -104,6 +105,20 @@ def _in_config(file: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, A
     for key, section in config.items():
         if key.endswith("_config") and isinstance(section, dict):
             yield from _in_config(file, section)
+
+
+def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without the quantization settings that `find_settings` would find in it."""
+    return {
+        key: without_settings(value) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in CONFIG_KEYS
+    }
+
+
+def names_no_layer(values: Mapping[str, Any]) -> bool:
+    """Returns whether settings of this package's format list no packed layer, so that all weights are floats."""
+    return values.get("quant_method") == OWN_METHOD and values.get("layers") == {}
 
 
 def read_config(file: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
+from torch_marlin_metal.checkpoints.settings import without_settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 DEFAULT_SHARD_BYTES = 1 << 29
@@ -59,6 +60,9 @@ def write_checkpoint(
     **options: Any,
 ) -> Path:
     """Writes an opened checkpoint, with all layers and all other tensors, in this package's format or another one.
+
+    If no layer is packed, because all are dequantized, the directory is a checkpoint of floats without quantization
+    settings.
 
     Args:
         reader: from `open_reader`. Its option `on_unsupported` decides what happens to layers that cannot be packed.
@@ -319,10 +323,10 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, which write_card would keep
     for file in source.copied:
         _copy(file, work / file.name)
-    if isinstance(exporter, NativeExporter):
+    if isinstance(exporter, NativeExporter) and exporter.has_layers:
         write_card(work)
-    config = {key: value for key, value in source.config.items() if key not in ("quantization", "compression_config")}
-    _write_json(work / "config.json", config | {"quantization_config": exporter.settings()})
+    settings = {"quantization_config": exporter.settings()} if exporter.has_layers else {}
+    _write_json(work / "config.json", without_settings(source.config) | settings)
 
 
 def _small_files(path: Path) -> list[Path]:

@@ -87,10 +87,12 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Opens the directory that diffusers found. Removes the tensors of packed layers, which diffusers must not load."""
+        """Opens the directory that diffusers found, and hides the tensors of packed layers from diffusers."""
         if not self.pre_quantized:
             return loaded_keys
-        self._reader = open_reader(Path(checkpoint_files[0]).parent, self.quantization_config.read_options())
+        self._reader = open_reader(
+            Path(checkpoint_files[0]).parent, on_unsupported=self.quantization_config.on_unsupported
+        )
         check_files(self._reader, (Path(file).name for file in checkpoint_files))
         packed = self._reader.tensor_files().keys() - {name for name, _, _ in self._reader.others()}
         return [key for key in loaded_keys if key not in packed]
@@ -110,7 +112,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 ties=shared_weights(model),
                 exclude=self.quantization_config.modules_to_not_convert,
                 exclude_argument="modules_to_not_convert",
-                ignore=self.quantization_config.ignore,
+                ignore=getattr(self.quantization_config, "ignore", None),
                 hosted=True,
                 option="MarlinConfig({})",
                 device_of=lambda name: device_of(device_map, name),

@@ -154,7 +154,7 @@ class Loader:
             yield from self._skip(place)
         elif isinstance(weight, DenseWeight) or place.dense:
             reason = place.dense or getattr(weight, "reason", "")
-            if place.dense not in ("", EXCLUDED):
+            if place.dense and not place.dense.endswith(EXCLUDED):
                 self._warn(f"{spot.name} is decoded to floats: {reason}")
             self._decode(place, weight, device)
             for one in place.spots():

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint
@@ -18,13 +17,13 @@ from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, end
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
-from torch_marlin_metal.checkpoints.settings import Settings
+from torch_marlin_metal.checkpoints.settings import OWN_METHOD, Settings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
-METHOD = "torch_marlin_metal"
+METHOD = OWN_METHOD
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 LAYER_TENSORS = ("bias", "packed_format", GUARD)  # of a layer, beside its weight
 # A loader that lacks this package shows this advice in its error; see `NativeExporter.settings`.
@@ -55,6 +54,11 @@ class NativeExporter:
         tensors = self.tensors(replace(weight, name=name))
         # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
         return {key: value.clone() if key in ("lut", "perm") else value for key, value in tensors.items()}
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
         """Returns the `quantization_config` of a checkpoint with these layers.
