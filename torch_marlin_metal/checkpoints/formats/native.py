@@ -165,7 +165,13 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_BUFFERS, "bias") if role in layer}
     if "scales" not in tensors:
         raise layer.error("b_packed", "scales are missing")
-    return PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
+    weight = PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
+    found = _describe(weight)
+    for key, value in entry.items():
+        if found.get(key) != value:
+            role = "zeros" if key == "zeros_dtype" and "zeros" in layer else "scales"
+            raise layer.error(role, f"{key}: expected {value!r} as in the settings, got {found.get(key)!r}")
+    return weight
 
 
 FORMAT = DirectoryFormat(
