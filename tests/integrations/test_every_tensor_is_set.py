@@ -11,14 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.journeys.architectures import SIZES as ALL_SIZES
 from tests.journeys.architectures import inputs_of, shrunken
-from tests.support.models import SIZES
 from torch_marlin_metal import convert, load_quantized, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 MODELS = Path(transformers.__file__).parent / "models"
 # The class of a model with the table, and arguments of its config beside small sizes. None means the class's config.
@@ -98,7 +96,9 @@ def test_a_packed_table_with_other_tensors_computes_what_the_decoded_model_compu
     with torch.device("meta"):
         empty = made(family)
     loaded = {
-        "from_pretrained": type(model).from_pretrained(tmp_path / "saved", quantization_config=config, dtype=torch.float32),
+        "from_pretrained": type(model).from_pretrained(
+            tmp_path / "saved", quantization_config=config, dtype=torch.float32
+        ),
         "load_quantized": copy.deepcopy(model),
         "load_quantized on meta": empty,
     }

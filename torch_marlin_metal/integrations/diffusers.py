@@ -112,7 +112,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 ties=shared_weights(model),
                 exclude=self.quantization_config.modules_to_not_convert,
                 exclude_argument="modules_to_not_convert",
-                ignore=getattr(self.quantization_config, "ignore", None),
+                ignore=self.quantization_config.ignore,
                 hosted=True,
                 option="MarlinConfig({})",
                 device_of=lambda name: device_of(device_map, name),

@@ -210,7 +210,7 @@ class _Planner:
                 self._plan.places.append(Place(index, source, Spot(target, linear_shape(target.module))))
             elif found := self._finder.find(name):
                 self._add_expert(index, source, name, *found)
-            elif selects(self._door.ignore, name):
+            elif selects(self._door.ignore, name) or selects(self._door.ignore, source):
                 self._plan.left_out[source] = "ignore"
             elif self._door.hosted and (self._door.unused(source) or name.split(".")[0] not in self._targets):
                 absent[source] = name
@@ -337,7 +337,7 @@ class _Planner:
             if name is None or selects(COMPUTED, name):
                 plan.left_out[source] = "the model computes it" if name is not None else "rename gives it no name"
             elif name not in tensors:
-                if not selects(door.ignore, name):
+                if not (selects(door.ignore, name) or selects(door.ignore, source)):
                     lost[source] = name
                 plan.left_out[source] = "ignore"
             elif name not in found:

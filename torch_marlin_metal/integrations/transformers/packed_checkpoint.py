@@ -13,7 +13,7 @@ from transformers.core_model_loading import PrefixChange
 from transformers.integrations.accelerate import get_device
 from transformers.utils import logging
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
@@ -70,7 +70,7 @@ class PackedCheckpoint:
             find=names.find,
             ties=tied_modules(model.all_tied_weights_keys),
             exclude=self._config.modules_to_not_convert,
-            ignore=getattr(self._config, "ignore", None),
+            ignore=self._config.ignore,
             exclude_argument="modules_to_not_convert",
             hosted=True,
             unused=lambda source: unused(names.tensor(f"{source}.weight")),
@@ -118,7 +118,7 @@ def check_files(reader: CheckpointReader, asked: Iterable[str]) -> None:
     """Refuses a directory in which the host library has found other files than the reader."""
     files, names = {file.name for file in reader.tensor_files().values()}, set(asked)
     if files != names:
-        raise CheckpointError(
+        raise UnsupportedFormat(
             f"{reader.path}: the library asks for {listing(names)}, the checkpoint's tensors are in {listing(files)}"
         )
 
