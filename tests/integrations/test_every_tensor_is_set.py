@@ -5,18 +5,21 @@ import copy
 import importlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.journeys.architectures import SIZES as ALL_SIZES
 from tests.journeys.architectures import inputs_of, shrunken
+from tests.support.models import SIZES
 from torch_marlin_metal import convert, load_quantized, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 MODELS = Path(transformers.__file__).parent / "models"
 # The class of a model with the table, and arguments of its config beside small sizes. None means the class's config.
@@ -108,3 +111,37 @@ def test_a_packed_table_with_other_tensors_computes_what_the_decoded_model_compu
     for door, found in loaded.items():
         assert not [name for name, tensor in found.state_dict().items() if tensor.is_meta], door
         assert float((run(found) - expected).norm() / expected.norm()) < 1e-5, door
+
+
+class Forgetful(LlamaForCausalLM):
+    """A model whose class sets a buffer only where it is made with values."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("extra", torch.full((3,), 2.0), persistent=False)
+
+
+def loads_of(model: Forgetful, path: Path) -> dict[str, Callable[[], object]]:
+    """Returns the loads in which the model's class would have to set the buffer."""
+    exact = checkpoint(model, path / "saved")
+    exact.save_pretrained(path / "floats")
+    with torch.device("meta"):
+        empty = Forgetful(model.config)
+    quantized = MarlinConfig("uint4", 32)
+    return {
+        "from_pretrained": lambda: Forgetful.from_pretrained(path / "saved"),
+        "floats": lambda: Forgetful.from_pretrained(path / "floats", quantization_config=quantized),
+        "meta": lambda: load_quantized(empty, path / "saved", progress=False),
+    }
+
+
+@pytest.mark.parametrize("door", ["from_pretrained", "floats", "meta"])
+def test_a_tensor_that_nobody_sets_stops_the_load(door, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Forgetful(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
+    load = loads_of(model, tmp_path)[door]
+    message = "Forgetful: the tensors extra are in no checkpoint, and the model's class does not compute them"
+    with pytest.raises(ModelMismatchError, match=message):
+        load()
+    load_quantized(model, tmp_path / "saved", progress=False)  # the class has set it in this model
+    assert torch.equal(model.extra, torch.full((3,), 2.0))

@@ -1,6 +1,7 @@
 """load_quantized reads the packed experts of mixtures into stacks, or says why it does not."""
 
 import copy
+import json
 import warnings
 from pathlib import Path
 
@@ -109,6 +110,9 @@ def test_experts_of_different_formats_run_one_after_another(tmp_path) -> None:
         return state | {f"{layer}.scales": state[f"{layer}.scales"].float()}
 
     rewritten(tmp_path / "saved", change)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config["quantization_config"]["layers"][layer]["scale_dtype"] = "float32"
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match=f"{EXPERTS} runs one expert after the other: the dtypes of scales differ"):
         load_quantized(model, tmp_path / "saved", progress=False)
     assert isinstance(model.get_submodule(f"{EXPERTS}.gate_up_proj.2"), MarlinLinear)

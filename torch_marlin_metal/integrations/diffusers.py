@@ -90,9 +90,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Opens the directory that diffusers found, and hides the tensors of packed layers from diffusers."""
         if not self.pre_quantized:
             return loaded_keys
-        self._reader = open_reader(
-            Path(checkpoint_files[0]).parent, on_unsupported=self.quantization_config.on_unsupported
-        )
+        self._reader = open_reader(Path(checkpoint_files[0]).parent, self.quantization_config.read_options())
         check_files(self._reader, (Path(file).name for file in checkpoint_files))
         packed = self._reader.tensor_files().keys() - {name for name, _, _ in self._reader.others()}
         return [key for key in loaded_keys if key not in packed]
@@ -245,6 +243,7 @@ def install() -> None:
     configs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING
     configs[METHOD] = MarlinConfig
     configs[STOPS] = takes_own(configs[STOPS])
+    _take_arguments()
     original = ModelMixin.save_pretrained
 
     @functools.wraps(original)
@@ -260,6 +259,22 @@ def install() -> None:
         return result
 
     ModelMixin.save_pretrained = save_pretrained
+
+
+def _take_arguments() -> None:
+    """Makes diffusers use the arguments of a `MarlinConfig` that a script passes for a packed directory."""
+    merge = tables.DiffusersAutoQuantizer.merge_quantization_configs.__func__
+
+    def merge_quantization_configs(cls: Any, settings: Any, given: Any) -> Any:
+        if not isinstance(given, MarlinConfig):
+            return merge(cls, settings, given)
+        merged = merge(cls, settings, None)
+        if isinstance(merged, MarlinConfig):
+            for name, value in given.get_loading_attributes().items():
+                setattr(merged, name, value)
+        return merged
+
+    tables.DiffusersAutoQuantizer.merge_quantization_configs = classmethod(merge_quantization_configs)
 
 
 install()
