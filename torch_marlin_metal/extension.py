@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torch_marlin_metal import interface, interrupt
+from torch_marlin_metal import interface, interrupt, layouts, source_tree
 
 BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
 WHAT_WORKS = (
@@ -53,7 +53,8 @@ def _load() -> Any:
         compiled: Any = importlib.import_module("torch_marlin_metal._C")
     except ModuleNotFoundError as error:
         raise ExtensionError(
-            f"no compiled extension for Python {platform.python_version()} is installed. Build it: {BUILD_COMMAND}."
+            source_tree.why_not_the_installed()
+            or f"no compiled extension for Python {platform.python_version()} is installed. Build it: {BUILD_COMMAND}."
         ) from error
     except ImportError as error:  # its text may hold a symbol's name of hundreds of characters
         raise ExtensionError(
@@ -90,6 +91,7 @@ try:
     # The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this
     # machine's GPU, never at import.
     native.set_tuned_loader(_read_saved_choices)
+    _refusals = layouts.install()
 except ExtensionError as error:
     refusal = str(error)
     native = Unavailable("torch_marlin_metal._C", refusal)

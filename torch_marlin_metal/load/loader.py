@@ -28,6 +28,7 @@ from torch_marlin_metal.models.empty_model import (
     is_transposed,
     real_device,
 )
+from torch_marlin_metal.models.gguf_settings import unknown_keys
 from torch_marlin_metal.models.report import LayerReport, module_bytes
 from torch_marlin_metal.models.swap import Target
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -57,6 +58,8 @@ class Loader:
         self._tensors = ModelTensors(model)
         self._before = {id(module): module_bytes(module) for module in model.modules()} if not door.hosted else {}
         self.plan = plan_load(model, reader, door)
+        if self.plan.unknown_settings:
+            warn(f"{door.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
         self.changes = Changes(model)
         self._back: list[Target] = []
 

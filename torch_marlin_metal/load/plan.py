@@ -21,6 +21,7 @@ from torch_marlin_metal.models.empty_model import (
     why_not_table,
 )
 from torch_marlin_metal.models.experts import ExpertLayers
+from torch_marlin_metal.models.gguf_settings import check_settings
 from torch_marlin_metal.models.swap import Target
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.patterns import check_patterns, selects
@@ -110,6 +111,7 @@ class LoadPlan:
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
         settled: modules whose ties to another module the loader carries out instead of a host library.
         floats: the tensors that this package loads, or None if a host library does it.
+        unknown_settings: keys of a GGUF file whose meaning for the model is not known.
         initialized: tensors of the model that no file sets, so that the model's class must.
     """
 
@@ -120,6 +122,7 @@ class LoadPlan:
     settled: set[str] = field(default_factory=set)
     floats: list[FloatTensor] | None = None
     initialized: list[str] = field(default_factory=list)
+    unknown_settings: list[str] = field(default_factory=list)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yields (name in the checkpoint, name in the model, what becomes of it) for reports."""
@@ -147,8 +150,8 @@ def plan_load(model: nn.Module, reader: CheckpointReader, door: Door) -> LoadPla
         door: the caller's choices.
 
     Raises:
-        ModelMismatchError: a layer or tensor has no place in the model, the model has tensors that nothing sets, or
-            only a part of a mixture is packed.
+        ModelMismatchError: a layer or tensor has no place in the model, the model has tensors that nothing sets, only a
+            part of a mixture is packed, or a GGUF file says another setting than the model.
         ValueError: a pattern of `exclude` matches nothing.
     """
     return _Planner(model, reader, door).plan()
@@ -169,6 +172,15 @@ class _Planner:
 
     def plan(self) -> LoadPlan:
         plan = self._plan
+        if self._reader.metadata:
+            plan.unknown_settings = check_settings(
+                self._door.op,
+                self._reader.path,
+                self._model,
+                self._reader.metadata,
+                self._reader.tensors,
+                self._door.ignore or (),
+            )
         names = [name for name, _, _ in self._others]
         plan.prefix = shared_prefix(self._reader.layer_names, names, lambda name: self._has(self._door.find(name)))
         self._layers()

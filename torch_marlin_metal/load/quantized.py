@@ -65,7 +65,7 @@ def load_quantized(
             by their names in the model, as in `quantize_model`; modules that share a weight become floats together. The
             name of a mixture's experts module chooses all experts in it.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
-            model.
+            model. Also keys of a .gguf file, for example "llama.rope.*", that a model of transformers may contradict.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
@@ -78,8 +78,8 @@ def load_quantized(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
-        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model, or nothing sets
-            a tensor of the model.
+        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
+            tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
     """
     mixed: OnUnsupported = "dequantize" if str(os.fspath(path)).endswith(".gguf") else "error"
     reader = open_reader(path, options or ReadOptions(gguf_names="hf", on_unsupported=mixed), **fields)

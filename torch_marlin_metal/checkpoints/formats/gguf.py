@@ -30,6 +30,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
 from torch_marlin_metal.checkpoints.layer import as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
@@ -121,6 +122,9 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
 class GgufReader(CheckpointReader):
     """Reads a GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
 
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
     def __init__(self, path: Path, options: ReadOptions) -> None:
         super().__init__(path, options)
         self.format = FORMAT
@@ -211,7 +215,7 @@ class GgufReader(CheckpointReader):
                 f"different types ({tensor.type_name} and {other.type_name})",
                 self._floats(index),
             )
-        if weight.weight_format == "nvfp4":
+        if weight_format(weight.weight_format).has_global_scale:
             raise UnsupportedFormat(
                 f"{tensor.file}: tensor {tensor.name!r}: NVFP4 whose columns alternate with those of {other.name!r} "
                 "is not read",

@@ -37,6 +37,7 @@ from torch_marlin_metal.integrations.transformers.while_loading import QuantizeW
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.model_tensors import initialized
 from torch_marlin_metal.load.placeholder import inherit
@@ -121,8 +122,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
+        staying = staying_layers(model, heads=not config.quantize_head)
 
         def stays(name: str) -> str:
+            if reason := staying.get(id(model.get_submodule(name))):
+                return f"{reason}, unless quantize_head=True" if reason == IN_HEAD else reason
             return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
 
         chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
@@ -257,14 +261,14 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model.config.quantization_config = self.quantization_config
         return state, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         original = empty_model(model)
-        dtype = dtype or torch.float32
-        decode_stacks(model, dtype)
+        floats = _dtype(dtype) or torch.float32
+        decode_stacks(model, floats)
         weights: dict[tuple[int, int], nn.Parameter] = {}  # layers that share words share the decoded weight
         for name, packed in list(unfused(model)):
             key = (id(packed.b_packed), id(packed.scales))
-            new = float_module(model.get_submodule(name), find_module(original, name), packed, dtype, weights.get(key))
+            new = float_module(model.get_submodule(name), find_module(original, name), packed, floats, weights.get(key))
             assert isinstance(new.weight, nn.Parameter)
             weights[key] = new.weight
             model.set_submodule(name, new)
@@ -283,3 +287,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Returns True, so that `generate` may compile its decoding step with a static cache."""
         return True
+
+
+def _dtype(stated: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns a dtype that a caller or a config states. `save_pretrained` makes the config's dtype a string."""
+    if not isinstance(stated, str):
+        return stated
+    found = getattr(torch, stated.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dequantize: dtype: expected a dtype of torch or its name, got {stated!r}")
+    return found
