@@ -198,17 +198,17 @@ CASES = {
         Own,
         {"rename": {"model.norm": "norm"}},
         r"Own has no place for model.layers.3.mlp.down_proj \(4-bit layer\); its own Linear layers are for example "
-        r"net.down; ignore=\[.model.layers.3.mlp.down_proj.\] leaves",
+        r"net.down; ignore=.model.layers.3.mlp.down_proj. leaves",
     ),
     "more tensors": (
         lambda: norm_of(None),
         {},
-        r"Own has no place for model.norm.bias, model.norm.weight; .*; ignore=\[.norm.bias.\]",
+        r"Own has no place for model.norm.bias, model.norm.weight; .*; ignore=.norm.bias.",
     ),
     "fewer tensors": (
         lambda: more(Own()),
         {},
-        r"the checkpoint lacks extra.bias, extra.weight; keep=\[.extra.weight.\] keeps the model.s values$",
+        r"the checkpoint lacks extra.bias, extra.weight; keep=.extra.weight. keeps the model.s values$",
     ),
     "integers": (lambda: integers(Own()), {}, r"tensor 'norm.weight': expected torch.int32 as in the model, got F32"),
 }

@@ -74,7 +74,7 @@ def _inspect_plan(reader: CheckpointReader, config: Path, ignore: list[str], as_
     file = config / "config.json" if config.is_dir() else config
     stated = json.loads(file.read_text()).get("architectures")
     model = empty_model(config, stated, "--model takes a directory of transformers")
-    door = Door(op="inspect", find=namer(model, None), ties=shared_weights(model), ignore=ignore, option="--{}")
+    door = Door(op="inspect", find=namer(model, None), ties=shared_weights(model), ignore=ignore)
     try:
         plan = plan_load(model, reader, door)
     except ModelMismatchError as error:

@@ -112,7 +112,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 exclude_argument="modules_to_not_convert",
                 ignore=self.quantization_config.ignore,
                 hosted=True,
-                option="MarlinConfig({})",
+                option="quantization_config=MarlinConfig({})",
                 device_of=lambda name: device_of(device_map, name),
             )
             self._loader = Loader(model, self._reader, door, logger.warning)

@@ -239,7 +239,7 @@ class _Planner:
         like = f" for example {', '.join(own[:EXAMPLES])}" if own else " none"
         return self._error(
             f"{type(self._model).__name__} has no place for {listing(lost)}; its own Linear layers are{like}; "
-            f"{self._door.says('ignore', [example])} leaves a layer or tensor out"
+            f"{self._door.says('ignore', example)} leaves a layer or tensor out"
         )
 
     def _add_expert(self, index: int, source: str, name: str, prefix: str, parts: tuple[str, ...]) -> None:
@@ -362,7 +362,7 @@ class _Planner:
         kept = {name for name in others if selects(door.keep, name)}
         if missing := [name for name in others if name in tensors.persistent and name not in kept]:
             raise self._error(
-                f"the checkpoint lacks {listing(missing)}; {door.says('keep', [missing[0]])} keeps the model's values"
+                f"the checkpoint lacks {listing(missing)}; {door.says('keep', missing[0])} keeps the model's values"
             )
         plan.initialized = [name for name in others if tensors.get(name).is_meta]
 

@@ -30,7 +30,7 @@ LAYER_TENSORS = ("bias", "packed_format", GUARD)  # of a layer, beside its weigh
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
     "'import torch_marlin_metal.integrations.transformers' before from_pretrained "
-    "(integrations.diffusers for a model of diffusers)"
+    "(integrations.diffusers for a model of diffusers); 'python -m torch_marlin_metal.run' starts other programs so"
 )
 
 

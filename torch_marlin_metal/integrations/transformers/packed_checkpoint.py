@@ -74,7 +74,7 @@ class PackedCheckpoint:
             exclude_argument="modules_to_not_convert",
             hosted=True,
             unused=lambda source: unused(names.tensor(f"{source}.weight")),
-            option="MarlinConfig({})",
+            option="quantization_config=MarlinConfig({})",
             device_of=lambda name: device_of(self._device_map, name),
         )
         self._loader = Loader(model, self.reader, door, logger.warning)
