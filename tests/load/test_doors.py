@@ -64,7 +64,7 @@ def drop_float(made: Saved) -> None:
 
 
 NO_ARGUMENT = {"sentence-transformers": NONE}
-LOST = r"has no place for block.mtp \(4-bit layer\); its own Linear layers are for example .*ignore[= ]'?block.mtp'? leaves"
+LOST = r"has no place for block.mtp \(4-bit layer\); its own Linear layers are for example .*ignore[= ]'?block.mtp'?\)? leaves"
 CASES = {
     "fits": Case(
         "everything fits",
