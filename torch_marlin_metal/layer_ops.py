@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.ops import with_bias
+from torch_marlin_metal.ops import weight_arguments
 from torch_marlin_metal.packed_weight import PackedWeight
 
 _ops = torch.ops.torch_marlin_metal
@@ -169,14 +169,16 @@ def moe_gemm_gated(
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
+    tensors, named = weight_arguments("moe_gemm_gated", weight, bias, takes_bias=True)
     result: Tensor = _moe_gemm_gated(
         a,
-        expert_ids=expert_ids,
+        *tensors,
+        expert_ids,
         activation=activation,
         interleaved=interleaved,
         limit=limit,
         alpha=alpha,
-        **with_bias("moe_gemm_gated", weight, bias),
+        **named,
     )
     return result
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_marlin_metal import extension
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import PackedWeight, operator_arguments
 
 _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
@@ -58,8 +58,12 @@ def _moe_gemm_grad_a_flops(grad_shape: torch.Size, b_packed_shape: torch.Size, *
     return 2 * grad_shape.numel() * 8 * b_packed_shape[1]
 
 
-def weight_arguments(op: str, weight: PackedWeight) -> dict[str, Any]:
-    """Returns a weight as the arguments of the operator `op`.
+def weight_arguments(
+    op: str, weight: PackedWeight, bias: Tensor | None = None, takes_bias: bool = False
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Returns the arguments of the operator `op` for a weight: those by position, and those by name.
+
+    If the operator takes a bias, the weight's own bias takes the place of one that is None.
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
@@ -69,16 +73,9 @@ def weight_arguments(op: str, weight: PackedWeight) -> dict[str, Any]:
             f"{op}: weight: expected a PackedWeight, got {type(weight).__name__}; torch.ops.torch_marlin_metal.{op} "
             "takes the tensors of a weight"
         )
-    return weight.arguments()
-
-
-def with_bias(op: str, weight: PackedWeight, bias: Tensor | None) -> dict[str, Any]:
-    """Returns a weight and a bias, or else the weight's own bias, as the arguments of the operator `op`."""
-    arguments = weight_arguments(op, weight)
-    bias = weight.bias if bias is None else bias
-    if bias is not None:
-        arguments["bias"] = bias
-    return arguments
+    if takes_bias and bias is None:
+        bias = weight.bias
+    return operator_arguments(vars(weight), weight.weight_format, weight.group_size, bias)
 
 
 def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: str = "auto") -> Tensor:
@@ -101,10 +98,10 @@ def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: s
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    arguments = with_bias("gemm", weight, bias)
+    tensors, named = weight_arguments("gemm", weight, bias, takes_bias=True)
     if variant != "auto":
-        arguments["variant"] = variant
-    result: Tensor = _gemm(a, **arguments)
+        named["variant"] = variant
+    result: Tensor = _gemm(a, *tensors, **named)
     return result
 
 
@@ -130,7 +127,8 @@ def gemm_transposed(a: Tensor, weight: PackedWeight) -> Tensor:
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument or the variable is wrong; the message names it and says what was expected.
     """
-    result: Tensor = _ops.gemm_transposed(a, **weight_arguments("gemm_transposed", weight))
+    tensors, named = weight_arguments("gemm_transposed", weight)
+    result: Tensor = _ops.gemm_transposed(a, *tensors, **named)
     return result
 
 
@@ -169,9 +167,9 @@ def moe_gemm(
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    arguments = with_bias("moe_gemm", weight, bias)
+    tensors, named = weight_arguments("moe_gemm", weight, bias, takes_bias=True)
     result: Tensor = _ops.moe_gemm(
-        a, expert_ids=expert_ids, row_weights=row_weights, reduce=reduce, variant=variant, **arguments
+        a, *tensors, expert_ids, row_weights=row_weights, reduce=reduce, variant=variant, **named
     )
     return result
 
@@ -190,7 +188,8 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tens
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
-    result: Tensor = _ops.dequantize(dtype=dtype, **weight_arguments("dequantize", weight))
+    tensors, named = weight_arguments("dequantize", weight)
+    result: Tensor = _ops.dequantize(*tensors, dtype=dtype, **named)
     return result
 
 
@@ -213,5 +212,6 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
     """
-    result: Tensor = _ops.embedding(ids, dtype=dtype, **weight_arguments("embedding", weight))
+    tensors, named = weight_arguments("embedding", weight)
+    result: Tensor = _ops.embedding(ids, *tensors, dtype=dtype, **named)
     return result

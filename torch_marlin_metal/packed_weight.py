@@ -10,6 +10,8 @@ from torch._subclasses import FakeTensor
 
 from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_sizes, is_group_size, weight_format
 
+_gemm = torch.ops.torch_marlin_metal.gemm.default
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # The largest scale and the range of E8M0 codes for which the error bound of the operators holds.
@@ -90,7 +92,8 @@ class PackedWeight:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `torch.ops.torch_marlin_metal.*` for this weight, by name, without its bias."""
-        return operator_arguments(vars(self), self.weight_format, self.group_size)
+        (b_packed, scales), named = operator_arguments(vars(self), self.weight_format, self.group_size)
+        return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
@@ -99,7 +102,8 @@ class PackedWeight:
 
     def __call__(self, a: Tensor) -> Tensor:
         """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
-        out: Tensor = torch.ops.torch_marlin_metal.gemm(a, **self.arguments(), bias=self.bias)
+        tensors, named = operator_arguments(vars(self), self.weight_format, self.group_size, self.bias)
+        out: Tensor = _gemm(a, *tensors, **named)
         return out
 
     def __repr__(self) -> str:
@@ -182,21 +186,32 @@ class PackedWeight:
         return self
 
 
-def operator_arguments(tensors: Mapping[str, Tensor | None], weight_format: str, group_size: int) -> dict[str, Any]:
-    """Returns the arguments of `torch.ops.torch_marlin_metal.*` for a weight, by name.
+def operator_arguments(
+    tensors: Mapping[str, Any], weight_format: str, group_size: int, bias: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Returns the arguments of `torch.ops.torch_marlin_metal.*` for a weight: those by position, and those by name.
+
+    Tensors that are None are left out, because each argument costs the dispatcher 0.4 us, even if None. A loop over
+    names, or required tensors by name, would make each call longer.
 
     Args:
-        tensors: has the tensors of WEIGHT_TENSORS. Those that are None are left out, because each argument costs the
-            dispatcher 0.4 us, even if None.
+        tensors: has the tensors of WEIGHT_TENSORS.
         weight_format: a name of `formats.WEIGHT_FORMATS`.
         group_size: one of `formats.GROUP_SIZES` or K.
+        bias: the operator's bias.
     """
-    arguments: dict[str, Any] = {"weight_format": weight_format, "group_size": group_size}
-    for name in WEIGHT_TENSORS:
-        tensor = tensors[name]
-        if tensor is not None:
-            arguments[name] = tensor
-    return arguments
+    named: dict[str, Any] = {"weight_format": weight_format, "group_size": group_size}
+    if tensors["zeros"] is not None:
+        named["zeros"] = tensors["zeros"]
+    if tensors["global_scale"] is not None:
+        named["global_scale"] = tensors["global_scale"]
+    if tensors["lut"] is not None:
+        named["lut"] = tensors["lut"]
+    if tensors["perm"] is not None:
+        named["perm"] = tensors["perm"]
+    if bias is not None:
+        named["bias"] = bias
+    return (tensors["b_packed"], tensors["scales"]), named
 
 
 def _require(field: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...] | None) -> None:

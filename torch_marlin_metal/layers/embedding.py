@@ -96,7 +96,8 @@ class MarlinEmbedding(MarlinLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns `[..., embedding_dim]` in the layer's dtype for int32 or int64 `ids [...]`."""
-        result: Tensor = _embedding(ids, **self._arguments(), dtype=self.dtype)
+        tensors, named = self._arguments()
+        result: Tensor = _embedding(ids, *tensors, dtype=self.dtype, **named)
         return result
 
     def tied_linear(self, bias: Tensor | None = None) -> MarlinLinear:

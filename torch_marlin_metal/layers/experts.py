@@ -182,13 +182,13 @@ class ExpertWeights(PackedLayer):
         """
         if activation is not None and (row_weights is not None or reduce):
             raise ValueError("ExpertWeights: activation: expected none with row_weights or reduce")
-        arguments = self._arguments(self.bias)
+        tensors, named = self._arguments(self.bias)
         if activation is not None:
-            gated: Tensor = _moe_gemm_gated(a, expert_ids=expert_ids, **arguments, **activation.options())
+            gated: Tensor = _moe_gemm_gated(a, *tensors, expert_ids, **named, **activation.options())
             return gated
         if row_weights is not None:
-            arguments["row_weights"] = row_weights
-        result: Tensor = _moe_gemm(a, expert_ids=expert_ids, reduce=reduce, **arguments)
+            named["row_weights"] = row_weights
+        result: Tensor = _moe_gemm(a, *tensors, expert_ids, reduce=reduce, **named)
         return result
 
     def to_packed(self, index: int, part: int | None = None, *, copy: bool = True) -> PackedWeight:

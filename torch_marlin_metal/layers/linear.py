@@ -9,7 +9,7 @@ from torch_marlin_metal import extension  # noqa: F401  registers the operators
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.weight_info import WeightInfo
-from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, operator_arguments
 from torch_marlin_metal.quantize.weight import quantize_weight
 
 ROUNDED_ROWS = 128  # with fewer rows, decoding the weight costs as much as the faster product saves
@@ -158,15 +158,17 @@ class MarlinLinear(PackedLayer):
     def forward(self, a: Tensor) -> Tensor:
         """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
         is_rounded = self.rounds_in_training and self.training and a.device.type == "cpu"
-        arguments = self._arguments(self.bias)
+        # The same as self._arguments(self.bias), one call shorter.
+        tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
         if is_rounded and a.numel() >= ROUNDED_ROWS * self.in_features:
-            arguments["variant"] = "two_pass"
-        result: Tensor = _gemm(a, **arguments)
+            named["variant"] = "two_pass"
+        result: Tensor = _gemm(a, *tensors, **named)
         return result
 
     def _sums(self, a: Tensor) -> Tensor:
         """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
-        result: Tensor = _gemm_fp32(a, **self._arguments(self.bias))
+        tensors, named = self._arguments(self.bias)
+        result: Tensor = _gemm_fp32(a, *tensors, **named)
         return result
 
     def to_packed(self) -> PackedWeight:

@@ -106,12 +106,9 @@ class PackedLayer(nn.Module):
         # Reads the dictionary, because nn.Module.__getattr__ for each buffer would cost about 2 us per call.
         return self._buffers
 
-    def _arguments(self, bias: Tensor | None = None) -> dict[str, Any]:
-        """Returns the operators' arguments for the weight, and the bias, if there is one."""
-        arguments = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size)
-        if bias is not None:
-            arguments["bias"] = bias
-        return arguments
+    def _arguments(self, bias: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """Returns the operators' arguments for the weight and a bias: those by position, and those by name."""
+        return operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, bias)
 
     def _describe(self, device: torch.device | str | None) -> Tensor:
         format_id = list(WEIGHT_FORMATS).index(self.weight_format)

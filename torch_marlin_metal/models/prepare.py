@@ -86,7 +86,8 @@ def _kind(layer: PackedLayer, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
-    torch.ops.torch_marlin_metal.compile_gemm(**layer._arguments(layer.bias), M=M, dtype=dtype)
+    tensors, named = layer._arguments(layer.bias)
+    torch.ops.torch_marlin_metal.compile_gemm(*tensors, **named, M=M, dtype=dtype)
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
