@@ -29,8 +29,15 @@ struct Cache {
   CompileOnce<std::pair<std::string, FunctionConstants>, Pipeline> pipelines;
 };
 
+// Lets Metal run as many compiles at a time as it can. By default it runs few, so threads would wait for each other.
 Cache& cache() {
-  static auto* instance = new Cache;
+  static auto* instance = [] {
+    id<MTLDevice> gpu = device();
+    if ([gpu respondsToSelector:@selector(setShouldMaximizeConcurrentCompilation:)]) {
+      [gpu setShouldMaximizeConcurrentCompilation:YES];
+    }
+    return new Cache;
+  }();
   return *instance;
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, extension, tuning
 from torch_marlin_metal.cli import doctor, doctor_steps
 from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.models import prepare
 
 # The program of a child process. It runs one check, whose name says how it ends.
 CHILD = """
@@ -119,14 +121,34 @@ def test_deep_needs_a_gpu(monkeypatch):
     assert "--deep: expected a torch with an mps device" in done.stderr
 
 
+# Checks of which other tests run a part, or which only measure times.
+UNUSED = ("first product again", "decode with commits", "concurrent compiles")
+
+
 @pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if "again" not in name and "decode" not in name])
+@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if name not in UNUSED])
 def test_the_checks_pass_on_the_software_device(mps, name):
     interval = tuning.commit_interval()
     try:
         assert doctor_steps.STEPS[name].run()
     finally:
         tuning.set_commit_interval(interval)
+
+
+def test_eight_threads_compile_other_kernels_than_one_thread(mps, monkeypatch):
+    seen = []
+    together = threading.Barrier(8, timeout=20)
+
+    def compile_product(layer, M, dtype):
+        if len(seen) >= 8:
+            together.wait()  # raises an exception if fewer than eight threads come
+        seen.append((layer.weight_format, M, dtype, threading.get_ident()))
+
+    monkeypatch.setattr(prepare, "compile_product", compile_product)
+    values = doctor_steps.concurrent_compiles()
+    assert set(values) == {"1_threads_ms", "8_threads_ms"}
+    assert len({one[:3] for one in seen}) == len(seen) == 16
+    assert (len({one[3] for one in seen[:8]}), len({one[3] for one in seen[8:]})) == (1, 8)
 
 
 @pytest.mark.large

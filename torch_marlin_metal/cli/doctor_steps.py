@@ -251,6 +251,38 @@ def decode_with_commits() -> Values:
     return values
 
 
+def concurrent_compiles() -> Values:
+    """Times eight products whose kernels one thread compiles, and eight others whose kernels eight threads compile.
+
+    Metal's default is few compiles at a time, and the package asks for more. macOS keeps compiled kernels, so the times
+    mean something only when the check runs for the first time.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch_marlin_metal import MarlinLinear, quantize_weight
+    from torch_marlin_metal.models.prepare import compile_product
+
+    half_subnormals()  # compiles the probe
+    dense = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    formats = ("uint4", "uint4_bias", "float4_e2m1", "mxfp4")  # which no other check uses
+    layers = [MarlinLinear.from_packed(quantize_weight(dense, name)).to("mps") for name in formats]
+    types = [torch.bfloat16, torch.float32]
+    values = {}
+    for threads in (1, 8):
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            tasks = [
+                pool.submit(compile_product, layer, M, types[index % 2])
+                for index, layer in enumerate(layers)
+                for M in (1, 40)
+            ]
+        for task in tasks:
+            task.result()
+        values[f"{threads}_threads_ms"] = round(1e3 * (time.perf_counter() - begin), 1)
+        types.reverse()  # the same kernels for the other type of activations
+    return values
+
+
 QUICK = {
     "products on cpu": Step(products_on_cpu, is_validated=False),
     "products on mps": Step(every_variant, is_validated=False),
@@ -264,6 +296,7 @@ STEPS = {
     "mlstm": Step(mlstm),
     "gpu time": Step(gpu_time, is_validated=False),
     "decode with commits": Step(decode_with_commits, is_validated=False),
+    "concurrent compiles": Step(concurrent_compiles, is_validated=False),
 }
 
 
