@@ -33,7 +33,7 @@ def peak():
 
 before, began = peak(), time.process_time()
 reader = convert.open_reader(sys.argv[1])
-found = len(reader) + sum(1 for _ in reader.source.others())
+found = len(reader) + sum(1 for _ in reader.others())
 opened, memory = time.process_time() - began, peak() - before
 began = time.process_time()
 if sys.argv[2] != "-":

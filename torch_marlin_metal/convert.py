@@ -3,15 +3,16 @@
     for weight in convert.read_layers("path/to/model"):
         ...
 
-`reader.py` reads the layers, `known_formats.py` chooses the format, and the format's file in `formats/` converts them.
+`directory.py` opens a checkpoint, `known_formats.py` chooses the format, and its file in `formats/` converts layers.
 """
 
+from torch_marlin_metal.checkpoints.directory import open_reader, read_layers
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.checkpoints.floats import FloatReader
 from torch_marlin_metal.checkpoints.known_formats import FORMATS
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader, read_layers
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.checkpoints.summary import formats_page
 from torch_marlin_metal.checkpoints.writer import export_checkpoint, write_checkpoint
 from torch_marlin_metal.packed_weight import PackedWeight

@@ -171,14 +171,14 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         raise ValueError(
             f"gptq_perm: g_idx: expected groups 0..{G - 1} (K {K}, group_size {group_size}), got {low}..{high}"
         )
-    if torch.equal(groups, torch.arange(K) // group_size):
+    if torch.equal(groups, torch.arange(K, device="cpu") // group_size):
         return None
     if high == 0:
         warnings.warn(
             f"gptq_perm: g_idx is all zero for K {K} and group_size {group_size}; read as no act-order", stacklevel=2
         )
         return None
-    expected = torch.full((G,), group_size)
+    expected = torch.full((G,), group_size, device="cpu")
     expected[-1] = K - group_size * (G - 1)
     counts = torch.bincount(groups, minlength=G)
     if not torch.equal(counts, expected):

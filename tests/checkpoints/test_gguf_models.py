@@ -152,7 +152,7 @@ def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
         assert torch.equal(parameter, model.get_parameter(name)), name
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    stored = convert.open_reader(path).source.tensors["blk.0.attn_q.weight"].read()
+    stored = convert.open_reader(path).tensors["blk.0.attn_q.weight"].read()
     assert not torch.equal(stored.float(), model.model.layers[0].self_attn.q_proj.weight)
 
 
@@ -163,9 +163,7 @@ def mixed(name: str) -> str:
 def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
     model = model_of("llama")
     path = write(tmp_path / "model.gguf", "llama", model, mixed)
-    stored = {
-        tensor.name: tensor for tensor in convert.open_reader(path).source.tensors.values() if not tensor.is_plain
-    }
+    stored = {tensor.name: tensor for tensor in convert.open_reader(path).tensors.values() if not tensor.is_plain}
     other = [tensor for name, tensor in stored.items() if mixed(name) != "Q4_0"]
     share = sum(tensor.nbytes for tensor in other) / sum(tensor.nbytes for tensor in stored.values())
     loaded = model_of("llama")

@@ -75,7 +75,7 @@ def test_pickled_views_of_one_memory_are_not_copied_before_they_are_read(tmp_pat
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "model.bin")
     reader = convert.open_reader(tmp_path, allow_pickle=True)
-    assert not all(tensor.is_contiguous() for tensor in reader.source.checkpoint.loaded.values())
+    assert not all(tensor.is_contiguous() for tensor in reader.checkpoint.loaded.values())
     assert torch.equal(next(iter(reader)).b_packed, expected.b_packed)
 
 
@@ -133,7 +133,7 @@ def test_names_of_all_layers_are_made_once(tmp_path, monkeypatch) -> None:
     """A conversion asks for each layer's name. Making all names each time took minutes for 40,000 experts."""
     writers.write_gpt_oss(tmp_path, np.random.default_rng(0), 96, 24, experts=5)
     reader = convert.open_reader(tmp_path)
-    made, names = [], reader.source.names
-    monkeypatch.setattr(reader.source, "names", lambda: made.append(1) or names())
+    made, names = [], reader.names
+    monkeypatch.setattr(reader, "names", lambda: made.append(1) or names())
     convert.write_checkpoint(reader, tmp_path / "out")
     assert made == [1]

@@ -25,7 +25,7 @@ def calls(path: Path, kind: str, count: int) -> int:
     sys.setprofile(note)
     try:
         reader = convert.open_reader(source)
-        items = len(reader) + sum(1 for _ in reader.source.others())
+        items = len(reader) + sum(1 for _ in reader.others())
         if converts:
             convert.write_checkpoint(reader, path / f"out{count}", max_shard_bytes=20_000)
     finally:

@@ -105,7 +105,7 @@ def directory(tmp_path) -> Path:
 def test_a_layer_is_made_of_the_tensors_that_were_read_ahead(directory, monkeypatch) -> None:
     expected = next(convert.read_layers(directory))
     reader = convert.open_reader(directory)
-    reader.source.read_ahead([0], LIMIT)
+    reader.read_ahead([0], LIMIT)
     asked: list[str] = []
     monkeypatch.setattr(checkpoint, "read_tensor", lambda info, *part: asked.append(info.name))
     weight = reader.read(0)
@@ -113,7 +113,7 @@ def test_a_layer_is_made_of_the_tensors_that_were_read_ahead(directory, monkeypa
     assert {name: tensor.tolist() for name, tensor in weight.tensors().items()} == {
         name: tensor.tolist() for name, tensor in expected.tensors().items()
     }
-    reader.source.stop_reading_ahead()
+    reader.stop_reading_ahead()
 
 
 def test_a_file_that_became_shorter_gives_the_usual_error(directory) -> None:
@@ -122,7 +122,7 @@ def test_a_file_that_became_shorter_gives_the_usual_error(directory) -> None:
     os.truncate(file, file.stat().st_size - 100)
     with pytest.raises(convert.CheckpointError) as usual:
         reader.read(0)
-    reader.source.read_ahead([0], LIMIT)
+    reader.read_ahead([0], LIMIT)
     with pytest.raises(convert.CheckpointError, match=r"the file ends after \d+ of its") as error:
         reader.read(0)
     assert str(error.value) == str(usual.value)

@@ -215,6 +215,6 @@ def test_gate_and_up_are_read_once_each(tmp_path, monkeypatch) -> None:
     gates_first = sorted(range(len(reader)), key=lambda index: reader.layer_names[index].rpartition(".")[2])
     for index in gates_first:
         assert same(reader.read(index).tensors(), expected[index].tensors())
-        assert sum(tensor.nbytes for tensor in reader.source._kept.values()) <= 64 * 96 * 4
+        assert sum(tensor.nbytes for tensor in reader._kept.values()) <= 64 * 96 * 4
     assert max(read.values()) == 2
     assert {name for name, count in read.items() if count == 2} <= {name for name in read if ".w3." in name}

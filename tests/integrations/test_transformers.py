@@ -316,7 +316,7 @@ def test_biases_stay_with_their_layers(tmp_path) -> None:
     load(tmp_path / "floats", quantization_config=config).save_pretrained(tmp_path / "saved")
     reader = open_reader(tmp_path / "saved")
     export_checkpoint(
-        reader, tmp_path / "gptq", "gptq", other_tensors=reader.other_tensors(), config=reader.source.config, version=2
+        reader, tmp_path / "gptq", "gptq", other_tensors=reader.other_tensors(), config=reader.config, version=2
     )
     for folder in ("saved", "gptq"):
         model = load(tmp_path / folder)

@@ -214,9 +214,7 @@ def journey(family: str) -> tuple[str, str]:
             return "WRONG", "the reloaded model computes something else"
         reader = open_reader(path / "saved")
         others = reader.other_tensors()
-        export_checkpoint(
-            reader, path / "gptq", "compressed-tensors", other_tensors=others, config=reader.source.config
-        )
+        export_checkpoint(reader, path / "gptq", "compressed-tensors", other_tensors=others, config=reader.config)
         foreign = cls.from_pretrained(path / "gptq").eval()
         if packed_in(foreign) != packed_in(loaded):
             return "WRONG", f"{packed_in(foreign)} of {packed_in(loaded)} layers of a packed checkpoint"

@@ -311,18 +311,6 @@ def test_repr_names_what_matters(device):
     assert "weight_format=nvfp4, group_size=16)" in repr(layer_of("nvfp4", device))
 
 
-def test_weight_describes_and_refuses_to_compute(device):
-    layer = layer_of(device=device)
-    weight = layer.weight
-    assert (weight.dtype, weight.device.type, weight.shape) == (torch.float32, device, torch.Size([N, K]))
-    assert (weight.size(), weight.size(0), weight.dim(), weight.ndim, weight.numel()) == ((N, K), N, 2, 2, N * K)
-    assert "shape=[72, 136]" in repr(weight)
-    a = activations(1, K, device=device)
-    with pytest.raises(TypeError, match=r"linear: got MarlinLinear.weight.*dequantize"):
-        nn.functional.linear(a, weight)
-    assert "weight" not in dict(layer.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory) -> Path:
         )
     shutil.copytree(folder / "native", folder / "other")
     file = folder / "other/model.safetensors"
-    info = reader.source.checkpoint.tensors["model.layers.1.mlp.down_proj.b_packed"]
+    info = reader.checkpoint.tensors["model.layers.1.mlp.down_proj.b_packed"]
     data = bytearray(file.read_bytes())
     data[info.offset] ^= 1
     file.write_bytes(data)

@@ -12,7 +12,7 @@ from torch_marlin_metal.repack import gptq_perm
 
 @lru_cache(maxsize=8)
 def _in_order(K: int, group_size: int, dtype: torch.dtype) -> Tensor:
-    return torch.arange(K, dtype=dtype) // group_size
+    return torch.arange(K, dtype=dtype, device="cpu") // group_size
 
 
 def read_g_idx(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tensor | None:

@@ -1,8 +1,6 @@
 """A checkpoint directory: its configuration, its tensors by name, and reads of one tensor at a time."""
 
 import re
-import stat
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,70 +9,22 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.safetensors import (
-    DTYPES,
-    Slice,
-    TensorInfo,
-    parse_json,
-    read_header,
-    read_tensor,
+from torch_marlin_metal.checkpoints.files.regular import regular_file
+from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, Slice, TensorInfo, read_header, read_tensor
+from torch_marlin_metal.checkpoints.settings import (
+    CONFIG,
+    CONFIG_FILES,
+    CONFIG_KEYS,
+    Settings,
+    find_settings,
+    names_no_layer,
+    read_config,
 )
 
-MAX_CONFIG = 64 << 20
 MAX_NAME = 255  # characters of a file's name that a message shows
-# The keys of config.json under which producers store the quantization settings, in the order of the look-up.
-CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-CONFIG_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
 SAFETENSORS_NAMES = ("model", "diffusion_pytorch_model", "adapter_model")
 PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 DTYPE_NAMES = {dtype: name for name, (_, dtype) in reversed(DTYPES.items())}
-
-
-class Settings(Mapping[str, Any]):
-    """The quantization settings of a checkpoint, with typed look-up. `file` is the file that holds them."""
-
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self._values = values
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Any:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def integer(self, *keys: str, default: int | None = None) -> int | None:
-        """Returns the first of `keys` that is present and not null."""
-        value = self._first(keys, int, "an integer")
-        return default if value is None else int(value)
-
-    def text(self, *keys: str, default: str = "") -> str:
-        """Returns the first string among `keys`."""
-        value = self._first(keys, str, "a string")
-        return default if value is None else str(value)
-
-    def flag(self, *keys: str) -> bool | None:
-        """Returns the first true or false among `keys`, or None if there is none."""
-        value = self._first(keys, bool, "true or false")
-        return None if value is None else bool(value)
-
-    def section(self, *keys: str) -> "Settings":
-        """Returns the first object among `keys`, or empty settings."""
-        value = self._first(keys, dict, "an object")
-        return Settings(self.file, value or {})
-
-    def _first(self, keys: Iterable[str], kind: type, expected: str) -> Any:
-        for key in keys:
-            value = self._values.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                raise CheckpointError(f"{self.file}: quantization settings: {key}: expected {expected}, got {value!r}")
-            return value
-        return None
 
 
 @dataclass
@@ -118,15 +68,17 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     Raises:
         CheckpointError: something is missing, damaged or points outside the directory.
     """
-    config_file = path / "config.json"
-    config = _read_config(config_file) if config_file.exists() else {}
-    settings = _find_settings(path, config_file, config)
+    config_file = path / CONFIG
+    config = read_config(config_file) if config_file.exists() else {}
+    settings = find_settings(path, config)
     if quantized and settings is None:
         raise NotQuantized(
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
             f"{', '.join(CONFIG_FILES)}"
         )
-    if not quantized and settings is not None:
+    # An older version wrote such settings for models without a packed layer.
+    no_layers = settings is not None and names_no_layer(settings)
+    if not quantized and settings is not None and not no_layers:
         raise CheckpointError(f"{settings.file}: expected a checkpoint of floats, got one with quantization settings")
     checkpoint = Checkpoint(path, config, settings or Settings(config_file, {}), {}, {}, {})
     files, mapping = _tensor_files(path, allow_pickle)
@@ -143,34 +95,9 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     for name, file in mapping.items():
         if name not in checkpoint.tensors or checkpoint.tensors[name].file != file:
             raise CheckpointError(f"{file}: tensor {name!r} is missing, though the index places it in this file")
+    if quantized and no_layers and not any(name.endswith(".b_packed") for name in checkpoint.tensors):
+        raise NotQuantized(f"{path}: its quantization settings name no layer, and its tensors are floats")
     return checkpoint
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    regular_file(file)
-    try:
-        if file.stat().st_size > MAX_CONFIG:
-            raise CheckpointError(f"{file}: {file.stat().st_size} bytes are too many for a JSON configuration")
-        value = parse_json(file, file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _find_settings(path: Path, config_file: Path, config: dict[str, Any]) -> Settings | None:
-    nested = config.get("text_config")  # vision-language models store the language model's settings there
-    for owner in (config, nested if isinstance(nested, dict) else {}):
-        for key in CONFIG_KEYS:
-            if owner.get(key) is not None:
-                if not isinstance(owner[key], dict):
-                    raise CheckpointError(f"{config_file}: {key}: expected an object, got {owner[key]!r}")
-                return Settings(config_file, owner[key])
-    for name in CONFIG_FILES:
-        if (path / name).exists():
-            return Settings(path / name, _read_config(path / name))
-    return None
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:
@@ -201,7 +128,7 @@ def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str,
 
 
 def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
-    weight_map = _read_config(index).get("weight_map")
+    weight_map = read_config(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: expected an object that maps tensors to files")
     suffixes = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
@@ -224,28 +151,6 @@ def _exists(file: Path) -> bool:
         return file.exists()
     except OSError:  # the file system cannot have such a name
         return False
-
-
-def regular_file(file: Path) -> Path:
-    """Returns the path if it is a regular file inside its own directory.
-
-    A symbolic link may point inside its own directory. It may also point from `snapshots/` to the neighbouring
-    directory `blobs/`, because huggingface_hub stores downloads that way.
-
-    Raises:
-        CheckpointError: the path is not a regular file, or a link leads elsewhere.
-    """
-    try:
-        target, home = file.resolve(strict=True), file.parent.resolve(strict=True)
-        mode = target.stat().st_mode
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error})") from error
-    allowed = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
-    if not any(target.is_relative_to(root) for root in allowed):
-        raise CheckpointError(f"{file}: a symbolic link that leads out of the checkpoint, to {target}")
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{file}: expected a regular file")
-    return file
 
 
 def _load_pickle(file: Path, loaded: dict[str, Tensor]) -> dict[str, TensorInfo]:

@@ -25,7 +25,7 @@ def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat
 def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     """Returns the uint8 zero points `[G, N]` of an int4 weight; raises UnsupportedFormat for other weights."""
     if weight.weight_format == "uint4b8":
-        return torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
+        return torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=weight.b_packed.device)
     if weight.weight_format != "uint4":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
     assert weight.zeros is not None
@@ -35,7 +35,7 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
 
 
 def _g_idx(weight: PackedWeight) -> Tensor:
-    in_order = torch.arange(weight.K, dtype=torch.int32) // weight.group_size
+    in_order = torch.arange(weight.K, dtype=torch.int32, device=weight.b_packed.device) // weight.group_size
     if weight.perm is None:
         return in_order
     return torch.empty_like(in_order).index_copy_(0, weight.perm.long(), in_order)
@@ -53,7 +53,12 @@ class Exporter(Protocol):
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Returns the `quantization_config` for the layers seen."""
+        """Returns the `quantization_config` for the layers seen, of which there is at least one."""
+        ...
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
         ...
 
 
@@ -91,6 +96,11 @@ class GptqExporter:
             "g_idx": _g_idx(weight),
         }
 
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return bool(self.group_sizes)
+
     def settings(self) -> dict[str, Any]:
         """Returns GPTQModel's keys. `dynamic` has an entry for each layer whose group size is not the common one."""
         common = Counter(self.group_sizes.values()).most_common(1)[0][0]
@@ -121,6 +131,11 @@ class AwqExporter:
             raise _refuse(weight, "AWQ", f"its group size is {stated}, that of layers before it {self.group_size}")
         self.group_size = stated
         return {"qweight": pack_awq(weight.b_packed), "qzeros": pack_awq_zeros(zeros), "scales": weight.scales}
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return self.group_size is not None
 
     def settings(self) -> dict[str, Any]:
         """Returns AutoAWQ's keys."""
@@ -154,7 +169,7 @@ class CompressedTensorsExporter:
         tensors = {
             "weight_packed": pack_gptq(weight.b_packed, perm=weight.perm).t(),
             "weight_scale": weight.scales.t(),
-            "weight_shape": torch.tensor([weight.N, weight.K]),
+            "weight_shape": torch.tensor([weight.N, weight.K], device=weight.b_packed.device),
         }
         if not symmetric:
             padded = torch.nn.functional.pad(zeros, (0, -weight.N % 8))
@@ -170,7 +185,8 @@ class CompressedTensorsExporter:
             scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
             self._register(weight, "mxfp4-pack-quantized", scheme | {"scale_dtype": "torch.uint8"})
             return tensors
-        multiplier = torch.ones(1) if weight.global_scale is None else weight.global_scale.reshape(-1)
+        given = weight.global_scale
+        multiplier = torch.ones(1, device=weight.b_packed.device) if given is None else given.reshape(-1)
         divisor = 1 / multiplier
         if divisor.numel() != 1 or not torch.equal(1 / divisor, multiplier):
             raise _refuse(weight, "compressed-tensors", "its global scale is not the inverse of one fp32 number")
@@ -181,6 +197,11 @@ class CompressedTensorsExporter:
 
     def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
         self.layers[weight.name] = json.dumps([format_name, scheme])
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
         """Returns compressed-tensors' keys; the targets of each scheme are the names of its layers."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.float_layers import FloatLayer, choose_layers
 from torch_marlin_metal.checkpoints.format_interface import Format
@@ -54,6 +54,7 @@ class FloatReader(CheckpointReader):
     """
 
     calculates = True
+    format = FORMAT
 
     def __init__(
         self,
@@ -70,53 +71,37 @@ class FloatReader(CheckpointReader):
         fmt = find_format(weight_format)
         if method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-        self.path = Path(path)
-        self.options = ReadOptions(allow_pickle=allow_pickle)
+        super().__init__(Path(path), ReadOptions(allow_pickle=allow_pickle))
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: expected a checkpoint directory")
-        checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
-        layers, self.left = choose_layers(checkpoint, include, exclude)
+        self.checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
+        layers, self.left = choose_layers(self.checkpoint, include, exclude)
         for layer in layers:
             resolve_group_size(f"{self.path}: {layer.name}", fmt, group_size, layer.K)
-        quantize = partial(
+        self._layers = layers
+        self._quantize: Callable[..., PackedWeight] = partial(
             quantize_weight, weight_format=weight_format, group_size=group_size, method=method, **options
         )
         self.taken_bytes = sum(layer.nbytes for layer in layers)
         names = [layer.name for layer in layers]
         self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
         self._settings |= {key: str(value) for key, value in options.items()}
-        self.source = _FloatSource(checkpoint, layers, quantize, fmt.has_global_scale)
+        # A model holds an expert's gate and up as one weight, with one global scale.
+        by_name = {layer.name: layer for layer in layers} if fmt.has_global_scale else {}
+        self._partners = [by_name.get(layer.partner) for layer in layers]
+        self._amax: dict[str, float] = {}  # of layers whose partner has been converted
+        self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the result; a resumed conversion compares them."""
         return self._settings
 
-
-class _FloatSource:
-    """The source of the layers of a float checkpoint, see `reader.Source`."""
-
-    format = FORMAT
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        layers: list[FloatLayer],
-        quantize: Callable[..., PackedWeight],
-        has_global_scale: bool,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self._layers = layers
-        self._quantize = quantize
-        # A model holds an expert's gate and up as one weight, with one global scale.
-        by_name = {layer.name: layer for layer in layers} if has_global_scale else {}
-        self._partners = [by_name.get(layer.partner) for layer in layers]
-        self._amax: dict[str, float] = {}  # of layers whose partner has been converted
-        self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them
-
     def names(self) -> list[str]:
+        """Returns the names of the layers to quantize, in the order of the files."""
         return [layer.name for layer in self._layers]
 
     def convert(self, index: int) -> PackedWeight:
+        """Reads one matrix and quantizes it."""
         layer = self._layers[index]
         matrix = self._matrix(layer)
         try:
@@ -150,14 +135,17 @@ class _FloatSource:
         return self.checkpoint.read(layer.weight, layer.index) if kept is None else kept
 
     def bias(self, index: int) -> Tensor | None:
+        """Reads the bias of a layer."""
         layer = self._layers[index]
         return self.checkpoint.read(layer.bias, layer.index) if layer.bias else None
 
     @property
     def config(self) -> dict[str, Any]:
+        """Returns the model's own configuration."""
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, function that reads it, dtype) for each tensor that stays in floats."""
         used = {name for layer in self._layers for name in (layer.weight, layer.bias)}
         for name, info in self.checkpoint.tensors.items():
             if name not in used:

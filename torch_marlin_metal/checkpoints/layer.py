@@ -140,7 +140,7 @@ def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Ten
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """Unpacks `count` codes of any width along the first dimension of int32 words; a code may straddle two words."""
-    first = torch.arange(count) * bits
+    first = torch.arange(count, device="cpu") * bits
     low, shift = first // 32, (first % 32).unsqueeze(1)
     wide = words.long() & 0xFFFFFFFF
     next_word = wide[(low + 1).clamp(max=words.shape[0] - 1)]

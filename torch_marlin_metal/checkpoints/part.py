@@ -49,7 +49,7 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
     dropped = set()
     for role in roles:
         if axes[role] == ("order",):
-            if not torch.equal(layer.read(role).long(), torch.arange(K) // group_size):
+            if not torch.equal(layer.read(role).long(), torch.arange(K, device="cpu") // group_size):
                 return None
             dropped.add(role)
     if part.rank > 0:

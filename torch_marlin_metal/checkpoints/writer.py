@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.card import README, write_card
-from torch_marlin_metal.checkpoints.checkpoint import regular_file
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS, Exporter
+from torch_marlin_metal.checkpoints.files.regular import regular_file
 from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
+from torch_marlin_metal.checkpoints.settings import without_settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 DEFAULT_SHARD_BYTES = 1 << 29
@@ -59,6 +60,9 @@ def write_checkpoint(
     **options: Any,
 ) -> Path:
     """Writes an opened checkpoint, with all layers and all other tensors, in this package's format or another one.
+
+    If no layer is packed, because all are dequantized, the directory is a checkpoint of floats without quantization
+    settings.
 
     Args:
         reader: from `open_reader`. Its option `on_unsupported` decides what happens to layers that cannot be packed.
@@ -95,9 +99,9 @@ def write_checkpoint(
         return _layers_and_others(reader, exporter, start)
 
     def total() -> int:
-        return len(reader) + sum(1 for _ in reader.source.others())
+        return len(reader) + sum(1 for _ in reader.others())
 
-    config = dict(reader.source.config) if reader.path.is_dir() else {}
+    config = dict(reader.config) if reader.path.is_dir() else {}
     source = _Source(str(reader.path), items, total, config, _small_files(reader.path), unchanged)
     with nullcontext() if reader.calculates else _one_thread():
         return _write(source, destination, identity, exporter_class, options, max_shard_bytes, sync, progress)
@@ -252,7 +256,7 @@ def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int)
     for index in range(start, count):
         name = reader.layer_names[index]
         yield name, _named(name, _held(reader.read(index), exporter))
-    for position, (name, read, dtype) in enumerate(reader.source.others(), start=count):
+    for position, (name, read, dtype) in enumerate(reader.others(), start=count):
         if position >= start:
             yield name, [(name, read(), dtype)]
 
@@ -319,10 +323,10 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, which write_card would keep
     for file in source.copied:
         _copy(file, work / file.name)
-    if isinstance(exporter, NativeExporter):
+    if isinstance(exporter, NativeExporter) and exporter.has_layers:
         write_card(work)
-    config = {key: value for key, value in source.config.items() if key not in ("quantization", "compression_config")}
-    _write_json(work / "config.json", config | {"quantization_config": exporter.settings()})
+    settings = {"quantization_config": exporter.settings()} if exporter.has_layers else {}
+    _write_json(work / "config.json", without_settings(source.config) | settings)
 
 
 def _small_files(path: Path) -> list[Path]:

@@ -19,8 +19,8 @@ METHODS = ("chunkwise", "token by token")
 
 def _inputs(S: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, HEADS, S, D, generator=generator).to(device, dtype) for D in (DK, DK, DV))
-    i, f = (torch.randn(1, HEADS, S, generator=generator).to(device) + offset for offset in (0, 3))
+    q, k, v = (torch.randn(1, HEADS, S, D, generator=generator, device="cpu").to(device, dtype) for D in (DK, DK, DV))
+    i, f = (torch.randn(1, HEADS, S, generator=generator, device="cpu").to(device) + offset for offset in (0, 3))
     return q, k, v, i, f
 
 

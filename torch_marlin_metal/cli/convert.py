@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from torch_marlin_metal.checkpoints.options import OnUnsupported
+from torch_marlin_metal.checkpoints.settings import find_settings
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
@@ -51,7 +52,9 @@ def convert(
     options = {} if write_gptq_version is None else {"version": write_gptq_version}
     write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)
     size = directory_bytes(destination)
+    is_packed = find_settings(destination) is not None
     value = {"source": str(source), "destination": str(destination), "format": to.value}
-    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {to.value}, {human_bytes(size)}"
-    show(value | {"layers": len(reader), "bytes": size}, text, as_json)
+    result = to.value if is_packed else "floats: no layer is 4 bit, so the directory has no quantization settings"
+    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {result}, {human_bytes(size)}"
+    show(value | {"layers": len(reader), "is_packed": is_packed, "bytes": size}, text, as_json)
     return DONE

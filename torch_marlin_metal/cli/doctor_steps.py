@@ -42,7 +42,9 @@ class Step:
 def _weight(K: int = 512, N: int = 256, seed: int = 0) -> PackedWeight:
     from torch_marlin_metal import quantize_weight
 
-    return quantize_weight(torch.randn(N, K, generator=torch.Generator().manual_seed(seed)), "uint4b8", group_size=64)
+    return quantize_weight(
+        torch.randn(N, K, generator=torch.Generator().manual_seed(seed), device="cpu"), "uint4b8", group_size=64
+    )
 
 
 def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor], Tensor]:
@@ -50,7 +52,7 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
     from torch_marlin_metal import gemm
 
     weight = _weight(K, N)
-    a = torch.randn(40, K, generator=torch.Generator().manual_seed(1)).half()
+    a = torch.randn(40, K, generator=torch.Generator().manual_seed(1), device="cpu").half()
     dense = weight.dequantize().double()
     moved = weight.to("mps")
     options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **moved.tensors()}
@@ -69,9 +71,9 @@ def _mixture() -> tuple[Callable[..., Tensor], Tensor]:
     from torch_marlin_metal import moe_gemm
 
     weights = [_weight(seed=seed) for seed in range(2)]
-    a = torch.randn(60, 512, generator=torch.Generator().manual_seed(1)).half()
-    ids = torch.stack([torch.arange(60) % 3, torch.arange(1, 61) % 3], dim=1)
-    expected = torch.zeros(60, 2, 256, dtype=torch.float64)
+    a = torch.randn(60, 512, generator=torch.Generator().manual_seed(1), device="cpu").half()
+    ids = torch.stack([torch.arange(60, device="cpu") % 3, torch.arange(1, 61, device="cpu") % 3], dim=1)
+    expected = torch.zeros(60, 2, 256, dtype=torch.float64, device="cpu")
     for expert, weight in enumerate(weights):
         products = a.double() @ weight.dequantize().double()
         expected[ids == expert] = products[(ids == expert).any(1)]
@@ -99,8 +101,8 @@ def products_on_cpu() -> Values:
     from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, quantize_weight
 
     generator = torch.Generator().manual_seed(0)
-    dense = torch.randn(256, 512, generator=generator)
-    a = torch.randn(40, 512, generator=generator)
+    dense = torch.randn(256, 512, generator=generator, device="cpu")
+    a = torch.randn(40, 512, generator=generator, device="cpu")
     errors = {"torch.matmul": 0.0}
     for name in WEIGHT_FORMATS:
         layer = MarlinLinear.from_packed(quantize_weight(dense, name, scale_dtype=torch.float32))
@@ -198,8 +200,8 @@ def mlstm() -> Values:
     """Checks that the mLSTM uses the precise `exp` and `log`: mps agrees with the CPU, and NaN stays NaN."""
     operators = torch.ops.torch_marlin_metal
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 64, 32, generator=generator) for _ in range(3))
-    i, f = (8 * torch.randn(1, 2, 64, generator=generator) for _ in range(2))
+    q, k, v = (torch.randn(1, 2, 64, 32, generator=generator, device="cpu") for _ in range(3))
+    i, f = (8 * torch.randn(1, 2, 64, generator=generator, device="cpu") for _ in range(2))
     inputs = (q, k, v, i, f)
     expected = operators.mlstm(*inputs)[0]
     found = operators.mlstm(*(tensor.to("mps") for tensor in inputs))[0].cpu()

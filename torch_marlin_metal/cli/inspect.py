@@ -42,7 +42,7 @@ def inspect(
         for index, name in enumerate(reader.layer_names):
             found.append(_describe(reader, index, name))
             bar.update()
-    others = [(name, dtype) for name, _, dtype in reader.source.others()]
+    others = [(name, dtype) for name, _, dtype in reader.others()]
     value = {
         "path": str(checkpoint),
         "format": reader.format.name,

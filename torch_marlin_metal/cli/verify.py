@@ -62,7 +62,7 @@ class _Side:
     def others(self) -> dict[str, Any]:
         if self.reader is None:
             return {}
-        return {name: read for name, read, _ in self.reader.source.others()}
+        return {name: read for name, read, _ in self.reader.others()}
 
 
 def verify(

@@ -93,7 +93,7 @@ def is_proved() -> bool:
     utils = sys.modules.get("transformers.cache_utils")
     if utils is None:
         return False
-    k, v = (random_like(torch.empty(2, 3, TOKENS, size), seed=size) for size in (4, 8))
+    k, v = (random_like(torch.empty(2, 3, TOKENS, size, device="cpu"), seed=size) for size in (4, 8))
     try:
         for arguments in ((utils.StaticLayer, {}), (utils.StaticSlidingWindowLayer, {"sliding_window": TOKENS - 1})):
             kind, options = arguments

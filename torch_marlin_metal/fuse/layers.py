@@ -124,7 +124,7 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     if embedding is None or device.type == "meta":
         return [], "the model has no embedding of tokens, or no values"
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator).to(device)  # type: ignore[arg-type]
+    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)  # type: ignore[arg-type]
     try:
         first = model(input_ids=ids, use_cache=False)[0]
     except Exception as error:  # the model takes other arguments
@@ -225,7 +225,7 @@ def _fuse_residuals(model: nn.Module, known: dict[nn.Module, norms.Norm], report
     device = next(model.parameters()).device
     embedding: Any = next(m for m in model.modules() if hasattr(m, "num_embeddings"))
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator).to(device)
+    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)
     seen = residual.record(layers, lambda: model(input_ids=ids, use_cache=False))
     for name, layer in layers.items():
         if name not in seen:

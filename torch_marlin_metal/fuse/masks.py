@@ -95,8 +95,10 @@ class AttentionFunctions:
 
 def is_proved(functions: Any) -> bool:
     """Returns True if PyTorch's attention gives equal results for a mask of booleans and for the mask as numbers."""
-    query, key, value = (random_like(torch.empty(2, 4, tokens, 8), seed) for seed, tokens in enumerate((3, 5, 5)))
-    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril(1)
+    query, key, value = (
+        random_like(torch.empty(2, 4, tokens, 8, device="cpu"), seed) for seed, tokens in enumerate((3, 5, 5))
+    )
+    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool, device="cpu").tril(1)
     mask[1, :, 0] = False
     module = torch.nn.Module()
     try:

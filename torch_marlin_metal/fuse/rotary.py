@@ -46,10 +46,10 @@ def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, 
 def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
     """Returns the variant that gives a function's results on random input, for whole and partial heads, or None."""
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, heads, 3, 16, generator=generator) for heads in (4, 2))
+    q, k = (torch.randn(2, heads, 3, 16, generator=generator, device="cpu") for heads in (4, 2))
     results = []
     for size in (16, 8):
-        cos, sin = (torch.randn(2, 3, size, generator=generator) for _ in range(2))
+        cos, sin = (torch.randn(2, 3, size, generator=generator, device="cpu") for _ in range(2))
         try:
             results.append((cos, sin, function(q, k, cos, sin)))
         except Exception:  # the function does not take tables of this size

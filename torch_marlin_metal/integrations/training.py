@@ -17,8 +17,7 @@ def prepare_for_training(
 ) -> nn.Module:
     """Freezes a model and switches gradient checkpointing on, in place. Call it before adapters are added.
 
-    Use it instead of peft's `prepare_model_for_kbit_training`. peft's function does not know this package: it converts
-    every 16-bit parameter to float32, also the embeddings, and leaves checkpointing off.
+    peft's `prepare_model_for_kbit_training` does the same with reentrant checkpoints, unless it is told otherwise.
 
     Args:
         model: holds packed layers.

@@ -81,11 +81,15 @@ def find_known(activation: Activation, columns: int) -> KnownActivation | None:
 
 def _inputs(columns: int) -> Iterator[Tensor]:
     """Yields random input of many sizes. Gate and up have different sizes, whichever columns they are in."""
-    x = random_like(torch.empty(-(-SAMPLES // columns), columns, dtype=torch.float32))
-    is_first_half = torch.arange(columns) < columns // 2
+    x = random_like(torch.empty(-(-SAMPLES // columns), columns, dtype=torch.float32, device="cpu"))
+    is_first_half = torch.arange(columns, device="cpu") < columns // 2
     for size in SIZES:
         yield size * x
-        for is_large in (is_first_half, ~is_first_half, *(torch.arange(columns) % 2 == i for i in range(2))):
+        for is_large in (
+            is_first_half,
+            ~is_first_half,
+            *(torch.arange(columns, device="cpu") % 2 == i for i in range(2)),
+        ):
             yield torch.where(is_large, size, 1.0) * x
 
 

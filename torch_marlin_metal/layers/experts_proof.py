@@ -45,8 +45,11 @@ def why_unknown(experts: nn.Module) -> str:
     if not hasattr(experts, "_apply_gate"):
         return unlike
     with torch.no_grad(), torch.device("cpu"):  # a model can be made while another device is the default one
-        x, ids = random_like(torch.empty(TOKENS, HIDDEN)), torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K)
-        ids, weights = ids % min(EXPERTS, counts[0]), random_like(torch.empty(TOKENS, TOP_K), seed=1)
+        x, ids = (
+            random_like(torch.empty(TOKENS, HIDDEN, device="cpu")),
+            torch.arange(TOKENS * TOP_K, device="cpu").view(TOKENS, TOP_K),
+        )
+        ids, weights = ids % min(EXPERTS, counts[0]), random_like(torch.empty(TOKENS, TOP_K, device="cpu"), seed=1)
         try:
             small = _with_small_weights(experts)
             with in_mode(small, training=False):
@@ -77,10 +80,12 @@ def _with_small_weights(experts: nn.Module) -> Any:
     small._parameters = {}
     for seed, kind in enumerate(WEIGHTS):
         _, N, K = shapes[seed]
-        weight = random_like(torch.empty(min(EXPERTS, count), sizes[N], sizes[K]), seed + 2) / sizes[K] ** 0.5
+        weight = (
+            random_like(torch.empty(min(EXPERTS, count), sizes[N], sizes[K], device="cpu"), seed + 2) / sizes[K] ** 0.5
+        )
         small._parameters[kind] = nn.Parameter(weight.mT.contiguous() if transposed else weight)
         if experts._parameters.get(f"{kind}_bias") is not None:
-            bias = random_like(torch.empty(len(weight), sizes[N]), seed + 4)
+            bias = random_like(torch.empty(len(weight), sizes[N], device="cpu"), seed + 4)
             small._parameters[f"{kind}_bias"] = nn.Parameter(bias)
     small.is_transposed = transposed
     return small

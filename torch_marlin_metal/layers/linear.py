@@ -1,7 +1,7 @@
 """A Linear layer whose weight stays in 4 bit."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,54 +9,15 @@ from torch import Tensor, nn
 from torch_marlin_metal import extension  # noqa: F401  registers the operators
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
+from torch_marlin_metal.layers.weight_info import WeightInfo
 from torch_marlin_metal.ops import given
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
-
-NO_TENSOR = (
-    "got MarlinLinear.weight, which only describes a packed 4-bit weight; call the layer, or layer.dequantize() for "
-    "the values"
-)
 
 ROUNDED_ROWS = 128  # with fewer rows, decoding the weight costs as much as the faster product saves
 
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 _gemm_fp32 = torch.ops.torch_marlin_metal.gemm_fp32.default
-
-
-class WeightInfo:
-    """Stands in for `layer.weight` in models that read its dtype, device or shape. It is not a tensor."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.shape = shape
-        self.ndim = len(shape)
-        self.requires_grad = False
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """Returns the same as `Tensor.size`."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Returns the same as `Tensor.dim`."""
-        return self.ndim
-
-    def numel(self) -> int:
-        """Returns the same as `Tensor.numel`."""
-        return self.shape.numel()
-
-    def __repr__(self) -> str:
-        return f"WeightInfo(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raises an error for every operation. Because of it, nn.TransformerEncoderLayer avoids its fused path."""
-        raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        """Raises an error, because there are no values to take rows from."""
-        raise TypeError(f"weight[...]: {NO_TENSOR}")
 
 
 class MarlinLinear(PackedLayer):

@@ -23,7 +23,7 @@ def runs(tensor: Tensor) -> bool:
 
 def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
     """Returns normal random numbers of a tensor's shape, dtype and device, without changing the global generator."""
-    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return values.to(tensor.device, tensor.dtype)
 
 

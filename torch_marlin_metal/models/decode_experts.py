@@ -26,8 +26,12 @@ def decode_experts(
         StackError: a weight does not have the sizes of the model's experts.
     """
     for number, (name, shape) in enumerate(zip(WEIGHTS, layers.shapes, strict=True)):
-        values = torch.empty(layers.count, shape.N, shape.K, dtype=dtypes[name])
-        biases = None if shape.bias is None else torch.empty(layers.count, shape.N, dtype=dtypes[f"{name}_bias"])
+        values = torch.empty(layers.count, shape.N, shape.K, dtype=dtypes[name], device="cpu")
+        biases = (
+            None
+            if shape.bias is None
+            else torch.empty(layers.count, shape.N, dtype=dtypes[f"{name}_bias"], device="cpu")
+        )
         for index in range(layers.count):
             parts = [read(part) for part in layers.names(index)[number]]
             rows = torch.cat([part.dequantize(dtypes[name]).T for part in parts])

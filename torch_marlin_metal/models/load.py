@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
-from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight, open_reader
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import StackError
 from torch_marlin_metal.layers.fuse import fuse_projections

@@ -97,7 +97,7 @@ def plan_load(
             )
     replaced = {f"{name}." for target in plan.filled() for name in target.names}
     found: set[str] = set()
-    for source, read, kind in reader.source.others():
+    for source, read, kind in reader.others():
         name = name_of(source)
         if name is None or selects(COMPUTED, name):
             continue

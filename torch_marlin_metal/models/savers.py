@@ -1,4 +1,4 @@
-"""Lets models of transformers, diffusers and sentence-transformers save packed layers.
+"""Lets models of transformers, diffusers and sentence-transformers save packed layers, and peft add adapters to them.
 
 For each library, a module in `integrations` does this. When a model of the library is quantized in memory, nothing else
 imports that module, so the functions here import it by its name. The import goes against the order of the folders:
@@ -19,7 +19,8 @@ SAVERS = {
 
 
 def let_it_save(op: str, model: nn.Module) -> None:
-    """Makes `save_pretrained` of a model, or of a model inside it, write packed layers."""
+    """Makes `save_pretrained` of a model, or of a model inside it, write packed layers, and peft find the layers."""
+    importlib.import_module("torch_marlin_metal.integrations.with_peft").start()
     bases = {base for module in model.modules() for base in type(module).__mro__}
     for name, (library, integration) in SAVERS.items():
         if any(base.__name__ == name and base.__module__.split(".")[0] == library for base in bases):

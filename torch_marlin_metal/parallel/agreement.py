@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.version import __version__
 
-SAMPLE = 4096  # bytes at the start and at the end of each tensor that tell checkpoints apart
 _TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
     name: name for name in ("scales", "zeros", "lut", "perm", "bias")
 }
@@ -25,7 +24,7 @@ def number_of(text: str | bytes) -> int:
 
 def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Returns the values of every process, in the order of ranks."""
-    own = torch.tensor(values, dtype=torch.int64)
+    own = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group)
     return [other.tolist() for other in everyone]
@@ -67,8 +66,7 @@ def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup
 
     If a rank has another package or another checkpoint than rank 0, raises an error that names this rank.
 
-    Of a checkpoint, the names, dtypes and shapes of all tensors are compared, and the first and last bytes of each
-    tensor.
+    Of a checkpoint, `CheckpointReader.fingerprint` is compared.
 
     Args:
         op: the caller's name, for the error.
@@ -78,24 +76,8 @@ def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup
     Raises:
         RuntimeError: a process has another package or checkpoint.
     """
-    values = {"version": number_of(__version__), "checkpoint": _sample(reader)}
+    values = {"version": number_of(__version__), "checkpoint": number_of(reader.fingerprint())}
     check_same(f"{op}: expected the same package and checkpoint", values, group)
-
-
-def _sample(reader: CheckpointReader) -> int:
-    whole = hashlib.sha256()
-    if not isinstance(reader.source, DirectorySource):
-        with reader.path.open("rb") as stream:
-            return number_of(stream.read(1 << 20) + str(reader.path.stat().st_size).encode())
-    for name, info in sorted(reader.source.checkpoint.tensors.items()):
-        whole.update(f"{name} {info.dtype} {info.shape}".encode())
-        if info.nbytes and name not in reader.source.checkpoint.loaded:
-            with info.file.open("rb", buffering=0) as stream:
-                size = min(SAMPLE, info.nbytes)
-                for start in (info.offset, info.offset + info.nbytes - size):
-                    stream.seek(start)
-                    whole.update(stream.read(size))
-    return number_of(whole.digest())
 
 
 def _digest(tensor: Tensor | None) -> int:

@@ -38,7 +38,7 @@ def split_columns(
         raise ValueError(
             f"split_columns: count: expected a divisor of {' and '.join(map(str, sizes))} columns, got {count}"
         )
-    projections = torch.split(torch.arange(weight.N), sizes)
+    projections = torch.split(torch.arange(weight.N, device="cpu"), sizes)
     own = (torch.cat([columns.chunk(count)[rank] for columns in projections]) for rank in _chosen(count, only))
     return [reorder_columns(weight, columns) for columns in own]
 
@@ -179,7 +179,7 @@ def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None
             f"got {[weight.N for weight in weights]}"
         )
     order = [
-        torch.arange(r * share + sum(shares[:i]), r * share + sum(shares[: i + 1]))
+        torch.arange(r * share + sum(shares[:i]), r * share + sum(shares[: i + 1]), device="cpu")
         for i in range(len(shares))
         for r in range(count)
     ]

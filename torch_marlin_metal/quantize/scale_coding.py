@@ -64,8 +64,8 @@ class E4M3Scale:
                 f"{reach * MAX_SCALE:.3g} for nvfp4, whose global scale the operators take from 2^-126 to 2^100, got "
                 f"{tensor_amax:.3g}"
             )
-        ratio = torch.tensor([tensor_amax], dtype=torch.float32) / reach
-        self.global_scale = (ratio if tensor_amax else torch.ones(1)).to(device)
+        ratio = torch.tensor([tensor_amax], dtype=torch.float32, device="cpu") / reach
+        self.global_scale = (ratio if tensor_amax else torch.ones(1, device="cpu")).to(device)
         values = e4m3_values()
         self._values = values.to(device)
         self._boundaries = nearest_boundaries(values[: E4M3_LARGEST_CODE + 1]).to(device)
@@ -104,7 +104,7 @@ class E8M0Scale:
         Raises:
             ValueError: the scale is outside; the message gives the range that the largest magnitude may have.
         """
-        code = int(self._code(torch.tensor([tensor_amax]), E2M1_LARGEST))
+        code = int(self._code(torch.tensor([tensor_amax], device="cpu"), E2M1_LARGEST))
         low, high = (bound - E8M0_ONE for bound in E8M0_CODES)
         if not low <= code - E8M0_ONE <= high:
             raise ValueError(
@@ -170,7 +170,7 @@ class CodeTable:
 
 def e4m3_values() -> Tensor:
     """Returns the 256 values of E4M3 (OCP, finite only), fp32; codes 0x7F and 0xFF are NaN."""
-    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def nearest_boundaries(ascending: Tensor) -> Tensor:
@@ -179,5 +179,5 @@ def nearest_boundaries(ascending: Tensor) -> Tensor:
     At a tie the even code counts as the nearest.
     """
     middle = (ascending[:-1] + ascending[1:]) / 2
-    odd = torch.arange(len(middle)) % 2 == 1
+    odd = torch.arange(len(middle), device=middle.device) % 2 == 1
     return torch.where(odd, torch.nextafter(middle, torch.full_like(middle, -torch.inf)), middle)

@@ -282,7 +282,7 @@ def _without_values(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: 
 
 def _code_table(fmt: WeightFormat, lut: Tensor | None, device: torch.device) -> CodeTable | None:
     if fmt.has_lut:
-        values = torch.tensor(NF4_VALUES) if lut is None else lut.detach()
+        values = torch.tensor(NF4_VALUES, device=device) if lut is None else lut.detach()
         return CodeTable(values.to(device), by_magnitude=False)
     if fmt.code_kind == "e2m1":
         return CodeTable(torch.tensor(E2M1_VALUES, device=device), by_magnitude=True)

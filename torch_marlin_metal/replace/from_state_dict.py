@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats import awq, bitsandbytes, compressed_tensors, hqq, mlx
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 
@@ -134,7 +135,7 @@ def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
     elif state.nested:
         described |= {"nested_offset": float(state.offset), "nested_blocksize": state.state2.blocksize}
         tensors |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
-    text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
+    text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8, device="cpu")
     key = f"weight.quant_state.bitsandbytes__{state.quant_type}"
     return {"weight": words, "weight.absmax": absmax, key: text, **tensors}
 
@@ -157,10 +158,10 @@ def _hqq_state(module: nn.Module) -> dict[str, Tensor]:
     assert isinstance(meta, dict)
     state = {name: value for name, value in meta.items() if isinstance(value, Tensor)}
     numbers = {name: meta[name] for name in ("nbits", "axis", "quant_scale", "quant_zero") if name in meta}
-    state |= {name: torch.tensor(int(value), dtype=torch.int32) for name, value in numbers.items()}
-    state["shape"] = torch.tensor(list(meta["shape"]))
+    state |= {name: torch.tensor(int(value), dtype=torch.int32, device="cpu") for name, value in numbers.items()}
+    state["shape"] = torch.tensor(list(meta["shape"]), device="cpu")
     if isinstance(meta.get("packing"), str):
-        state["packing"] = torch.tensor(list(meta["packing"].encode()), dtype=torch.uint8)
+        state["packing"] = torch.tensor(list(meta["packing"].encode()), dtype=torch.uint8, device="cpu")
     W_q = tensor_of(module, "W_q")
     assert W_q is not None
     return {"W_q": W_q, **state}

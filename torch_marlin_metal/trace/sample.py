@@ -99,7 +99,10 @@ def sample_of(
         signatures = _signatures(whole)
         first = {signature: index for index, signature in reversed(list(enumerate(signatures)))}
         small = _with_layers(config, max(first.values()) + 1)
-        with no_init_weights():  # the weights have the config's full sizes; memory that nothing writes costs nothing
+        with (
+            no_init_weights(),
+            torch.device("cpu"),
+        ):  # the weights have the config's full sizes; memory that nothing writes costs nothing
             model = AutoModelForCausalLM.from_config(small, dtype=dtype).eval()
         model.tie_weights()
     except Exception as error:  # wrong settings can raise any exception in the model's own code
@@ -157,7 +160,7 @@ def _window(config: Any, layer: int) -> int | None:
 
 
 def _random(shape: tuple[int, ...], scale: float, seed: int = 0) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _repeated(weight: Tensor, weight_format: str, group_size: int | None, dtype: torch.dtype) -> PackedWeight:

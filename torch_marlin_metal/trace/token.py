@@ -186,7 +186,7 @@ def trace_token(
 
 
 def _parts_of_a_token(sample: Sample) -> dict[int, Part]:
-    ids = torch.arange(1, PROMPT + 2)[None]
+    ids = torch.arange(1, PROMPT + 2, device="cpu")[None]
     with torch.no_grad():
         try:
             past = sample.model(input_ids=ids[:, :PROMPT], use_cache=True).past_key_values

@@ -164,7 +164,7 @@ class MLSTMLayer(nn.Module):
             self.igate_preact.weight.zero_()
             self.igate_preact.bias.fill_(-10.0)
             self.fgate_preact.weight.zero_()
-            self.fgate_preact.bias.copy_(torch.linspace(3.0, 6.0, num_heads))
+            self.fgate_preact.bias.copy_(torch.linspace(3.0, 6.0, num_heads, device=self.fgate_preact.bias.device))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads).transpose(1, 2)

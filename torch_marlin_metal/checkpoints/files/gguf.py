@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, cast
 
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import regular_file
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.files.regular import regular_file
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, read_tensor
 
 # type number -> (name, elements in a block, bytes of a block); ggml.h and gguf.constants 0.19.

@@ -156,7 +156,7 @@ def _natural_numbers(values: Any) -> TypeGuard[list[int]]:
 
 
 def _empty(nbytes: int) -> Tensor:
-    return prefer_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
+    return prefer_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 _kept = threading.local()  # `streams` of a thread within `keep_file_open`: the file that it read last, or nothing

@@ -9,11 +9,12 @@
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import awq_words, awq_zeros
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -88,7 +89,7 @@ def _packed(
 
 
 def _dequantize(weight: PackedWeight) -> Tensor:
-    shifts = torch.arange(0, 32, 4).view(1, 8, 1)
+    shifts = torch.arange(0, 32, 4, device="cpu").view(1, 8, 1)
     codes = ((weight.b_packed.unsqueeze(1) >> shifts) & 15).reshape(weight.K, weight.N).float()
     scales = spread(weight.scales.float(), weight.K, weight.group_size)
     if weight.zeros is None:
@@ -125,7 +126,7 @@ def _read_gemv(layer: Layer, settings: Settings) -> PackedWeight:
         _, zero_words = layer.expect("qzeros", ("I32",), N, None)
         if 8 * zero_words < G:
             raise layer.error("qzeros", f"expected at least {G} zero points per row, got {8 * zero_words}")
-        shifts = torch.arange(0, 32, 4)
+        shifts = torch.arange(0, 32, 4, device="cpu")
         codes = (layer.read("qzeros").unsqueeze(2) >> shifts) & 15
         zeros = codes.reshape(N, -1)[:, :G].t().to(torch.uint8).contiguous()
     scales = layer.read("scales")[:, :G].t().contiguous()
@@ -158,7 +159,7 @@ def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
     the other. Within a row, each run of 32 k is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word.
     """
     quarter, K = qweight.shape
-    codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4)) & 15
+    codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4, device="cpu")) & 15
     rows = codes.to(torch.uint8).reshape(quarter, K // 64, 4, 2, 8, 4)  # tile, row, run, k % 8, k // 8
     rows = rows.permute(0, 2, 1, 3, 5, 4).reshape(4 * quarter, K)
     return words_of_codes(rows)

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 STORAGE = ("U8", "I8", "F16", "BF16", "F32")
@@ -62,7 +63,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
     part = gcd(K, blocksize)  # the longest run of k that does not cross the end of a block or of a row
-    scales = absmax[torch.arange(N * K // part) * part // blocksize].reshape(N, K // part).t()
+    scales = absmax[torch.arange(N * K // part, device="cpu") * part // blocksize].reshape(N, K // part).t()
     fitted = fit_groups(K, part, scales)
     if fitted is None:
         reason = f"blocks of {blocksize} over rows of K={K} change the scale every {part} weights"
@@ -91,7 +92,9 @@ def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
         raise layer.error("quant_state", f"expected nested_blocksize and nested_offset, got {size} and {offset!r}")
     layer.expect("nested_absmax", ("F32",), -(-blocks // size))
     codes, scales = layer.read("absmax").long(), layer.read("nested_absmax").repeat_interleave(size)[:blocks]
-    return layer.read("nested_quant_map")[codes] * scales + torch.tensor(float(offset), dtype=torch.float32)
+    return layer.read("nested_quant_map")[codes] * scales + torch.tensor(
+        float(offset), dtype=torch.float32, device="cpu"
+    )
 
 
 FORMAT = DirectoryFormat(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -54,7 +55,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
     def dequantize() -> Tensor:
         codes = unpack(layer.read("weight_packed").t(), bits, K).float()
-        groups = torch.arange(K) // group_size if g_idx is None else g_idx
+        groups = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
         offset = float(1 << (bits - 1)) if zeros is None else zeros.float()[groups]
         return ((codes - offset) * scales.float()[groups]).t()
 

@@ -29,6 +29,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
 )
 from torch_marlin_metal.checkpoints.layer import as_words
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
@@ -81,16 +82,16 @@ def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> PackedWeight:
-    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
     return PackedWeight(_codes(blocks[..., 2:], 16), _float16(blocks[..., :2]), "lut4", 32, lut=lut)
 
 
 def _iq4_xs(blocks: Tensor) -> PackedWeight:
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=3).flatten(2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")
     high = ((blocks[..., 2:4].unsqueeze(3) >> shifts) & 3).flatten(2)
     scales = _per_sub_block(_float16(blocks[..., :2]).float(), (low | (high << 4)).to(torch.int8) - 32)
-    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
     return PackedWeight(_codes(blocks[..., 8:], 16), scales, "lut4", 32, lut=lut)
 
 
@@ -117,12 +118,12 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
 }
 
 
-class GgufSource:
-    """An opened GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
+class GgufReader(CheckpointReader):
+    """Reads a GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
+        super().__init__(path, options)
         self.format = FORMAT
-        self.path = path
         self.metadata, self.tensors = read_gguf(path)
         self.architecture = str(self.metadata.get("general.architecture", ""))
         self.hf = options.gguf_names == "hf"
@@ -315,11 +316,6 @@ class GgufSource:
             return weight if order is None else weight[order]
 
         return dequantize
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Returns {}: a GGUF file holds no transformers configuration."""
-        return {}
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
         """Yields (name, function that reads it, dtype) for tensors outside the layers, such as embeddings and norms."""

@@ -157,4 +157,4 @@ def heads_to_restore(name: str, architecture: str, metadata: dict[str, Any]) -> 
 
 def row_order(rows: int, heads: int) -> Tensor:
     """Returns int64 `[rows]`: row r of transformers' tensor is row `order[r]` of the file's."""
-    return torch.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+    return torch.arange(rows, device="cpu").reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

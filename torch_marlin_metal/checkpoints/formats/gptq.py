@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, constant, fit_groups, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -51,7 +52,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
 
     def floats(zeros: Tensor | None = None) -> Tensor:
-        row_group = torch.arange(K) // group_size if g_idx is None else g_idx
+        row_group = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
         return _dequantize(layer, bits, version, scales, row_group, zeros)
 
     if bits != 4:

@@ -7,10 +7,11 @@ of this matrix's rows, and the low nibbles hold the second half.
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, fit_groups, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 PACKING = "4bit_u8"

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # Maps each mode to the bit widths whose layout is known. Only 4 bit can stay packed; the other widths are decoded on

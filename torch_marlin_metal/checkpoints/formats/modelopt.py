@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 INT4_ALGORITHM = "W4A16_AWQ"

@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, Settings
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.settings import OWN_METHOD, Settings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 
-METHOD = "torch_marlin_metal"
+METHOD = OWN_METHOD
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, *FLOAT_DTYPES)}
 # A loader that lacks this package shows this advice in its error; see `NativeExporter.settings`.
@@ -52,6 +53,11 @@ class NativeExporter:
         tensors = self.tensors(replace(weight, name=name))
         # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
         return {key: value.clone() if key in ("lut", "perm") else value for key, value in tensors.items()}
+
+    @property
+    def has_layers(self) -> bool:
+        """Returns whether there was a layer."""
+        return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
         """Returns the `quantization_config` of a checkpoint with these layers.

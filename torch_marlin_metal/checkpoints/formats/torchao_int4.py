@@ -53,7 +53,7 @@ def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
     layer.expect("scale_and_zero", FLOATS, -(-128 * k_tiles // group_size), 8 * row_tiles, 2)
-    nibbles = (layer.read("qdata").unsqueeze(4) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    nibbles = (layer.read("qdata").unsqueeze(4) >> torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")) & 15
     # Lane = (row, pair of k); the codes of a word are (k tile, half of the tile, one of the pair).
     codes = nibbles[..., NIBBLES].to(torch.uint8).reshape(row_tiles, k_tiles, 8, 4, 4, 2, 2, 2)
     codes = codes.permute(0, 2, 1, 4, 5, 6, 3, 7).reshape(8 * row_tiles, 128 * k_tiles)[:N, :K]
@@ -97,7 +97,9 @@ def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros
 
         def dequantize() -> Tensor:
             K = 8 * words.shape[0]
-            codes = ((words.unsqueeze(1) >> torch.arange(0, 32, 4).view(1, 8, 1)) & 15).reshape(K, -1).float()
+            codes = (
+                ((words.unsqueeze(1) >> torch.arange(0, 32, 4, device="cpu").view(1, 8, 1)) & 15).reshape(K, -1).float()
+            )
             return ((codes - OFFSET) * spread(scales.float(), K, group_size) + spread(zeros.float(), K, group_size)).t()
 
         raise layer.unsupported("a zero point minus eight scales is no fp32 number", dequantize)

@@ -123,4 +123,4 @@ def _mlx(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
 
 
 def _random(shape: tuple[int, int], end: int, dtype: torch.dtype) -> Tensor:
-    return torch.randint(0, end, shape, dtype=dtype)
+    return torch.randint(0, end, shape, dtype=dtype, device="cpu")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
-from torch_marlin_metal.checkpoints.reader import open_reader
 from torch_marlin_metal.formats import NF4_VALUES, WEIGHT_FORMATS
 from torch_marlin_metal.gpu.planning import GemmPlan, plan
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -57,9 +57,9 @@ class Product:
     def make_weight(self, device: str) -> PackedWeight:
         """Makes a weight of random codes on a device."""
         generator = torch.Generator().manual_seed(0)
-        dense = torch.randn(self.N, self.K, generator=generator).to(self.torch_dtype) / self.K**0.5
+        dense = torch.randn(self.N, self.K, generator=generator, device="cpu").to(self.torch_dtype) / self.K**0.5
         row = WEIGHT_FORMATS[self.weight_format]
-        lut = torch.tensor(NF4_VALUES) if row.has_lut else None
+        lut = torch.tensor(NF4_VALUES, device="cpu") if row.has_lut else None
         weight = quantize_weight(dense, self.weight_format, self.group_size, scale_dtype=self.torch_dtype, lut=lut)
         return weight.to(device)
 

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from peft import LoraConfig, PeftType
+from peft import LoraConfig, PeftMixedModel, PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers, onload_layer
 from torch import nn
 from tqdm.auto import tqdm
 
+from torch_marlin_metal.integrations.peft import whole_model
 from torch_marlin_metal.integrations.peft.experts import add_to_experts, check_experts, targeted
 from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear, check_config
 from torch_marlin_metal.integrations.peft.merging import PackedMerging
@@ -90,19 +91,21 @@ def _check_tuner(tuner: BaseTuner, config: Any, name: str, layer: nn.Module) -> 
 
 def install() -> None:
     """Makes peft find `MarlinLoraLinear`; a second call does nothing. Importing the package calls it."""
-    if not hasattr(BaseTuner.inject_adapter, "without_marlin"):
-        for name, make in WRAPPERS.items():
-            original = getattr(BaseTuner, name)
+    for owner, name, make in WRAPPERS:
+        original = getattr(owner, name)
+        if not hasattr(original, "without_marlin"):
             wrapper = functools.wraps(original)(make(original))
             wrapper.without_marlin = original  # type: ignore[attr-defined]
-            setattr(BaseTuner, name, wrapper)
+            setattr(owner, name, wrapper)
+    whole_model.install()
 
 
 def restore() -> None:
     """Undoes `install`; models that have adapters keep them."""
-    for name in WRAPPERS:
-        method = getattr(BaseTuner, name)
-        setattr(BaseTuner, name, getattr(method, "without_marlin", method))
+    for owner, name, _ in WRAPPERS:
+        method = getattr(owner, name)
+        setattr(owner, name, getattr(method, "without_marlin", method))
+    whole_model.restore()
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
@@ -165,13 +168,16 @@ def _merge_and_unload(original: Callable[..., nn.Module]) -> Callable[..., nn.Mo
     return merge_and_unload
 
 
-WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "__init__": _init,
-    "inject_adapter": _inject_adapter,
-    "_inject_parameters": _inject_parameters,
-    "merge_adapter": _merge_adapter,
-    "merge_and_unload": _merge_and_unload,
-}
+WRAPPERS: tuple[tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+    (BaseTuner, "__init__", _init),
+    (BaseTuner, "inject_adapter", _inject_adapter),
+    (BaseTuner, "_inject_parameters", _inject_parameters),
+    (BaseTuner, "merge_adapter", _merge_adapter),
+    (BaseTuner, "merge_and_unload", _merge_and_unload),
+    (PeftModel, "get_nb_trainable_parameters", whole_model.get_nb_trainable_parameters),
+    (PeftMixedModel, "get_nb_trainable_parameters", whole_model.get_nb_trainable_parameters),
+    (PeftModel, "_setup_prompt_encoder", whole_model.setup_prompt_encoder),
+)
 
 
 def _plan_targets(tuner: Any, model: nn.Module, config: Any) -> Any:

@@ -6,7 +6,8 @@
 `take_over.py` changes transformers' tables and can restore them, and `config.py` defines `MarlinConfig`. `quantizer.py`
 loads and saves directories; for it, `packed_checkpoint.py` loads packed layers, `while_loading.py` quantizes floats,
 and `stored.py` lists the layers that a directory holds. `saving.py` wraps the models' `save_pretrained`, `counting.py`
-their `num_parameters`, and `vocabulary.py` their `tie_weights`. `gguf.py` reads GGUF files.
+their `num_parameters`, `vocabulary.py` their `tie_weights`, and `trainer.py` a check of `Trainer`. `gguf.py` reads GGUF
+files. When peft is imported, `integrations/with_peft.py` lets it add adapters.
 """
 
 MIN_TRANSFORMERS = (5, 23)
@@ -28,7 +29,8 @@ def _require_transformers() -> None:
 
 _require_transformers()
 
-from torch_marlin_metal.integrations.transformers import counting, saving, vocabulary  # noqa: E402
+from torch_marlin_metal.integrations import with_peft  # noqa: E402
+from torch_marlin_metal.integrations.transformers import counting, saving, trainer, vocabulary  # noqa: E402
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig  # noqa: E402
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer  # noqa: E402
 from torch_marlin_metal.integrations.transformers.take_over import (  # noqa: E402
@@ -42,5 +44,7 @@ take_over()
 saving.install()
 counting.install()
 vocabulary.install()
+trainer.install()
+with_peft.start()
 
 __all__ = ["MarlinConfig", "MarlinQuantizer", "restore", "restored", "take_over", "taken_over"]

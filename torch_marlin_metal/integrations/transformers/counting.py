@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from torch_marlin_metal.integrations.counting import packed_weights
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 
 def install() -> None:
@@ -20,13 +20,8 @@ def install() -> None:
         count: int = original(self, only_trainable, exclude_embeddings)
         if only_trainable:
             return count
-        kept = [module for module in self.modules() if isinstance(module, PackedLayer)]
-        packed = {id(module.b_packed): 8 * module.b_packed.numel() for module in kept}
-        if exclude_embeddings:
-            for module in kept:
-                if isinstance(module, MarlinEmbedding):
-                    packed.pop(id(module.b_packed), None)
-        return count + sum(packed.values())
+        tables = [module for module in self.modules() if isinstance(module, MarlinEmbedding)]
+        return count + packed_weights(self.modules()) - (packed_weights(tables) if exclude_embeddings else 0)
 
     num_parameters.counts_packed_weights = True  # type: ignore[attr-defined]
     PreTrainedModel.num_parameters = num_parameters

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
-from torch_marlin_metal.checkpoints.reader import open_reader
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer

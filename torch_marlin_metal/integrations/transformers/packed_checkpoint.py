@@ -18,7 +18,7 @@ from transformers.utils import logging
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
 from torch_marlin_metal.checkpoints.model_names import ModelNames
-from torch_marlin_metal.checkpoints.reader import CheckpointReader, DirectorySource
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
 from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
@@ -67,23 +67,19 @@ class PackedCheckpoint:
 
     def read_ahead(self, device_map: dict[str, Any] | None) -> None:
         """Starts to read the layers in threads, in the order of `fill`, while transformers prepares the model."""
-        if not isinstance(self.reader.source, DirectorySource):
-            return
         names = self.reader.layer_names
         others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
         experts = sorted(set(range(len(names))) - set(others))
         moves = any(torch.device(place).type != "cpu" for place in (device_map or {}).values())
-        self.reader.source.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)
+        self.reader.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)
 
     def stop_reading_ahead(self) -> None:
         """Ends the threads and frees what they read for nothing."""
-        if isinstance(self.reader.source, DirectorySource):
-            self.reader.source.stop_reading_ahead()
+        self.reader.stop_reading_ahead()
 
     def _tensors(self) -> set[str]:
         """Returns the names of all tensors of a checkpoint directory. Of a GGUF file transformers asks for none."""
-        source = self.reader.source
-        return set(source.checkpoint.tensors) if isinstance(source, DirectorySource) else set()
+        return set(self.reader.tensor_files())
 
     def place(self, model: Any, conversions: list[Any]) -> None:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.
@@ -137,7 +133,7 @@ class PackedCheckpoint:
                 f"{reader.path}: expected every expert of a mixture in 4 bit or none, got no packed weight for "
                 f"{listing(unfilled)}"
             )
-        dense = {name for name, _, _ in reader.source.others()}
+        dense = {name for name, _, _ in reader.others()}
         packed = {EXPERT.sub(".experts.0.", name) for name in self._tensors() - dense}  # patterns take any number
         model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
         self._tie(model, {names.tensor(name).removesuffix(".weight") for name in dense if name.endswith(".weight")})
@@ -178,10 +174,9 @@ class PackedCheckpoint:
             split.begin(reader)
             for name in (*self._tables, *self._tied):  # hooks of the style "replicate", which do nothing
                 model.get_submodule(name).__dict__.pop("forward", None)
-        if isinstance(reader.source, DirectorySource):
-            used = {index for index, _ in (*self._tables.values(), *self._pending.values())}
-            used |= {index for _, indexes in self._experts.values() for index in indexes.values()}
-            reader.source.leave_out(set(range(len(reader))) - used)
+        used = {index for index, _ in (*self._tables.values(), *self._pending.values())}
+        used |= {index for _, indexes in self._experts.values() for index in indexes.values()}
+        reader.leave_out(set(range(len(reader))) - used)
         with keep_file_open():
             self._fill_stacks(model, device_map)
         waiting: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}

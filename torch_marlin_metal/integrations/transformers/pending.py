@@ -120,7 +120,7 @@ def float_layer(op: str, name: str, shape: LinearShape, weight: nn.Parameter, gi
         with torch.device("meta"):
             linear = Conv1D(shape.N, shape.K)
         if bias is None:
-            bias = torch.zeros(shape.N, dtype=shape.dtype)
+            bias = torch.zeros(shape.N, dtype=shape.dtype, device=device)
     else:
         linear = nn.Linear(shape.K, shape.N, bias=bias is not None, device="meta")
     linear.weight = weight

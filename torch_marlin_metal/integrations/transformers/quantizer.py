@@ -15,9 +15,10 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.directory import open_reader
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
-from torch_marlin_metal.checkpoints.reader import DirectorySource, open_reader
+from torch_marlin_metal.checkpoints.settings import names_no_layer
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
@@ -40,6 +41,7 @@ from torch_marlin_metal.integrations.transformers.while_loading import QuantizeW
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
+from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
     is_transposed,
@@ -102,9 +104,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if not checkpoint_files:
             raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
-        reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
-        assert isinstance(reader.source, DirectorySource)
-        files = {info.file.name for info in reader.source.checkpoint.tensors.values()}
+        try:
+            reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
+        except NotQuantized:
+            if names_no_layer(self.quantization_config.source):
+                return  # transformers loads the floats
+            raise
+        files = {file.name for file in reader.tensor_files().values()}
         asked = {Path(file).name for file in checkpoint_files}
         if files != asked:
             raise CheckpointError(
@@ -212,7 +218,14 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self.quantization_config.layers = exporter.layers
         if self.quantization_config.prepare:
             prepare(model)
+        self.forget_floats(model)
         return model
+
+    def forget_floats(self, model: Any) -> None:
+        """Makes a model without any packed layer one of floats, so that what it saves loads everywhere."""
+        if not any(isinstance(module, PackedLayer) for module in model.modules()):
+            logger.info(f"{OP}: {type(model).__name__}: no layer is packed, the model is one of floats")
+            self.remove_quantization_config(model)
 
     def _place_made(self, model: Any) -> None:
         """Puts the layers that were quantized while loading into the model, and shares them where weights are tied."""

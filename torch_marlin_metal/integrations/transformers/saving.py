@@ -40,13 +40,16 @@ def install() -> None:
 
 
 def attach(model: Any) -> None:
-    """Gives a model with packed layers the quantizer that saves them.
+    """Gives a model with packed layers the quantizer that saves them, and takes it from a model without any.
 
     Raises:
         ValueError: the model has 4-bit layers of another package, which no format stores together with packed layers.
     """
     quantizer = getattr(model, "hf_quantizer", None)
-    if isinstance(quantizer, MarlinQuantizer) or next(packed_layers(model, copy=False), None) is None:
+    if isinstance(quantizer, MarlinQuantizer):
+        quantizer.forget_floats(model)
+        return
+    if next(packed_layers(model, copy=False), None) is None:
         return
     theirs = [name for name, module in model.named_modules() if is_packed_linear(module)]
     if theirs:

@@ -1,0 +1,120 @@
+"""A model or a conversion without any packed layer is one of floats: what it writes loads with and without this package."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.support.llama import FOLDERS, IDS, write_gguf
+from tests.support.models import same
+from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.errors import NotQuantized
+from torch_marlin_metal.checkpoints.writer import TARGETS
+from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
+
+(GPTQ,) = (folder for folder in FOLDERS if "gptq" in folder.name)
+
+
+@pytest.fixture(scope="module")
+def q8_0(tmp_path_factory) -> Path:
+    """Returns a directory with the config and a GGUF file that has no 4-bit matrix."""
+    folder = tmp_path_factory.mktemp("q8_0")
+    write_gguf(folder / "model.gguf", GPTQ, "Q8_0")
+    return folder
+
+
+def from_gguf(q8_0: Path, folder: Path):
+    return AutoModelForCausalLM.from_pretrained(q8_0, gguf_file="model.gguf", dtype=torch.float32)
+
+
+def from_gptq(q8_0: Path, folder: Path):
+    settings = MarlinConfig(modules_to_not_convert="*")
+    return AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=settings, dtype=torch.float32)
+
+
+def from_settings_without_layers(q8_0: Path, folder: Path):
+    """Loads a directory as it was written before, with settings that name no layer."""
+    from_gptq(q8_0, folder).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "torch_marlin_metal", "format_version": 1, "load_in_4bit": True, "layers": {}}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def dequantized(q8_0: Path, folder: Path):
+    model = AutoModelForCausalLM.from_pretrained(GPTQ)
+    model.dequantize()
+    return model
+
+
+def unpacked_by_hand(q8_0: Path, folder: Path):
+    """Returns a model whose packed layers were replaced by the caller, so that only its quantizer tells of them."""
+    model = AutoModelForCausalLM.from_pretrained(GPTQ, dtype=torch.float32)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, MarlinLinear):
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            linear.weight.data = layer.dequantize().contiguous()
+            model.set_submodule(name, linear)
+    return model
+
+
+@pytest.mark.parametrize(
+    "door",
+    [from_gguf, from_gptq, from_settings_without_layers, dequantized, unpacked_by_hand],
+    ids=lambda f: f.__name__,
+)
+def test_a_model_without_a_packed_layer_is_saved_as_floats(door, q8_0, tmp_path):
+    model, saved = door(q8_0, tmp_path / "old").eval(), tmp_path / "saved"
+    assert not any(isinstance(module, MarlinLinear) for module in model.modules())
+    model.save_pretrained(saved)
+    assert "quantization_config" not in json.loads((saved / "config.json").read_text())
+    assert not (saved / "README.md").exists()
+    with restored():
+        alone = AutoModelForCausalLM.from_pretrained(saved)
+    for loaded in (alone, AutoModelForCausalLM.from_pretrained(saved)):
+        assert getattr(loaded, "hf_quantizer", None) is None
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_conversion_without_a_packed_layer_writes_floats(target, q8_0, tmp_path):
+    out = tmp_path / "out"
+    options = ["--on-unsupported", "dequantize", "--format", target, "--gguf-names", "hf", "--json"]
+    done = CliRunner().invoke(app, ["convert", str(q8_0 / "model.gguf"), str(out), *options])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["layers"], told["is_packed"]) == (14, False)
+    assert json.loads((out / "config.json").read_text()) == {}
+    assert not (out / "README.md").exists()
+    assert CliRunner().invoke(app, ["inspect", str(out)]).exit_code == 0
+    with pytest.raises(NotQuantized):
+        convert.open_reader(out)
+    config = AutoConfig.from_pretrained(GPTQ)
+    del config.quantization_config
+    config.save_pretrained(out)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert same(loaded.state_dict(), from_gguf(q8_0, out).state_dict())
+
+
+def test_settings_inside_a_section_of_the_config_are_replaced_too(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(GPTQ, source)
+    config = json.loads((source / "config.json").read_text())
+    nested = {"text_config": {"quantization_config": config.pop("quantization_config"), "hidden_size": 8}}
+    (source / "config.json").write_text(json.dumps(config | nested))
+    convert.write_checkpoint(convert.open_reader(source), out)
+    written = json.loads((out / "config.json").read_text())
+    assert written["text_config"] == {"hidden_size": 8}
+    assert written["quantization_config"]["layers"]
+    assert len(convert.open_reader(out)) == 14
+
+
+def test_load_quantized_says_that_such_a_directory_holds_floats(tmp_path):
+    model = from_settings_without_layers(tmp_path, tmp_path)
+    with pytest.raises(NotQuantized, match="its quantization settings name no layer, and its tensors are floats"):
+        load_quantized(model, tmp_path)

@@ -1,0 +1,191 @@
+"""Opens a checkpoint of any format, and reads the layers of a checkpoint directory."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
+from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
+from torch_marlin_metal.checkpoints.known_formats import find_format
+from torch_marlin_metal.checkpoints.layer import Layer, fp8_weight
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.part import Part, part_of
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+
+ENDS = 4096  # bytes at each end of a tensor that tell it from other tensors
+
+
+class DirectoryReader(CheckpointReader):
+    """Reads a checkpoint directory in one of the known formats."""
+
+    format: DirectoryFormat
+
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        super().__init__(path, options)
+        self.checkpoint = open_checkpoint(path, options.allow_pickle)
+        self.format = find_format(self.checkpoint)
+        self._layers = list(self.format.layers(self.checkpoint))
+        self._check_complete()
+        self._ahead: ReadAhead | None = None
+
+    def _check_complete(self) -> None:
+        self._refused = {layer.name for layer in self._layers if layer.refused}
+        if not self._layers:
+            anchors = " or ".join(self.format.anchors)
+            raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
+        listed = None if self.format.listed is None else self.format.listed(self.checkpoint.settings)
+        if lost := (listed or set()) - {layer.name for layer in self._layers}:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {self.format.name}: the files lack the layer {min(lost)!r} of the settings"
+            )
+        strays = {role: endings for role, endings in self.format.roles.items() if role not in ("weight", "bias")}
+        for name in self.checkpoint.tensors:
+            for role, endings in strays.items():
+                for ending in endings:
+                    if name.endswith(ending) and (listed is None or name.removesuffix(ending) in listed):
+                        self._check_anchored(name, role, name.removesuffix(ending))
+
+    def _check_anchored(self, name: str, role: str, base: str) -> None:
+        """Refuses a tensor whose layer has no codes, unless `convert` refuses the layer with a better reason."""
+        anchors = [base + ending for ending in self.format.anchors]
+        if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
+            raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
+
+    def names(self) -> list[str]:
+        """Returns the names of the layers in the order of the files."""
+        return [layer.name for layer in self._layers]
+
+    def convert(self, index: int) -> PackedWeight:
+        """Reads one layer and validates it."""
+        if self._ahead is None:
+            return self._convert(self._layers[index])
+        self.checkpoint.ahead = self._ahead.take(index)
+        try:
+            return self._convert(self._layers[index])
+        finally:
+            self.checkpoint.ahead = {}
+
+    def read_ahead(self, order: Iterable[int], limit: int) -> None:
+        """Starts to read layers in threads, in the order in which they will be converted.
+
+        Does not read layers of a stack of experts, which share tensors.
+
+        Args:
+            order: indexes of layers.
+            limit: see `ReadAhead`.
+        """
+        if self.checkpoint.loaded or not hasattr(os, "preadv"):
+            return
+        layers = {index: self._layers[index] for index in order}
+        self._ahead = ReadAhead(
+            {
+                index: [self.checkpoint.tensors[name] for name in layer.roles.values()]
+                for index, layer in layers.items()
+                if layer.expert is None and not layer.refused
+            },
+            limit,
+        )
+
+    def leave_out(self, layers: Iterable[int]) -> None:
+        """Frees layers that were read ahead and will not be converted, and reads no more of them."""
+        if self._ahead is not None:
+            for index in layers:
+                self._ahead.take(index)
+
+    def stop_reading_ahead(self) -> None:
+        """Frees what was read and not converted. Without `read_ahead`, does nothing."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def read_part(self, index: int, part: Part) -> PackedWeight | None:
+        """Reads a part of one layer and validates it, or returns None if the layer can only be read whole."""
+        layer = part_of(self._layers[index], self.format.axes, part)
+        return None if layer is None else self._convert(layer)
+
+    def _convert(self, layer: Layer) -> PackedWeight:
+        if layer.refused:
+            raise layer.unsupported(layer.refused, partial(fp8_weight, layer))
+        weight = self.format.read(layer, self.checkpoint.settings, self.options)
+        weight.name = layer.name
+        try:
+            return weight.validate()
+        except PackedWeightError as error:
+            role = self.format.fields.get(error.field, next(iter(layer.roles)))
+            raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
+
+    def bias(self, index: int) -> Tensor | None:
+        """Reads the bias of a layer."""
+        layer = self._layers[index]
+        return layer.read("bias") if "bias" in layer else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Returns the model's own configuration, or {}."""
+        return self.checkpoint.config
+
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, function that reads it, dtype) for each tensor outside the layers."""
+        used = {name for layer in self._layers for name in layer.roles.values()}
+        for name, info in self.checkpoint.tensors.items():
+            if name not in used:
+                yield name, partial(self.checkpoint.read, name), info.dtype
+
+    def tensor_files(self) -> dict[str, Path]:
+        """Returns the file of every tensor."""
+        return {name: info.file for name, info in self.checkpoint.tensors.items()}
+
+    def fingerprint(self) -> bytes:
+        """Returns a digest of the names, dtypes and shapes of all tensors, and of the first and last bytes of each."""
+        whole = hashlib.sha256()
+        for name, info in sorted(self.checkpoint.tensors.items()):
+            whole.update(f"{name} {info.dtype} {info.shape}".encode())
+            if info.nbytes and name not in self.checkpoint.loaded:
+                with info.file.open("rb", buffering=0) as stream:
+                    size = min(ENDS, info.nbytes)
+                    for start in (info.offset, info.offset + info.nbytes - size):
+                        stream.seek(start)
+                        whole.update(stream.read(size))
+        return whole.digest()
+
+
+def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
+    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors."""
+    given, place = ReadOptions.of(options, fields), Path(path)
+    if not place.exists():
+        raise CheckpointError(f"{place}: does not exist")
+    if place.is_dir():
+        return DirectoryReader(place, given)
+    if place.suffix == ".gguf" and place.is_file():
+        return GgufReader(place, given)
+    raise CheckpointError(f"{place}: expected a directory or a .gguf file")
+
+
+def read_layers(
+    path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any
+) -> Iterator[PackedWeight | DenseWeight]:
+    """Reads the 4-bit layers of a checkpoint, one at a time.
+
+    Args:
+        path: a checkpoint directory or a .gguf file.
+        options: how to read; None means the defaults.
+        **fields: fields of `ReadOptions`, which override those of `options`.
+
+    Yields:
+        `PackedWeight`, in the order of the files; with `on_unsupported="dequantize"` also `DenseWeight`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or contradicts itself.
+        UnsupportedFormat: the format or a layer is not supported. This is a subclass of `CheckpointError`.
+        ValueError: an option has an unknown value.
+    """
+    yield from open_reader(path, options, **fields)

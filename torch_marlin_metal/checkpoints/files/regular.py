@@ -1,0 +1,28 @@
+"""`regular_file`: the check that a file of a checkpoint is one, and lies inside the checkpoint."""
+
+import stat
+from pathlib import Path
+
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+
+
+def regular_file(file: Path) -> Path:
+    """Returns the path if it is a regular file inside its own directory.
+
+    A symbolic link may point inside its own directory. It may also point from `snapshots/` to the neighbouring
+    directory `blobs/`, because huggingface_hub stores downloads that way.
+
+    Raises:
+        CheckpointError: the path is not a regular file, or a link leads elsewhere.
+    """
+    try:
+        target, home = file.resolve(strict=True), file.parent.resolve(strict=True)
+        mode = target.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    allowed = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise CheckpointError(f"{file}: a symbolic link that leads out of the checkpoint, to {target}")
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{file}: expected a regular file")
+    return file

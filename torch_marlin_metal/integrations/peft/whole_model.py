@@ -1,0 +1,90 @@
+"""Wraps peft's functions that count, freeze or search the parameters of a model, because packed weights are buffers."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft.utils import other
+from torch import nn
+
+from torch_marlin_metal.integrations.counting import packed_weights
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.packed_layer import PackedLayer
+
+PREPARE = "prepare_model_for_kbit_training"
+
+
+def get_nb_trainable_parameters(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """Makes peft's count of parameters include packed weights."""
+
+    def count(self: nn.Module) -> tuple[int, int]:
+        trainable, total = original(self)
+        return trainable, total + packed_weights(self.modules())
+
+    return count
+
+
+def setup_prompt_encoder(original: Callable[..., None]) -> Callable[..., None]:
+    """Lets prompt tuning find a packed table of the vocabulary. peft takes the first parameter of its size."""
+
+    def setup(self: nn.Module, adapter_name: str) -> None:
+        with _shown_tables(self):
+            original(self, adapter_name)
+
+    return setup
+
+
+@contextlib.contextmanager
+def _shown_tables(model: nn.Module) -> Iterator[None]:
+    """Gives packed tables a parameter of the size of their weight, without values, for a while."""
+    tables = [module for module in model.modules() if isinstance(module, MarlinEmbedding)]
+    for table in tables:
+        hollow = torch.empty((), dtype=table.dtype, device=table.b_packed.device).expand(table.weight.shape)
+        table._parameters["weight"] = nn.Parameter(hollow, requires_grad=False)
+    try:
+        yield
+    finally:
+        for table in tables:
+            del table._parameters["weight"]
+
+
+def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes peft's preparation treat packed models as those of HQQ, whose layers are not parameters either.
+
+    It then freezes the model, leaves the dtypes of its other parameters, and switches gradient checkpointing on.
+    """
+
+    @functools.wraps(original)
+    def prepare_model_for_kbit_training(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(module, PackedLayer) for module in model.modules()):
+            return original(model, *args, **kwargs)
+        model.hqq_quantized = True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            del model.hqq_quantized
+
+    prepare_model_for_kbit_training.without_marlin = original  # type: ignore[attr-defined]
+    return prepare_model_for_kbit_training
+
+
+def install() -> None:
+    """Wraps `prepare_model_for_kbit_training`, also in modules that have imported it already."""
+    original = getattr(other, PREPARE)
+    if not hasattr(original, "without_marlin"):
+        _replace(original, _prepare(original))
+
+
+def restore() -> None:
+    """Undoes `install`."""
+    wrapper = getattr(other, PREPARE)
+    _replace(wrapper, getattr(wrapper, "without_marlin", wrapper))
+
+
+def _replace(old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(PREPARE) is old:
+            setattr(module, PREPARE, new)

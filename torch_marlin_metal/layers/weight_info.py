@@ -1,0 +1,80 @@
+"""What `layer.weight` of a packed layer is: its dtype, device and shape, and an error for everything else."""
+
+from typing import Any, NoReturn
+
+import torch
+
+NO_TENSOR = (
+    "got the weight of a packed 4-bit layer, which has only dtype, device, shape, ndim, size(), dim(), numel() and "
+    "requires_grad; call the layer, or layer.dequantize() for the values"
+)
+# Python looks for these on the class, so `__getattr__` cannot answer for them.
+OPERATORS = (
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv"),
+    *("floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul", "rmatmul", "imatmul", "neg", "pos", "abs"),
+    *("lt", "le", "gt", "ge", "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rshift"),
+    *("getitem", "setitem", "len", "iter", "contains", "float", "int", "index", "array"),
+)
+
+
+class WeightInfo:
+    """Stands in for `layer.weight` in models that read its dtype, device or shape. It is not a tensor.
+
+    Raises:
+        TypeError: from a function of torch or an operator that takes it.
+        AttributeError: from any other attribute of a tensor, and from writing an attribute, which would be lost.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    ndim: int
+    requires_grad: bool
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> None:
+        vars(self).update(dtype=dtype, device=device, shape=shape, ndim=len(shape), requires_grad=False)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Returns the same as `Tensor.size`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Returns the same as `Tensor.dim`."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Returns the same as `Tensor.numel`."""
+        return self.shape.numel()
+
+    def __repr__(self) -> str:
+        return f"WeightInfo(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int | float | torch.Tensor):  # the answer would be False, for any weight
+            raise TypeError(f"weight.__eq__: {NO_TENSOR}")
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"weight.{name}: {NO_TENSOR}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "requires_grad" or value:
+            raise AttributeError(f"weight.{name} = ...: {NO_TENSOR}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Raises an error for every operation. Because of it, nn.TransformerEncoderLayer avoids its fused path."""
+        raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
+
+
+def _refusal(name: str) -> Any:
+    def refuse(self: WeightInfo, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"weight.{name}: {NO_TENSOR}")
+
+    return refuse
+
+
+for _name in OPERATORS:
+    setattr(WeightInfo, f"__{_name}__", _refusal(f"__{_name}__"))
