@@ -10,7 +10,6 @@
 
 #include "csrc/layer/argument_rules.h"
 #include "csrc/mps/encoder.h"
-#include "csrc/mps/pytorch_internals.h"
 #include "csrc/ops/tensor_views.h"
 #include "csrc/planner/cost/kernel_cost.h"
 #include "csrc/planner/plan_cache.h"

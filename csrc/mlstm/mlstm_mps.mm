@@ -12,7 +12,6 @@
 #include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/mps/encoder.h"
-#include "csrc/mps/pytorch_internals.h"
 #include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {

@@ -4,11 +4,13 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "csrc/mps/compile_once.h"
 #include "csrc/mps/kernel_sources.h"
 #include "csrc/mps/pytorch_internals.h"
+#include "csrc/planner/commit_policy.h"
 
 namespace marlin::mps {
 
@@ -194,6 +196,18 @@ id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
 }
 
 }  // namespace
+
+const GpuDevice& gpu() {
+  static const GpuDevice found = [] {
+    try {
+      (void)commit_seconds();
+      return gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK_VALUE(false, error.what());
+    }
+  }();
+  return found;
+}
 
 CompiledPlan compile(Plan plan) {
   print_plan_once(plan);

@@ -19,10 +19,6 @@ std::string gpu_name();  // e.g. "Apple M1 Max"
 uint32_t gpu_core_count();
 uint32_t gpu_family();  // n of the newest family Apple<n> that both this package knows and Metal reports; 0 if none
 
-// The GPU for the planner, without the answer of the probe (half_subnormals) and without tensor units. Raises an error
-// if an environment variable of the planner or of the commit policy is wrong.
-const GpuDevice& gpu();
-
 // The GPU's family, the version of macOS, and the newest version of Metal's language that this package asks for.
 MetalSystem metal_system();
 

@@ -5,10 +5,8 @@
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
-#include <c10/util/Exception.h>
 
 #include <exception>
-#include <stdexcept>
 
 #include "csrc/planner/chips.h"
 #include "csrc/planner/commit_policy.h"
@@ -56,18 +54,6 @@ uint32_t gpu_family() {
     if ([device() supportsFamily:static_cast<MTLGPUFamily>(1000 + family)]) return family;
   }
   return 0;
-}
-
-const GpuDevice& gpu() {
-  static const GpuDevice found = [] {
-    try {
-      (void)commit_seconds();
-      return gpu_device(gpu_name(), gpu_core_count(), gpu_family());
-    } catch (const std::invalid_argument& error) {
-      TORCH_CHECK_VALUE(false, error.what());
-    }
-  }();
-  return found;
 }
 
 MetalSystem metal_system() {

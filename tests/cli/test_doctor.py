@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, extension, tuning
 from torch_marlin_metal.cli import doctor, doctor_steps
 from torch_marlin_metal.cli.app import app
-from torch_marlin_metal.models import prepare
 
 # The program of a child process. It runs one check, whose name says how it ends.
 CHILD = """
@@ -139,12 +138,12 @@ def test_eight_threads_compile_other_kernels_than_one_thread(mps, monkeypatch):
     seen = []
     together = threading.Barrier(8, timeout=20)
 
-    def compile_product(layer, M, dtype):
+    def compile_kernels(weight, M, dtype):
         if len(seen) >= 8:
             together.wait()  # raises an exception if fewer than eight threads come
-        seen.append((layer.weight_format, M, dtype, threading.get_ident()))
+        seen.append((weight.weight_format, M, dtype, threading.get_ident()))
 
-    monkeypatch.setattr(prepare, "compile_product", compile_product)
+    monkeypatch.setattr(doctor_steps, "_compile", compile_kernels)
     values = doctor_steps.concurrent_compiles()
     assert set(values) == {"1_threads_ms", "8_threads_ms"}
     assert len({one[:3] for one in seen}) == len(seen) == 16

@@ -45,7 +45,7 @@ def test_mixtures_take_turns_until_pytorch_locks_its_kernels(model, monkeypatch,
     monkeypatch.setattr(module, "TORCH_LOCKS_ITS_KERNELS", locks)
     monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(module, "_run_without_experts", partial(task, "mixture"))
-    monkeypatch.setattr(module, "compile_product", partial(task, "product"))
+    monkeypatch.setattr(module, "_compile", partial(task, "product"))
     assert prepare(model, [1], progress=False) == 6
     assert ended == ["mixture"] * 4 + ["product"] * 2, "the products must wait for PyTorch's kernels"
     if not locks:

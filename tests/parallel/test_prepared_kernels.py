@@ -18,7 +18,7 @@ def test_products_that_are_summed_are_prepared_in_fp32(mps, monkeypatch) -> None
     experts = MarlinExperts(*stacks, silu_gate, 2).to(mps)
     experts.__class__ = ExpertPart
     seen = {}
-    monkeypatch.setattr(module, "compile_product", lambda layer, M, dtype: seen.setdefault(layer, dtype))
+    monkeypatch.setattr(module, "_compile", lambda layer, M, dtype: seen.setdefault(layer, dtype))
 
     def run(experts: MarlinExperts, M: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
         seen[experts.down if is_down else experts.gate_up] = dtype

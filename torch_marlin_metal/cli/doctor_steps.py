@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -253,29 +254,32 @@ def decode_with_commits() -> Values:
     return values
 
 
+def _compile(weight: PackedWeight, M: int, dtype: torch.dtype) -> None:
+    """Compiles the kernels of a product. Other threads can run meanwhile."""
+    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **weight.tensors()}
+    torch.ops.torch_marlin_metal.compile_gemm(**options, M=M, dtype=dtype)
+
+
 def concurrent_compiles() -> Values:
     """Times eight products whose kernels one thread compiles, and eight others whose kernels eight threads compile.
 
     Metal's default is few compiles at a time, and the package asks for more. macOS keeps compiled kernels, so the times
     mean something only when the check runs for the first time.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from torch_marlin_metal import MarlinLinear, quantize_weight
-    from torch_marlin_metal.models.prepare import compile_product
+    from torch_marlin_metal import quantize_weight
 
     half_subnormals()  # compiles the probe
-    dense = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    dense = torch.randn(64, 256, generator=torch.Generator().manual_seed(0), device="cpu")
     formats = ("uint4", "uint4_bias", "float4_e2m1", "mxfp4")  # which no other check uses
-    layers = [MarlinLinear.from_packed(quantize_weight(dense, name)).to("mps") for name in formats]
+    weights = [quantize_weight(dense, name).to("mps") for name in formats]
     types = [torch.bfloat16, torch.float32]
     values = {}
     for threads in (1, 8):
         begin = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             tasks = [
-                pool.submit(compile_product, layer, M, types[index % 2])
-                for index, layer in enumerate(layers)
+                pool.submit(_compile, weight, M, types[index % 2])
+                for index, weight in enumerate(weights)
                 for M in (1, 40)
             ]
         for task in tasks:

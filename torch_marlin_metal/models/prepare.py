@@ -71,7 +71,7 @@ def prepare(
         if layer.b_packed.device.type == "mps":
             kind = layer.product_dtype or dtype or layer.dtype
             for M in rows:
-                products[_kind(layer, M, kind)] = partial(compile_product, layer, M, kind)
+                products[_kind(layer, M, kind)] = partial(_compile, layer, M, kind)
     count, most = len(mixtures) + len(products), min(MOST_THREADS, os.cpu_count() or 1)
     with tqdm(total=count, desc="Compiling Metal kernels", unit="product", disable=not progress) as bar:
         # The tasks of mixtures use kernels of PyTorch. Those of products use none, except for the probe of the GPU, for
@@ -99,7 +99,7 @@ def _kind(layer: PackedLayer, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return (M, dtype, layer.weight_format, layer.group_size, *kinds)
 
 
-def compile_product(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
+def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
     """Compiles the kernels of a layer's product with M rows of activations of a dtype. Uses no kernel of PyTorch."""
     packed = layer.to_packed()
     torch.ops.torch_marlin_metal.compile_gemm(
