@@ -29,7 +29,7 @@ SETTINGS: dict[str, tuple[Any, str, type]] = {
         "quant_method 'aqlm' is not read; known: .*gptq",
         convert.UnsupportedFormat,
     ),
-    "no method": ({"beans": 4}, "name no quant_method; known: .*awq", convert.CheckpointError),
+    "no method": ({"beans": 4}, "name no quant_method; known: .*awq", convert.UnsupportedFormat),
     "method of the wrong type": (
         {"quant_method": 4},
         "quant_method: expected a string, got 4",

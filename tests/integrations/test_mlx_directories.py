@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.models import IDS, SIZES
-from torch_marlin_metal import MarlinEmbedding, MarlinLinear, quantize_weight
+from torch_marlin_metal import MarlinEmbedding, MarlinLinear, convert, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
 SETTINGS = {"group_size": 32, "bits": 4}
@@ -72,7 +72,12 @@ def test_a_float_model_is_loaded_as_before(tmp_path) -> None:
 
 
 def test_bits_and_a_group_size_alone_are_not_those_of_mlx(tmp_path) -> None:
-    """The settings of other methods contain bits and a group size, too."""
-    write_mlx(tmp_path, ("quantization_config",))
-    with pytest.raises(ValueError, match="no `quant_method` attribute"):
+    """The settings of other methods contain bits and a group size, too. The file's metadata tells them apart."""
+    exact = write_mlx(tmp_path, ("quantization_config",))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(model.get_submodule(name).dequantize(), weight) for name, weight in exact.items())
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        convert.UnsupportedFormat, match=r"(?s)name no quant_method.*itself.*no `quant_method` attribute"
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path)

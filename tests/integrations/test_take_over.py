@@ -3,59 +3,48 @@
 import os
 
 import pytest
-from transformers import AutoModelForCausalLM, GPTQConfig
+from transformers import AutoModelForCausalLM
 from transformers.quantizers import auto as tables
 from transformers.quantizers import register_quantization_config, register_quantizer
 
 import torch_marlin_metal.integrations.transformers as integration
 from tests.support.llama import MODELS
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, restored, take_over, taken_over
+from torch_marlin_metal.integrations.transformers.take_over import STOPS
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 GPTQ = MODELS / "gptq-sym-g32-actorder"
 
 
-def test_the_take_over_is_complete_and_comes_undone() -> None:
-    ours = dict(tables.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    readable = {
-        "gptq",
-        "awq",
-        "compressed-tensors",
-        "bitsandbytes_4bit",
-        "auto-round",
-        "hqq",
-        "torchao",
-        "metal",
-        "mxfp4",
-    }
-    assert readable <= set(taken_over())
-    assert {ours[method] for method in taken_over() if method != "gguf"} == {MarlinConfig}
+def test_the_take_over_leaves_the_tables_of_transformers_and_comes_undone() -> None:
+    own = {"torch_marlin_metal"}
+    methods = {"gptq", "awq", "compressed-tensors", "auto-round", "hqq", "torchao", "metal", "mxfp4", "bitsandbytes"}
+    for table in (tables.AUTO_QUANTIZATION_CONFIG_MAPPING, tables.AUTO_QUANTIZER_MAPPING):
+        ours = {name for name, cls in table.items() if cls in (MarlinConfig, integration.MarlinQuantizer)}
+        assert ours == own
+        assert all(
+            cls.__module__.startswith("transformers.") for name, cls in table.items() if name not in own | {STOPS}
+        )
+    assert methods | {"gguf", "bitsandbytes_4bit"} <= set(taken_over()) and not own & set(taken_over())
     restore()
     try:
-        theirs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING
         assert taken_over() == []
-        assert theirs["gptq"] is GPTQConfig
-        assert MarlinConfig not in tables.LOADING_ATTRIBUTES_CONFIG_TYPES
-        assert {name for name, cls in theirs.items() if cls is MarlinConfig} == {"torch_marlin_metal"}
-        assert theirs.keys() - {"torch_marlin_metal"} <= tables.AUTO_QUANTIZER_MAPPING.keys()
-        assert tables.AUTO_QUANTIZER_MAPPING["gguf"].__module__.startswith("transformers.")
         with pytest.raises(ValueError, match="GPTQConfig but you are passing a MarlinConfig"):
             AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=MarlinConfig())
     finally:
         take_over()
-    assert ours == tables.AUTO_QUANTIZATION_CONFIG_MAPPING
     with restored():
         assert taken_over() == []
-    assert ours == tables.AUTO_QUANTIZATION_CONFIG_MAPPING
+        with pytest.raises(ImportError, match="optimum"):
+            AutoModelForCausalLM.from_pretrained(GPTQ)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(GPTQ).hf_quantizer, integration.MarlinQuantizer)
 
 
-def test_transformers_own_rules_for_names_and_configs() -> None:
+def test_transformers_own_rules_for_names() -> None:
     with pytest.raises(ValueError, match="already registered"):
         register_quantizer("torch_marlin_metal")(integration.MarlinQuantizer)
     with pytest.raises(ValueError, match="already registered"):
         register_quantization_config("gptq")(MarlinConfig)
-    with pytest.raises(ValueError, match="MarlinConfig but you are passing a GPTQConfig"):
-        AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=GPTQConfig(bits=4))
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.22.0"])

@@ -349,7 +349,7 @@ def test_layers_to_leave_and_weights_that_cannot_be_quantized(tmp_path) -> None:
     [
         ({"weight_format": "int3"}, "weight_format: expected one of"),
         ({"method": "best"}, "method: expected 'rtn' or 'mse', got 'best'"),
-        ({"on_unsupported": "skip"}, "on_unsupported: expected 'error' or 'dequantize', got 'skip'"),
+        ({"on_unsupported": "skip"}, "on_unsupported: expected None, 'error' or 'dequantize', got 'skip'"),
     ],
 )
 def test_bad_arguments(arguments, message) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
-from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.known_formats import find_format
-from torch_marlin_metal.checkpoints.layer import Layer, fp8_weight
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, fp8_weight
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
@@ -39,14 +39,13 @@ class DirectoryReader(CheckpointReader):
 
     def _check_complete(self) -> None:
         self._refused = {layer.name for layer in self._layers if layer.refused}
-        if not self._layers:
-            anchors = " or ".join(self.format.anchors)
-            raise CheckpointError(f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}")
         listed = None if self.format.listed is None else self.format.listed(self.checkpoint.settings)
         if lost := (listed or set()) - {layer.name for layer in self._layers}:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {self.format.name}: the files lack the layer {min(lost)!r} of the settings"
             )
+        if not self._layers:
+            self._refuse_without_layers()
         strays = {role: endings for role, endings in self.format.roles.items() if role not in ("weight", "bias")}
         for name in self.checkpoint.tensors:
             for role, endings in strays.items():
@@ -54,9 +53,22 @@ class DirectoryReader(CheckpointReader):
                     if name.endswith(ending) and (listed is None or name.removesuffix(ending) in listed):
                         self._check_anchored(name, role, name.removesuffix(ending))
 
+    def _refuse_without_layers(self) -> None:
+        anchors = " or ".join(self.format.anchors)
+        message = f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}"
+        weights = [info for info in self.checkpoint.tensors.values() if info.name.endswith(".weight")]
+        codes = [info for info in weights if info.dtype not in (*FLOATS, "F64")]
+        if codes:
+            raise UnsupportedFormat(f"{message}, and {codes[0].name!r} is {codes[0].dtype}")
+        if not any(len(info.shape) == 2 for info in weights):
+            raise CheckpointError(f"{message} or is that of a matrix of floats")
+        raise NothingPacked(f"{message}; all its weights are floats, so its quantization settings have no effect")
+
     def _check_anchored(self, name: str, role: str, base: str) -> None:
         """Refuses a tensor whose layer has no codes, unless `convert` refuses the layer with a better reason."""
         anchors = [base + ending for ending in self.format.anchors]
+        if self.format.is_float(self.checkpoint, base):
+            return
         if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
@@ -135,7 +147,7 @@ class DirectoryReader(CheckpointReader):
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
         """Yields (name, function that reads it, dtype) for each tensor outside the layers."""
-        used = {name for layer in self._layers for name in layer.roles.values()}
+        used = {name for layer in self._layers for name in layer.roles.values()} | self.format.unused(self.checkpoint)
         for name, info in self.checkpoint.tensors.items():
             if name not in used:
                 yield name, partial(self.checkpoint.read, name), info.dtype

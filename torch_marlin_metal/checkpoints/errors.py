@@ -13,6 +13,10 @@ class NotQuantized(CheckpointError):
     """A checkpoint directory has no quantization settings: its weights are floats, or the settings were lost."""
 
 
+class NothingPacked(CheckpointError):
+    """A checkpoint has quantization settings, but no tensor of a quantized layer."""
+
+
 class UnsupportedFormat(CheckpointError):
     """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
 

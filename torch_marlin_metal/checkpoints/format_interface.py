@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo
-from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -88,8 +88,26 @@ class DirectoryFormat(Format):
                     yield from self._layers_at(checkpoint, info.name.removesuffix(ending), role, info)
             for ending, reason in self.unread.items():
                 base = info.name.removesuffix(ending)
-                if base != info.name and not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
+                if base == info.name or self.is_float(checkpoint, base):
+                    continue
+                if not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
                     yield Layer(checkpoint, base, self._roles(checkpoint, base, ending[1:], info), refused=reason)
+
+    def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
+        """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""
+        weight = checkpoint.tensors.get(f"{base}.weight")
+        packed = any(base + anchor in checkpoint.tensors for anchor in self.anchors)
+        return bool(self.unread) and not packed and weight is not None and weight.dtype in FLOATS
+
+    def unused(self, checkpoint: Checkpoint) -> set[str]:
+        """Returns the names of the quantization parameters of layers whose weights are floats."""
+        parts = {ending for role, endings in self.roles.items() if role not in ("weight", "bias") for ending in endings}
+        return {
+            info.name
+            for info in checkpoint.tensors.values()
+            for ending in (*parts, *self.extras)
+            if info.name.endswith(ending) and self.is_float(checkpoint, info.name.removesuffix(ending))
+        }
 
     def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
         roles = self._roles(checkpoint, base, role, info)

@@ -1,7 +1,7 @@
 """The list of checkpoint formats, and the choice of a format by a checkpoint's settings."""
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, Format
 from torch_marlin_metal.checkpoints.formats import (
     auto_round,
@@ -38,8 +38,7 @@ def find_format(checkpoint: Checkpoint) -> DirectoryFormat:
     """Returns the format that a checkpoint's quantization settings name, and checks the settings.
 
     Raises:
-        CheckpointError: the settings name no method and match no format.
-        UnsupportedFormat: the method, or its variant, is not supported.
+        UnsupportedFormat: the method, or its variant, is not supported, or the settings name none and match no format.
     """
     settings = checkpoint.settings
     method = settings.text("quant_method", "method").lower()
@@ -51,7 +50,7 @@ def find_format(checkpoint: Checkpoint) -> DirectoryFormat:
         known = ", ".join(sorted(method for fmt in DIRECTORY_FORMATS for method in fmt.methods))
         if method:
             raise UnsupportedFormat(f"{settings.file}: quant_method {method!r} is not read; known: {known}")
-        raise CheckpointError(f"{settings.file}: the quantization settings name no quant_method; known: {known}")
+        raise UnsupportedFormat(f"{settings.file}: the quantization settings name no quant_method; known: {known}")
     chosen = found[0].resolve(settings)
     chosen.check(checkpoint, settings)
     return chosen

@@ -4,9 +4,6 @@ mlx-lm writes them, and so does transformers' Metal quantizer, which calls the b
 also holds the settings of single modules, under the module's name.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
@@ -24,23 +21,6 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     """Accepts every checkpoint, because each module may have its own settings and is checked by itself."""
-
-
-def unnamed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the settings in a model's config.json if mlx-lm wrote them. mlx-lm names no method in its settings.
-
-    mlx-lm writes them as "quantization", and most versions write a copy as "quantization_config". If only
-    "quantization_config" is present, any other program may have written it, too, so it counts as mlx-lm's only if it
-    has a mode.
-    """
-    own, common = config.get("quantization"), config.get("quantization_config")
-    settings = common or own
-    if not isinstance(settings, Mapping) or "bits" not in settings:
-        return None
-    if any(settings.get(key) for key in ("quant_method", "load_in_4bit", "load_in_8bit")):
-        return None
-    sized = "group_size" in settings and isinstance(own, Mapping) and "bits" in own
-    return settings if sized or "mode" in settings else None
 
 
 def _implied(checkpoint: Checkpoint) -> bool:

@@ -3,7 +3,7 @@
     import torch_marlin_metal.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
 
-`take_over.py` changes transformers' tables and can restore them, and `config.py` defines `MarlinConfig`. `quantizer.py`
+`take_over.py` wraps what chooses the loader of a checkpoint, and `config.py` defines `MarlinConfig`. `quantizer.py`
 loads and saves directories; for it, `packed_checkpoint.py` loads packed layers, `while_loading.py` quantizes floats,
 and `stored.py` lists the layers that a directory holds. `saving.py` wraps the models' `save_pretrained`, `counting.py`
 their `num_parameters`, `vocabulary.py` their `tie_weights`, and `trainer.py` a check of `Trainer`. `gguf.py` reads GGUF

@@ -8,10 +8,13 @@ from typing import Any, Literal
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
+from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.repack import ZerosRule
 
-# Arguments that a caller may set for a checkpoint that is already quantized.
-LOADING = ("modules_to_not_convert", "on_unsupported", "fuse", "prepare")
+# Arguments that a caller may set for a checkpoint that is already quantized. Those of `READING` are of `ReadOptions`.
+READING = ("on_unsupported", "allow_pickle", "gptq_version", "gptq_zeros_rule")
+LOADING = ("modules_to_not_convert", "ignore", "fuse", "prepare", *READING)
 
 
 class Method(str, Enum):
@@ -25,8 +28,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Models of transformers take it, and models of diffusers after `import torch_marlin_metal.integrations.diffusers`.
 
-    If the checkpoint is already quantized, only `modules_to_not_convert`, `on_unsupported`, `fuse` and `prepare`
-    have an effect. Otherwise it is quantized while it is loaded, one layer at a time.
+    If the checkpoint is already quantized, only `modules_to_not_convert`, `ignore`, `fuse`, `prepare` and the arguments
+    after them have an effect. Otherwise it is quantized while it is loaded, one layer at a time.
 
     Args:
         weight_format: the format to quantize to, as in `quantize_weight`.
@@ -38,10 +41,16 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, too.
         quantize_embeddings: whether to quantize the tables of the vocabulary, too. They become `MarlinEmbedding`. An
             output layer that shares the weight of a table then shares the packed weight, whatever `quantize_head` says.
-        on_unsupported: "error", or "dequantize" to decode layers that no weight format can represent.
         fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
+        ignore: a pattern or a list of patterns for full names of layers of a quantized checkpoint that the model may
+            lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out.
+        on_unsupported: "error" for an error about layers that no weight format can represent, or "dequantize" to decode
+            them. None means "dequantize" for a GGUF file, and otherwise "error".
+        allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
+        gptq_version: the version of a GPTQ checkpoint whose settings are wrong about it; see `ReadOptions`.
+        gptq_zeros_rule: how some zero points of GPTQ's version 1 are read; see `ReadOptions`.
         layers: the layers of a saved model, by name; `save_pretrained` writes it.
         quantize_options: `scale_dtype`, `lut`, `mx_rounding` of `quantize_weight`.
 
@@ -58,14 +67,20 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: str | Sequence[str] | None = None,
         quantize_head: bool = False,
         quantize_embeddings: bool = False,
-        on_unsupported: str = "error",
         fuse: bool | Literal["layers"] = False,
         prepare: bool = False,
+        ignore: str | Sequence[str] | None = None,
+        on_unsupported: OnUnsupported | None = None,
+        allow_pickle: bool = False,
+        gptq_version: int | None = None,
+        gptq_zeros_rule: ZerosRule = "word",
         layers: dict[str, dict[str, Any]] | None = None,
         quantize_options: dict[str, Any] | None = None,
     ) -> None:
-        if on_unsupported not in ("error", "dequantize"):
-            raise ValueError(f"MarlinConfig: on_unsupported: expected 'error' or 'dequantize', got {on_unsupported!r}")
+        if on_unsupported not in (None, "error", "dequantize"):
+            raise ValueError(
+                f"MarlinConfig: on_unsupported: expected None, 'error' or 'dequantize', got {on_unsupported!r}"
+            )
         if not (fuse is True or fuse is False or fuse == "layers"):
             raise ValueError(f"MarlinConfig: fuse: expected True, False or 'layers', got {fuse!r}")
         if method not in ("rtn", "mse"):
@@ -74,13 +89,17 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.weight_format = find_format(weight_format).name
         self.group_size = group_size
         self.method = method
-        names = modules_to_not_convert
-        self.modules_to_not_convert = None if names is None else [names] if isinstance(names, str) else list(names)
+        self.modules_to_not_convert = _patterns(modules_to_not_convert)
         self.quantize_head = quantize_head
         self.quantize_embeddings = quantize_embeddings
-        self.on_unsupported = on_unsupported
         self.fuse = fuse
         self.prepare = prepare
+        self.ignore = _patterns(ignore)
+        self.on_unsupported = on_unsupported
+        self.allow_pickle = allow_pickle
+        self.gptq_version = gptq_version
+        self.gptq_zeros_rule = gptq_zeros_rule
+        self.read_options()
         self.layers = layers
         self.quantize_options = dict(quantize_options or {})
         self.source: dict[str, Any] = {}
@@ -96,6 +115,15 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Returns the arguments that have an effect on a checkpoint that is already quantized."""
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
+    def read_options(self) -> ReadOptions:
+        """Returns how the reader of a quantized checkpoint is to read it.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        fields = {name: getattr(self, name) for name in READING if getattr(self, name) is not None}
+        return ReadOptions.of(None, fields)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings of docs/formats/on-disk-format.md, or those of the checkpoint if no layers are known."""
         if self.layers is not None:
@@ -104,6 +132,10 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             return copy.deepcopy(self.source)
         shown = ("weight_format", "group_size", "method", "quantize_head", "quantize_embeddings", *LOADING)
         return {"quant_method": METHOD} | {name: copy.deepcopy(getattr(self, name)) for name in shown}
+
+
+def _patterns(names: str | Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [names] if isinstance(names, str) else list(names)
 
 
 _defaults: dict[str, Any] = {}

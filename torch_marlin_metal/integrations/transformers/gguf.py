@@ -20,16 +20,19 @@ logger = logging.get_logger(__name__)
 class MarlinGgufQuantizer(MarlinQuantizer):
     """`MarlinQuantizer` for one GGUF file. Matrices that are not 4 bit become floats, unless a default says "error"."""
 
-    def __init__(self, quantization_config: GgufConfig, **kwargs: Any) -> None:
-        config = MarlinConfig(**{"on_unsupported": "dequantize"} | loading_defaults())  # most files are mixed
-        if quantization_config.dequantize:
+    def __init__(self, quantization_config: "GgufConfig | MarlinConfig", **kwargs: Any) -> None:
+        given = quantization_config if isinstance(quantization_config, MarlinConfig) else None
+        config = MarlinConfig(**(loading_defaults() if given is None else given.get_loading_attributes()))
+        if config.on_unsupported is None:
+            config.on_unsupported = "dequantize"  # most files are mixed
+        if given is None and quantization_config.dequantize:
             config.modules_to_not_convert = ["*"]
         config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
         super().__init__(config, **kwargs | {"pre_quantized": True})
 
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
-        reader = open_reader(gguf_file, on_unsupported=self.quantization_config.on_unsupported, gguf_names="hf")
+        reader = open_reader(gguf_file, self.quantization_config.read_options(), gguf_names="hf")
         if told := reader.mixture():
             logger.warning(told)
         self._packed = PackedCheckpoint(reader, self.quantization_config)

@@ -98,6 +98,8 @@ class PackedCheckpoint:
         unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
         for index, source in enumerate(reader.layer_names):
             name = names.layer(source)
+            if selects(self._config.ignore, name) or selects(self._config.ignore, source):
+                continue
             if (found := names.experts.find(name)) and self._place_expert(model, index, name, *found):
                 continue
             module = find_module(model, name)
@@ -212,7 +214,7 @@ class PackedCheckpoint:
 
     def _check_table(self, where: str, module: nn.Embedding) -> None:
         reason = why_not_embedding(module)
-        if reason and self._config.on_unsupported == "error":
+        if reason and self.reader.options.on_unsupported == "error":
             raise UnsupportedFormat(
                 f"{where}: the checkpoint stores this embedding in 4 bit, but {reason}; "
                 "MarlinConfig(on_unsupported='dequantize') decodes it to floats"

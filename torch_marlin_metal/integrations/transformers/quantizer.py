@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from torch_marlin_metal.checkpoints.directory import open_reader
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized
+from torch_marlin_metal.checkpoints.errors import NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.settings import names_no_layer
 from torch_marlin_metal.extension import require
@@ -102,10 +102,10 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Opens the directory that transformers found."""
         if not checkpoint_files:
-            raise CheckpointError(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+            raise UnsupportedFormat(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
         try:
-            reader = open_reader(directory, on_unsupported=self.quantization_config.on_unsupported)
+            reader = open_reader(directory, self.quantization_config.read_options())
         except NotQuantized:
             if names_no_layer(self.quantization_config.source):
                 return  # transformers loads the floats
@@ -113,7 +113,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         files = {file.name for file in reader.tensor_files().values()}
         asked = {Path(file).name for file in checkpoint_files}
         if files != asked:
-            raise CheckpointError(
+            raise UnsupportedFormat(
                 f"{directory}: transformers asks for {listing(asked)}, the checkpoint's tensors are in {listing(files)}"
             )
         self._packed = PackedCheckpoint(reader, self.quantization_config)

@@ -1,37 +1,76 @@
-"""Replaces entries of transformers' tables so that this package loads 4-bit checkpoints, and restores them.
+"""Makes transformers' `from_pretrained` use this package for 4-bit checkpoints, and leaves all others to transformers.
 
-`AutoQuantizationConfig.from_dict` makes a config from the settings in a checkpoint's config.json, and the config's
-`quant_method` chooses the quantizer. It is therefore enough to replace entries of one table, from methods to configs:
-the entries for the methods in `known_formats.py` become `MarlinConfig`, whose `quant_method` is this package's own. A
-model that transformers itself quantizes while loading (`BitsAndBytesConfig(load_in_4bit=True)` for a float checkpoint)
-still uses transformers' quantizer.
+`from_pretrained` asks the function `get_hf_quantizer` who loads a quantized checkpoint. The import wraps this function.
+For the methods in `known_formats.py` and for GGUF files the wrapper returns this package's quantizer. transformers'
+tables of methods stay as they are, except for one entry for this package's own directories.
 
-Directories of mlx-lm name no method, and old ones have their settings under another key. The function that looks for
-the settings is therefore wrapped.
+If this package refuses a checkpoint, transformers loads it as it does without the import, unless the script asked for
+this package with a `MarlinConfig`. `from_pretrained` is wrapped for this second attempt. A GGUF file has no second
+attempt, because transformers ignores settings of the file for whose sake this package refuses it.
+
+transformers looks for the settings of a checkpoint only in the configuration that a model class takes. The wrapper asks
+`find_settings` if they are not there: the class may take the configuration of a sub-model, and old GPTQ and AWQ
+directories have the settings in a file beside config.json.
 """
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import transformers.modeling_utils
 import transformers.quantizers.auto as tables
+from transformers import AutoRoundConfig, GgufConfig, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.utils import cached_file, logging
 
-from torch_marlin_metal.checkpoints.formats import mlx
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
+from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, CONFIG_KEYS, find_settings
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
+logger = logging.get_logger(__name__)
 # The table entry that transformers looks up for directories in this package's format; see `NativeExporter.settings`.
 STOPS = "bitsandbytes_4bit"
-_Table = dict[str, Any]
-# Replaced entries as (table, key, former value); None if the key was absent.
-_replaced: list[tuple[_Table, str, Any]] = []
-_loading_types: list[tuple[type, ...]] = []
+GGUF = "gguf"
+METHODS = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods}
+# Methods that transformers itself reads with another method's config class, if a script passes that class.
+READ_BY: Mapping[type, tuple[str, ...]] = {AutoRoundConfig: ("gptq", "awq")}
+
+
+@dataclass
+class _Load:
+    """One call of `from_pretrained`.
+
+    Attributes:
+        path: the directory, or the name on the Hub, of the model's files.
+        download: arguments for the download of files.
+        by_transformers: whether this is the second attempt, without this package.
+        config: the config of this package's quantizer, or None if it does not load the checkpoint.
+        insists: whether this package must load the checkpoint or raise its error.
+        settings: the checkpoint's settings, if the class's configuration lacks them.
+        floats: whether the checkpoint's settings do not count, because all its weights are floats.
+    """
+
+    path: Any = None
+    download: dict[str, Any] = field(default_factory=dict)
+    by_transformers: bool = False
+    config: MarlinConfig | None = None
+    insists: bool = False
+    settings: dict[str, Any] | None = None
+    floats: bool = False
+
+
+_active = False
+_load: ContextVar[_Load | None] = ContextVar("load", default=None)
 
 
 def takes_own(theirs: Any) -> Any:
@@ -50,9 +89,7 @@ def takes_own(theirs: Any) -> Any:
 
 def taken_over() -> list[str]:
     """Returns the `quant_method` values (and "gguf") of the checkpoints that this package loads at present."""
-    return sorted(name for table, name, _ in _replaced if table is tables.AUTO_QUANTIZATION_CONFIG_MAPPING) + [
-        name for table, name, _ in _replaced if table is tables.AUTO_QUANTIZER_MAPPING
-    ]
+    return [*sorted(METHODS - {METHOD}), GGUF] if _active else []
 
 
 def take_over(**defaults: Any) -> None:
@@ -61,43 +98,29 @@ def take_over(**defaults: Any) -> None:
     Importing the package calls this function. Calling it again only changes the defaults.
 
     Args:
-        **defaults: `on_unsupported`, `fuse` and `modules_to_not_convert` of `MarlinConfig` for checkpoints that are
-            loaded without a config.
+        **defaults: arguments of `MarlinConfig` for checkpoints that are loaded without a config. They are the arguments
+            that have an effect on a checkpoint that is already quantized.
     """
+    global _active
     set_loading_defaults(defaults)
     if METHOD not in tables.AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(MarlinQuantizer)
         register_quantization_config(METHOD)(MarlinConfig)
         tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS] = takes_own(tables.AUTO_QUANTIZATION_CONFIG_MAPPING[STOPS])
-    if _replaced:
-        return
-    methods = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods} - {METHOD}
-    # config.json says "bitsandbytes" for both 4 and 8 bit; transformers has a separate entry for each.
-    for method in sorted(methods - {"bitsandbytes"}):
-        _replace(tables.AUTO_QUANTIZATION_CONFIG_MAPPING, method, MarlinConfig)
-    _replace(tables.AUTO_QUANTIZER_MAPPING, "gguf", MarlinGgufQuantizer)
-    functions = vars(transformers.modeling_utils)
-    _replace(functions, "get_hf_quantizer", _finds_mlx(functions["get_hf_quantizer"]))
-    _loading_types.append(tables.LOADING_ATTRIBUTES_CONFIG_TYPES)
-    tables.LOADING_ATTRIBUTES_CONFIG_TYPES = (*tables.LOADING_ATTRIBUTES_CONFIG_TYPES, MarlinConfig)
+        _wrap()
+    _active = True
 
 
 def restore() -> None:
-    """Restores transformers' entries. `MarlinConfig` and directories in this package's format still work."""
-    while _replaced:
-        table, name, old = _replaced.pop()
-        if old is None:
-            del table[name]
-        else:
-            table[name] = old
-    if _loading_types:
-        tables.LOADING_ATTRIBUTES_CONFIG_TYPES = _loading_types.pop()
+    """Leaves every checkpoint to transformers. `MarlinConfig` and directories in this package's format still work."""
+    global _active
+    _active = False
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restores transformers' entries within the `with` block."""
-    defaults, active = loading_defaults(), bool(_replaced)
+    """Leaves every checkpoint to transformers within the `with` block."""
+    defaults, active = loading_defaults(), _active
     restore()
     try:
         yield
@@ -106,19 +129,160 @@ def restored() -> Iterator[None]:
             take_over(**defaults)
 
 
-def _finds_mlx(original: Any) -> Any:
-    """Wraps transformers' `get_hf_quantizer` so that it knows the settings that mlx-lm writes."""
+def _wrap() -> None:
+    module = transformers.modeling_utils
+    PreTrainedModel.from_pretrained = classmethod(_tries_twice(PreTrainedModel.from_pretrained.__func__))
+    module.maybe_load_adapters = _notes_path(module.maybe_load_adapters)
+    module.get_hf_quantizer = _chooses(module.get_hf_quantizer)
+
+
+def _tries_twice(original: Any) -> Any:
+    """Wraps `from_pretrained`: what this package refuses is loaded once more, by transformers alone."""
 
     @functools.wraps(original)
-    def get_hf_quantizer(config: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = mlx.unnamed(vars(config))
-        if settings is not None:
-            config.quantization_config = {**settings, "quant_method": mlx.FORMAT.methods[-1]}
-        return original(config, *args, **kwargs)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        load = _Load(by_transformers=not _active)
+        token = _load.set(load)
+        try:
+            try:
+                return original(cls, *args, **kwargs)
+            except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
+                load.floats = isinstance(error, NothingPacked)
+                if load.config is None or (load.insists and not load.floats):
+                    raise
+                refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
+            load.config, load.by_transformers = None, True
+            logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
+            if load.floats:
+                return original(cls, *args, **kwargs)
+            try:
+                return original(cls, *args, **kwargs)
+            except Exception as error:
+                theirs = f"{type(error).__name__}: {error}"
+                raise UnsupportedFormat(f"{refusal}\ntransformers itself does not load it either: {theirs}") from error
+        finally:
+            _load.reset(token)
+
+    return from_pretrained
+
+
+def _notes_path(original: Any) -> Any:
+    """Wraps `maybe_load_adapters`, which knows the model's path and how to download files, also for an adapter."""
+
+    @functools.wraps(original)
+    def maybe_load_adapters(path: Any, download_kwargs: Any, **kwargs: Any) -> Any:
+        result = original(path, download_kwargs, **kwargs)
+        if (load := _load.get()) is not None:
+            load.path, load.download = result[1], download_kwargs
+        return result
+
+    return maybe_load_adapters
+
+
+def _chooses(original: Any) -> Any:
+    """Wraps `get_hf_quantizer`, so that it returns this package's quantizer for the checkpoints that it reads."""
+
+    @functools.wraps(original)
+    def get_hf_quantizer(
+        config: Any,
+        quantization_config: Any,
+        device_map: Any,
+        weights_only: Any,
+        user_agent: Any,
+        gguf_file: Any = None,
+    ) -> Any:
+        load, quantizer = _load.get(), None
+        if load is not None and load.floats:
+            for owner in (config, config.get_text_config(decoder=True)):
+                vars(owner).pop("quantization_config", None)
+        elif load is not None and load.by_transformers and load.settings is not None:
+            config.quantization_config = load.settings
+        if load is not None and not load.by_transformers:
+            if gguf_file is None:
+                quantizer = _for_directory(load, config, quantization_config)
+            elif _settings_in(config) is None and isinstance(
+                quantization_config, (GgufConfig, MarlinConfig, type(None))
+            ):
+                load.insists = True
+                quantizer = MarlinGgufQuantizer(quantization_config or GgufConfig())
+                config.quantization_config = GgufConfig(gguf_file=gguf_file)
+        if quantizer is None:
+            return original(config, quantization_config, device_map, weights_only, user_agent, gguf_file=gguf_file)
+        quantizer.validate_environment(device_map=device_map, weights_only=weights_only)
+        user_agent["quant"] = METHOD
+        return quantizer, quantizer.update_attn_implementation(config), quantizer.update_device_map(device_map)
 
     return get_hf_quantizer
 
 
-def _replace(table: _Table, name: str, new: Any) -> None:
-    _replaced.append((table, name, table.get(name)))
-    table[name] = new
+def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | None:
+    """Returns the quantizer of a directory that this package reads, or None."""
+    settings = _settings_in(config)
+    if settings is None and (beside := _settings_of(load)) is not None:
+        settings = load.settings = beside
+    if settings is None or _method(settings) not in METHODS | {""}:
+        return None
+    if passed is not None and not isinstance(passed, MarlinConfig):
+        if getattr(passed, "dequantize", False):
+            logger.warning(f"{OP}: transformers decodes {load.path} to floats: {type(passed).__name__}.dequantize")
+            config.quantization_config = settings
+            return None
+        if not _same_method(passed, _method(settings)):
+            return None  # transformers names both methods in its error
+        warnings.warn(
+            f"{OP}: {type(passed).__name__} has no effect: torch_marlin_metal reads the {_method(settings)} checkpoint "
+            f"{load.path} with the settings that are stored in it. quantization_config=MarlinConfig(...) of "
+            "torch_marlin_metal.integrations.transformers chooses how; within restored(), transformers reads it",
+            stacklevel=5,
+        )
+    load.config = MarlinConfig.from_dict(settings)
+    if isinstance(passed, MarlinConfig):
+        load.insists = True
+        for name, value in passed.get_loading_attributes().items():
+            setattr(load.config, name, value)
+    load.insists |= load.config.on_unsupported == "error" or _method(settings) == METHOD
+    config.quantization_config = load.config
+    return MarlinQuantizer(load.config, pre_quantized=True)
+
+
+def _settings_in(config: Any) -> dict[str, Any] | None:
+    """Returns the settings in a configuration of transformers, as transformers and mlx-lm store them there."""
+    for owner in (config, config.get_text_config(decoder=True)):
+        for key in CONFIG_KEYS:
+            found = vars(owner).get(key)
+            if hasattr(found, "to_dict"):  # the configuration of a loaded model
+                found = found.to_dict()
+            if isinstance(found, dict) and (key != "quantization" or "bits" in found):
+                return found
+    return None
+
+
+def _settings_of(load: _Load) -> dict[str, Any] | None:
+    """Returns the settings of a checkpoint whose class's configuration has none, or None."""
+    if load.path is None:
+        return None
+    quiet = dict.fromkeys(("gated_repo", "missing_entries", "connection_errors"), False)
+    arguments = load.download | {f"_raise_exceptions_for_{name}": value for name, value in quiet.items()}
+    directory = None
+    try:
+        for name in (CONFIG, *CONFIG_FILES):
+            if (file := cached_file(load.path, name, **arguments)) is not None:
+                directory = Path(file).parent
+                if found := find_settings(directory):
+                    return {"quant_method": ""} | dict(found)
+    except CheckpointError as error:
+        logger.warning(f"{OP}: {load.path} is loaded without quantization settings: {error}")
+    return None
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    """Returns the name of the method in a checkpoint's settings, or ""."""
+    if settings.get("load_in_8bit"):
+        return "bitsandbytes_8bit"
+    return str(settings.get("quant_method") or settings.get("method") or "").lower()
+
+
+def _same_method(passed: Any, method: str) -> bool:
+    """Returns whether a config of transformers is for the method of a checkpoint."""
+    names = {str(getattr(passed.quant_method, "value", passed.quant_method)), *READ_BY.get(type(passed), ())}
+    return method.removesuffix("_4bit") in names
