@@ -20,7 +20,7 @@ BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && e
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / {printf "%-15s%s\n", $$1, $$2}' Makefile
 
 $(VENV)/.installed: pyproject.toml scripts/system_packages.sh
 	@echo "== setting up $(VENV): $(REQUIRED_TORCH) first, then the development packages"

@@ -50,7 +50,8 @@ def check_compiler() -> None:
             [*compiler.split(), "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"torch_marlin_metal: the C++ compiler `{compiler}` does not run ({error}); install g++ or clang.")
+        tools = "run `xcode-select --install`" if sys.platform == "darwin" else "install g++ or clang"
+        sys.exit(f"torch_marlin_metal: the C++ compiler `{compiler}` does not run ({error}); {tools}.")
     defined = dict(line.split(" ", 2)[1:] for line in macros.splitlines() if line.count(" ") >= 2)
     name, minimum = ("clang", CLANG_MINIMUM) if "__clang__" in defined else ("GCC", GCC_MINIMUM)
     found = int(defined["__clang_major__" if name == "clang" else "__GNUC__"])

@@ -1,7 +1,9 @@
-"""Checks that the installed package multiplies on each device of this machine: `python check_installed.py`.
+"""Checks that the installed package multiplies: `python check_installed.py cpu mps`, for the devices to try.
 
 Each release runs this on every wheel, in a folder without the sources.
 """
+
+import sys
 
 import torch
 
@@ -26,6 +28,5 @@ def check(device: str) -> None:
 
 
 if __name__ == "__main__":
-    check("cpu")
-    if torch.backends.mps.is_available():
-        check("mps")
+    for name in sys.argv[1:] or sys.exit("usage: python check_installed.py cpu [mps]"):
+        check(name)

@@ -102,6 +102,7 @@ def compile_flags(
         if not link.is_symlink():
             link.symlink_to(stand_ins / name)
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
+    flags += ["-Werror=unguarded-availability-new"]
     # Without availability annotations, libc++'s headers use functions that macOS 14's libc++ does not export.
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]

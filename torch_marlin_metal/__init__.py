@@ -3,6 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch_marlin_metal import source_tree  # noqa: F401  before all others: it may change where they come from
+
+# isort: split
 from torch_marlin_metal import interrupt  # noqa: F401  before the imports that load torch
 
 # isort: split

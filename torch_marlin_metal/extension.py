@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torch_marlin_metal import interface, interrupt
+from torch_marlin_metal import interface, interrupt, source_tree
 
 BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
 WHAT_WORKS = (
@@ -53,7 +53,8 @@ def _load() -> Any:
         compiled: Any = importlib.import_module("torch_marlin_metal._C")
     except ModuleNotFoundError as error:
         raise ExtensionError(
-            f"no compiled extension for Python {platform.python_version()} is installed. Build it: {BUILD_COMMAND}."
+            source_tree.why_not_the_installed()
+            or f"no compiled extension for Python {platform.python_version()} is installed. Build it: {BUILD_COMMAND}."
         ) from error
     except ImportError as error:  # its text may hold a symbol's name of hundreds of characters
         raise ExtensionError(

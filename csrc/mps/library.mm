@@ -85,12 +85,16 @@ MTLCompileOptions* compile_options(Kernel kernel) {
   // The FP4 and INT4 decode relies on subnormals and NaN, so we set mathMode to Safe. The mLSTM relies on precise exp
   // and log, so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
+  // clang warns of these methods on macOS 14, because it does not see that respondsToSelector: guards them.
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
   if ([options respondsToSelector:@selector(setMathMode:)] &&
       [options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
     [options setMathMode:MTLMathModeSafe];
     [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
     return options;
   }
+#pragma clang diagnostic pop
 #endif
   [options setFastMathEnabled:NO];
   return options;

@@ -16,6 +16,7 @@ from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_damage import GPTQ, configure, fails
 from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open, read_header, read_tensor
 
 K, N = 64, 16
@@ -272,3 +273,18 @@ def test_a_thread_keeps_only_the_file_open_that_it_read_last(tmp_path, monkeypat
     assert [stream.closed for stream in opened] == [True] * 3
     read_tensor(infos["a0"])
     assert [stream.closed for stream in opened] == [True] * 4
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a214614ab2935" * 4 + b"\nsize 4000000000\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "pytorch_model.bin", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(gptq, name) -> None:
+    if name.endswith((".bin", ".gguf")):
+        (gptq / "model.safetensors").unlink()
+    (gptq / name).write_bytes(POINTER)
+    path = gptq / name if name.endswith(".gguf") else gptq
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: a pointer of Git LFS, not the file itself: run `git lfs pull`"
+    ):
+        convert.open_reader(path, allow_pickle=True)

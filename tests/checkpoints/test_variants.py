@@ -363,3 +363,24 @@ def test_only_one_layer_is_in_memory_at_a_time(tmp_path, rng, monkeypatch) -> No
         np.testing.assert_array_equal(next(layers).dequantize().t().numpy(), expected)
         assert set(read) == {copy}
         read.clear()
+
+
+def test_compressed_tensors_with_one_scale_and_zero_point_for_the_tensor(tmp_path, rng) -> None:
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    arguments = QuantizationArgs(num_bits=4, symmetric=False, strategy="tensor")
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    state = {
+        "weight": torch.from_numpy(rng.standard_normal((N, K))).float(),
+        "weight_scale": torch.tensor([0.3]),
+        "weight_zero_point": torch.tensor([-3], dtype=torch.int8),
+    }
+    packed = PackedQuantizationCompressor.compress(dict(state), scheme)
+    expected = PackedQuantizationCompressor.decompress(dict(packed), scheme)["weight"]
+    group = {"targets": ["Linear"], "weights": json.loads(arguments.model_dump_json())}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in packed.items()}, {"quantization_config": settings})
+    (weight,) = convert.read_layers(tmp_path)
+    assert (weight.weight_format, weight.group_size) == ("uint4", K)
+    np.testing.assert_array_equal(weight.dequantize().t(), expected)

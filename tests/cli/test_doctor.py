@@ -1,6 +1,7 @@
 """Tests `torch-marlin-metal doctor`: the report, checks that fail or whose process crashes, and the real checks."""
 
 import json
+import platform
 import sys
 import threading
 from pathlib import Path
@@ -10,19 +11,22 @@ import torch
 from typer.testing import CliRunner
 
 from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, extension, tuning
-from torch_marlin_metal.cli import doctor, doctor_steps
+from torch_marlin_metal.cli import bench, doctor, doctor_steps
 from torch_marlin_metal.cli.app import app
 
 # The program of a child process. It runs one check, whose name says how it ends.
 CHILD = """
 import os, sys, time
-name = sys.argv[1]
+name = sys.argv[-1]
+kinds = [kind for kind in ("MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION") if os.environ.get(kind) == "1"]
 if name == "raises": raise RuntimeError("the product is wrong")
 if name == "dies": os.abort()
+if name == "dies when validated" and kinds: os.abort()
+if name == "needs validation" and not kinds: raise RuntimeError("plain")
 if name == "hangs": time.sleep(60)
 print("something else")
 if name != "silent":
-    print('doctor: {"layer": "%s", "ms": 1.5}' % os.environ.get("MTL_DEBUG_LAYER"), flush=True)
+    print('doctor: {"validation": "%s", "ms": 1.5}' % " ".join(kinds), flush=True)
 if name == "ends badly": sys.exit(3)
 """
 
@@ -32,42 +36,78 @@ def child(tmp_path, monkeypatch):
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(doctor, "CHILD", (sys.executable, str(script)))
-    monkeypatch.delenv("MTL_DEBUG_LAYER", raising=False)
 
 
-def steps(*names: str, validated: bool = True) -> dict[str, doctor_steps.Step]:
-    return {name: doctor_steps.Step(dict, is_validated=validated and name != "times") for name in names}
+def deep_report(names: tuple[str, ...], path: Path, monkeypatch) -> tuple[int, str, dict]:
+    """Runs `doctor --deep` with checks of these names. Returns the exit code, the text and the report's checks."""
+    monkeypatch.setattr(doctor_steps, "QUICK", {})
+    monkeypatch.setattr(doctor_steps, "STEPS", dict.fromkeys(names, dict))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "machine", lambda: {"torch": torch.__version__})
+    done = CliRunner().invoke(app, ["doctor", "--deep", "--report", str(path)])
+    report = json.loads(path.read_text())
+    assert report["machine"] == {"torch": torch.__version__}
+    return done.exit_code, done.stdout, {check["check"]: check for check in report["checks"]}
 
 
 def test_after_a_failing_check_all_further_checks_run(child, tmp_path, monkeypatch):
-    checks = steps("good", "raises", "dies", "silent", "ends badly", "times")
-    monkeypatch.setattr(doctor_steps, "QUICK", {})
-    monkeypatch.setattr(doctor_steps, "STEPS", checks)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "machine", lambda: {"torch": torch.__version__})
-    path = tmp_path / "report.json"
-    done = CliRunner().invoke(app, ["doctor", "--deep", "--report", str(path)])
-    assert done.exit_code == 1
-    report = json.loads(path.read_text())
-    assert report["machine"] == {"torch": torch.__version__}
-    found = {check["check"]: check for check in report["checks"]}
-    assert list(found) == list(checks)
+    names = ("good", "raises", "dies", "silent", "ends badly", "last")
+    code, text, found = deep_report(names, tmp_path / "report.json", monkeypatch)
+    assert code == 1
+    assert tuple(found) == names
     results = {name: check["result"] for name, check in found.items()}
-    assert results == {**dict.fromkeys(checks, "failed"), "good": "passed", "times": "passed"}
+    assert results == {**dict.fromkeys(names, "failed"), "good": "passed", "last": "passed"}
     assert found["raises"]["summary"] == "exit code 1: RuntimeError: the product is wrong"
     assert "Traceback" in found["raises"]["output"]
     assert found["dies"]["summary"].startswith("exit code -6")
     assert found["silent"]["summary"] == "exit code 0: nothing was printed"
     assert found["ends badly"]["summary"] == "exit code 3 after the check"
-    # Metal's validation is on for every check except "times", because validation changes the times.
-    assert found["good"]["values"] == {"layer": "1", "ms": 1.5}
-    assert found["times"]["values"]["layer"] == "None"
-    assert all(name in done.stdout for name in checks)
+    assert all(name in text for name in names)
 
 
-def test_a_check_that_hangs_fails(child, monkeypatch):
-    monkeypatch.setattr(doctor_steps, "STEPS", steps("hangs"))
-    assert doctor.run_step("hangs", seconds=0.5)["summary"] == "did not end within 0.5 s"
+def test_a_check_runs_without_validation_and_under_each_kind_alone(child, tmp_path, monkeypatch):
+    for variable in ("MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION"):
+        monkeypatch.setenv(variable, "1")  # as in a shell in which somebody looks for a fault
+    code, _, found = deep_report(("good",), tmp_path / "report.json", monkeypatch)
+    assert code == 0
+    runs = {"": found["good"], **found["good"]["validated"]}
+    assert {kind: run["values"]["validation"] for kind, run in runs.items()} == {
+        "": "",
+        "API validation": "MTL_DEBUG_LAYER",
+        "shader validation": "MTL_SHADER_VALIDATION",
+    }
+
+
+def test_the_run_without_validation_gives_the_verdict(child, tmp_path, monkeypatch):
+    code, text, found = deep_report(("dies when validated",), tmp_path / "report.json", monkeypatch)
+    assert code == 0
+    assert found["dies when validated"]["result"] == "passed"
+    assert [run["result"] for run in found["dies when validated"]["validated"].values()] == ["failed", "failed"]
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["under", kind, "validation", "failed:", "exit", "code", "-6:", "nothing", "was", "printed"]
+        for kind in ("API", "shader")
+    ]
+
+    code, text, found = deep_report(("needs validation",), tmp_path / "report.json", monkeypatch)
+    assert code == 1
+    assert found["needs validation"]["result"] == "failed"
+    assert [run["result"] for run in found["needs validation"]["validated"].values()] == ["passed", "passed"]
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["under", kind, "validation", "passed"] for kind in ("API", "shader")
+    ]
+
+
+def test_a_check_that_hangs_fails(child):
+    assert doctor.run_check("hangs", seconds=0.5)["summary"] == "did not end within 0.5 s"
+
+
+def test_a_check_uses_the_modules_of_its_parent(tmp_path, monkeypatch):
+    """The current folder holds another package of the same name, as a source tree does."""
+    (tmp_path / "torch_marlin_metal").mkdir()
+    (tmp_path / "torch_marlin_metal" / "__init__.py").write_text("raise RuntimeError('the wrong package')")
+    monkeypatch.chdir(tmp_path)
+    check = doctor.run_check("products on cpu")
+    assert check["result"] == "passed", check
 
 
 def test_without_deep_doctor_compares_products_on_the_cpu(monkeypatch):
@@ -85,7 +125,7 @@ def test_without_deep_doctor_compares_products_on_the_cpu(monkeypatch):
 
 
 def test_the_text_has_a_line_for_each_fact_and_check(child, monkeypatch):
-    monkeypatch.setattr(doctor_steps, "QUICK", steps("good", "dies", validated=False))
+    monkeypatch.setattr(doctor_steps, "QUICK", dict.fromkeys(("good", "dies"), dict))
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "machine", lambda: {"torch": "2.13.0", "extension": "loaded"})
     done = CliRunner().invoke(app, ["doctor"])
@@ -93,7 +133,7 @@ def test_the_text_has_a_line_for_each_fact_and_check(child, monkeypatch):
     assert done.stdout.splitlines()[:3] == [
         "torch      2.13.0",
         "extension  loaded",
-        "good       passed: layer None, ms 1.5",
+        "good       passed: validation , ms 1.5",
     ]
     assert done.stdout.splitlines()[3].startswith("dies       failed: exit code -6")
 
@@ -129,7 +169,7 @@ UNUSED = ("first product again", "decode with commits", "concurrent compiles")
 def test_the_checks_pass_on_the_software_device(mps, name):
     interval = tuning.commit_interval()
     try:
-        assert doctor_steps.STEPS[name].run()
+        assert doctor_steps.STEPS[name]()
     finally:
         tuning.set_commit_interval(interval)
 
@@ -166,19 +206,18 @@ def test_a_check_sees_a_wrong_product_with_experts(mps, monkeypatch):
         doctor_steps.every_variant()
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="starts the child on the software Metal device")
-def test_a_real_child(mps, monkeypatch):
-    program = "import runpy, softmetal; runpy.run_module('torch_marlin_metal.cli.doctor_steps', run_name='__main__')"
-    monkeypatch.setattr(doctor, "CHILD", (sys.executable, "-c", program))
-    monkeypatch.chdir(Path(__file__).parents[2])
-    check = doctor.run_step("first product")
-    assert check["result"] == "passed", check
-    assert set(check["values"]) == {"first_ms", "second_ms"}
-
-
 def test_the_quick_check_names_the_probe_and_each_kernel(mps):
-    values = doctor_steps.QUICK["products on mps"].run()
+    values = doctor_steps.QUICK["products on mps"]()
     assert values.pop("half_subnormals") == "kept"
     products = ("torch.matmul", "gemv", "two_pass", "fused with experts", "gemv with a sum of experts")
     assert {f"error of {product}" for product in products} <= set(values)
     assert all(0 <= error < doctor_steps.LARGEST_ERROR for error in values.values())
+
+
+def test_the_processor_of_a_mac_has_its_chips_name(tmp_path, monkeypatch):
+    sysctl = tmp_path / "sysctl"
+    sysctl.write_text('#!/bin/sh\n[ "$*" = "-n machdep.cpu.brand_string" ] && echo "Apple M1 Max"\n')
+    sysctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    assert bench.processor_name() == "Apple M1 Max"

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -12,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from tests.support.pages import blocks, readme_program
 from torch_marlin_metal.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-README_MODEL = "Qwen/Qwen2.5-0.5B-Instruct-GPTQ-Int4"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 RECORDS = [
@@ -29,30 +26,17 @@ RECORDS = [
 ]
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
 def test_snippets_run(page, tmp_path):
     """Runs all snippets of a page in order, as one program."""
     text = "\n".join(blocks(page, "python"))
     if page.name == "README.md":
-        text = "import softmetal\n" + text.replace(README_MODEL, save_with_tokenizer(tmp_path / "model"))
+        text = "import softmetal\n" + readme_program(tmp_path / "model")
     if "import softmetal" in text and not (has_softmetal() and torch.backends.mps.is_available()):
         pytest.skip(
             "the software Metal device's Debian packages are missing, or the device does not support this torch"
         )
     run_program(text, tmp_path)
-
-
-def save_with_tokenizer(folder: Path) -> str:
-    """Saves a GPTQ model that another program wrote, and adds a tokenizer of single bytes."""
-    shutil.copytree(ROOT / "tests/data/models/gptq-sym-g32-actorder", folder)
-    words = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=chr(0)))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    return str(folder)
 
 
 def run_program(text: str, folder: Path) -> None:

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.integrations.test_saving import made
 from tests.support.llama import FOLDERS, IDS, write_gguf
 from tests.support.models import same
-from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model
 from torch_marlin_metal.checkpoints.errors import NotQuantized
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli.app import app
@@ -118,3 +119,27 @@ def test_load_quantized_says_that_such_a_directory_holds_floats(tmp_path):
     model = from_settings_without_layers(tmp_path, tmp_path)
     with pytest.raises(NotQuantized, match="its quantization settings name no layer, and its tensors are floats"):
         load_quantized(model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, "bfloat16", "torch.bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_dequantize_after_saving_is_that_before(family, dtype, tmp_path):
+    results = []
+    for saves in (0, 2):
+        model = made(family).bfloat16()
+        quantize_model(model, "uint4", 32, progress=False)
+        model.save_pretrained(tmp_path / f"packed {saves}")
+        loaded = type(model).from_pretrained(tmp_path / f"packed {saves}")
+        for index in range(saves):
+            loaded.save_pretrained(tmp_path / f"again {index}")
+        loaded.dequantize() if dtype is None else loaded.dequantize(dtype)
+        results.append(loaded)
+        assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert same(*(model.state_dict() for model in results))
+
+
+def test_a_dtype_that_torch_lacks_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(GPTQ)
+    with pytest.raises(ValueError, match="dequantize: dtype: expected a dtype of torch or its name, got 'int4ish'"):
+        model.dequantize("int4ish")
+    assert any(isinstance(module, MarlinLinear) for module in model.modules())

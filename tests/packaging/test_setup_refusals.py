@@ -35,7 +35,15 @@ def test_no_torch(tmp_path: Path) -> None:
 
 
 def test_no_compiler(tmp_path: Path) -> None:
-    assert "the C++ compiler `no-such-compiler` does not run" in build(tmp_path, "pass", CXX="no-such-compiler")
+    last = build(tmp_path, "pass", CXX="no-such-compiler")
+    assert "the C++ compiler `no-such-compiler` does not run" in last and last.endswith("; install g++ or clang.")
+
+
+def test_no_compiler_on_a_mac(tmp_path: Path) -> None:
+    """Without the command-line tools, a Mac's `c++` exists and fails."""
+    imports = "import setuptools, sysconfig, torch.utils.cpp_extension; sysconfig.get_config_vars()"  # of this system
+    last = build(tmp_path, f"{imports}; sys.platform = 'darwin'", CXX="false")
+    assert "the C++ compiler `false` does not run" in last and last.endswith("; run `xcode-select --install`.")
 
 
 def test_an_old_torch(tmp_path: Path) -> None:

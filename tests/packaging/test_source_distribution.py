@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import torch_marlin_metal
 from build_support import backend
@@ -62,6 +63,27 @@ def test_metadata(unpacked: Path) -> None:
     major, minor = torch.__version__.split(".")[:2]
     assert f"Requires-Dist: torch=={major}.{minor}.*\n" in metadata.read_text()
     assert f"Version: {torch_marlin_metal.__version__}+torch{major}.{minor}\n" in metadata.read_text()
+
+
+def test_the_release_tries_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+    """Runs the release's step, without its installation, beside the source distribution."""
+    wheels = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["wheels"]
+    (script,) = (step["run"] for step in wheels["steps"] if step.get("name") == "The wheel multiplies")
+    lines = [line for line in script.splitlines() if not line.startswith("pip install ")]
+    assert len(lines) == len(script.splitlines()) - 1
+    (archive,) = unpacked.parents[1].glob("*.tar.gz")
+    (tmp_path / archive.name).symlink_to(archive)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "DEVICES": "cpu",
+        "PYTHONPATH": str(Path(torch_marlin_metal.__path__[0]).parent),
+    }
+    command = ["bash", "-e", "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"torch \S+, torch_marlin_metal \S+, cpu: largest error \S+\n", done.stdout)
 
 
 def empty_wheel(folder: Path, name: str, version: str, *requires: str) -> None:

@@ -61,6 +61,8 @@ error_of("cpu_capability", tmm.cpu_capability)
 {after}
 print(json.dumps(found))
 """
+# Hides an installed package, from which a source tree would take its modules. Python's importers have their own list.
+HIDE_INSTALLED = "import importlib.machinery; importlib.machinery.EXTENSION_SUFFIXES.clear()"
 COMMANDS = """
 from typer.testing import CliRunner
 from torch_marlin_metal.cli.app import app
@@ -92,7 +94,7 @@ def test_without_an_extension(tmp_path: Path) -> None:
     ]
     for name in CHECKPOINTS:
         (tmp_path / "without" / name).parent.mkdir(parents=True, exist_ok=True)
-    found = run(tmp_path, "", COMMANDS, json.dumps(commands))
+    found = run(tmp_path, HIDE_INSTALLED, COMMANDS, json.dumps(commands))
 
     (warning,) = found["warnings"]
     reason = f"no compiled extension for Python {sys.version.split()[0]} is installed. Build it: "

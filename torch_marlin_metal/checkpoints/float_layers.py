@@ -14,6 +14,7 @@ from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
+from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 
 SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
@@ -70,13 +71,16 @@ class FloatModel:
         model = _empty_model(checkpoint)
         self.model, self._names = model, ModelNames(model)
         modules, head = dict(model.named_modules()), model.get_output_embeddings()
-        self._linear = {name for name, module in modules.items() if type(module) is nn.Linear and module is not head}
+        staying = {id(head), *staying_layers(model)}
+        self._linear = {
+            name for name, module in modules.items() if type(module) is nn.Linear and id(module) not in staying
+        }
         self._lookups = {
             name for name, module in modules.items() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
         }
 
     def is_linear(self, name: str) -> bool:
-        """Returns whether a layer is an `nn.Linear` of the model, but not its output embedding."""
+        """Returns whether a layer is an `nn.Linear` of the model that does not stay in floats by default."""
         return self._names.layer(name) in self._linear
 
     def is_lookup(self, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,10 +187,14 @@ def describe_machine(device: str) -> dict[str, str]:
 
 def processor_name() -> str:
     """Returns the processor's name as the system reports it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    if platform.system() == "Darwin":  # where platform.processor() is "arm"
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    else:
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
 
 
 def _table(machine: dict[str, str], results: list[dict[str, Any]], missing: dict[str, str]) -> Any:

@@ -1,5 +1,6 @@
 """`torch-marlin-metal doctor`: describes this installation and checks its products; --deep checks more on the GPU."""
 
+import json
 import os
 import platform
 import subprocess
@@ -16,22 +17,31 @@ from torch_marlin_metal.cli.bench import processor_name
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
 from torch_marlin_metal.version import __version__
 
-# Makes Metal check each call and each memory access of a kernel. Checks that measure times run without it.
-VALIDATION = {"MTL_DEBUG_LAYER": "1", "MTL_SHADER_VALIDATION": "1"}
-CHILD = (sys.executable, "-m", "torch_marlin_metal.cli.doctor_steps")
-STEP_SECONDS = 900  # a check may take minutes, because it compiles kernels under shader validation
+# Metal's two kinds of validation. Each changes what is tested: shader validation can double a kernel's threadgroup
+# memory (Metal.jl#839) and lower its limit of threads, and API validation can end the process in PyTorch's own kernels
+# (pytorch#186580). A check's result is therefore that of its run without validation.
+VALIDATION = {"API validation": {"MTL_DEBUG_LAYER": "1"}, "shader validation": {"MTL_SHADER_VALIDATION": "1"}}
+# Runs a check with the same modules as this process: `-m` alone would prefer those of the current folder.
+CHILD_PROGRAM = """
+import json, runpy, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+runpy.run_module("torch_marlin_metal.cli.doctor_steps", run_name="__main__")
+"""
+CHILD = (sys.executable, "-c", CHILD_PROGRAM)
+STEP_SECONDS = 900  # a run may take minutes, because it compiles kernels under shader validation
 
 
 def doctor(
-    deep: Annotated[bool, typer.Option("--deep", help="Run the checks on the GPU; about an hour at most.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also run the long checks of the GPU.")] = False,
     report: Annotated[Path | None, typer.Option(help="Also write the report to this JSON file, to send.")] = None,
     as_json: Json = False,
 ) -> int:
     """Reports this installation, and compares a product of each kernel with fp64 and torch.matmul.
 
-    With --deep it also checks the operators on the GPU under Metal's own validation.
+    With --deep it runs further checks on the GPU: each without Metal's validation, which decides the result, then under
+    API validation, then under shader validation.
 
-    Each check runs in a process of its own. If it fails or crashes, the report says so, and the next check runs.
+    Each run is a process of its own. If it fails or crashes, the report says so, and the next one starts.
     """
     has_mps = torch.backends.mps.is_available()
     if deep and not has_mps:
@@ -39,7 +49,12 @@ def doctor(
     found: dict[str, Any] = {"machine": machine(), "checks": []}
     if extension.refusal is None:
         steps = [name for name in doctor_steps.QUICK if has_mps or not name.endswith("mps")]
-        found["checks"] = [run_step(name) for name in [*steps, *(doctor_steps.STEPS if deep else ())]]
+        found["checks"] = [run_check(name) for name in steps]
+        if deep:
+            found["checks"] += [
+                {**run_check(name), "validated": {kind: run_check(name, kind) for kind in VALIDATION}}
+                for name in doctor_steps.STEPS
+            ]
     if report is not None:
         report.write_text(doctor_steps.as_text(found))
     show(found, as_lines(found), as_json)
@@ -49,10 +64,14 @@ def doctor(
 
 def as_lines(report: dict[str, Any]) -> str:
     """Returns a report as plain lines, which can be pasted into an issue."""
-    checks = {check["check"]: f"{check['result']}: {check['summary']}" for check in report["checks"]}
-    lines = {**report["machine"], **checks}
-    width = max(map(len, lines)) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in lines.items())
+    lines = list(report["machine"].items())
+    for check in report["checks"]:
+        lines.append((check["check"], f"{check['result']}: {check['summary']}"))
+        for kind, under in check.get("validated", {}).items():
+            failure = f": {under['summary']}" if under["result"] == "failed" else ""
+            lines.append((f"  under {kind}", under["result"] + failure))
+    width = max(len(name) for name, _ in lines) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in lines)
 
 
 def machine() -> dict[str, str]:
@@ -72,17 +91,20 @@ def machine() -> dict[str, str]:
     return found
 
 
-def run_step(name: str, seconds: float = STEP_SECONDS) -> dict[str, Any]:
+def run_check(name: str, validation: str | None = None, seconds: float = STEP_SECONDS) -> dict[str, Any]:
     """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed.
 
     Args:
         name: the name of a check in `doctor_steps.QUICK` or `STEPS`.
+        validation: the kind of validation in `VALIDATION` that is on during the check, or None.
         seconds: after this time the check counts as failed.
     """
-    validated = doctor_steps.step_of(name).is_validated
-    environment = {**os.environ, **(VALIDATION if validated else {})}
-    command = [*CHILD, name]
-    check: dict[str, Any] = {"check": name, "validated": validated, "values": {}}
+    kinds = {variable for kind in VALIDATION.values() for variable in kind}
+    environment = {variable: value for variable, value in os.environ.items() if variable not in kinds}
+    if validation is not None:
+        environment.update(VALIDATION[validation])
+    command = [*CHILD, json.dumps(sys.path), name]
+    check: dict[str, Any] = {"check": name, "values": {}}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds

@@ -1,7 +1,7 @@
 """The checks of `torch-marlin-metal doctor` and of `doctor --deep`. Those that are most likely to fail come first.
 
 `python -m torch_marlin_metal.cli.doctor_steps NAME` runs one check and prints its values as one line of JSON. A check
-fails if it raises an exception or if its process crashes; `doctor` reports both.
+returns the measured values. It fails if it raises an exception or if its process crashes; `doctor` reports both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,19 +24,6 @@ MARKER = "doctor: "
 LARGEST_ERROR = 2e-3  # four roundings to fp16; two_pass rounds the weights too
 LARGEST_ERROR_FP32 = 1e-5
 Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A check.
-
-    Attributes:
-        run: returns the measured values; raises an exception if something is wrong.
-        is_validated: whether Metal's validation is on during the check. With validation, times mean nothing.
-    """
-
-    run: Callable[[], Values]
-    is_validated: bool = True
 
 
 def _weight(K: int = 512, N: int = 256, seed: int = 0) -> PackedWeight:
@@ -289,20 +275,20 @@ def concurrent_compiles() -> Values:
     return values
 
 
-QUICK = {
-    "products on cpu": Step(products_on_cpu, is_validated=False),
-    "products on mps": Step(every_variant, is_validated=False),
+QUICK: dict[str, Callable[[], Values]] = {
+    "products on cpu": products_on_cpu,
+    "products on mps": every_variant,
 }
-STEPS = {
-    "first product": Step(first_product),
-    "first product again": Step(first_product, is_validated=False),
-    "every variant": Step(every_variant),
-    "products while profiling": Step(profiled_products),
-    "commits": Step(commits),
-    "mlstm": Step(mlstm),
-    "gpu time": Step(gpu_time, is_validated=False),
-    "decode with commits": Step(decode_with_commits, is_validated=False),
-    "concurrent compiles": Step(concurrent_compiles, is_validated=False),
+STEPS: dict[str, Callable[[], Values]] = {
+    "first product": first_product,
+    "first product again": first_product,
+    "every variant": every_variant,
+    "products while profiling": profiled_products,
+    "commits": commits,
+    "mlstm": mlstm,
+    "gpu time": gpu_time,
+    "decode with commits": decode_with_commits,
+    "concurrent compiles": concurrent_compiles,
 }
 
 
@@ -320,10 +306,5 @@ def as_text(report: Values) -> str:
     return json.dumps(report, indent=1) + "\n"
 
 
-def step_of(name: str) -> Step:
-    """Returns the check with this name in `QUICK` or `STEPS`."""
-    return {**QUICK, **STEPS}[name]
-
-
 if __name__ == "__main__":
-    print(MARKER + json.dumps(step_of(sys.argv[1]).run()), flush=True)
+    print(MARKER + json.dumps({**QUICK, **STEPS}[sys.argv[1]]()), flush=True)

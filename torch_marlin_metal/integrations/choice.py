@@ -64,7 +64,12 @@ def choose_layers(
         why[name] = reason
     _keep_with_others(why, ties, modules)
     report = Report("quantize while loading", [_checked(config, name, wanted[name], why[name]) for name in why])
-    report.layers += left_matrices(model, lambda name, _: not selects(config.modules_to_not_convert, name), is_wanted)
+    report.layers += left_matrices(
+        model,
+        lambda name, _: not selects(config.modules_to_not_convert, name),
+        is_wanted,
+        config.quantize_embeddings,
+    )
     check_coverage(op, report)
     return [name for name, reason in why.items() if not reason]
 

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.float_layers import is_matrix
 from torch_marlin_metal.models.report import LayerReport, Report, human_size
 
-# Modules that look their parameters up or convolve with them, and never multiply with them as a matrix.
-NOT_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+# Modules that look rows of their parameters up, or convolve with them, and never multiply with them as a matrix.
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 NAMED = 8  # matrices that a message names
 
 
 def left_matrices(
-    model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool]
+    model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool], tables: bool
 ) -> list[LayerReport]:
     """Lists parameters that are matrices or stacks of matrices but belong to no layer that can be quantized.
 
@@ -22,11 +23,12 @@ def left_matrices(
         model: the model as it is now.
         chosen: whether the caller selects a module, given its name (or the name of its parameter) and the module.
         is_listed: whether the report already lists a module. The parameters inside such a module are not listed again.
+        tables: whether to list the tables of embeddings, too.
     """
     found, seen = [], set()
     listed = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if is_listed(module))
     for prefix, module in model.named_modules():
-        if isinstance(module, NOT_MATRICES) or f"{prefix}.".startswith(listed):
+        if isinstance(module, CONVOLUTIONS if tables else (*TABLES, *CONVOLUTIONS)) or f"{prefix}.".startswith(listed):
             continue
         for key, tensor in module._parameters.items():
             if tensor is None or id(tensor) in seen or not (tensor.is_floating_point() and is_matrix(tensor.shape)):
@@ -41,13 +43,11 @@ def left_matrices(
 def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
     kind, shape = type(module).__name__, tuple(tensor.shape)
     what = f"a stack of {shape[0]} matrices" if len(shape) == 3 else "a matrix"
-    return LayerReport(
-        name,
-        kind,
-        (shape[-2], shape[-1]),
-        bytes_before=tensor.nbytes,
-        reason=f"{what} inside {kind}; only Linear layers become 4 bit",
-    )
+    packs = "Linear layers"
+    if isinstance(module, TABLES):
+        what, packs = "a table", "Linear layers and tables of the vocabulary in an nn.Embedding"
+    reason = f"{what} inside {kind}; only {packs} become 4 bit"
+    return LayerReport(name, kind, (shape[-2], shape[-1]), bytes_before=tensor.nbytes, reason=reason)
 
 
 def check_coverage(op: str, report: Report) -> None:

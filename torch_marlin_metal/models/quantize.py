@@ -15,6 +15,7 @@ from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
     is_candidate,
@@ -42,6 +43,7 @@ from torch_marlin_metal.replace.detect import (
     read_packed_linear,
     shape_of,
     tensors_of,
+    why_unread,
 )
 from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
@@ -89,9 +91,10 @@ def quantize_model(
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to quantize; None means all. A pattern or a list of patterns for the layer's full name, or a
-            function of (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:"
-            they are regular expressions that must match the full name. A pattern that matches no layer is an error.
+        include: layers to quantize; None means all but the head of a classifier and what transformers keeps in float32.
+            A pattern or a list of patterns for the layer's full name, or a function of (name, module). Patterns are
+            shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are regular expressions that must
+            match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
         embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
             `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
@@ -120,8 +123,8 @@ def quantize_model(
         return is_candidate(module) or id(module) in tables or is_experts(module)
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
-    left = left_matrices(model, _chosen(include, exclude), is_wanted)
-    reasons = _reasons(model, targets)
+    left = left_matrices(model, _chosen(include, exclude), is_wanted, embeddings)
+    reasons = _reasons(model, targets, staying_layers(model) if include is None else {})
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
@@ -196,7 +199,8 @@ def replace_linear_layers(
     and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
     transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer uint4. A
     layer that cannot be read, or whose tensors another module also uses, is not replaced, and the report gives the
-    reason. The report also lists the experts of mixtures, which are not replaced. `quantize_model` packs those in
+    reason. The report also lists layers with packed weights of other kinds, such as those of torchao and quanto, and
+    the experts of mixtures, which are not replaced. `quantize_model` packs those in
     floats, before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
     checkpoint with `load_quantized`, or import `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
@@ -247,9 +251,14 @@ def replace_linear_layers(
         for name, module in model.named_modules()
         if (is_experts(module) or is_packed_experts(module)) and chosen(name, module)
     ]
+    unread = [
+        replace(_entry(Target([name], module), shape_of(module)), reason=reason)
+        for name, module in model.named_modules()
+        if chosen(name, module) and (reason := why_unread(module))
+    ]
     let_it_save("replace_linear_layers", model)
     report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
-    report.layers += experts
+    report.layers += experts + unread
     return report
 
 
@@ -274,14 +283,17 @@ def _converted(entry: LayerReport, layer: PackedLayer, error: float | None) -> L
     )
 
 
-def _reasons(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns the reasons why modules cannot be quantized, by the module's id."""
+def _reasons(model: nn.Module, targets: list[Target], staying: dict[int, str]) -> dict[int, str]:
+    """Returns the reasons why modules are not quantized, by the module's id; `staying` are defaults."""
     taken = taken_weights(model)
     why = {
         id(target.module): taken.get(id(target.module))
         or (why_not_experts if is_experts(target.module) else _why_not)(target.module)
         for target in targets
     }
+    for target in targets:
+        if default := staying.get(id(target.module)):
+            why[id(target.module)] = f"{default}; name it in include to quantize it"
     reasons = {module: reason for module, reason in why.items() if reason}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():

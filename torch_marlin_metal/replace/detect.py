@@ -7,19 +7,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_marlin_metal.checkpoints.formats import hqq
 from torch_marlin_metal.layers.float_experts import WEIGHTS
+from torch_marlin_metal.layers.fuse import FusedLinear
+from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.from_state_dict import gemv_kind, kind_of, read_state
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, read_words, tensor_of
 from torch_marlin_metal.replace.gptq_awq import shape_of as _stated_shape
 
+SIZES = ("in_features", "infeatures", "num_embeddings")
+PACKED_DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2),
+)
+ADVICE = "; save the model, and load the checkpoint with load_quantized if `torch-marlin-metal inspect` reads it"
+
 
 def is_packed_linear(module: nn.Module) -> bool:
     """Returns whether a module is a 4-bit Linear of a known package."""
+    kind = kind_of(module)
+    if kind is not None and kind.format is hqq.FORMAT:
+        return True  # it may keep the layer in floats that it was made of, as a child
     if next(module.children(), None) is not None:
         return False  # an adapter may show the tensors of the layer that it wraps, but is no packed layer itself
-    return _has_words(module) or kind_of(module) is not None
+    return _has_words(module) or kind is not None
+
+
+def why_unread(module: nn.Module) -> str:
+    """Returns why a layer with a packed weight of an unknown kind is not read, or "" for any other module.
+
+    The weight is a subclass of Tensor that wraps other tensors, as those of torchao and quanto, or a matrix of integers
+    or of 8-bit floats in a module with the sizes of a Linear layer or an embedding.
+    """
+    if isinstance(module, PackedLayer | FusedLinear) or is_packed_linear(module) or attribute(module, *SIZES) is None:
+        return ""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None:
+            continue
+        kind, package = type(tensor).__name__, _package(tensor)
+        if is_traceable_wrapper_subclass(tensor) and package != "torch":  # torch's own are spread or nested tensors
+            return f"its {name} is a {kind} of {package}, which is not read in memory{ADVICE}"
+        if tensor.dim() >= 2 and tensor.dtype in PACKED_DTYPES:
+            return f"its {name} is {tensor.dtype}, in a layout of {_package(module)} that is not read{ADVICE}"
+    return ""
 
 
 def is_packed_experts(module: nn.Module) -> bool:
@@ -91,6 +124,10 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the tensors that make up the module's weight."""
     held = [*module._parameters.items(), *module._buffers.items()]
     return [tensor for name, tensor in held if tensor is not None and name != "bias"]
+
+
+def _package(instance: object) -> str:
+    return type(instance).__module__.split(".")[0]
 
 
 def _has_words(module: nn.Module) -> bool:

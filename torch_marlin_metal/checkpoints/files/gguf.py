@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.regular import regular_file
+from torch_marlin_metal.checkpoints.files.regular import check_downloaded, regular_file
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, read_tensor
 
 # type number -> (name, elements in a block, bytes of a block); ggml.h and gguf.constants 0.19.
@@ -188,6 +188,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 
 
 def _read_one(file: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    check_downloaded(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
+LFS_POINTER = b"version https://git-lfs"
+
 
 def regular_file(file: Path) -> Path:
     """Returns the path if it is a regular file inside its own directory.
@@ -25,4 +27,19 @@ def regular_file(file: Path) -> Path:
         raise CheckpointError(f"{file}: a symbolic link that leads out of the checkpoint, to {target}")
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{file}: expected a regular file")
+    check_downloaded(file)
     return file
+
+
+def check_downloaded(file: Path) -> None:
+    """Raises a CheckpointError if git has left the pointer of a file that it has not downloaded."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(LFS_POINTER))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    if start == LFS_POINTER:
+        raise CheckpointError(
+            f"{file}: a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository, or download it "
+            "with huggingface_hub"
+        )

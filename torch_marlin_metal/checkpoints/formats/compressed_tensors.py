@@ -123,6 +123,9 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
         sizes = (1,) if layer.shape("weight_zero_point") == (1,) else (N, G)
         layer.expect("weight_zero_point", ("I8",), *sizes)
         zeros = (layer.read("weight_zero_point").int() + offset).expand(N, G).t()
+    elif len(layer.shape("weight_scale")) == 1:  # one per tensor, in the first code of a word
+        layer.expect("weight_zero_point", ("I32",), 1, 1)
+        zeros = unpack(layer.read("weight_zero_point"), bits, 1).expand(N, G).t()
     else:
         layer.expect("weight_zero_point", ("I32",), -(-N * bits // 32), G)
         zeros = unpack(layer.read("weight_zero_point"), bits, N).t()

@@ -38,7 +38,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: a pattern or a list of patterns for full names of layers ("*.o_proj"), like `exclude` of
             `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A pattern that
             matches no layer is an error.
-        quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, too.
+        quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, or a 4-bit head if it
+            is a classifier, too.
         quantize_embeddings: whether to quantize the tables of the vocabulary, too. They become `MarlinEmbedding`. An
             output layer that shares the weight of a table then shares the packed weight, whatever `quantize_head` says.
         fuse: True computes q, k and v projections in one call, and gate and up projections in another; see

@@ -42,6 +42,7 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
 from torch_marlin_metal.models.empty_model import (
     LinearShape,
     is_transposed,
@@ -131,8 +132,11 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
+        staying = staying_layers(model, heads=not config.quantize_head)
 
         def stays(name: str) -> str:
+            if reason := staying.get(id(model.get_submodule(name))):
+                return f"{reason}, unless quantize_head=True" if reason == IN_HEAD else reason
             return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
 
         chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
@@ -270,7 +274,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         model.config.quantization_config = self.quantization_config
         return state, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = _dtype(dtype)
         original = empty_model(model)  # knows which layers hold their weight transposed
         decode_stacks(model, dtype or torch.float32)
         weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
@@ -309,3 +314,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Returns True, so that `generate` may compile its decoding step with a static cache."""
         return True
+
+
+def _dtype(stated: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns a dtype that a caller or a config states. `save_pretrained` makes the config's dtype a string."""
+    if not isinstance(stated, str):
+        return stated
+    found = getattr(torch, stated.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dequantize: dtype: expected a dtype of torch or its name, got {stated!r}")
+    return found

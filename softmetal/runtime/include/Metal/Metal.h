@@ -31,16 +31,19 @@ typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
   MTLLanguageVersion4_0 = (4 << 16),
 };
 
+// As in Apple's headers, so that `make macos` warns of an unguarded use.
+#define STAND_IN_SINCE_MACOS_15 __attribute__((availability(macos, introduced = 15.0)))
+
 typedef NS_ENUM(NSInteger, MTLMathMode) {
   MTLMathModeSafe = 0,
   MTLMathModeRelaxed = 1,
   MTLMathModeFast = 2,
-};
+} STAND_IN_SINCE_MACOS_15;
 
 typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions) {
   MTLMathFloatingPointFunctionsFast = 0,
   MTLMathFloatingPointFunctionsPrecise = 1,
-};
+} STAND_IN_SINCE_MACOS_15;
 
 typedef NS_ENUM(NSUInteger, MTLDataType) {
   MTLDataTypeFloat = 3,
@@ -123,8 +126,8 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 STAND_IN_STATE
 @property(readwrite, copy, nonatomic) NSDictionary<NSString*, NSObject*>* preprocessorMacros;
 @property(readwrite, nonatomic) BOOL fastMathEnabled;
-@property(readwrite, nonatomic) MTLMathMode mathMode;
-@property(readwrite, nonatomic) MTLMathFloatingPointFunctions mathFloatingPointFunctions;
+@property(readwrite, nonatomic) MTLMathMode mathMode STAND_IN_SINCE_MACOS_15;
+@property(readwrite, nonatomic) MTLMathFloatingPointFunctions mathFloatingPointFunctions STAND_IN_SINCE_MACOS_15;
 @property(readwrite, nonatomic) MTLLanguageVersion languageVersion;
 @end
 

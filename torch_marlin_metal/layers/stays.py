@@ -1,0 +1,71 @@
+"""Finds the Linear layers that stay in floats unless the caller names them: heads of classifiers, and float32 parts.
+
+A head has few rows, so that 4 bit saves nothing, and every row decides about a class. transformers and its quantizers
+keep the parts that a class lists in `_keep_in_fp32_modules`, such as T5's `wo`.
+"""
+
+import re
+from typing import Any
+
+from torch import nn
+
+# Parts of the class names of transformers' models that end in a trained head over few classes.
+CLASSIFIERS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
+IN_HEAD = "it belongs to the head of a classifier"
+
+
+IN_FLOAT32 = "transformers keeps it in float32"
+
+
+def staying_layers(model: nn.Module, heads: bool = True) -> dict[int, str]:
+    """Returns `{id(layer): reason}` for the Linear layers of a model that stay in floats by default.
+
+    Args:
+        model: the model, which may be on the meta device.
+        heads: whether the heads of classifiers are among them.
+    """
+    found = dict.fromkeys(classifier_heads(model), IN_HEAD) if heads else {}
+    for module in model.modules():
+        names = getattr(module, "_keep_in_fp32_modules", None)
+        if names:
+            kept = re.compile("|".join(rf"(?:.*\.)?{name}(?:\..*)?" for name in names))
+            layers = [layer for name, layer in module.named_modules() if _is_layer(layer) and kept.fullmatch(name)]
+            found |= dict.fromkeys(map(id, layers), IN_FLOAT32)
+    return found
+
+
+def classifier_heads(model: nn.Module) -> set[int]:
+    """Returns the ids of the Linear layers that belong to the head of a classifier, anywhere in a model.
+
+    In a class of transformers, these are the layers outside of the base model. If there is none, or no base model, they
+    are the layers with a row for each label, and without such a layer the last one.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        if CLASSIFIERS.match(_class_name(module)):
+            found |= {id(layer) for layer in _head_of(module)}
+    return found
+
+
+def _class_name(module: nn.Module) -> str:
+    """Returns the class name from "For" on, or "" if the module is no model of transformers' kind."""
+    name = type(module).__name__
+    return name[name.index("For") :] if "For" in name and hasattr(module, "config") else ""
+
+
+def _head_of(classifier: Any) -> list[nn.Module]:
+    layers = [module for module in classifier.modules() if _is_layer(module)]
+    base = getattr(classifier, getattr(classifier, "base_model_prefix", None) or "base_model", None)
+    has_base = isinstance(base, nn.Module) and base is not classifier
+    inside = {id(module) for module in base.modules()} if has_base else set()  # type: ignore[union-attr]
+    if inside and (outside := [layer for layer in layers if id(layer) not in inside]):
+        return outside
+    labels = getattr(classifier.config, "num_labels", None)
+    rows = [layer for layer in layers if getattr(layer, "out_features", None) == labels]
+    return rows or ([] if inside else layers[-1:])
+
+
+def _is_layer(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return is_linear and weight is not None

@@ -1,0 +1,60 @@
+"""Lets Python that was started in a source tree use the installed package.
+
+Python searches the current folder first. After `pip install .` it therefore finds the source tree's Python files there,
+but the extension was compiled for the installed package. If the Python files of both are the same, the package takes
+all its modules from the installed package. If they differ, it does not, because the extension belongs to other files.
+"""
+
+import importlib.util
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def installed() -> Path | None:
+    """Returns the folder of this package with a compiled extension that comes first on `sys.path`, other than HERE."""
+    for entry in sys.path:
+        folder = Path(entry, HERE.name).resolve()
+        if folder != HERE and any((folder / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+            return folder
+    return None
+
+
+def first_difference(folder: Path) -> str | None:
+    """Returns the first Python file that is not the same in HERE and in another folder, or None."""
+
+    def contents(package: Path, name: str) -> bytes | None:
+        file = package / name
+        return file.read_bytes() if file.is_file() else None
+
+    names = {path.relative_to(package).as_posix() for package in (HERE, folder) for path in package.rglob("*.py")}
+    return next((name for name in sorted(names) if contents(HERE, name) != contents(folder, name)), None)
+
+
+def use_installed() -> None:
+    """Lets the package take all further modules from the installed package if only that has an extension."""
+    folder = installed() if importlib.util.find_spec(f"{HERE.name}._C") is None else None
+    if folder is not None and first_difference(folder) is None:
+        package = sys.modules[HERE.name]
+        package.__path__[:] = [str(folder)]
+        package.__file__ = str(folder / "__init__.py")
+
+
+def why_not_the_installed() -> str | None:
+    """Returns why the package cannot use the installed package, and what to type; None if there is none.
+
+    It is only called if HERE has no extension.
+    """
+    folder = installed()
+    if folder is None:
+        return None
+    return (
+        f"{HERE} has no compiled extension, and the package that is installed in {folder.parent} has another "
+        f"{first_difference(folder)}. Install this one: `pip install {HERE.parent}`. To use the other one, start "
+        "Python in another folder."
+    )
+
+
+use_installed()
