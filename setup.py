@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree t
 
 from build_support import cpp_library, softmetal  # noqa: E402
 from build_support.backend import DEFAULT_TORCH, torch_requirement, version_label  # noqa: E402
+from build_support.embed_formats import write_format_table  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
 from build_support.mac_environment import mac_environment  # noqa: E402
 
@@ -97,6 +98,7 @@ class BuildMarlin(BuildExtension):
         super().run()
 
     def build_extension(self, ext):
+        write_format_table(ROOT)
         kernel_sources = Path(self.build_temp, "kernel_sources.cpp")
         write_kernel_sources(ROOT / "kernels", kernel_sources)
         mps_sources = [*relative("csrc/**/*.mm"), str(kernel_sources)]

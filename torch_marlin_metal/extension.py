@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torch_marlin_metal import interface, interrupt, source_tree
+from torch_marlin_metal import interface, interrupt, layouts, source_tree
 
 BUILD_COMMAND = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
 WHAT_WORKS = (
@@ -91,6 +91,7 @@ try:
     # The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this
     # machine's GPU, never at import.
     native.set_tuned_loader(_read_saved_choices)
+    _refusals = layouts.install()
 except ExtensionError as error:
     refusal = str(error)
     native = Unavailable("torch_marlin_metal._C", refusal)

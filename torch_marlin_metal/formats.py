@@ -1,50 +1,60 @@
-"""The weight formats. The table is the same as in `csrc/core/weight_format.h`, which the kernels use.
-
-Checkpoints are read and converted without the compiled extension, too, so Python has a table of its own. `interface.py`
-refuses an extension whose table differs.
-"""
+"""The weight formats. Their rows are those of `kernels/shared/types.h`, with which the kernels are compiled."""
 
 from dataclasses import dataclass
+
+from torch_marlin_metal.formats_table import GROUP_SIZES as GROUP_SIZES
+from torch_marlin_metal.formats_table import ROWS
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One row of the table of weight formats. `q` is a 4-bit code, and `s` is the scale of its group and column.
+    """One row of the table of weight formats. `q` is a code, and `s` is the scale of its group and column.
 
     Attributes:
         name: the name that the operators take.
-        formula: how the operators compute a weight from `q` and `s`.
         code_kind: "integer", "e2m1" or "table": how a code becomes a number.
+        code_bits: bits of a code.
+        fixed_offset: the number that is subtracted from integer codes of a format without zeros, otherwise 0.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
-        has_global_scale: takes an optional fp32 `global_scale`.
-        has_lut: needs an fp32 table of 16 values.
         fixed_group_size: the only group size allowed, or None for any of `GROUP_SIZES` and K itself.
+        formula: how the operators compute a weight from `q` and `s`.
     """
 
     name: str
-    formula: str
     code_kind: str
+    code_bits: int
+    fixed_offset: int
     scale_coding: str
     zeros_role: str
-    has_global_scale: bool
-    has_lut: bool
     fixed_group_size: int | None
+    formula: str
+
+    @property
+    def has_lut(self) -> bool:
+        """Returns whether the format needs an fp32 table of 16 values."""
+        return self.code_kind == "table"
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Returns whether the format takes an optional fp32 `global_scale`."""
+        return self.scale_coding == "e4m3"
+
+    @property
+    def has_coded_scales(self) -> bool:
+        """Returns whether scales are uint8 codes."""
+        return self.scale_coding != "floating"
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Returns whether codes are integers with an offset of half their range, and no zeros are stored."""
+        return self.code_kind == "integer" and self.fixed_offset == 1 << (self.code_bits - 1)
 
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    row.name: row
-    for row in (
-        WeightFormat("uint4b8", "(q - 8) * s", "integer", "floating", "none", False, False, None),
-        WeightFormat("uint4", "(q - z) * s", "integer", "floating", "zero_point", False, False, None),
-        WeightFormat("uint4_bias", "q * s + b", "integer", "floating", "bias", False, False, None),
-        WeightFormat("float4_e2m1", "e2m1(q) * s", "e2m1", "floating", "none", False, False, None),
-        WeightFormat("nvfp4", "e2m1(q) * (e4m3(s) * global_scale)", "e2m1", "e4m3", "none", True, False, 16),
-        WeightFormat("mxfp4", "e2m1(q) * 2^(s - 127)", "e2m1", "e8m0", "none", False, False, 32),
-        WeightFormat("lut4", "lut[q] * s", "table", "floating", "none", False, True, None),
-    )
+    name: WeightFormat(name, codes, bits, offset, scales, zeros, group or None, formula)
+    for name, codes, bits, offset, scales, zeros, group, formula in ROWS
 }
-GROUP_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256)
 DEFAULT_GROUP_SIZE = 128
 # The E2M1 value of each code: sign, two exponent bits (bias 1), one mantissa bit (OCP MX v1.0, 5.3.3).
 E2M1_VALUES: tuple[float, ...] = (
@@ -80,6 +90,8 @@ ALIASES: dict[str, str] = {
     "float4_e2m1f": "float4_e2m1",
     "nf4": "lut4",
 }
+# The table that belongs to a name, if the caller gives none.
+NAMED_TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4_VALUES}
 
 
 def weight_format(name: str) -> WeightFormat:

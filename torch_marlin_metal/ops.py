@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_marlin_metal import extension
-from torch_marlin_metal.formats import NF4_VALUES, resolve_group_size
+from torch_marlin_metal.formats import NAMED_TABLES, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -65,8 +65,8 @@ def resolve(
 ) -> tuple[str, int, Tensor | None]:
     """Replaces an alias by the format's name and -1 by K; the operator checks everything else."""
     fmt = find_format(name)
-    if name == "nf4" and lut is None:
-        lut = torch.tensor(NF4_VALUES, dtype=torch.float32, device=b_packed.device)
+    if lut is None and name in NAMED_TABLES:
+        lut = torch.tensor(NAMED_TABLES[name], dtype=torch.float32, device=b_packed.device)
     if group_size == -1 and b_packed.dim() in (2, 3):  # for other ranks the operator raises the error
         group_size = resolve_group_size(op, fmt, group_size, 8 * b_packed.shape[-2])
     return fmt.name, group_size, lut

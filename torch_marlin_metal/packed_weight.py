@@ -132,7 +132,7 @@ class PackedWeight:
         if not is_group_size(fmt, self.group_size, K):
             raise PackedWeightError("group_size", f"{expected_group_sizes(fmt, K)}, got {self.group_size!r}")
         grouped = (-(-K // self.group_size), N)
-        coded = fmt.scale_coding != "floating"
+        coded = fmt.has_coded_scales
         _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
         _check_scales(self.scales, fmt.scale_coding)
 

@@ -17,7 +17,7 @@ struct PackedWeight {
   int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
   const uint32_t* words;    // [K/8, N]
   const void* scales;       // [G, N]
-  ElementType scales_type;  // uint8 for the coded scales of nvfp4 and mxfp4
+  ElementType scales_type;  // uint8 for coded scales
   const void* zeros;        // [G, N] or nullptr
   ElementType zeros_type;
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]

@@ -46,23 +46,23 @@ struct WeightChecker : Checker {
   std::string dimensions(std::string_view names) const { return text(stacked ? "[E, " : "[", names, "]"); }
 };
 
-const WeightFormatInfo& find_format(const char* op, std::string_view name) {
+WeightFormat find_format(const char* op, std::string_view wanted) {
   const auto* found = std::find_if(kWeightFormats.begin(), kWeightFormats.end(),
-                                   [&](const WeightFormatInfo& row) { return row.name == name; });
+                                   [&](WeightFormat format) { return name(format) == wanted; });
   if (found == kWeightFormats.end()) {
     std::string known;
-    for (const auto& row : kWeightFormats)
-      known += (known.empty() ? "" : ", ") + std::string(row.name);
-    fail(op, "weight_format", "one of " + known, text("'", name, "'"));
+    for (WeightFormat format : kWeightFormats)
+      known += (known.empty() ? "" : ", ") + std::string(name(format));
+    fail(op, "weight_format", "one of " + known, text("'", wanted, "'"));
   }
   return *found;
 }
 
-void check_group_size(const char* op, const WeightFormatInfo& row, int64_t group_size, const c10::SymInt& K) {
+void check_group_size(const char* op, WeightFormat format, int64_t group_size, const c10::SymInt& K) {
   std::string rule;
-  if (row.fixed_group_size != 0) {
-    if (group_size == row.fixed_group_size) return;
-    rule = std::to_string(row.fixed_group_size);
+  if (const uint32_t fixed = fixed_group_size(format); fixed != 0) {
+    if (group_size == fixed) return;
+    rule = std::to_string(fixed);
   } else {
     if (std::find(kGroupSizes.begin(), kGroupSizes.end(), group_size) != kGroupSizes.end()) return;
     if (K == group_size) return;
@@ -70,37 +70,38 @@ void check_group_size(const char* op, const WeightFormatInfo& row, int64_t group
       rule += std::to_string(size) + ", ";
     rule = text("one of ", rule, "or K = ", K);
   }
-  fail(op, "group_size", text(rule, " for ", row.name), std::to_string(group_size));
+  fail(op, "group_size", text(rule, " for ", name(format)), std::to_string(group_size));
 }
 
-void check_scales_and_zeros(const WeightChecker& check, const WeightFormatInfo& row, const WeightTensors& weight,
+void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, const WeightTensors& weight,
                             const c10::SymInt& G, const c10::SymInt& N) {
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
-  if (row.scale_coding == ScaleCoding::floating) {
+  if (!has_coded_scales(format)) {
     check.sized("scales", weight.scales, is_activation_dtype(scales_dtype), kFloating, "G, N", {G, N});
   } else {
-    const std::string_view dtypes = row.scale_coding == ScaleCoding::e4m3
+    const std::string_view dtypes = scale_coding(format) == ScaleCoding::e4m3
                                         ? "uint8 E4M3 codes (view float8 tensors as uint8)"
                                         : "uint8 E8M0 codes (view float8 tensors as uint8)";
     check.sized("scales", weight.scales, scales_dtype == at::kByte, dtypes, "G, N", {G, N});
   }
-  if (row.zeros_role == ZerosRole::none) {
-    if (weight.zeros) fail(check.op, "zeros", text("none for ", row.name), describe(*weight.zeros));
+  if (zeros_role(format) == ZerosRole::none) {
+    if (weight.zeros) fail(check.op, "zeros", text("none for ", name(format)), describe(*weight.zeros));
     return;
   }
-  const bool bias = row.zeros_role == ZerosRole::bias;
+  const bool bias = zeros_role(format) == ZerosRole::bias;
   const std::string_view dtypes = bias ? kFloating : std::string_view(kZeroPoints);
-  if (!weight.zeros) fail(check.op, "zeros", text(dtypes, " ", check.dimensions("G, N"), " for ", row.name), "None");
+  if (!weight.zeros)
+    fail(check.op, "zeros", text(dtypes, " ", check.dimensions("G, N"), " for ", name(format)), "None");
   const at::ScalarType zeros_dtype = weight.zeros->scalar_type();
   check.sized("zeros", *weight.zeros, is_activation_dtype(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes,
               "G, N", {G, N});
 }
 
-void check_global_scale_and_lut(const WeightChecker& check, const WeightFormatInfo& row, const WeightTensors& weight,
+void check_global_scale_and_lut(const WeightChecker& check, WeightFormat format, const WeightTensors& weight,
                                 const c10::SymInt& N) {
   if (weight.global_scale) {
     const Tensor& scale = *weight.global_scale;
-    if (!row.has_global_scale) fail(check.op, "global_scale", text("none for ", row.name), describe(scale));
+    if (!takes_global_scale(format)) fail(check.op, "global_scale", text("none for ", name(format)), describe(scale));
     const int64_t dims = scale.dim() - (check.stacked ? 1 : 0);
     const bool stack_ok = !check.stacked || (scale.dim() >= 1 && scale.sym_size(0) == check.E);
     const bool shape_ok =
@@ -113,8 +114,8 @@ void check_global_scale_and_lut(const WeightChecker& check, const WeightFormatIn
     }
     check.on_device("global_scale", scale);
   }
-  if (row.has_lut != weight.lut.has_value()) {
-    fail(check.op, "lut", text(row.has_lut ? "float32 [16] for " : "none for ", row.name),
+  if (has_lut(format) != weight.lut.has_value()) {
+    fail(check.op, "lut", text(has_lut(format) ? "float32 [16] for " : "none for ", name(format)),
          weight.lut ? describe(*weight.lut) : "None");
   }
   if (weight.lut) {
@@ -180,19 +181,19 @@ namespace {
 
 WeightShape check_weight(const char* op, const WeightTensors& weight, bool stacked) {
   WeightChecker check{{op, weight.b_packed.device()}, stacked};
-  const WeightFormatInfo& row = find_format(op, weight.weight_format);
+  const WeightFormat format = find_format(op, weight.weight_format);
   check.words("b_packed", weight.b_packed, "K/8, N");
   if (stacked) check.E = weight.b_packed.sym_size(0);
   const c10::SymInt K = weight.b_packed.sym_size(-2) * kCodesPerWord;
   const c10::SymInt N = weight.b_packed.sym_size(-1);
   if (K < kCodesPerWord || N < 1) fail(op, "b_packed", "at least one word and one column", describe(weight.b_packed));
   if (check.E < 1) fail(op, "b_packed", "at least one expert", describe(weight.b_packed));
-  check_group_size(op, row, weight.group_size, K);
+  check_group_size(op, format, weight.group_size, K);
   const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
-  check_scales_and_zeros(check, row, weight, G, N);
-  check_global_scale_and_lut(check, row, weight, N);
+  check_scales_and_zeros(check, format, weight, G, N);
+  check_global_scale_and_lut(check, format, weight, N);
   check.perm(weight.perm, K);
-  return {row.format, K, N, check.E};
+  return {format, K, N, check.E};
 }
 
 void check_variant(const char* op, std::string_view variant, const Tensor& a) {

@@ -35,11 +35,11 @@ struct Division {
 // Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest part is
 // eight rows, or one group if the format fixes the group size. If even that is larger than `bytes`, all parts have the
 // smallest size.
-Division divide(const WeightFormatInfo& format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
+Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
   const int64_t fitting = bytes / row_bytes;
   if (fitting >= K) return {K, false};
   const int64_t group = std::min(group_size, K);
-  if (fitting >= group || format.fixed_group_size != 0) {
+  if (fitting >= group || fixed_group_size(format) != 0) {
     const int64_t groups = group_count(K, group);
     const int64_t most = std::max<int64_t>(fitting / group, 1);
     return {ceil_divide(groups, ceil_divide(groups, most)) * group, false};
@@ -99,7 +99,7 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
   // If activations are converted, their copies get half of the bytes.
   const bool converts = dtype != a.scalar_type();
   const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
-  const Division division = divide(info(shape.format), K, group_size, row_bytes, part_bytes);
+  const Division division = divide(shape.format, K, group_size, row_bytes, part_bytes);
 
   Tensor out;
   if (division.rows >= K && !converts) {

@@ -12,7 +12,7 @@
 namespace marlin {
 
 struct WeightProblem {
-  WeightFormat format = WeightFormat::uint4b8;
+  WeightFormat format{};
   uint32_t K = 0;
   uint32_t N = 0;
   uint32_t group_size = 0;  // if larger than K, it counts as K

@@ -90,8 +90,8 @@ py::list tile_budgets(ElementType activations) {
   py::list budgets;
   std::set<std::string> listed;
   for (const KernelCounts& counts : kKernelCounts) {
-    if (counts.format != WeightFormat::uint4b8) continue;
-    if (info(counts.kernel).name.starts_with("moe_")) continue;  // gemv's and fused's tiles
+    if (code_kind(counts.format) != CodeKind::integer) continue;  // the table has one such row for each tile
+    if (info(counts.kernel).name.starts_with("moe_")) continue;   // gemv's and fused's tiles
     const auto row = std::ranges::find_if(
         kGemmTiles, [&](const GemmTile& tile) { return tile.kernel == counts.kernel && tile.tile == counts.tile; });
     if (row == kGemmTiles.end())
@@ -104,7 +104,7 @@ py::list tile_budgets(ElementType activations) {
   }
   for (const GemmTile& row : kGemmTiles) {
     if (row.variant == GemmVariant::tensor)
-      budgets.append(tensor_budget(row, tensor_counts(WeightFormat::uint4b8, activations), activations));
+      budgets.append(tensor_budget(row, tensor_counts(WeightFormat{}, activations), activations));
   }
   for (uint32_t M : {64, 128}) {
     for (uint32_t N : {64, 128}) {

@@ -23,11 +23,10 @@ template <WeightFormat format, typename T>
 MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expert, constant MoeParams& params) {
   const ulong N = params.product.N;
   const ulong groups = ceil_divide(params.product.K, params.product.group_size) * N;
-  const bool coded = format == WeightFormat::mxfp4 || format == WeightFormat::nvfp4;
   Product<T> moved = product;
   moved.weight.packed += expert * (params.product.K / kCodesPerWord * N);
-  moved.weight.scales += expert * groups * (coded ? 1 : bytes_of(scales_type));
-  if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
+  moved.weight.scales += expert * groups * (has_coded_scales(format) ? 1 : bytes_of(scales_type));
+  if (zeros_role(format) != ZerosRole::none) {
     moved.weight.zeros += expert * groups * bytes_of(zeros_type);
   }
   if (has_global_scale) moved.weight.global_scale += ulong(expert) * params.global_scale_expert_stride;

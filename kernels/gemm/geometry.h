@@ -88,7 +88,7 @@ constexpr bool gemv_loads_first(CodeKind kind, uint32_t rows) {
 }
 
 constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
-  return simdgroups * rows * kGemvColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
+  return simdgroups * rows * kGemvColumns * 4 + (has_lut(format) ? kLutSize * 4 : 0);
 }
 
 enum { kBlock = 8 };  // the rows and columns of a simdgroup_matrix
@@ -106,11 +106,10 @@ enum {
 };
 
 constexpr uint32_t fused_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
-  return simdgroups * rows * kFusedColumns * 4 + (format == WeightFormat::lut4 ? kLutSize * 4 : 0);
+  return simdgroups * rows * kFusedColumns * 4 + (has_lut(format) ? kLutSize * 4 : 0);
 }
-static_assert(fused_threadgroup_bytes(WeightFormat::uint4b8, kFusedMaxRows, kFusedMaxSimdgroups) <=
-                  kMaxThreadgroupBytes,
-              "Metal's limit");
+static_assert(kFusedMaxSimdgroups * kFusedMaxRows * kFusedColumns * 4 <= kMaxThreadgroupBytes,
+              "Metal's limit, for formats without a table");
 
 // gemm_double_buffered, gemm_single_stage, gemm_striped: a threadgroup computes M x N outputs and takes K k per step.
 struct TileShape {
@@ -120,7 +119,7 @@ struct TileShape {
 };
 
 enum {
-  kTileTableBytes = 80,              // bytes of lut4's table and of a zero after it, rounded up to a multiple of 16
+  kTileTableBytes = 80,              // bytes of a format's table and of a zero after it, rounded up to a multiple of 16
   kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
   kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
   kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns
@@ -171,8 +170,14 @@ enum {
   kTensorColumns = 32,
   kTensorK = 32,
   kTensorMaxSimdgroups = 8,
-  kTensorThreadgroupBytes = kLutSize * 4,  // for the table of lut4; launches of every format ask for these bytes
+  kTensorThreadgroupBytes = kLutSize * 4,  // for a table; launches of every format ask for these bytes
 };
+
+// Returns true if gemm_tensor multiplies codes by their scales before the product. An E2M1 code and an E4M3 scale have
+// so few significant bits that half and bfloat hold their product exactly. Their groups then need no sums of their own.
+constexpr bool tensor_scales_codes(WeightFormat format) {
+  return code_kind(format) == CodeKind::e2m1 && scale_coding(format) == ScaleCoding::e4m3;
+}
 
 constexpr uint32_t tensor_threads(TileShape tile) {
   return tile.M / kTensorRows * (tile.N / kTensorColumns) * kSimdWidth;

@@ -33,10 +33,10 @@ struct Product {
   const device float* lut;
 };
 
-// Copies lut4's table to the front of threadgroup memory. Returns the address after it.
+// Copies the format's table, if it has one, to the front of threadgroup memory. Returns the address after it.
 template <WeightFormat format>
 MARLIN_INLINE threadgroup float* load_table(threadgroup float* memory, const device float* lut, uint thread_index) {
-  if (format != WeightFormat::lut4) return memory;
+  if (!has_lut(format)) return memory;
   if (thread_index < kLutSize) memory[thread_index] = lut[thread_index];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return memory + kLutSize;

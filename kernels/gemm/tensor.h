@@ -55,20 +55,20 @@ MARLIN_INLINE void tensor_multiply(const thread TensorElements<R, 8>& left, cons
   MARLIN_UNROLL for (ushort i = 0; i < 16; ++i) sum.e[i] = c[i];
 }
 
-// The type of both operands. The table of lut4 has entries that only fp32 holds exactly.
-template <WeightFormat format, typename T>
+// The type of both operands. A table has entries that only fp32 holds exactly.
+template <CodeKind kind, typename T>
 struct TensorOperand {
   typedef T type;
 };
 template <typename T>
-struct TensorOperand<WeightFormat::lut4, T> {
+struct TensorOperand<CodeKind::table, T> {
   typedef float type;
 };
 
 // The sums of one simdgroup over its slice of K, and the addresses that it reads.
 template <WeightFormat format, typename T>
 struct TensorAccumulators {
-  typedef typename TensorOperand<format, T>::type R;
+  typedef typename TensorOperand<code_kind(format), T>::type R;
   typedef TensorElements<float, 16> Sums;
 
   Weight weight;
@@ -82,17 +82,15 @@ struct TensorAccumulators {
   Sums total[kTensorLeft];
   Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k
 
-  // Returns true if the codes are multiplied by their scales before the product. A code and a scale of nvfp4 have so
-  // few significant bits that half and bfloat hold their product exactly. The groups of 16 then need no sums of their
-  // own.
-  static constexpr bool has_scaled_codes() { return format == WeightFormat::nvfp4; }
+  // Returns true if the codes are multiplied by their scales before the product.
+  static constexpr bool has_scaled_codes() { return tensor_scales_codes(format); }
   // Returns true if integers are decoded to multiples of 2^-9, which takes fewer instructions. Only half operands use
   // this: activations of the other types can be so small that the sums would become subnormal.
   static MARLIN_INLINE bool has_small_codes() {
     return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<R, half>;
   }
   static MARLIN_INLINE bool needs_x_sum() {
-    return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
+    return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
   // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a word.
   static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
@@ -118,7 +116,7 @@ struct TensorAccumulators {
     }
     if (has_small_codes()) {
       scales *= 1.0f / kSmallCode;
-      if (format == WeightFormat::uint4 && needs_x_sum()) zeros *= kSmallCode;
+      if (zeros_role(format) == ZerosRole::zero_point && needs_x_sum()) zeros *= kSmallCode;
     }
   }
 
@@ -181,7 +179,7 @@ struct TensorAccumulators {
       const uint own = quad % 2 == 0 ? word : word >> 16;
       nibbles = (own & 0xFFu) | (own & 0xFF00u) << 8;
     }
-    if (format == WeightFormat::lut4) {
+    if (has_lut(format)) {
       MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) result.k[i] = R(table[(nibbles >> (4 * i)) & 15u]);
     } else {
       const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;

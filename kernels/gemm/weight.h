@@ -34,10 +34,10 @@ MARLIN_INLINE float e8m0_value(uint code) {
   return code == 0xFFu ? NAN : as_type<float>(code << 23);
 }
 
-// Returns true if half holds q - zero exactly: for uint4b8, and for uint4 with whole-number zero points.
+// Returns true if half holds q - zero exactly: for a fixed offset, and for whole-number zero points.
 template <WeightFormat format>
 MARLIN_INLINE bool zero_is_in_code() {
-  return format == WeightFormat::uint4b8 || (format == WeightFormat::uint4 && zeros_type == int(ElementType::uint8));
+  return subtracts_zero(format) && (zeros_role(format) == ZerosRole::none || zeros_type == int(ElementType::uint8));
 }
 
 // Loads four adjacent columns, with one load if vector_columns allows it. Only the first `owned` columns exist. The
@@ -81,8 +81,8 @@ struct Weight {
   template <WeightFormat format>
   MARLIN_INLINE float scale(uint group, uint n) const thread {
     const ulong index = ulong(group) * N + n;
-    if (format == WeightFormat::mxfp4) return e8m0_value(scales[index]);
-    if (format == WeightFormat::nvfp4) {
+    if (scale_coding(format) == ScaleCoding::e8m0) return e8m0_value(scales[index]);
+    if (scale_coding(format) == ScaleCoding::e4m3) {
       const float value = e4m3_value(scales[index]);
       return has_global_scale ? value * global_scale[global_scale_per_column ? n : 0] : value;
     }
@@ -92,12 +92,12 @@ struct Weight {
   // Loads the scales of columns n to n + 3; index = group * N + n. Columns at N and beyond get 0.
   template <WeightFormat format>
   MARLIN_INLINE float4 scales_of_columns(ulong index, uint n) const thread {
-    if (format != WeightFormat::mxfp4 && format != WeightFormat::nvfp4) {
+    if (!has_coded_scales(format)) {
       return load_columns_of(scales_type, scales, index, N - n);
     }
     const uchar4 codes = load_columns(scales + index, N - n);
     float4 factors = float4(1.0f);
-    if (format == WeightFormat::mxfp4) {
+    if (scale_coding(format) == ScaleCoding::e8m0) {
       MARLIN_UNROLL for (uint c = 0; c < 4; ++c) factors[c] = e8m0_value(codes[c]);
       return factors;
     }
@@ -111,27 +111,21 @@ struct Weight {
 
   template <WeightFormat format>
   MARLIN_INLINE float4 zeros_of_columns(ulong index, uint n) const thread {
-    if (format == WeightFormat::uint4b8) return float4(8.0f);
-    if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
-      return load_columns_of(zeros_type, zeros, index, N - n);
-    }
-    return float4(0.0f);
+    if (zeros_role(format) == ZerosRole::none) return float4(float(fixed_offset(format)));
+    return load_columns_of(zeros_type, zeros, index, N - n);
   }
 
-  // Returns the zero point in units of the code, or the bias for uint4_bias. Returns 0 for formats without either.
+  // Returns the zero point or the fixed offset in units of the code, or the bias. Returns 0 for formats without any.
   template <WeightFormat format>
   MARLIN_INLINE float zero(uint group, uint n) const thread {
-    if (format == WeightFormat::uint4b8) return 8.0f;
-    if (format == WeightFormat::uint4 || format == WeightFormat::uint4_bias) {
-      return load_element(zeros, ulong(group) * N + n, zeros_type);
-    }
-    return 0.0f;
+    if (zeros_role(format) == ZerosRole::none) return float(fixed_offset(format));
+    return load_element(zeros, ulong(group) * N + n, zeros_type);
   }
 
   // Returns the weights of rows k to k + 7 of column n, computed in fp32. k is a multiple of 8.
   template <WeightFormat format>
   MARLIN_INLINE Vec8<float> decoded(const device float* lut, uint k, uint n) const thread {
-#pragma clang fp contract(off)  // uint4_bias is defined with a rounded product, so no fma
+#pragma clang fp contract(off)  // a bias is added to the rounded product, so no fma
     const uint group = k / group_size;
     const float column_scale = scale<format>(group, n);
     const float column_zero = zero<format>(group, n);
@@ -141,10 +135,10 @@ struct Weight {
     MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
       const float code = float(codes.k[i]);
       const float product = code * column_scale;
-      result.k[i] = format == WeightFormat::lut4         ? lut[uint(code)] * column_scale
-                    : format == WeightFormat::uint4_bias ? product + column_zero
-                    : zero_is_in_code<format>()          ? product
-                                                         : (code - column_zero) * column_scale;
+      result.k[i] = has_lut(format)                         ? lut[uint(code)] * column_scale
+                    : zeros_role(format) == ZerosRole::bias ? product + column_zero
+                    : zero_is_in_code<format>()             ? product
+                                                            : (code - column_zero) * column_scale;
     }
     return result;
   }
@@ -153,8 +147,8 @@ struct Weight {
 // Returns what the k of one group add to an output, given the sum of code * x and the sum of x over these k.
 template <WeightFormat format>
 MARLIN_INLINE float apply_group(float codes, float x, float scale, float zero) {
-  if (format == WeightFormat::uint4_bias) return fma(codes, scale, zero * x);
-  if (format == WeightFormat::uint4 || format == WeightFormat::uint4b8) return fma(-zero, x, codes) * scale;
+  if (zeros_role(format) == ZerosRole::bias) return fma(codes, scale, zero * x);
+  if (subtracts_zero(format)) return fma(-zero, x, codes) * scale;
   return codes * scale;
 }
 

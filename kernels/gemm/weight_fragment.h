@@ -23,23 +23,25 @@ struct ColumnDecode {
   static MARLIN_INLINE DecodeOptions form() {
     return {subnormal_codes, fewer_rows || rows_per_threadgroup < kFusedMaxRows};
   }
-  static constexpr bool has_zero() { return format == WeightFormat::uint4b8 || format == WeightFormat::uint4; }
-  // Returns true if zero * scale is exact in fp32. The product is exact for uint4b8, whose zero point is 8. It is also
-  // exact if neither factor is fp32, because each then has at most 11 significant bits. Otherwise the product may
-  // round, so set() stores the zero point itself, and weight() subtracts it before scaling.
+  // Returns true if zero * scale is exact in fp32. The product is exact for a fixed offset that is a power of two. It
+  // is also exact if neither factor is fp32, because each then has at most 11 significant bits. Otherwise the product
+  // may round, so set() stores the zero point itself, and weight() subtracts it before scaling.
   static MARLIN_INLINE bool offset_is_exact() {
-    return format == WeightFormat::uint4b8 ||
-           (scales_type != int(ElementType::float32) && zeros_type != int(ElementType::float32));
+    if (zeros_role(format) != ZerosRole::none) {
+      return scales_type != int(ElementType::float32) && zeros_type != int(ElementType::float32);
+    }
+    const uint offset = fixed_offset(format);
+    return (offset & (offset - 1)) == 0 || scales_type != int(ElementType::float32);
   }
 
   MARLIN_INLINE void set(float scale, float zero) thread {
-    if (has_zero() && !offset_is_exact()) {
+    if (subtracts_zero(format) && !offset_is_exact()) {
       even_scale = odd_scale = scale;
       offset = -zero;
     } else {
       even_scale = scale * Codes::even_unit(form());
       odd_scale = scale * Codes::odd_unit(form());
-      offset = format == WeightFormat::uint4_bias ? zero : -zero * scale;
+      offset = zeros_role(format) == ZerosRole::bias ? zero : -zero * scale;
     }
   }
 
@@ -47,10 +49,10 @@ struct ColumnDecode {
   MARLIN_INLINE float weight(float code, uint k) const thread {
     const bool odd = k % 2 == 1;
     const float scale = odd ? odd_scale : even_scale;
-    if (has_zero() && !offset_is_exact()) {
+    if (subtracts_zero(format) && !offset_is_exact()) {
       return fma(code, odd ? Codes::odd_unit(form()) : Codes::even_unit(form()), offset) * scale;
     }
-    if (has_zero() || format == WeightFormat::uint4_bias) return fma(code, scale, offset);
+    if (subtracts_zero(format) || zeros_role(format) == ZerosRole::bias) return fma(code, scale, offset);
     return code * scale;
   }
 };

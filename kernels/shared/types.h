@@ -1,11 +1,12 @@
-// Types and arithmetic that shaders and host share. The code uses only what both languages accept: no std, fixed-width
-// integers, ASCII.
+// Types and arithmetic that shaders and host share. Outside of parts for the host, the code uses only what both
+// languages accept: no std, fixed-width integers, ASCII.
 #pragma once
 
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
 #else
 #include <cstdint>
+#include <string_view>
 #endif
 
 namespace marlin {
@@ -19,27 +20,118 @@ enum { kSimdWidth = 32 };
 // core (60 KB) holds three. Registers may allow fewer.
 enum { kMaxThreadgroupBytes = 32 * 1024, kPreferredThreadgroupBytes = 20 * 1024 };
 
-enum class WeightFormat : int32_t {
-  uint4b8 = 0,
-  uint4 = 1,
-  uint4_bias = 2,
-  float4_e2m1 = 3,
-  nvfp4 = 4,
-  mxfp4 = 5,
-  lut4 = 6,
-};
-enum { kWeightFormatCount = 7 };
+// What a code means: q as an integer, an OCP E2M1 or E4M3 value, or an index into a table of 16 values.
+enum class CodeKind : int32_t { integer = 0, e2m1 = 1, table = 2, e4m3 = 3 };
+enum { kCodeKindCount = 3 };  // the kinds that kernels decode: no kernel has e4m3 yet
 
-// How a 4-bit code is decoded: as an integer, as OCP E2M1, or by a table lookup.
-enum class CodeKind : int32_t { integer = 0, e2m1 = 1, table = 2 };
-enum { kCodeKindCount = 3 };
+// How the scales of the groups are stored.
+enum class ScaleCoding : int32_t {
+  floating,   // fp16, bf16 or fp32 values
+  e4m3,       // uint8 codes, OCP E4M3, sign honoured, 0x7F and 0xFF are NaN; a global scale may multiply them
+  e8m0,       // uint8 codes, 2^(code - 127), 0xFF is NaN
+  two_level,  // uint8 or int8 codes that multiply a scale of several groups; no kernel reads it yet
+};
+
+// What the tensor of zeros holds.
+enum class ZerosRole : int32_t {
+  none,        // there is none: the format subtracts its own offset from integer codes
+  zero_point,  // w = (q - z) * s; uint8 codes or floating values
+  bias,        // w = q * s + b; floating values
+};
+
+// The weight formats: all that the code knows of a format, except how it encodes weights (quantize/weight.py). A format
+// whose traits have kernels needs no more than a row, at the end, because checkpoints store the number of the row.
+// build_support/embed_formats.py writes the rows for Python. In the formulas, q is a code, s the scale of its group and
+// column, z and b the zero point and the bias. group is the only group size allowed, or 0 for all of MARLIN_GROUP_SIZES
+// and K itself.
+// clang-format off
+//  name         codes    bits offset scales    zeros      group  formula
+#define MARLIN_WEIGHT_FORMATS(X, ...)                                                                                \
+  X(uint4b8,     integer, 4,   8,     floating, none,       0,    "(q - 8) * s",                        __VA_ARGS__) \
+  X(uint4,       integer, 4,   0,     floating, zero_point, 0,    "(q - z) * s",                        __VA_ARGS__) \
+  X(uint4_bias,  integer, 4,   0,     floating, bias,       0,    "q * s + b",                          __VA_ARGS__) \
+  X(float4_e2m1, e2m1,    4,   0,     floating, none,       0,    "e2m1(q) * s",                        __VA_ARGS__) \
+  X(nvfp4,       e2m1,    4,   0,     e4m3,     none,       16,   "e2m1(q) * (e4m3(s) * global_scale)", __VA_ARGS__) \
+  X(mxfp4,       e2m1,    4,   0,     e8m0,     none,       32,   "e2m1(q) * 2^(s - 127)",              __VA_ARGS__) \
+  X(lut4,        table,   4,   0,     floating, none,       0,    "lut[q] * s",                         __VA_ARGS__)
+// clang-format on
+#define MARLIN_GROUP_SIZES 16, 32, 64, 128, 256
+
+#define MARLIN_FORMAT_ENUMERATOR(name, ...) name,
+enum class WeightFormat : int32_t { MARLIN_WEIGHT_FORMATS(MARLIN_FORMAT_ENUMERATOR, ) };
+#define MARLIN_COUNT_FORMAT(...) +1
+enum { kWeightFormatCount = MARLIN_WEIGHT_FORMATS(MARLIN_COUNT_FORMAT, ) };
+
+struct FormatTraits {
+  CodeKind code_kind;
+  uint32_t code_bits;
+  uint32_t fixed_offset;
+  ScaleCoding scale_coding;
+  ZerosRole zeros_role;
+  uint32_t fixed_group_size;
+};
+
+constexpr FormatTraits traits(WeightFormat format) {
+#define MARLIN_FORMAT_TRAITS(name, codes, bits, offset, scales, zeros, group, ...) \
+  case WeightFormat::name:                                                         \
+    return {CodeKind::codes, bits, offset, ScaleCoding::scales, ZerosRole::zeros, group};
+  switch (format) { MARLIN_WEIGHT_FORMATS(MARLIN_FORMAT_TRAITS, ) }
+  return {};
+}
 
 constexpr CodeKind code_kind(WeightFormat format) {
-  return format == WeightFormat::lut4 ? CodeKind::table
-         : format == WeightFormat::float4_e2m1 || format == WeightFormat::nvfp4 || format == WeightFormat::mxfp4
-             ? CodeKind::e2m1
-             : CodeKind::integer;
+  return traits(format).code_kind;
 }
+constexpr uint32_t code_bits(WeightFormat format) {
+  return traits(format).code_bits;
+}
+// Returns the number that is subtracted from integer codes of formats without zeros.
+constexpr uint32_t fixed_offset(WeightFormat format) {
+  return traits(format).fixed_offset;
+}
+constexpr ScaleCoding scale_coding(WeightFormat format) {
+  return traits(format).scale_coding;
+}
+constexpr ZerosRole zeros_role(WeightFormat format) {
+  return traits(format).zeros_role;
+}
+constexpr uint32_t fixed_group_size(WeightFormat format) {
+  return traits(format).fixed_group_size;
+}
+constexpr bool has_lut(WeightFormat format) {
+  return code_kind(format) == CodeKind::table;
+}
+constexpr bool takes_global_scale(WeightFormat format) {
+  return scale_coding(format) == ScaleCoding::e4m3;
+}
+constexpr bool has_coded_scales(WeightFormat format) {
+  return scale_coding(format) != ScaleCoding::floating;
+}
+// Returns true if a zero point or the offset is subtracted from the codes.
+constexpr bool subtracts_zero(WeightFormat format) {
+  return fixed_offset(format) != 0 || zeros_role(format) == ZerosRole::zero_point;
+}
+
+// Returns true if the kernels can compute a format with these traits.
+constexpr bool has_kernels(WeightFormat format) {
+  return code_bits(format) == 4 && int32_t(code_kind(format)) < kCodeKindCount &&
+         scale_coding(format) != ScaleCoding::two_level &&
+         (fixed_offset(format) == 0 ||
+          (code_kind(format) == CodeKind::integer && zeros_role(format) == ZerosRole::none));
+}
+#define MARLIN_CHECK_FORMAT(name, ...) \
+  static_assert(has_kernels(WeightFormat::name), #name " has traits without kernels");
+MARLIN_WEIGHT_FORMATS(MARLIN_CHECK_FORMAT, )
+
+#ifndef __METAL_VERSION__
+constexpr std::string_view name(WeightFormat format) {
+#define MARLIN_FORMAT_NAME(name, ...) \
+  case WeightFormat::name:            \
+    return #name;
+  switch (format) { MARLIN_WEIGHT_FORMATS(MARLIN_FORMAT_NAME, ) }
+  return {};
+}
+#endif
 
 // Element types of activations, scales, zeros and bias in memory.
 enum class ElementType : int32_t {

@@ -8,15 +8,6 @@
 #include "kernels/mlstm/params.h"
 #endif
 
-#define MARLIN_FOR_EACH_WEIGHT_FORMAT(X, ...) \
-  X(uint4b8, __VA_ARGS__)                     \
-  X(uint4, __VA_ARGS__)                       \
-  X(uint4_bias, __VA_ARGS__)                  \
-  X(float4_e2m1, __VA_ARGS__)                 \
-  X(nvfp4, __VA_ARGS__)                       \
-  X(mxfp4, __VA_ARGS__)                       \
-  X(lut4, __VA_ARGS__)
-
 // The element types of activations and outputs, with their Metal types.
 #define MARLIN_FOR_EACH_ACTIVATION(X, ...) \
   X(float16, half, __VA_ARGS__)            \
@@ -208,12 +199,12 @@
 #define MARLIN_INSTANTIATE_ELEMENT(element, type, kernel) MARLIN_INSTANTIATE_AS(#kernel "_" #element, kernel<type>)
 #define MARLIN_INSTANTIATE_FORMAT_ELEMENT(element, type, format, kernel) \
   MARLIN_INSTANTIATE_AS(#kernel "_" #format "_" #element, kernel<WeightFormat::format, type>)
-#define MARLIN_INSTANTIATE_FORMAT(format, kernel) \
+#define MARLIN_INSTANTIATE_FORMAT(format, codes, bits, offset, scales, zeros, group, formula, kernel) \
   MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
 
 #define MARLIN_INSTANTIATE_plain(kernel)
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
-#define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_INSTANTIATE_FORMAT, kernel)
+#define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_FORMAT, kernel)
 // Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
@@ -276,13 +267,6 @@ constexpr bool operator==(const TileShape& a, const TileShape& b) {
   return a.M == b.M && a.N == b.N && a.K == b.K;
 }
 
-constexpr std::string_view name(WeightFormat format) {
-#define MARLIN_FORMAT_NAME(format, ...) std::string_view(#format),
-  constexpr std::array<std::string_view, kWeightFormatCount> names{MARLIN_FOR_EACH_WEIGHT_FORMAT(MARLIN_FORMAT_NAME, )};
-#undef MARLIN_FORMAT_NAME
-  return names[static_cast<size_t>(format)];
-}
-
 constexpr std::string_view name(ElementType type) {
   constexpr std::array<std::string_view, 4> names{"float16", "bfloat16", "float32", "uint8"};
   return names[static_cast<size_t>(type)];
@@ -299,7 +283,7 @@ inline std::string host_name(Kernel kernel, WeightFormat format, ElementType ele
 }
 
 inline std::string host_name(Kernel kernel, ElementType element) {
-  return host_name(kernel, WeightFormat::uint4b8, element);
+  return host_name(kernel, WeightFormat{}, element);
 }
 
 }  // namespace marlin

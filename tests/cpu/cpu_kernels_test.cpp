@@ -15,24 +15,24 @@ namespace {
 void test_gemm(const Machine& machine, int rounds, bool small) {
   std::mt19937 random(7);
   double worst = 0;
-  for (const WeightFormatInfo& format : kWeightFormats) {
+  for (const WeightFormat format : kReferenceFormats) {
     for (const ElementType a_type : kFloats) {
       for (int i = 0; i < rounds; ++i) {
-        worst = std::max(worst, check_gemm(machine, make(random_case(random, format.format, a_type, small))));
+        worst = std::max(worst, check_gemm(machine, make(random_case(random, format, a_type, small))));
       }
     }
   }
-  std::printf("%s: gemm, %d random cases, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
-              rounds * kWeightFormatCount * 3, worst);
+  std::printf("%s: gemm, %zu random cases, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
+              rounds * std::size(kReferenceFormats) * 3, worst);
 }
 
 void test_reduced(const Machine& machine, int rounds) {
   std::mt19937 random(11);
   double worst = 0;
   int cases = 0, parts = 0, bytes = 0;
-  for (const WeightFormatInfo& format : kWeightFormats) {
+  for (const WeightFormat format : kReferenceFormats) {
     for (int i = 0; i < rounds; ++i) {
-      const Tensors t = make(random_case(random, format.format, ElementType::float32, false));
+      const Tensors t = make(random_case(random, format, ElementType::float32, false));
       worst = std::max(worst, check_gemm(machine, t, Float32Precision::reduced));
       const cpu::Plan plan = plan_of(machine, t, Float32Precision::reduced);
       parts += plan.parts == 2 ? 1 : 0;
@@ -158,15 +158,15 @@ void test_overflow(const Machine& machine) {
 // A non-finite activation changes only its row, a non-finite scale only its column.
 void test_non_finite(const Machine& machine) {
   const double nan = std::nan(""), inf = std::numeric_limits<double>::infinity();
-  for (const WeightFormatInfo& format : kWeightFormats) {
+  for (const WeightFormat format : kReferenceFormats) {
     for (const Activations& activations : kActivations) {
       for (const int64_t M : {2, 15, 33}) {
         Case c;
-        c.format = format.format;
+        c.format = format;
         c.M = M;
         c.N = 45;
         c.K = 200;
-        c.group_size = format.fixed_group_size != 0 ? format.fixed_group_size : 32;
+        c.group_size = fixed_group_size(format) != 0 ? fixed_group_size(format) : 32;
         c.a_type = activations.type;
         c.zeros_type = ElementType::float16;
         Tensors t = make(c), u = make(c);
@@ -183,9 +183,9 @@ void test_non_finite(const Machine& machine) {
               });
             }
           }
-          const bool coded = info(format.format).scale_coding != ScaleCoding::floating;
+          const bool coded = has_coded_scales(format);
           if (coded && !std::isnan(bad)) continue;
-          const double code = format.format == WeightFormat::nvfp4 ? (c.M == 2 ? 0x7F : 0xFF) : 0xFF;
+          const double code = format == WeightFormat::nvfp4 ? (c.M == 2 ? 0x7F : 0xFF) : 0xFF;
           u.scales.set(2 * c.N + 9, coded ? code : bad);
           const Array scaled = run(machine, u, activations.precision);
           for (int64_t m = 0; m < M; ++m) {

@@ -94,7 +94,7 @@ void test_gemm(const Machine& machine, const Activations& activations, WeightFor
   Case c;
   c.format = format;
   c.a_type = activations.type;
-  c.group_size = info(format).fixed_group_size != 0 ? info(format).fixed_group_size : 32;
+  c.group_size = fixed_group_size(format) != 0 ? fixed_group_size(format) : 32;
   c.K = 264;
   c.N = 40;
   c.M = 2;

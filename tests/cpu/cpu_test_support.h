@@ -330,12 +330,18 @@ inline std::string describe(const Case& c) {
     static constexpr const char* kNames[] = {"fp16", "bf16", "fp32", "u8"};
     return std::string(kNames[static_cast<int>(t)]);
   };
-  return std::string(info(c.format).name) + " M=" + std::to_string(c.M) + " N=" + std::to_string(c.N) +
+  return std::string(marlin::name(c.format)) + " M=" + std::to_string(c.M) + " N=" + std::to_string(c.N) +
          " K=" + std::to_string(c.K) + " group=" + std::to_string(c.group_size) + " a=" + name(c.a_type) +
          " scales=" + name(c.scales_type) + " zeros=" + name(c.zeros_type) + (c.with_bias ? " bias" : "") +
          (c.with_perm ? " perm" : "") + " global=" + std::to_string(c.global_scale) +
          " row_stride=" + std::to_string(c.row_stride) + " seed=" + std::to_string(c.seed);
 }
+
+// The formats of Tensors::weight(). Formats of the same kinds differ for no instruction set; the tests in Python
+// compute with all formats.
+inline constexpr WeightFormat kReferenceFormats[] = {
+    WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::float4_e2m1,
+    WeightFormat::nvfp4,   WeightFormat::mxfp4, WeightFormat::lut4};
 
 inline constexpr ElementType kFloats[] = {ElementType::float16, ElementType::bfloat16, ElementType::float32};
 
@@ -352,7 +358,7 @@ inline Case random_case(std::mt19937& random, WeightFormat format, ElementType a
   c.K = pick(8, 16, 24, 40, 72, 136, 200, 264, 520, 1000);
   if (small) c.M = std::min<int64_t>(c.M, 17);
   c.group_size = pick(16, 32, 64, 128, 256, c.K);
-  if (info(format).fixed_group_size != 0) c.group_size = info(format).fixed_group_size;
+  if (fixed_group_size(format) != 0) c.group_size = fixed_group_size(format);
   if (c.group_size > c.K) c.group_size = c.K;
   c.scales_type = kFloats[random() % 3];
   c.zeros_type = static_cast<ElementType>(random() % 4);

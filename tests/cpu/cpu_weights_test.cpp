@@ -45,13 +45,13 @@ void check_dequantize(Isa isa, const Tensors& t) {
 
 void test_dequantize(Isa isa, int rounds) {
   std::mt19937 random(11);
-  for (const WeightFormatInfo& format : kWeightFormats) {
+  for (const WeightFormat format : kReferenceFormats) {
     for (const ElementType out_type : kFloats) {
       for (int i = 0; i < rounds; ++i) {
-        Case c = random_case(random, format.format, out_type, true);
+        Case c = random_case(random, format, out_type, true);
         c.M = 1;
         Tensors t = make(c);
-        if (i % 2 == 0 && format.scale_coding != ScaleCoding::floating) {
+        if (i % 2 == 0 && has_coded_scales(format)) {
           for (int64_t s = 0; s < t.scales.count(); ++s)
             t.scales.set(s, static_cast<double>(s % 256));
         }
@@ -59,7 +59,8 @@ void test_dequantize(Isa isa, int rounds) {
       }
     }
   }
-  std::printf("%s: dequantize, %d cases, bit for bit\n", cpu::isa_name(isa), rounds * kWeightFormatCount * 3);
+  std::printf("%s: dequantize, %zu cases, bit for bit\n", cpu::isa_name(isa),
+              rounds * std::size(kReferenceFormats) * 3);
 }
 
 // Tests a result that is large enough for streaming stores, and whose rows have every alignment.

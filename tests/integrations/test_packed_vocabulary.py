@@ -141,8 +141,8 @@ def test_a_pattern_keeps_the_table_and_its_head_in_floats(tmp_path) -> None:
         other = made("llama")
         report = quantize_model(other, "uint4", 32, embeddings=True, exclude=name, progress=False)
         assert len(report.left) == 1 and "which stays" in report.left[0].reason
-    wrong = MarlinConfig("uint4", 32, quantize_embeddings=True, modules_to_not_convert="embed_tokens")
-    with pytest.raises(ValueError, match="modules_to_not_convert: 'embed_tokens' matches none"):
+    wrong = MarlinConfig("uint4", 32, quantize_embeddings=True, modules_to_not_convert="embed")
+    with pytest.raises(ValueError, match="modules_to_not_convert: 'embed' matches none"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=wrong)
 
 

@@ -143,3 +143,10 @@ def test_a_dtype_that_torch_lacks_is_refused(tmp_path):
     with pytest.raises(ValueError, match="dequantize: dtype: expected a dtype of torch or its name, got 'int4ish'"):
         model.dequantize("int4ish")
     assert any(isinstance(module, MarlinLinear) for module in model.modules())
+
+
+def test_what_programs_print_of_a_packed_model():
+    model = AutoModelForCausalLM.from_pretrained(GPTQ)
+    assert f"{model.quantization_method}" == str(model.config.quantization_config.quant_method) == "torch_marlin_metal"
+    assert model.config.quantization_config.bits == 4
+    assert "bits" not in model.config.quantization_config.to_dict()

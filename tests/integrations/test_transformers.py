@@ -331,10 +331,11 @@ def test_layers_to_leave_and_weights_that_cannot_be_quantized(tmp_path) -> None:
     excluded = load(GPTQ, quantization_config=MarlinConfig(modules_to_not_convert=["re:.*o_proj"]))
     assert len(packed_layers(excluded)) == 12
     for folder in (path, GPTQ):
-        with pytest.raises(
-            ValueError, match=r"modules_to_not_convert: 'o_proj' matches none .*'\*o_proj\*' takes model"
-        ):
-            load(folder, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=["o_proj"]))
+        for names, count in ((["o_proj"], 12), (["o_proj", "layers.0"], 6), (["self_attn.q_proj", "mlp"], 6)):
+            part = load(folder, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=names))
+            assert len(packed_layers(part)) == count
+        with pytest.raises(ValueError, match=r"modules_to_not_convert: '_proj' matches none of"):
+            load(folder, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=["_proj"]))
     values = load_file(path / "model.safetensors")
     values["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(values, path / "model.safetensors", {"format": "pt"})

@@ -2,14 +2,13 @@
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from torch_marlin_metal import extension, formats, interface
+from torch_marlin_metal import extension, interface
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
@@ -62,20 +61,6 @@ def test_an_older_build_without_an_operator(monkeypatch) -> None:
     monkeypatch.setitem(interface.OPERATORS, "operator_of_tomorrow", "a b")
     message = load_with(monkeypatch, older_build())
     assert "it has no operator operator_of_tomorrow" in message and extension.BUILD_COMMAND in message
-
-
-def test_a_build_with_another_table_of_formats(monkeypatch) -> None:
-    row = formats.WEIGHT_FORMATS["mxfp4"]
-    monkeypatch.setitem(formats.WEIGHT_FORMATS, "mxfp4", replace(row, fixed_group_size=16))
-    message = load_with(monkeypatch, older_build())
-    assert "its table of weight formats has ('mxfp4'" in message and extension.BUILD_COMMAND in message
-
-
-@pytest.mark.parametrize(("function", "table"), [("group_sizes", "group sizes"), ("e2m1_values", "E2M1 values")])
-def test_a_build_with_another_table_of_numbers(function: str, table: str, monkeypatch) -> None:
-    module = older_build()
-    setattr(module, function, lambda: getattr(extension.native, function)()[:-1])
-    assert f"its table of {table} has None, not " in load_with(monkeypatch, module)
 
 
 def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:

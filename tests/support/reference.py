@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
+# The offset that a format subtracts from every code.
+OFFSETS = {"uint4b8": 8}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -56,7 +58,7 @@ class Weight:
 
     `arguments` are the keyword arguments of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed
     order of k. The magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise.
-    `raw_magnitude` is for kernels that sum raw codes: for these, uint4b8 counts s (|q| + |z|) too. `steps` is
+    `raw_magnitude` is for kernels that sum raw codes: for these, a fixed offset counts as a zero point. `steps` is
     |s| + magnitude: if fp32 flushes an activation to zero, this is the factor of that activation in the error.
     """
 
@@ -114,8 +116,9 @@ def make_weight(
         s = to_numpy(scales)
     s = s[group]
 
-    if weight_format == "uint4b8":
-        exact = (q - 8) * s
+    offset = OFFSETS.get(weight_format)
+    if offset is not None:
+        exact = (q - offset) * s
         magnitude = np.abs(exact)
     elif weight_format == "uint4":
         if zeros_dtype in (None, torch.uint8):
@@ -137,7 +140,7 @@ def make_weight(
     else:
         exact = E2M1[codes] * s
         magnitude = np.abs(exact)
-    raw_magnitude = (q + 8) * np.abs(s) if weight_format == "uint4b8" else magnitude
+    raw_magnitude = magnitude if offset is None else (q + offset) * np.abs(s)
     return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
 
 
@@ -161,7 +164,7 @@ def planned(M: int, weight: Weight, dtype: torch.dtype):
 
 
 def sums_raw_codes(device: str) -> bool:
-    """Returns true if a device has a kernel that sums the codes of uint4b8 before it subtracts the offset of 8.
+    """Returns true if a device has a kernel that sums codes before it subtracts a fixed offset.
 
     On mps, gemv is such a kernel. Tests of products on mps therefore use the larger bound that gemv needs, so that they
     need not ask the planner which kernel computes the product. A test that names a kernel uses that kernel's bound.

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
-from torch_marlin_metal.checkpoints.options import check_choice
-from torch_marlin_metal.formats import GROUP_SIZES
+from torch_marlin_metal.checkpoints.options import check_choice, typed
+from torch_marlin_metal.formats import GROUP_SIZES, weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_gptq, pack_gptq_zeros
-
-SYMMETRIC_ZERO = 8
 
 
 def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat:
@@ -24,10 +22,11 @@ def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat
 
 def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     """Returns the uint8 zero points `[G, N]` of an int4 weight; raises UnsupportedFormat for other weights."""
-    if weight.weight_format == "uint4b8":
-        return torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=weight.b_packed.device)
-    if weight.weight_format != "uint4":
+    fmt = weight_format(weight.weight_format)
+    if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
+    if fmt.zeros_role == "none":
+        return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8, device=weight.b_packed.device)
     assert weight.zeros is not None
     if weight.zeros.dtype != torch.uint8 or int(weight.zeros.max()) > 15:
         raise _refuse(weight, target, "its zero points are not codes of 0 to 15")
@@ -85,9 +84,10 @@ class GptqExporter:
         if weight.N % 8:
             raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of 8")
         if self.version == 1 and int(zeros.min()) == 0:
-            raise _refuse(weight, "GPTQ version 1", "a zero point of 0, which readers of version 1 take differently")
+            reason = "a zero point of 0, which readers of version 1 take differently"
+            raise _refuse(weight, "GPTQ version 1", f"{reason}; {typed('version', 2)} stores it")
         self.group_sizes[weight.name] = _stated_group_size(weight)
-        self.symmetric &= weight.weight_format == "uint4b8"
+        self.symmetric &= weight_format(weight.weight_format).is_symmetric
         self.act_order |= weight.perm is not None
         return {
             "qweight": pack_gptq(weight.b_packed, perm=weight.perm),
@@ -156,10 +156,10 @@ class CompressedTensorsExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
-        if weight.weight_format in ("nvfp4", "mxfp4"):
+        if weight_format(weight.weight_format).has_coded_scales:
             return self._fp4(weight)
         zeros = _integer_zeros(weight, "compressed-tensors")
-        symmetric = weight.weight_format == "uint4b8"
+        symmetric = weight_format(weight.weight_format).is_symmetric
         group_size = _stated_group_size(weight)
         scheme = {"num_bits": 4, "type": "int", "symmetric": symmetric}
         scheme |= {"strategy": "channel" if group_size == -1 else "group"}
@@ -181,7 +181,7 @@ class CompressedTensorsExporter:
     def _fp4(self, weight: PackedWeight) -> dict[str, Tensor]:
         packed = weight.b_packed.t().contiguous().view(torch.uint8)
         tensors = {"weight_packed": packed, "weight_scale": weight.scales.t()}
-        if weight.weight_format == "mxfp4":
+        if weight_format(weight.weight_format).scale_coding == "e8m0":
             scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
             self._register(weight, "mxfp4-pack-quantized", scheme | {"scale_dtype": "torch.uint8"})
             return tensors

@@ -12,6 +12,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
+from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
 from torch_marlin_metal.layers.stays import staying_layers
@@ -166,7 +167,9 @@ def choose_layers(
         chosen = [layer for layer in wanted if layer.selected(include)]
     chosen = [layer for layer in chosen if not layer.selected(exclude)]
     if not chosen:
-        raise ValueError(f"{checkpoint.path}: include, exclude: they leave none of its {len(wanted)} matrices")
+        raise ValueError(
+            f"{checkpoint.path}: {typed('include')}, {typed('exclude')}: they leave none of its {len(wanted)} matrices"
+        )
     _check_whole(checkpoint, wanted, chosen)
     left = _matrix_bytes(checkpoint)
     settled = {*(layer.weight for layer in chosen), *(layer.weight for layer in wanted if layer.selected(exclude))}
@@ -187,9 +190,10 @@ def _check_whole(checkpoint: Checkpoint, wanted: list[FloatLayer], chosen: list[
     every, taken = (Counter(layer.group for layer in layers if layer.group) for layers in (wanted, chosen))
     for group, count in taken.items():
         if count != every[group]:
+            choice = f"{typed('include')}, {typed('exclude')}"
             raise ValueError(
-                f"{checkpoint.path}: include, exclude: expected all layers of the experts {group!r} or none, "
-                f"they leave {count} of {every[group]}"
+                f"{checkpoint.path}: {choice}: expected all layers of the experts {group!r} or none, they leave "
+                f"{count} of {every[group]}"
             )
 
 
@@ -228,7 +232,7 @@ def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _empty_model(checkpoint: Checkpoint) -> Any:
-    advice = "name the layers to quantize (include)"
+    advice = f"name the layers to quantize ({typed('include')})"
     try:
         import transformers
     except ImportError as error:

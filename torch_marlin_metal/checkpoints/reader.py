@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import Format
-from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -132,8 +132,11 @@ class CheckpointReader(ABC):
         except UnsupportedFormat as error:
             if self.options.on_unsupported == "skip":
                 return None
-            if self.options.on_unsupported == "error" or error.dequantize is None:
+            if error.dequantize is None:
                 raise
+            if self.options.on_unsupported == "error":
+                way = f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
+                raise UnsupportedFormat(f"{error}; {way}", error.dequantize) from error
             return DenseWeight(self.layer_names[index], error.dequantize(), self.bias(index), str(error))
 
     def read_part(self, index: int, part: Part) -> PackedWeight | None:

@@ -23,7 +23,7 @@ INSTALL = {
     "gptqmodel": "pip install gptqmodel",
     "auto_round": 'pip install ".[quantize]" in a checkout of this package',
 }
-SYMMETRIC = {"uint4b8": True, "uint4": False}
+FORMATS = ("uint4b8", "uint4")  # those that the methods make
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def quantized(
             group size.
         CheckpointError: that package raised an error.
     """
-    fmt = find_format(weight_format).name
-    wanted = [name for name, symmetric in SYMMETRIC.items() if method != "awq" or not symmetric]
-    if fmt not in wanted:
+    fmt = find_format(weight_format)
+    wanted = [name for name in FORMATS if method != "awq" or not find_format(name).is_symmetric]
+    if fmt.name not in wanted:
         raise ValueError(f"--weight-format: {method} makes {' or '.join(wanted)}, got {weight_format!r}")
     size = DEFAULT_GROUP_SIZE if group_size is None else group_size
     if size not in (-1, *GROUP_SIZES):
@@ -103,7 +103,7 @@ def quantized(
     try:
         try:
             with redirect_stdout(sys.stderr):
-                run(package, _Job(source, work, method, size, SYMMETRIC[fmt], pieces, device))
+                run(package, _Job(source, work, method, size, fmt.is_symmetric, pieces, device))
         except Exception as error:  # the packages may raise any exception
             raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
         made = [file.parent for file in work.rglob("config.json")]  # AutoRound may create a subdirectory

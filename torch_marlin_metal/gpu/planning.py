@@ -220,7 +220,7 @@ def plan(
     variants = ("auto", *native.gemm_variants())
     if variant not in variants:
         raise ValueError(f"plan: variant: expected one of {', '.join(variants)}, got {variant!r}")
-    scales = torch.uint8 if row.scale_coding != "floating" else scales_dtype or dtype
+    scales = torch.uint8 if row.has_coded_scales else scales_dtype or dtype
     zeros = scales if row.zeros_role == "bias" else zeros_dtype
     found = as_gpu("plan", gpu)
     rows, chosen = native.gemm_plans(

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
@@ -56,7 +57,7 @@ def prepare_for_training(
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, MarlinLinear):
-            module.rounds_in_training = round_weights and module.weight_format == "lut4"
+            module.rounds_in_training = round_weights and weight_format(module.weight_format).has_lut
     if norms_in_fp32:
         for module in model.modules():
             if type(module).__name__.endswith("Norm"):

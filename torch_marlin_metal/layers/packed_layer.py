@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class PackedLayer(nn.Module):
         zeros_dtype = zeros_dtype or (torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
         specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
             "b_packed": (True, (*stack, K // 8, N), torch.int32),
-            "scales": (True, (*stack, *grouped), scale_dtype if fmt.scale_coding == "floating" else torch.uint8),
+            "scales": (True, (*stack, *grouped), torch.uint8 if fmt.has_coded_scales else scale_dtype),
             "zeros": (fmt.zeros_role != "none", (*stack, *grouped), zeros_dtype),
             "global_scale": (fmt.has_global_scale, (*stack, N if global_scale_per_column else 1), torch.float32),
             "lut": (fmt.has_lut, (16,), torch.float32),
@@ -88,6 +88,13 @@ class PackedLayer(nn.Module):
             self.register_buffer(name, empty)
         held = torch.empty(*stack, N, dtype=self.dtype, device=device) if bias else None
         self.bias = None if held is None else nn.Parameter(held, requires_grad=False)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses `torch.jit.script`, which asks every module for this method."""
+        raise ValueError(
+            f"torch.jit.script: expected a model without packed layers, got {type(self).__name__}: use torch.compile, "
+            "torch.export or torch.jit.trace"
+        )
 
     def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
         """Returns the weights that these tensors hold, to check their values."""

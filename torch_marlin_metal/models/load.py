@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
+from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
@@ -35,6 +36,7 @@ from torch_marlin_metal.models.empty_model import (
     renamer,
     why_not_table,
 )
+from torch_marlin_metal.models.gguf_settings import check_settings, unknown_keys
 from torch_marlin_metal.models.load_plan import OP, LoadPlan, PlannedExperts, plan_load
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.split import Split
@@ -84,7 +86,7 @@ def load_quantized(
         exclude: layers that become floats: their weight is decoded to the dtype of the replaced weight. They are chosen
             by their names in the model, as in `quantize_model`. Experts of mixtures cannot be excluded.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
-            model.
+            model. Also keys of a .gguf file, for example "llama.rope.*", that a model of transformers may contradict.
         keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
         fuse: compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
@@ -97,12 +99,17 @@ def load_quantized(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
-        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model.
+        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; or a .gguf file
+            says another setting than the config of a model of transformers.
     """
     mixed: OnUnsupported = "dequantize" if str(os.fspath(path)).endswith(".gguf") else "error"
     reader = open_reader(path, options or ReadOptions(gguf_names="hf", on_unsupported=mixed), **fields)
     if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
         warnings.warn(f"{OP}: {told}", stacklevel=2)
+    if isinstance(reader, GgufReader):
+        unknown_settings = check_settings(OP, path, model, reader.metadata, reader.tensors, ignore)
+        if unknown_settings:
+            warnings.warn(f"{OP}: {unknown_keys(path, unknown_settings)}", stacklevel=2)
     slots = Slots(model)
     plan = plan_load(model, reader, slots, _namer(model, rename), ignore, keep)
     targets = plan.filled() + [user for user, _ in plan.tied.values()]

@@ -119,7 +119,7 @@ def quantize_weight(
             if zeros is not None and zero is not None:
                 zeros[groups, n] = zero.view(len(chunk), -1).T.to(zeros.dtype)
         b_packed[:, n] = pack_codes(codes.T)
-    if fmt.scale_coding == "floating":
+    if not fmt.has_coded_scales:
         _check_range("scale", scales)
         bias = zeros if fmt.zeros_role == "bias" else None
         if bias is not None:
@@ -181,13 +181,13 @@ class _Search:
 
         for scale, zero in self._candidates(x, best_scale, best_zero):
             consider(scale, zero)
-        if self.fmt.scale_coding == "floating":
+        if not self.fmt.has_coded_scales:
             for _ in range(3):
                 consider(*self._least_squares(x, best_scale, best_zero))
         return best_scale, best_zero
 
     def _offset(self, zero: Tensor | None) -> Tensor | float:
-        return 8.0 if zero is None else zero.unsqueeze(1)
+        return float(self.fmt.fixed_offset) if zero is None else zero.unsqueeze(1)
 
     def _levels(self, codes: Tensor, zero: Tensor | None) -> Tensor:
         return self.table.decode(codes) if self.table is not None else codes - self._offset(zero)
@@ -206,7 +206,8 @@ class _Search:
         """Returns the largest code value or, for formats with zeros, the distance between the outermost codes."""
         if self.fmt.zeros_role != "none":
             return 15.0
-        return 7.5 if self.table is None else self.table.reach
+        offset = self.fmt.fixed_offset
+        return min(offset, 15 - offset) + 0.5 if self.table is None else self.table.reach
 
     def _extent(self, x: Tensor) -> Tensor:
         """Returns the number that reach * scale must cover: the group's range, or its largest magnitude."""
@@ -225,7 +226,7 @@ class _Search:
         return scale, None
 
     def _candidates(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        if self.fmt.scale_coding != "floating":
+        if self.fmt.has_coded_scales:
             for neighbour in self.coding.neighbours(scale):
                 yield neighbour, None
             return
@@ -265,7 +266,7 @@ def _without_values(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: 
     """Returns the result for a weight of `FakeTensorMode`: tensors of the right shapes and dtypes."""
     N, K = w.shape
     grouped = (-(-K // group_size), N)
-    coded = fmt.scale_coding != "floating"
+    coded = fmt.has_coded_scales
     kinds = {"none": None, "zero_point": torch.uint8, "bias": scale_dtype}
     zeros_dtype = kinds[fmt.zeros_role]
     return PackedWeight(

@@ -85,13 +85,15 @@ inline std::array<float, 16> code_values(WeightFormat format, const float* lut) 
     const size_t i = static_cast<size_t>(q);
     switch (code_kind(format)) {
       case CodeKind::integer:
-        values[i] = static_cast<float>(format == WeightFormat::uint4b8 ? q - 8 : q);
+        values[i] = static_cast<float>(q - static_cast<int>(fixed_offset(format)));
         break;
       case CodeKind::e2m1:
         values[i] = kE2M1Values[i];
         break;
       case CodeKind::table:
         values[i] = lut[q];
+        break;
+      case CodeKind::e4m3:  // has 256 codes
         break;
     }
   }

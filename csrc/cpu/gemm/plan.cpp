@@ -105,8 +105,7 @@ std::optional<Choice> choose_amx(const Machine& machine, const Problem& problem)
   const bool reduced = problem.precision == Float32Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
   if (table) return Choice{Kernel::amx_table, parts};
-  const bool coded_scales = info(problem.format).scale_coding != ScaleCoding::floating;
-  const bool scaled = coded_scales && (group_16 || problem.M >= kAmxScaledMinRows);
+  const bool scaled = has_coded_scales(problem.format) && (group_16 || problem.M >= kAmxScaledMinRows);
   return Choice{scaled ? Kernel::amx_scaled : Kernel::amx, parts};
 }
 

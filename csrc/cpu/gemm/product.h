@@ -57,7 +57,7 @@ class Pass {
         plan_(plan),
         kernels_(kernels),
         matrix_(matrix_kernel(plan, kernels)),
-        role_(info(w_.format).zeros_role),
+        role_(zeros_role(w_.format)),
         values_(code_values(w_.format, w_.lut)),
         chunk_k_(plan.chunk),
         chunks_(ceil_divide(w_.K, chunk_k_)),

@@ -12,7 +12,7 @@ const void* element_at(const void* data, ElementType type, int64_t index) {
 
 void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
                        int64_t count, float* out) {
-  const ScaleCoding coding = info(weight.format).scale_coding;
+  const ScaleCoding coding = scale_coding(weight.format);
   const void* from = element_at(weight.scales, weight.scales_type, group * weight.N + begin);
   if (coding == ScaleCoding::floating) {
     kernels.to_float(from, weight.scales_type, count, out);

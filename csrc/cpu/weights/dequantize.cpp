@@ -59,7 +59,7 @@ class Dequantize {
       : a_(arguments),
         w_(arguments.weight),
         kernels_(kernels),
-        role_(info(w_.format).zeros_role),
+        role_(zeros_role(w_.format)),
         values_(code_values(w_.format, w_.lut)),
         kernel_(kernels.dequantize[static_cast<size_t>(code_kind(w_.format))]),
         size_(element_bytes(a_.out_type)),

@@ -15,7 +15,7 @@ constexpr int64_t kGrainCodes = 4096;  // codes per task: decoding them takes ab
 
 float scale_of(const PackedWeight& weight, int64_t group, int64_t n) {
   const int64_t index = group * weight.N + n;
-  const ScaleCoding coding = info(weight.format).scale_coding;
+  const ScaleCoding coding = scale_coding(weight.format);
   if (coding == ScaleCoding::floating) return load_element(weight.scales, weight.scales_type, index);
   const uint8_t code = static_cast<const uint8_t*>(weight.scales)[index];
   if (coding == ScaleCoding::e8m0) return e8m0_to_float(code);
@@ -40,7 +40,7 @@ void store(void* out, ElementType type, int64_t index, float value) {
 // Decodes column n in the order of the format table's formula. Each product and sum is rounded to fp32.
 void decode_column(const EmbeddingArguments& arguments, const std::array<float, 16>& values, int64_t n, int64_t row) {
   const PackedWeight& weight = arguments.weight;
-  const ZerosRole role = info(weight.format).zeros_role;
+  const ZerosRole role = zeros_role(weight.format);
   float scale = 0, zero = 0;
   for (int64_t k = 0; k < weight.K; ++k) {
     if (k % weight.group_size == 0) {

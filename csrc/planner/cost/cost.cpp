@@ -35,7 +35,7 @@ struct Product {
   // With groups of 16, gemm_tensor takes half steps, because each product of 16 k has a scale of its own.
   uint32_t step_k() const {
     const WeightProblem& weight = problem.weight;
-    const bool halves = is(GemmVariant::tensor) && weight.format != WeightFormat::nvfp4 &&
+    const bool halves = is(GemmVariant::tensor) && !tensor_scales_codes(weight.format) &&
                         group_size(weight) == kMinGroupSize && weight.K > kMinGroupSize;
     return halves ? tile.K / 2 : tile.K;
   }
@@ -60,7 +60,7 @@ Steps steps_of(const Product& product, const KernelCounts& counts) {
     return {steps, ceil_divide(k, counts.outer_k != 0 ? counts.outer_k : chain)};
   }
   if (product.is(GemmVariant::tensor)) {
-    const uint32_t chain = product.problem.weight.format == WeightFormat::nvfp4
+    const uint32_t chain = tensor_scales_codes(product.problem.weight.format)
                                ? uint32_t{kChainLength}
                                : std::min<uint32_t>(group_size(product.problem.weight), kChainLength);
     return {steps, ceil_divide(k, chain)};
@@ -78,15 +78,16 @@ Steps steps_of(const Product& product, const KernelCounts& counts) {
 double step_products(const Product& product, const KernelCounts& counts) {
   if (!product.is(GemmVariant::tensor)) return counts.step.matrix;
   const WeightProblem& weight = product.problem.weight;
-  const bool sums_activations = weight.format == WeightFormat::uint4_bias ||
-                                (weight.format == WeightFormat::uint4 && weight.zeros != ElementType::uint8);
+  const ZerosRole role = zeros_role(weight.format);
+  const bool sums_activations =
+      role == ZerosRole::bias || (role == ZerosRole::zero_point && weight.zeros != ElementType::uint8);
   return counts.step.matrix * double(product.step_k()) / product.tile.K * (sums_activations ? 1.5 : 1);
 }
 
 double matrix_clocks(const Product& product, const GpuFamily& family) {
   if (product.is(GemmVariant::tensor)) {
     const GemmProblem& problem = product.problem;
-    const bool floats = problem.activations == ElementType::float32 || problem.weight.format == WeightFormat::lut4;
+    const bool floats = problem.activations == ElementType::float32 || has_lut(problem.weight.format);
     // A plan made on an M5 may be for an older chip, named by TORCH_MARLIN_METAL_GPU, that has no tensor units. The
     // rates of the newest family are then used.
     const GpuFamily& units = family.tensor_clocks_fp16.value > 0 ? family : kGpuFamilies.back();
@@ -186,11 +187,11 @@ DispatchCost dense_cost(const GemmProblem& problem, const GpuDevice& device) {
 }  // namespace
 
 double weight_bytes(const WeightProblem& weight) {
-  const WeightFormatInfo& format = info(weight.format);
-  double per_group = format.scale_coding == ScaleCoding::floating ? element_bytes(weight.scales) : 1;
-  if (format.zeros_role != ZerosRole::none) per_group += element_bytes(weight.zeros);
+  double per_group = has_coded_scales(weight.format) ? 1 : element_bytes(weight.scales);
+  if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
   const double groups = ceil_divide(weight.K, group_size(weight));
-  return 0.5 * weight.K * weight.N + groups * weight.N * per_group + (weight.has_perm ? 4.0 * weight.K : 0);
+  return code_bits(weight.format) / 8.0 * weight.K * weight.N + groups * weight.N * per_group +
+         (weight.has_perm ? 4.0 * weight.K : 0);
 }
 
 DispatchCost elementwise_cost(Kernel kernel, Extent grid, double read, double written, const GemmProblem& problem,

@@ -97,9 +97,9 @@ struct TileLoader {
       const uint n = n0 + index % Tile::kN;
       const uint k = k0 + index / Tile::kN * kCodesPerWord;
       words[i] = 0;
-      // A code outside the weight must decode to zero. For lut4 it gets the index after the table's last entry, where a
-      // zero is stored, because every entry of the table may be NaN.
-      zero_in_code[i] = format == WeightFormat::lut4 ? half(-kLutSize) : 0.0h;
+      // A code outside the weight must decode to zero. In a table it gets the index after the table's last entry, where
+      // a zero is stored, because every entry of the table may be NaN.
+      zero_in_code[i] = has_lut(format) ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.word(k, n);
         zero_in_code[i] = 0.0h;
@@ -166,7 +166,7 @@ struct TileAccumulators {
   uint chain_end;         // the k at which `sum` is scaled and added to `total`: the end of a group or of a chain
 
   static MARLIN_INLINE bool needs_x_sum() {
-    return format == WeightFormat::uint4_bias || (format == WeightFormat::uint4 && !zero_is_in_code<format>());
+    return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
   static MARLIN_INLINE uint first_row(uint simdgroup) { return simdgroup / Tile::kSimdgroupsN * (kBlocksM * kBlock); }
   static MARLIN_INLINE uint first_column(uint simdgroup) {

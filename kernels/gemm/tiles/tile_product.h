@@ -31,9 +31,9 @@ struct TileProduct {
     return stage_at<T, Tile>(shared + index * stage_bytes());
   }
 
-  // Copies lut4's table to threadgroup memory. The first barrier of compute() makes it visible.
+  // Copies the format's table, if it has one, to threadgroup memory. The first barrier of compute() makes it visible.
   MARLIN_INLINE void load_table(thread const Product<T>& product) const thread {
-    if (format == WeightFormat::lut4 && thread_index() <= kLutSize) {
+    if (has_lut(format) && thread_index() <= kLutSize) {
       table()[thread_index()] = thread_index() < kLutSize ? product.lut[thread_index()] : 0.0f;
     }
   }

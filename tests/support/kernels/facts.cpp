@@ -177,7 +177,15 @@ int main() {
   for (int format = 0; format < kWeightFormatCount; ++format) {
     std::printf("\"%s\", ", std::string(name(static_cast<WeightFormat>(format))).c_str());
   }
-  std::printf("\"\"], \"gemv_bytes\": {");
+  std::printf("\"\"], \"traits\": {");
+#define TRAITS(name, ...)                                                                                              \
+  {                                                                                                                    \
+    const FormatTraits t = traits(WeightFormat::name);                                                                 \
+    std::printf("\"%s\": [%d, %u, %u, %d, %d, %u], ", #name, static_cast<int>(t.code_kind), t.code_bits,               \
+                t.fixed_offset, static_cast<int>(t.scale_coding), static_cast<int>(t.zeros_role), t.fixed_group_size); \
+  }
+  MARLIN_WEIGHT_FORMATS(TRAITS, )
+  std::printf("\"end\": []}, \"gemv_bytes\": {");
   for (int format = 0; format < kWeightFormatCount; ++format) {
     std::printf("\"%s\": [", std::string(name(static_cast<WeightFormat>(format))).c_str());
     for (uint32_t rows = 0; rows <= kGemvMaxRows; ++rows) {

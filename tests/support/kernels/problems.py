@@ -175,7 +175,7 @@ def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters
         return
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // number("kGemvColumns"))
     looks = subnormal_codes and problem.dtype is not torch.float16 and problem.weight_format != "lut4"
-    sums = strips * ((problem.weight_format in ("uint4b8", "uint4", "uint4_bias")) + looks)
+    sums = strips * ((problem.weight_format.startswith("uint")) + looks)
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
     words, activations = row_blocks * problem.K // 8 * problem.N, row_blocks * rows * problem.K * (32 * strips + sums)
     assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"

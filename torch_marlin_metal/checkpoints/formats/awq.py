@@ -16,6 +16,7 @@ from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, consta
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import awq_words, awq_zeros
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # version in the settings -> layout
@@ -66,7 +67,7 @@ def _packed(
 ) -> PackedWeight:
     """Makes the weight from its parts; `scales` and `zeros` are `[G, N]` at the producer's group size."""
     K, N = 8 * b_packed.shape[0], b_packed.shape[1]
-    if zeros is not None and weight_format == "uint4" and constant(zeros, SYMMETRIC_ZERO):
+    if zeros is not None and find_format(weight_format).zeros_role == "zero_point" and constant(zeros, SYMMETRIC_ZERO):
         zeros = None
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
     weight = PackedWeight(
@@ -95,7 +96,8 @@ def _dequantize(weight: PackedWeight) -> Tensor:
     if weight.zeros is None:
         return ((codes - SYMMETRIC_ZERO) * scales).t()
     zeros = spread(weight.zeros.float(), weight.K, weight.group_size)
-    return (codes * scales + zeros if weight.weight_format == "uint4_bias" else (codes - zeros) * scales).t()
+    has_bias = find_format(weight.weight_format).zeros_role == "bias"
+    return (codes * scales + zeros if has_bias else (codes - zeros) * scales).t()
 
 
 def _read_gemm(layer: Layer, settings: Settings) -> PackedWeight:

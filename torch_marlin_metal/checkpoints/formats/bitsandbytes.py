@@ -102,7 +102,7 @@ FORMAT = DirectoryFormat(
     title="bitsandbytes (transformers' load_in_4bit)",
     methods=("bitsandbytes", "bitsandbytes_4bit"),
     variants=(
-        ("NF4, with and without double quantization", "lut4"),
+        ("NF4, with and without double quantization (scales become fp32: 4.5 bits a weight)", "lut4"),
         ("FP4 (its own table, not E2M1), with and without double quantization", "lut4"),
     ),
     refused=(

@@ -28,8 +28,9 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
     row_order,
 )
 from torch_marlin_metal.checkpoints.layer import as_words
-from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
@@ -130,7 +131,7 @@ class GgufReader(CheckpointReader):
         if self.hf and self.architecture not in ARCHITECTURES:
             raise UnsupportedFormat(
                 f"{path}: no transformers names for the architecture {self.architecture!r}; known: "
-                f"{', '.join(ARCHITECTURES)} (gguf_names='gguf' reads the tensors under their own names)"
+                f"{', '.join(ARCHITECTURES)} ({typed('gguf_names', 'gguf')} reads the tensors under their own names)"
             )
         self._partners = self._find_partners()
         second = {tensor.name for tensor in self._partners.values()}
@@ -211,7 +212,7 @@ class GgufReader(CheckpointReader):
                 f"different types ({tensor.type_name} and {other.type_name})",
                 self._floats(index),
             )
-        if weight.weight_format == "nvfp4":
+        if weight_format(weight.weight_format).has_global_scale:
             raise UnsupportedFormat(
                 f"{tensor.file}: tensor {tensor.name!r}: NVFP4 whose columns alternate with those of {other.name!r} "
                 "is not read",

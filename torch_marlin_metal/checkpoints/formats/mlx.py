@@ -53,14 +53,22 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error("weight", f"{words} words of {bits} bits are not rows of whole groups of {group_size}")
     if mode == "affine":
         return _read_affine(layer, N, K, bits, group_size)
-    block = fp4.MXFP4_BLOCK if mode == "mxfp4" else fp4.NVFP4_BLOCK
+    block, convert = FP4_MODES[mode]
     if group_size != block:
         raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
     layer.expect("scales", ("U8",), N, K // block)
-    b_packed, scales, bias = as_words(layer.read("weight")), layer.read("scales").t(), layer.bias(N)
-    if mode == "mxfp4":
-        return fp4.mxfp4(b_packed, scales, bias, "mlx mxfp4")
+    return convert(layer, as_words(layer.read("weight")), layer.read("scales").t(), layer.bias(N))
+
+
+def _mxfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
+    return fp4.mxfp4(b_packed, scales, bias, "mlx mxfp4")
+
+
+def _nvfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
     return fp4.nvfp4(b_packed, scales, _multiplier(layer), bias, "mlx nvfp4")
+
+
+FP4_MODES = {"mxfp4": (fp4.MXFP4_BLOCK, _mxfp4), "nvfp4": (fp4.NVFP4_BLOCK, _nvfp4)}
 
 
 def _multiplier(layer: Layer) -> Tensor | None:

@@ -29,7 +29,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, *F
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
     "'import torch_marlin_metal.integrations.transformers' before from_pretrained "
-    "(integrations.diffusers for a model of diffusers)"
+    "(integrations.diffusers for a model of diffusers); 'python -m torch_marlin_metal.run' starts other programs so"
 )
 
 
@@ -171,7 +171,7 @@ FORMAT = DirectoryFormat(
     name="native",
     title="This package's own format (docs/formats/on-disk-format.md)",
     methods=(METHOD,),
-    variants=(("every weight format", ", ".join(FORMAT_NAMES)),),
+    variants=(("every weight format", "any"),),
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
     roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),

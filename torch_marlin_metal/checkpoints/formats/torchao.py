@@ -108,7 +108,7 @@ def _read_nvfp4(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
-    if "float4_e2m1" not in element or block != str(fp4.MXFP4_BLOCK):
+    if "float4_e2m1fn" not in element or block != str(fp4.MXFP4_BLOCK):
         raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
     N, K = _packed_rows(layer)
     scales = _block_scales(layer, N, -(-K // fp4.MXFP4_BLOCK), ("U8", "F8_E8M0"))

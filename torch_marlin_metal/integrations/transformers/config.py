@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.repack import ZerosRule
 
 # Arguments that a caller may set for a checkpoint that is already quantized. Those of `READING` are of `ReadOptions`.
@@ -21,6 +22,9 @@ class Method(str, Enum):
     """The `quant_method` of this package; diffusers asks for its `.value`."""
 
     NATIVE = METHOD
+
+    def __str__(self) -> str:
+        return str(self.value)
 
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -36,8 +40,9 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
         modules_to_not_convert: a pattern or a list of patterns for full names of layers ("*.o_proj"), like `exclude` of
-            `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A pattern that
-            matches no layer is an error.
+            `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A name without
+            wildcards stands for every layer that has it as a part ("o_proj", "layers.0"), as in transformers' configs.
+            A pattern that matches no layer is an error.
         quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, or a 4-bit head if it
             is a classifier, too.
         quantize_embeddings: whether to quantize the tables of the vocabulary, too. They become `MarlinEmbedding`. An
@@ -46,7 +51,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
         ignore: a pattern or a list of patterns for full names of layers of a quantized checkpoint that the model may
-            lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out.
+            lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out. Also keys
+            of a GGUF file that the model's config may contradict ("llama.rope.*").
         on_unsupported: "error" for an error about layers that no weight format can represent, or "dequantize" to decode
             them. None means "dequantize" for a GGUF file, and otherwise "error".
         allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
@@ -58,6 +64,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Raises:
         ValueError: an argument is wrong; the message names it.
     """
+
+    bits = 4  # programs print it, as that of the other methods
 
     def __init__(
         self,
@@ -90,7 +98,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.weight_format = find_format(weight_format).name
         self.group_size = group_size
         self.method = method
-        self.modules_to_not_convert = _patterns(modules_to_not_convert)
+        names = _patterns(modules_to_not_convert)
+        self.modules_to_not_convert = None if names is None else parts_of_names(names)
         self.quantize_head = quantize_head
         self.quantize_embeddings = quantize_embeddings
         self.fuse = fuse

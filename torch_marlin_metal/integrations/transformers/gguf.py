@@ -1,20 +1,50 @@
 """transformers' `from_pretrained(dir, gguf_file=...)`: 4-bit tensors stay packed, the others are loaded as floats."""
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.utils import logging
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.directory import open_reader
+from torch_marlin_metal.checkpoints.files.gguf import read_gguf
+from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
-from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP, PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.models.empty_model import COMPUTED
+from torch_marlin_metal.models.gguf_settings import check_settings, corrected, unknown_keys
 from torch_marlin_metal.patterns import selects
 
 logger = logging.get_logger(__name__)
+# Architectures of files and transformers' model types. transformers has no table for Llama 4's text model.
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi2": "phi",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "starcoder2": "starcoder2",
+    "stablelm": "stablelm",
+    "command-r": "cohere",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "nemotron": "nemotron",
+}
 
 
 class MarlinGgufQuantizer(MarlinQuantizer):
@@ -37,6 +67,19 @@ class MarlinGgufQuantizer(MarlinQuantizer):
             logger.warning(told)
         self._packed = PackedCheckpoint(reader, self.quantization_config)
 
+    def _process_model_before_weight_loading(
+        self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Refuses a file that the model's config does not reflect, and makes place for the packed layers."""
+        assert self._packed is not None
+        reader = self._packed.reader
+        assert isinstance(reader, GgufReader)
+        ignore = self.quantization_config.ignore or ()
+        unknown = check_settings(OP, reader.path, model, reader.metadata, reader.tensors, ignore)
+        if unknown:
+            logger.warning(unknown_keys(reader.path, unknown))
+        super()._process_model_before_weight_loading(model, device_map, checkpoint_files, **kwargs)
+
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns `dtype`, or torch's default dtype if it is None."""
         return torch.get_default_dtype() if dtype is None else dtype
@@ -52,3 +95,39 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.quantization_config.quant_method = Method.NATIVE
         return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
+    """Wraps transformers' `load_gguf_checkpoint`, so that the config that it makes has all that the file says.
+
+    Args:
+        original: the function to wrap.
+        active: returns whether this package loads checkpoints at present.
+    """
+
+    @functools.wraps(original)
+    def load_gguf_checkpoint(gguf_checkpoint_path: str, return_tensors: bool = False, **kwargs: Any) -> Any:
+        settings = None if return_tensors or not active() else _settings(Path(gguf_checkpoint_path))
+        if settings is not None:
+            return {"config": settings}
+        return original(gguf_checkpoint_path, return_tensors=return_tensors, **kwargs)
+
+    return load_gguf_checkpoint
+
+
+def _settings(path: Path) -> dict[str, Any] | None:
+    """Returns a file's settings as transformers' config.json has them; None for other architectures."""
+    metadata, tensors = read_gguf(path)
+    architecture = str(metadata.get("general.architecture", ""))
+    kind = MODEL_TYPES.get(architecture)
+    if kind is None:
+        return None
+    if architecture == "llama" and metadata.get("llama.expert_count"):
+        kind = "mixtral"
+    settings: dict[str, Any] = {"model_type": kind}
+    for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
+        settings[name] = metadata.get(f"tokenizer.{key}")
+    # What the settings of layers and rotary embeddings must be depends on the numbers, so the numbers come first.
+    numbers = corrected(CONFIG_MAPPING[kind](), metadata, tensors)
+    settings |= {name: value for name, value in numbers.items() if isinstance(value, bool | int | float)}
+    return settings | corrected(CONFIG_MAPPING[kind](**settings), metadata, tensors)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers.modeling_gguf_pytorch_utils
 import transformers.modeling_utils
 import transformers.quantizers.auto as tables
 from transformers import AutoRoundConfig, GgufConfig, PreTrainedModel
@@ -31,9 +32,10 @@ from transformers.utils import cached_file, logging
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
+from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, CONFIG_KEYS, find_settings
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
-from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer
+from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer, reads_all_settings
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
@@ -134,6 +136,8 @@ def _wrap() -> None:
     PreTrainedModel.from_pretrained = classmethod(_tries_twice(PreTrainedModel.from_pretrained.__func__))
     module.maybe_load_adapters = _notes_path(module.maybe_load_adapters)
     module.get_hf_quantizer = _chooses(module.get_hf_quantizer)
+    gguf = transformers.modeling_gguf_pytorch_utils
+    gguf.load_gguf_checkpoint = reads_all_settings(gguf.load_gguf_checkpoint, lambda: _active)
 
 
 def _tries_twice(original: Any) -> Any:
@@ -145,7 +149,8 @@ def _tries_twice(original: Any) -> Any:
         token = _load.set(load)
         try:
             try:
-                return original(cls, *args, **kwargs)
+                with spelled(_as_config):
+                    return original(cls, *args, **kwargs)
             except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
                 load.floats = isinstance(error, NothingPacked)
                 if load.config is None or (load.insists and not load.floats):
@@ -164,6 +169,11 @@ def _tries_twice(original: Any) -> Any:
             _load.reset(token)
 
     return from_pretrained
+
+
+def _as_config(option: str, value: object) -> str:
+    argument = option if value is None else f"{option}={value!r}"
+    return f"quantization_config=MarlinConfig({argument})"
 
 
 def _notes_path(original: Any) -> Any:

@@ -1,0 +1,124 @@
+"""Code asks for what a format is, not for its name: names of formats are compared with nothing outside the tables."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from torch_marlin_metal.formats import ALIASES, WEIGHT_FORMATS
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names that are rows of a table.
+
+    Attributes:
+        enumeration: the names' type in C++. C++ outside of `tables` must not write its enumerators at all.
+        names: the names as text, which may be passed on and stored, but not compared.
+        tables: files of csrc/ and kernels/ that have a row for each name.
+        left: how many comparisons each file of the package still has. Numbers may only shrink; remove zeros.
+    """
+
+    enumeration: str
+    names: frozenset[str]
+    tables: tuple[str, ...]
+    left: dict[str, int] = field(default_factory=dict)
+
+
+KINDS = {
+    "weight formats": Names(
+        enumeration="WeightFormat",
+        names=frozenset((*WEIGHT_FORMATS, *ALIASES)),
+        tables=(
+            "kernels/shared/types.h",
+            # counts of instructions: a row for each kernel, format and tile
+            "csrc/planner/cost/instruction_counts.h",
+            "csrc/planner/cost/activation_counts.h",
+            "csrc/planner/cost/tensor_counts.h",
+        ),
+    ),
+}
+
+
+def in_cpp(text: str, kind: Names) -> Iterator[int]:
+    """Yields the lines that write an enumerator, or compare with a name."""
+    names = "|".join(sorted(kind.names, key=len, reverse=True))
+    literal = rf'"(?:{names})"'
+    found = rf"\b{kind.enumeration}::(?:{names})\b|[=!]=\s*{literal}|{literal}\s*[=!]=|\bstarts_with\({literal}"
+    code = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
+    for match in re.finditer(found, code):
+        yield code.count("\n", 0, match.start()) + 1
+
+
+def constants(node: ast.AST) -> Iterator[str]:
+    """Yields the texts of an operand: of a literal, or of the items of a tuple, list or set."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+        for item in node.elts:
+            yield from constants(item)
+
+
+def in_python(text: str, kind: Names) -> Iterator[int]:
+    """Yields the lines that compare with a name: ==, !=, in, not in, startswith, endswith, and `case` of a match."""
+    for node in ast.walk(ast.parse(text)):
+        operands: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            operands = list(node.args) if node.func.attr in ("startswith", "endswith") else []
+        if any(name in kind.names for operand in operands for name in constants(operand)):
+            yield node.lineno if not isinstance(node, ast.MatchValue) else node.value.lineno
+
+
+def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
+    """Returns the lines of each file of the product that depend on a name."""
+    found = {}
+    for room, readers in (
+        ("csrc", {".h": in_cpp, ".cpp": in_cpp, ".mm": in_cpp}),
+        ("kernels", {".h": in_cpp, ".metal": in_cpp}),
+        ("torch_marlin_metal", {".py": in_python}),
+    ):
+        for path in sorted((root / room).rglob("*")):
+            name = path.relative_to(root).as_posix()
+            reader = readers.get(path.suffix)
+            if reader is not None and name not in kind.tables and (lines := sorted(reader(path.read_text(), kind))):
+                found[name] = lines
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_compared_only_in_tables(kind: str) -> None:
+    names = KINDS[kind]
+    found = {file: lines for file, lines in comparisons(ROOT, names).items() if len(lines) != names.left.get(file)}
+    assert not found, f"ask for a trait of the {kind} instead (kernels/shared/types.h): file and lines {found}"
+    assert all((ROOT / table).exists() for table in names.tables)
+
+
+PLANTED = {
+    "csrc/planner/a.cpp": "// WeightFormat::lut4\nbool f(WeightFormat x) { return x == WeightFormat::lut4; }\n",
+    "csrc/mps/b.mm": 'bool f() {\n  return name(format) == "nvfp4";\n}\n',
+    "kernels/gemm/c.h": "template <>\nstruct Operand<WeightFormat::uint4_bias> {};\n",
+    "kernels/gemm/d.metal": "  switch (format) {\n    case WeightFormat::uint4:\n",
+    "torch_marlin_metal/e.py": '"""lut4 == lut4"""\nlut = name == "nf4"\n',
+    "torch_marlin_metal/f.py": 'x = {"lut4": 1}\ncoded = weight.weight_format in ("nvfp4", "mxfp4")\n',
+    "torch_marlin_metal/g.py": 'match name:\n    case "uint4" | "uint4b8":\n        pass\n',
+    "torch_marlin_metal/h.py": 'make(weight_format="uint4b8")\nif name.startswith("uint4"):\n    pass\n',
+}
+
+
+def test_a_planted_comparison_is_found(tmp_path: Path) -> None:
+    for file, text in PLANTED.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = comparisons(tmp_path, KINDS["weight formats"])
+    assert {file: set(lines) for file, lines in found.items()} == {file: {2} for file in PLANTED}

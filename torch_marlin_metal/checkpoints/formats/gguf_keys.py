@@ -1,0 +1,247 @@
+"""What the metadata keys of GGUF files mean for a model of transformers.
+
+`KEYS` has every key of the namespace of an architecture ("llama.rope.freq_base", here without "llama.") that the
+package gguf can write. A key that changes what a model computes names the settings of transformers' configs that hold
+it. A key of another kind of model has no setting, so a file with such a key is refused.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, SkippedArray
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one metadata key means.
+
+    Attributes:
+        settings: names of the setting in transformers' configs; the first that a config has counts.
+        neutral: values with the meaning of an absent key. A config without the setting is right for them.
+        off: the setting's value for a neutral value, if a config has the setting.
+        size: whether the shapes of the tensors say the same. Loading compares these, so the key is not compared.
+        special: whether `models.gguf_settings` or `models.gguf_rope` has code of its own for it.
+        harmless: why the key changes nothing that a model computes, or "".
+    """
+
+    settings: tuple[str, ...] = ()
+    neutral: tuple[Any, ...] = ()
+    off: Any = None
+    size: bool = False
+    special: bool = False
+    harmless: str = ""
+
+
+ABSENT = Key(neutral=(0, False))
+ROPE = Key(special=True)
+KEYS: dict[str, Key] = {
+    # Sizes
+    "vocab_size": Key(harmless="the embedding's shape counts"),
+    "embedding_length": Key(("hidden_size",), size=True),
+    "block_count": Key(("num_hidden_layers",), size=True),
+    "feed_forward_length": Key(("intermediate_size",), size=True),
+    "expert_count": Key(("num_local_experts", "num_experts"), (0,)),
+    "expert_feed_forward_length": Key(("moe_intermediate_size", "intermediate_size"), (0,), size=True),
+    "expert_shared_feed_forward_length": Key(("shared_expert_intermediate_size",), (0,), size=True),
+    "expert_shared_count": Key(harmless="the names and shapes of the tensors say it"),
+    "leading_dense_block_count": Key(harmless="the names of the tensors say it"),
+    "interleave_moe_layer_step": Key(harmless="the names of the tensors say it"),
+    "moe_every_n_layers": Key(harmless="the names of the tensors say it"),
+    # Attention
+    "attention.head_count": Key(("num_attention_heads",)),
+    "attention.head_count_kv": Key(("num_key_value_heads",)),
+    "attention.key_length": Key(special=True),
+    "attention.value_length": Key(special=True),
+    "attention.key_length_swa": Key(special=True),
+    "attention.value_length_swa": Key(special=True),
+    "attention.layer_norm_epsilon": Key(("layer_norm_eps", "norm_epsilon", "norm_eps", "rms_norm_eps")),
+    "attention.layer_norm_rms_epsilon": Key(("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")),
+    "attention.scale": Key(special=True),
+    "attention.sliding_window": Key(("sliding_window", "attention_chunk_size"), (0,)),
+    "attention.sliding_window_pattern": Key(special=True),
+    "attention.clamp_kqv": Key(("clip_qkv",), (0,)),
+    "attention.causal": Key(neutral=(True,)),
+    "attention.max_alibi_bias": ABSENT,
+    "attention.temperature_scale": Key(("attn_scale",), (0,)),
+    "attention.temperature_length": Key(("floor_scale",), (0,)),
+    "attn_logit_softcapping": Key(("attn_logit_softcapping",), (0,)),
+    "final_logit_softcapping": Key(("final_logit_softcapping",), (0,)),
+    "use_parallel_residual": Key(special=True),
+    # Multipliers
+    "logit_scale": Key(("logit_scale", "logits_scaling"), (0, 1), 1.0),
+    "residual_scale": Key(("residual_multiplier",), (0, 1), 1.0),
+    "embedding_scale": Key(("embedding_multiplier",), (0, 1), 1.0),
+    # Experts
+    "expert_used_count": Key(("num_experts_per_tok",), (0,)),
+    "expert_weights_norm": Key(special=True),
+    "expert_weights_scale": Key(neutral=(0, 1)),
+    "expert_gating_func": Key(special=True),
+    "expert_group_count": Key(neutral=(0, 1)),
+    "expert_group_used_count": Key(neutral=(0, 1)),
+    # Rotary embedding
+    "rope.dimension_count": ROPE,
+    "rope.dimension_count_swa": ROPE,
+    "rope.freq_base": ROPE,
+    "rope.freq_base_swa": ROPE,
+    "rope.scale_linear": ROPE,  # the name of rope.scaling.factor in files of 2023
+    "rope.scaling.type": ROPE,
+    "rope.scaling.factor": ROPE,
+    "rope.scaling.attn_factor": ROPE,
+    "rope.scaling.original_context_length": ROPE,
+    "rope.scaling.yarn_log_multiplier": ROPE,
+    "rope.scaling.yarn_ext_factor": ROPE,
+    "rope.scaling.yarn_attn_factor": ROPE,
+    "rope.scaling.yarn_beta_fast": ROPE,
+    "rope.scaling.yarn_beta_slow": ROPE,
+    "rope.scaling.finetuned": Key(harmless="it says how the model was trained"),
+    # Without influence on a forward pass
+    "context_length": Key(harmless="it is a recommendation; rope.scaling.* says what depends on it"),
+    "pooling_type": Key(harmless="a program pools a model's outputs"),
+    "classifier.output_labels": Key(harmless="they are names"),
+    "tensor_data_layout": Key(special=True),
+    # Keys of other kinds of models
+    **dict.fromkeys(
+        (
+            "embedding_length_out",
+            "features_length",
+            "expert_chunk_feed_forward_length",
+            "expert_group_scale",
+            "experts_per_group",
+            "moe_latent_size",
+            "nextn_predict_layers",
+            "n_deepstack_layers",
+            "decoder_start_token_id",
+            "decoder_block_count",
+            "router_logit_softcapping",
+            "swin_norm",
+            "rescale_every_n_layers",
+            "time_mix_extra_dim",
+            "time_decay_extra_dim",
+            "token_shift_count",
+            "full_attention_interval",
+            "activation_sparsity_scale",
+            "altup.active_idx",
+            "altup.num_inputs",
+            "embedding_length_per_layer_input",
+            "swiglu_clamp_exp",
+            "swiglu_clamp_shexp",
+            "attention.group_norm_epsilon",
+            "attention.group_norm_groups",
+            "attention.q_lora_rank",
+            "attention.kv_lora_rank",
+            "attention.decay_lora_rank",
+            "attention.iclr_lora_rank",
+            "attention.value_residual_mix_lora_rank",
+            "attention.gate_lora_rank",
+            "attention.relative_buckets_count",
+            "attention.output_scale",
+            "attention.key_length_mla",
+            "attention.value_length_mla",
+            "attention.shared_kv_layers",
+            "rope.dimension_sections",
+            "rope.scaling.alpha",
+            "ssm.conv_kernel",
+            "ssm.inner_size",
+            "ssm.state_size",
+            "ssm.time_step_rank",
+            "ssm.group_count",
+            "ssm.dt_b_c_rms",
+            "kda.head_dim",
+            "wkv.head_size",
+            "posnet.embedding_length",
+            "posnet.block_count",
+            "convnext.embedding_length",
+            "convnext.block_count",
+            "shortconv.l_cache",
+        ),
+        ABSENT,
+    ),
+}
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class FileSettings:
+    """The keys and tensors of a GGUF file that say something about the model.
+
+    Attributes:
+        architecture: the name that begins the keys.
+        values: values by key, without the architecture's name: numbers, texts, lists of numbers, or `SkippedArray`. If
+            all numbers of a list, one for each layer, are equal, the value is that number.
+        tensors: the tensors of the file.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
+        self.architecture = str(metadata.get("general.architecture", ""))
+        prefix = f"{self.architecture}."
+        stated = {key: value for key, value in metadata.items() if key.startswith(prefix)}
+        self.values = {key.removeprefix(prefix): _value(key, value) for key, value in stated.items()}
+        self.tensors = tensors
+
+    def full(self, key: str) -> str:
+        """Returns a key as the file has it."""
+        return f"{self.architecture}.{key}"
+
+    def number(self, key: str) -> float | None:
+        """Returns the number of a key, or None if the file has no such key.
+
+        Raises:
+            CheckpointError: the value is not one finite number.
+        """
+        value = self.values.get(key)
+        if value is None or (isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)):
+            return value
+        raise CheckpointError(f"{self.full(key)}: expected one finite number, got {shown(value)}")
+
+    def unknown(self) -> list[str]:
+        """Returns the keys that `KEYS` does not have, as the file has them."""
+        return [self.full(key) for key in self.values if key not in KEYS]
+
+    def factors(self, name: str) -> Tensor | None:
+        """Returns a tensor of rotary factors in fp64 `[D / 2]`, or None if the file has none of this name."""
+        tensor = self.tensors.get(name)
+        return tensor.read().double().flatten() if tensor is not None and tensor.is_plain else None
+
+    def has(self, ending: str) -> bool:
+        """Returns whether the first block has a tensor, for example "attn_q.bias"."""
+        return f"blk.0.{ending}" in self.tensors
+
+
+def _value(key: str, value: Any) -> Any:
+    if isinstance(value, memoryview):
+        numbers = value.tolist()
+        return numbers[0] if numbers and len(set(numbers)) == 1 and not key.endswith("_pattern") else numbers
+    return value
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a message: floats with the digits that fp32 has, long lists shortened."""
+    if isinstance(value, SkippedArray):
+        return f"an array of {value.count}"
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if isinstance(value, list | tuple):
+        parts = [shown(item) for item in value[:4]] + [f"... ({len(value)} numbers)"] * (len(value) > 4)
+        return f"[{', '.join(parts)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {shown(item)}" for name, item in value.items()) + "}"
+    return repr(value)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Returns whether two settings are equal; floats may differ as fp32 rounds them."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (first, second))
+    if numbers:
+        return math.isclose(first, second, rel_tol=2 * torch.finfo(torch.float32).eps)
+    return bool(first == second)
