@@ -1,7 +1,8 @@
 """Chooses layers and tensors by name, for the arguments `include`, `exclude`, `ignore` and `keep`.
 
 A choice is a pattern, a list of patterns or a function. A pattern is shell-style ("encoder.*.query", see `fnmatch`).
-With the prefix "re:" it is a regular expression that must match the whole name. A function takes the name and, if the
+With the prefix "re:" it is a regular expression that must match the whole name, and with "part:" one or more whole
+components of the name ("part:o_proj", "part:layers.0"). A function takes the name and, if the
 argument chooses modules of a model, the module.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+PART = "part:"
 Patterns = str | Sequence[str]
 NameFilter = Patterns | Callable[[str], bool]
 Filter = Patterns | Callable[[str, nn.Module], bool]
@@ -30,6 +32,14 @@ def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: n
     return any(_matches(pattern, name) for pattern in _patterns(choice))
 
 
+def parts_of_names(names: Sequence[str]) -> list[str]:
+    """Returns patterns for names as transformers takes them, where "o_proj" stands for every layer of that name.
+
+    Names with wildcards or a prefix stay as they are.
+    """
+    return [name if ":" in name or any(sign in name for sign in "*?[") else f"{PART}{name}" for name in names]
+
+
 def check_patterns(op: str, names: Iterable[str], **choices: Any) -> None:
     """Raises an error if a pattern matches none of the names. Choices that are functions are not checked.
 
@@ -46,7 +56,7 @@ def check_patterns(op: str, names: Iterable[str], **choices: Any) -> None:
         for pattern in _patterns(choice):
             if any(_matches(pattern, name) for name in known):
                 continue
-            message = f"{op}: {argument}: {pattern!r} matches none of the {len(known)} layers"
+            message = f"{op}: {argument}: {pattern.removeprefix(PART)!r} matches none of the {len(known)} layers"
             if wider := next((name for name in known if pattern in name), ""):
                 message += f"; a pattern is for the whole name: '*{pattern}*' takes {wider}"
             raise ValueError(message)
@@ -59,6 +69,8 @@ def _patterns(choice: Any) -> list[str]:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith(PART):
+        return f".{pattern.removeprefix(PART)}." in f".{name}."
     if not pattern.startswith("re:"):
         return fnmatch.fnmatchcase(name, pattern)
     try:

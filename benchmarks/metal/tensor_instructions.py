@@ -36,7 +36,8 @@ from softmetal.witness.libraries import MLX_WITH_TENSORS, mlx_include  # noqa: E
 
 STUB = ROOT / "benchmarks" / "agx" / "tensor_stub"
 HEADER = ROOT / "csrc/planner/cost/tensor_counts.h"
-TABLES = {"float16": "kTensorCounts", "float32": "kTensorFloat32Counts"}
+# By the dtype of the counted code. The M1 has no bfloat instructions, so floats take the place of bfloat.
+TABLES = {"float16": "kTensorCounts", "float32": "kTensorBfloatCounts"}
 PRODUCTS = 32 * 32 * 32 // 512  # of 512 multiply-adds, in a simdgroup's step
 WEIGHTS = 64 * 64  # of a step
 LANES = 128
@@ -179,7 +180,7 @@ def planner_tables(*, check: bool) -> int:
         folder = Path(name)
         prepare_ours(folder)
         for dtype, array in TABLES.items():
-            table = "".join(f"    {planner_row(folder, form, dtype)}\n" for form in instructions.FORMATS)
+            table = "".join(f"    {planner_row(folder, form, dtype)}\n" for form in PAIRS)
             if not check:
                 kernel_counts.write(array, HEADER, table)
                 continue
@@ -202,9 +203,14 @@ def mlx(folder: Path, header: str, entry: str) -> Counts:
 
 
 def prepare_ours(folder: Path) -> None:
-    """Copies our sources and the stub, in words that the tool can read."""
+    """Copies our sources and the stub, in words that the tool can read. Adds instances for float activations."""
     instructions.readable_copy(folder)
     shutil.copytree(STUB, folder, dirs_exist_ok=True)
+    with (folder / "kernels/gemm/tensor.metal").open("a") as source:
+        source.writelines(
+            f'MARLIN_INSTANTIATE_AS("gemm_tensor_{form}_float32", gemm_tensor<WeightFormat::{form}, float>)\n'
+            for form in PAIRS
+        )
 
 
 def prepare(folder: Path) -> None:

@@ -40,7 +40,7 @@ FORMATS = {
     "mxfp4": quantized.Format("mxfp4", 32, 4),
     "nvfp4": quantized.Format("nvfp4", 16, 4),
 }
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ struct CompiledPlan {
   std::vector<id<MTLComputePipelineState>> pipelines;
 };
 
-// Raised if a kernel for tensor units does not compile, or cannot run as many threads as its plan needs. A second try
-// would fail, too, but a plan without such kernels may work.
+// Raised if a kernel for tensor units does not compile, cannot run as many threads as its plan needs, or assumes
+// another layout of operands than this GPU has. A second try would fail, too, but a plan without such kernels may work.
 struct NoTensorKernel : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

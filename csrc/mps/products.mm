@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <atomic>
@@ -41,10 +42,32 @@ GpuDevice without_tensor_units(GpuDevice device) {
   return device;
 }
 
+// Returns the reason why this GPU's tensor units cannot be used, or an empty text. The first call runs the probe.
+const std::string& tensor_layout_refusal() {
+  static const std::string refusal = [] {
+    Bindings bindings;
+    bindings[kSlotOut] = at::zeros({kTensorProbed}, at::TensorOptions(at::kMPS).dtype(at::kInt));
+    encode(compile(plan_tensor_probe()), bindings);
+    return marlin::tensor_layout_refusal(bindings[kSlotOut].cpu().data_ptr<int32_t>());
+  }();
+  return refusal;
+}
+
+// Compiles a plan. Throws NoTensorKernel, too, if the plan has a kernel for tensor units, and these hold operands
+// otherwise than the kernel assumes.
+CompiledPlan prepare(Plan plan) {
+  CompiledPlan compiled = compile(std::move(plan));
+  for (const Dispatch& dispatch : compiled.plan.dispatches) {
+    if (needs_tensor_units(dispatch.kernel) && !tensor_layout_refusal().empty())
+      throw NoTensorKernel(tensor_layout_refusal());
+  }
+  return compiled;
+}
+
 template <typename Problem>
 std::shared_ptr<const CompiledPlan> cached_plan(const Problem& problem, const Tensor& like, bool tensor_units) {
   using Plans = PlanCache<Problem, CompiledPlan>;
-  static auto* plans = new Plans(this_gpu(like), compile);
+  static auto* plans = new Plans(this_gpu(like), prepare);
   static auto* other_plans = new Plans(without_tensor_units(this_gpu(like)), compile);
   return (tensor_units ? plans : other_plans)->find_plan(problem);
 }

@@ -42,10 +42,19 @@ void check_weight(std::string_view op, const WeightProblem& weight) {
   if (scales > UINT32_MAX) refuse(op, "scales", "fewer than 2^32", std::to_string(scales));
 }
 
-void check_variant(std::string_view op, std::string_view variant, const GpuDevice& device) {
-  if (variant_of(variant) != GemmVariant::tensor || device.tensor_units) return;
-  refuse(op, "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")",
-         "'" + std::string(variant) + "'");
+void check_variant(std::string_view op, const GemmProblem& problem, const GpuDevice& device) {
+  if (variant_of(problem.variant) != GemmVariant::tensor) return;
+  const std::string got = "'" + std::string(problem.variant) + "'";
+  if (!device.tensor_units) {
+    refuse(op, "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")", got);
+  }
+  if (!has_tensor_kernel(problem.weight.format, problem.activations)) {
+    refuse(op, "variant",
+           "one that multiplies " + std::string(name(problem.activations)) + " activations by " +
+               std::string(name(problem.weight.format)) +
+               " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)",
+           got);
+  }
 }
 
 FunctionConstants weight_constants(const WeightProblem& weight) {

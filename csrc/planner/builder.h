@@ -16,8 +16,14 @@ namespace marlin {
 // Throws std::invalid_argument if no kernel can compute with this weight.
 void check_weight(std::string_view op, const WeightProblem& weight);
 
-// Throws std::invalid_argument if the text names the variant for tensor units and the device may not use these.
-void check_variant(std::string_view op, std::string_view variant, const GpuDevice& device);
+// Throws std::invalid_argument if the problem names the variant for tensor units, and the device may not use these or
+// there is no such kernel for its operands.
+void check_variant(std::string_view op, const GemmProblem& problem, const GpuDevice& device);
+
+// Returns true if the device has a kernel for tensor units for this problem.
+inline bool has_tensor_kernel(const GemmProblem& problem, const GpuDevice& device) {
+  return device.tensor_units && has_tensor_kernel(problem.weight.format, problem.activations);
+}
 
 inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
 

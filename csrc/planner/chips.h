@@ -92,8 +92,8 @@ constexpr Figure assumed(double value) {
 // counts as two flop.
 //   most_threads                   the most threads that are resident
 //   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32
-//   tensor_clocks_fp16, _fp32      the same for 512 multiply-adds of the tensor units, of fp16 or bfloat, or of fp32;
-//                                  0 if there are none
+//   tensor_clocks_fp16             the same for 512 multiply-adds of the tensor units, of fp16 or bfloat; 0 if there
+//                                  are none
 //   matrix_overlap                 issue time and matrix time of a core overlap; this fraction of the shorter one is
 //                                  hidden
 #define MARLIN_FAMILY_FIGURES(X) \
@@ -103,7 +103,6 @@ constexpr Figure assumed(double value) {
   X(matrix_clocks_fp16)          \
   X(matrix_clocks_fp32)          \
   X(tensor_clocks_fp16)          \
-  X(tensor_clocks_fp32)          \
   X(matrix_overlap)              \
   X(half_registers)              \
   X(most_threads)                \
@@ -123,21 +122,21 @@ struct GpuFamily {
 
 // Measurements show that Apple8 has Apple7's core at another clock. From Apple9 on, registers, threadgroup memory and
 // L1 share one memory, which is divided while kernels run. Its size is not published, so Apple7's sizes are used.
-// Apple10 is the first with tensor units. It is assumed that they multiply fp32 no faster than simdgroup matrices do.
+// Apple10 is the first with tensor units.
 inline constexpr auto kGpuFamilies = [] {
   using namespace figures;
   return std::array<GpuFamily, 4>{{
       {7, false, metal_benchmarks(4), metal_benchmarks(256), metal_benchmarks(256), metal_benchmarks(17),
-       metal_benchmarks(18), apple(0), apple(0), prompt_rate(0.3), metal_benchmarks(106496), metal_benchmarks(3072),
+       metal_benchmarks(18), apple(0), prompt_rate(0.3), metal_benchmarks(106496), metal_benchmarks(3072),
        metal_benchmarks(61440), metal_benchmarks(8192), metal_benchmarks(64), metal_benchmarks(32),
        metal_benchmarks(12288), as_en(311)},
       {8, false, metal_benchmarks(4), metal_benchmarks(256), metal_benchmarks(256), assumed(17), assumed(18), apple(0),
-       apple(0), prompt_rate(0.3), assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64),
-       assumed(32), assumed(12288), assumed(311)},
-      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), apple(0), apple(0), prompt_rate(0.7),
+       prompt_rate(0.3), assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32),
+       assumed(12288), assumed(311)},
+      {9, true, assumed(4), derived(256), derived(256), assumed(17), assumed(18), apple(0), prompt_rate(0.7),
        assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32), assumed(12288),
        assumed(311)},
-      {10, true, assumed(4), a19_test(256), a19_test(436), assumed(17), assumed(18), tensor_rate(4.26), assumed(18),
+      {10, true, assumed(4), a19_test(256), a19_test(436), assumed(17), assumed(18), tensor_rate(4.26),
        prompt_rate(0.8), assumed(106496), assumed(3072), assumed(61440), assumed(8192), assumed(64), assumed(32),
        assumed(12288), assumed(311)},
   }};

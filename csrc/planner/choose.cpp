@@ -62,10 +62,10 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   const WeightProblem& weight = problem.weight;
   if (problem.M == 0) refuse("gemm", "M", "at least 1", "0");
   check_weight("gemm", weight);
-  check_variant("gemm", problem.variant, device);
+  check_variant("gemm", problem, device);
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {
-    if (row.variant == GemmVariant::tensor && !device.tensor_units) continue;
+    if (row.variant == GemmVariant::tensor && !has_tensor_kernel(problem, device)) continue;
     if (!fits(row, problem.activations) || (problem.variant != "auto" && !names(problem.variant, row))) continue;
     if (const auto tiling = functions_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
   }

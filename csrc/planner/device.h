@@ -14,7 +14,7 @@ struct GpuDevice {
   bool half_subnormals = false;  // true if the kernel probe_half_subnormals stored 1
   const Chip* chip = &kChips.front();
   MetalSystem system{};
-  bool tensor_units = false;  // true if gemm_tensor may run: the gate admits `system`, and the kernel compiles
+  bool tensor_units = false;  // true if gemm_tensor may run: the gate admits `system`, and nothing failed
 
   auto operator<=>(const GpuDevice&) const = default;
 };

@@ -68,7 +68,7 @@ Tiling tensor_candidate(GemmTile row, const MoeProblem& problem) {
 // tensor units: the table holds times of dense products, and no time of these units is known on any GPU.
 std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool measured = device.tensor_units && variant_of(product.tuned) == GemmVariant::tensor;
+  const bool measured = variant_of(product.tuned) == GemmVariant::tensor && has_tensor_kernel(product, device);
   return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
 }
 
@@ -145,7 +145,7 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
     refuse("moe_gemm", "a", "at most 2^32 elements from the first to the last with variant 'fused'",
            std::to_string(extent));
   }
-  check_variant("moe_gemm", product.variant, device);
+  check_variant("moe_gemm", product, device);
   const std::string_view variant = wanted_variant(problem, device);
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {

@@ -53,6 +53,10 @@ bool applies_gate(const Plan& plan);
 Plan plan_embedding(const EmbeddingProblem& problem);
 Plan plan_repack(const RepackProblem& problem);
 Plan plan_probe();
+Plan plan_tensor_probe();
+// Returns the reason why the kernels for tensor units cannot run on a GPU, from the kTensorProbed words that the plan
+// of plan_tensor_probe() stored; an empty text if they can.
+std::string tensor_layout_refusal(const int32_t* words);
 
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch);
 std::ostream& operator<<(std::ostream& stream, const Plan& plan);

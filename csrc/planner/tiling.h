@@ -52,7 +52,7 @@ constexpr uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& pr
   if (tiling.variant == GemmVariant::fused) {
     return fused_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
   }
-  if (tiling.variant == GemmVariant::tensor) return kTensorThreadgroupBytes;
+  if (tiling.variant == GemmVariant::tensor) return 0;
   return tile_threadgroup_bytes(tiling.tile, problem.activations, tiling.stages);
 }
 

@@ -50,14 +50,14 @@ py::dict budget_without_staging(const GemmTile& row, const KernelCounts& counts,
   return entry;
 }
 
-// gemm_tensor keeps nothing but a table in threadgroup memory. Its registers are those of an M1 (tensor_counts.h).
+// gemm_tensor uses no threadgroup memory. Its registers are those of an M1 (tensor_counts.h).
 py::dict tensor_budget(const GemmTile& row, const KernelCounts& counts, ElementType activations) {
   py::dict entry = row_of(row, activations);
   entry["simdgroups"] = tensor_threads(row.tile) / kSimdWidth;
   entry["activation_bytes"] = 0;
   entry["code_bytes"] = 0;
-  entry["staging_bytes"] = uint32_t{kTensorThreadgroupBytes};
-  entry["threadgroup_bytes"] = uint32_t{kTensorThreadgroupBytes};
+  entry["staging_bytes"] = 0;
+  entry["threadgroup_bytes"] = 0;
   entry["refused"] = "";
   entry["accumulators"] = row.tile.M * row.tile.N / tensor_threads(row.tile);
   entry["half_registers"] = counts.half_registers;
@@ -103,7 +103,7 @@ py::list tile_budgets(ElementType activations) {
                                     : staged_budget(*row, activations, with.half_registers));
   }
   for (const GemmTile& row : kGemmTiles) {
-    if (row.variant == GemmVariant::tensor)
+    if (row.variant == GemmVariant::tensor && has_tensor_kernel(WeightFormat{}, activations))
       budgets.append(tensor_budget(row, tensor_counts(WeightFormat{}, activations), activations));
   }
   for (uint32_t M : {64, 128}) {

@@ -170,7 +170,18 @@ enum {
   kTensorColumns = 32,
   kTensorK = 32,
   kTensorMaxSimdgroups = 8,
-  kTensorThreadgroupBytes = kLutSize * 4,  // for a table; launches of every format ask for these bytes
+};
+
+// What probe_tensor_layout stores for the left operand, the right operand and the sums, first of half and then of
+// bfloat operands:
+//   kTensorMatches   all elements lie where tensor_place says
+//   kTensorElement   bits 24 to 28 are a lane, 16 to 19 its element, 8 to 15 and 0 to 7 the element's row and column
+//   kTensorCapacity  the low 16 bits are the number of elements that a lane holds
+enum {
+  kTensorMatches = 1,
+  kTensorElement = 1 << 30,
+  kTensorCapacity = 1 << 29,
+  kTensorProbed = 6,
 };
 
 // Returns true if gemm_tensor multiplies codes by their scales before the product. An E2M1 code and an E4M3 scale have

@@ -1,7 +1,10 @@
 // The body of the kernels for the tensor units of the M5. They compute y^T = W^T a^T in products of 16 x 32 x 16, whose
 // operands and sums are in registers. Codes enter the product exactly, as whole numbers or E2M1 values, and the sums
-// are scaled in fp32 at the end of each group. Both operands come straight from device loads, so the K loop needs no
+// are scaled in fp32 at the end of each group. Both operands come straight from device loads, so the kernel needs no
 // threadgroup memory and no barrier.
+//
+// Operands are half or bfloat. Floats have another layout unless the product may round them, and gain nothing: an M5
+// multiplies exact floats in blocks of 8 x 8, as simdgroup matrices. Tables have entries that need floats.
 //
 // A left operand is 16 columns of the weight, and a right operand is 32 rows of activations. A simdgroup computes 32
 // columns of 32 rows, so it has two left operands, f = 0 and f = 1. Row v of the upper half of operand f is column
@@ -10,11 +13,8 @@
 // it needs no scale of another column.
 #pragma once
 
-#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
-#include <metal_tensor>
-
-#include "kernels/gemm/fragment.h"
 #include "kernels/gemm/product.h"
+#include "kernels/gemm/tensor_layout.h"
 
 namespace marlin {
 
@@ -23,15 +23,7 @@ enum {
   kTensorQuads = kTensorRows / 8,     // rows of which a lane loads activations
 };
 
-// A lane holds eight elements of a block of 16 x 16: four adjacent elements of row `row`, the first of them in column
-// `column`, and the four elements 8 rows below them. Apple does not document this layout; MLX's kernels for the M5 rely
-// on it.
-MARLIN_INLINE LanePlace tensor_place(uint lane) {
-  const uint quad = lane >> 2;
-  return {(quad & 4u) | ((lane >> 1) & 3u), 4 * ((quad & 2u) | (lane & 1u))};
-}
-
-// A lane's elements of an operand or of the sums. Blocks of 16 x 16 follow each other, 8 elements each.
+// A lane's elements of an operand or of the sums, in the order of tensor_place.
 template <typename R, uint count>
 struct TensorElements {
   R e[count];
@@ -41,9 +33,7 @@ struct TensorElements {
 template <typename R>
 MARLIN_INLINE void tensor_multiply(const thread TensorElements<R, 8>& left, const thread TensorElements<R, 16>& right,
                                    thread TensorElements<float, 16>& sum) {
-  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
-      16, 32, 16, false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-  mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
+  auto product = tensor_product();
   auto a = product.template get_left_input_cooperative_tensor<R, R, float>();
   auto b = product.template get_right_input_cooperative_tensor<R, R, float>();
   auto c = product.template get_destination_cooperative_tensor<remove_addrspace_t<decltype(a)>,
@@ -55,20 +45,9 @@ MARLIN_INLINE void tensor_multiply(const thread TensorElements<R, 8>& left, cons
   MARLIN_UNROLL for (ushort i = 0; i < 16; ++i) sum.e[i] = c[i];
 }
 
-// The type of both operands. A table has entries that only fp32 holds exactly.
-template <CodeKind kind, typename T>
-struct TensorOperand {
-  typedef T type;
-};
-template <typename T>
-struct TensorOperand<CodeKind::table, T> {
-  typedef float type;
-};
-
 // The sums of one simdgroup over its slice of K, and the addresses that it reads.
 template <WeightFormat format, typename T>
 struct TensorAccumulators {
-  typedef typename TensorOperand<code_kind(format), T>::type R;
   typedef TensorElements<float, 16> Sums;
 
   Weight weight;
@@ -76,8 +55,7 @@ struct TensorAccumulators {
   uint n;                               // the lane's first column
   uint quad;                            // which four k of an operand the lane holds, 0..3
   const device T* x_row[kTensorQuads];  // rows of activations, at k = 0
-  const threadgroup float* table;
-  float4 scales, zeros;  // the group's scales and zeros for the lane's columns
+  float4 scales, zeros;                 // the group's scales and zeros for the lane's columns
   Sums sum[kTensorLeft];
   Sums total[kTensorLeft];
   Sums x_sum;  // for each element of `sum`, the sum of the activations over the same k
@@ -85,9 +63,9 @@ struct TensorAccumulators {
   // Returns true if the codes are multiplied by their scales before the product.
   static constexpr bool has_scaled_codes() { return tensor_scales_codes(format); }
   // Returns true if integers are decoded to multiples of 2^-9, which takes fewer instructions. Only half operands use
-  // this: activations of the other types can be so small that the sums would become subnormal.
+  // this: bfloat activations can be so small that the sums would become subnormal.
   static MARLIN_INLINE bool has_small_codes() {
-    return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<R, half>;
+    return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<T, half>;
   }
   static MARLIN_INLINE bool needs_x_sum() {
     return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
@@ -130,24 +108,24 @@ struct TensorAccumulators {
       packed = load_columns(weight.packed + ulong(k_lane / kCodesPerWord) * weight.N + n, weight.N - n);
       if (has_scaled_codes()) code_scales = scales_in_codes(k_lane);
     }
-    Vec8<R> codes[4];
+    Vec8<T> codes[4];
     MARLIN_UNROLL for (uint c = 0; c < 4; ++c) codes[c] = decoded(packed[c], half(zeros[c]), half(code_scales[c]));
     MARLIN_UNROLL for (uint j = 0; j < 2; ++j) {
       if (takes_half_words() && j == 1) continue;
-      TensorElements<R, 16> x;
+      TensorElements<T, 16> x;
       MARLIN_UNROLL for (uint t = 0; t < kTensorQuads; ++t) {
         vec<T, 4> loaded = vec<T, 4>(T(0.0f));
         if (has_k) loaded = a.load_quad(x_row[t] + (has_perm ? 0 : k_lane + 4 * j), k_lane + 4 * j);
-        MARLIN_UNROLL for (uint i = 0; i < 4; ++i) x.e[4 * t + i] = R(loaded[i]);
+        MARLIN_UNROLL for (uint i = 0; i < 4; ++i) x.e[4 * t + i] = loaded[i];
       }
       MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) {
-        TensorElements<R, 8> w;
-        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) w.e[i] = has_k ? codes[2 * f + i / 4].k[4 * j + i % 4] : R(0.0f);
+        TensorElements<T, 8> w;
+        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) w.e[i] = has_k ? codes[2 * f + i / 4].k[4 * j + i % 4] : T(0.0f);
         tensor_multiply(w, x, sum[f]);
       }
       if (needs_x_sum()) {
-        TensorElements<R, 8> ones;
-        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) ones.e[i] = R(1.0f);
+        TensorElements<T, 8> ones;
+        MARLIN_UNROLL for (uint i = 0; i < 8; ++i) ones.e[i] = T(1.0f);
         tensor_multiply(ones, x, x_sum);
       }
     }
@@ -171,23 +149,19 @@ struct TensorAccumulators {
   }
 
   // Decodes a word. If takes_half_words(), decodes only the lane's half of the word, to k[0..3].
-  MARLIN_INLINE Vec8<R> decoded(uint word, half zero, half scale) const thread {
-    Vec8<R> result;
+  MARLIN_INLINE Vec8<T> decoded(uint word, half zero, half scale) const thread {
+    Vec8<T> result;
     uint nibbles = word;
     if (takes_half_words()) {
       // exact_codes() decodes nibbles i and i + 4 together, so two of the four are moved to the upper half.
       const uint own = quad % 2 == 0 ? word : word >> 16;
       nibbles = (own & 0xFFu) | (own & 0xFF00u) << 8;
     }
-    if (has_lut(format)) {
-      MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) result.k[i] = R(table[(nibbles >> (4 * i)) & 15u]);
-    } else {
-      const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
-      const Vec8<half> codes = has_small_codes() ? small_codes(nibbles, zero_in_code)
-                                                 : exact_codes<code_kind(format)>(nibbles, zero_in_code);
-      MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
-        result.k[i] = R(float(has_scaled_codes() ? codes.k[i] * scale : codes.k[i]));
-      }
+    const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
+    const Vec8<half> codes =
+        has_small_codes() ? small_codes(nibbles, zero_in_code) : exact_codes<code_kind(format)>(nibbles, zero_in_code);
+    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
+      result.k[i] = T(float(has_scaled_codes() ? codes.k[i] * scale : codes.k[i]));
     }
     if (takes_half_words()) {
       result.k[2] = result.k[4];
@@ -218,8 +192,7 @@ struct ProductRows {
 // The kernels' common body: multiplies the threadgroup's rows and columns over split block.z.
 template <WeightFormat format, typename T, typename Rows>
 MARLIN_INLINE void tensor_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
-                               threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
-  load_table<format>(shared, product.lut, simdgroup * kSimdWidth + lane);
+                               uint3 block, uint lane, uint simdgroup, uint simdgroups) {
   const uint down = uint(rows_per_threadgroup) / kTensorRows;
   const uint across = simdgroups / down;
   const uint first_row = simdgroup / across * kTensorRows;
@@ -237,7 +210,6 @@ MARLIN_INLINE void tensor_rows(const thread Product<T>& product, const thread Ro
   sums.a = product.a;
   sums.n = min(n, N);  // columns at N and beyond load zero and are not stored
   sums.quad = place.column / 4;
-  sums.table = shared;
   MARLIN_UNROLL for (uint t = 0; t < kTensorQuads; ++t) {
     sums.x_row[t] = rows.start(product.a, first_row + place.row + 8 * t);
   }

@@ -8,12 +8,11 @@ using namespace marlin;
 
 template <WeightFormat format, typename T>
 [[kernel, max_total_threads_per_threadgroup(kTensorMaxSimdgroups* kSimdWidth)]] void gemm_tensor(
-    MARLIN_PRODUCT_BUFFERS, threadgroup float* shared [[threadgroup(0)]], uint3 block [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    MARLIN_PRODUCT_BUFFERS, uint3 block [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   const ProductRows rows{params.M, params.m_begin + block.y * uint(rows_per_threadgroup)};
   const Product<T> product = MARLIN_PRODUCT;
-  tensor_rows<format, T>(product, rows, params, shared, block, lane, simdgroup, simdgroups);
+  tensor_rows<format, T>(product, rows, params, block, lane, simdgroup, simdgroups);
 }
 
 MARLIN_FUNCTIONS(MARLIN_KERNELS_GEMM_TENSOR(MARLIN_INSTANTIATE))

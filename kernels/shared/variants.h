@@ -8,10 +8,13 @@
 #include "kernels/mlstm/params.h"
 #endif
 
-// The element types of activations and outputs, with their Metal types.
-#define MARLIN_FOR_EACH_ACTIVATION(X, ...) \
-  X(float16, half, __VA_ARGS__)            \
-  X(bfloat16, bfloat, __VA_ARGS__)         \
+// The element types of activations and outputs, with their Metal types; first those that the kernels for tensor units
+// have.
+#define MARLIN_FOR_EACH_TENSOR_ACTIVATION(X, ...) \
+  X(float16, half, __VA_ARGS__)                   \
+  X(bfloat16, bfloat, __VA_ARGS__)
+#define MARLIN_FOR_EACH_ACTIVATION(X, ...)          \
+  MARLIN_FOR_EACH_TENSOR_ACTIVATION(X, __VA_ARGS__) \
   X(float32, float, __VA_ARGS__)
 
 // One list per library; a library is one .metal file. Each row is X(library, kernel, naming, slots).
@@ -19,7 +22,8 @@
 // host_name() below builds the name under which the host finds a kernel, e.g. gemv_uint4b8_float16:
 //   kernel                                  if naming is plain
 //   kernel_<activation or output>           if naming is element
-//   kernel_<format>_<activation or output>  if naming is format_element
+//   kernel_<format>_<activation or output>  if naming is format_element or tensor_operands; the latter has only the
+//                                           activations of tensor units, and no format with a table
 // slots are the BufferSlots that the kernel declares.
 //
 // Launch sizes. Grids are counted in threadgroups. `rows` is the number of rows of M that one threadgroup computes. K
@@ -49,11 +53,13 @@
 //   gemm_striped_*: threads and threadgroup memory as gemm_double_buffered_*; grid (stripes, 1, 1); k_per_slice a
 //     multiple of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
 //   gemm_tensor: threads (tensor_threads(tile), 1, 1), grid (ceil(N / tile N), ceil(M / tile M), splits); k_per_slice a
-//     multiple of kTensorK, splits * k_per_slice >= K; threadgroup memory kTensorThreadgroupBytes; partials
-//     [splits, M, N] if splits > 1. The library needs Metal language version 4.0 and a GPU with tensor units.
+//     multiple of kTensorK, splits * k_per_slice >= K; no threadgroup memory; partials [splits, M, N] if
+//     splits > 1. The library needs Metal language version 4.0 and a GPU with tensor units.
 //   reduce_striped: threads as reduce; grid (tile N / width, tile M / height, stripes - 1), where z numbers the borders
 //     between stripes; width and height divide the tile's N and M.
 //   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
+//   probe_tensor_layout: threads (32, 1, 1), grid (1, 1, 1). Out: uint32 [kTensorProbed], see geometry.h. The library
+//     needs what gemm_tensor needs.
 //   moe_gemv: as gemv with one row per threadgroup; grid (pairs, ceil(N / kGemvColumns), 1); partials [1, pairs, N].
 //   moe_gemv_reduce: threads (32 * slices * top_k, 1, 1), grid (tokens, ceil(N / kGemvColumns), 1); simdgroup = slot *
 //     slices + slice; k_per_slice a multiple of kGemvK, slices * k_per_slice >= K; threadgroup memory as gemv.
@@ -113,7 +119,9 @@
 // The tiles M x N x K of gemm_tensor, as X(M, N, K).
 #define MARLIN_TENSOR_TILES(X) X(32, 64, 32) X(32, 128, 32) X(64, 64, 32) X(64, 128, 32)
 
-#define MARLIN_KERNELS_GEMM_TENSOR(X) X("gemm/tensor", gemm_tensor, format_element, kMaskAll)
+#define MARLIN_KERNELS_GEMM_TENSOR(X) X("gemm/tensor", gemm_tensor, tensor_operands, kMaskAll)
+
+#define MARLIN_KERNELS_TENSOR_PROBE(X) X("gemm/tensor_probe", probe_tensor_layout, plain, MARLIN_SLOT(kSlotOut))
 
 #define MARLIN_KERNELS_REDUCE(X)                 \
   X("gemm/reduce", reduce, element, kMaskReduce) \
@@ -140,7 +148,7 @@
   X("experts/moe_fused", moe_fused, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
 
 #define MARLIN_KERNELS_MOE_TENSOR(X) \
-  X("experts/moe_tensor", moe_tensor, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+  X("experts/moe_tensor", moe_tensor, tensor_operands, kMaskAll | MARLIN_SLOT(kSlotBlocks))
 
 #define MARLIN_KERNELS_MOE_REDUCE(X) \
   X("experts/moe_reduce", moe_reduce, element, kMaskReduce | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
@@ -178,6 +186,7 @@
   MARLIN_KERNELS_GEMM_STAGED(X)     \
   MARLIN_KERNELS_GEMM_STRIPED(X)    \
   MARLIN_KERNELS_GEMM_TENSOR(X)     \
+  MARLIN_KERNELS_TENSOR_PROBE(X)    \
   MARLIN_KERNELS_REDUCE(X)          \
   MARLIN_KERNELS_MOE_SORT(X)        \
   MARLIN_KERNELS_MOE_GEMV(X)        \
@@ -201,10 +210,17 @@
   MARLIN_INSTANTIATE_AS(#kernel "_" #format "_" #element, kernel<WeightFormat::format, type>)
 #define MARLIN_INSTANTIATE_FORMAT(format, codes, bits, offset, scales, zeros, group, formula, kernel) \
   MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_integer(format, kernel) \
+  MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_e2m1(format, kernel) MARLIN_INSTANTIATE_TENSOR_integer(format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_table(format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_FORMAT(format, codes, bits, offset, scales, zeros, group, formula, kernel) \
+  MARLIN_INSTANTIATE_TENSOR_##codes(format, kernel)
 
 #define MARLIN_INSTANTIATE_plain(kernel)
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_FORMAT, kernel)
+#define MARLIN_INSTANTIATE_tensor_operands(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_TENSOR_FORMAT, kernel)
 // Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
@@ -226,7 +242,7 @@
 
 namespace marlin {
 
-enum class KernelNaming { plain, element, format_element };
+enum class KernelNaming { plain, element, format_element, tensor_operands };
 
 #define MARLIN_SLOT(slot) (1U << (slot))
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
@@ -260,7 +276,14 @@ constexpr const KernelInfo& info(Kernel kernel) {
 
 // Returns true if the kernel needs Metal language version 4.0 and a GPU with tensor units.
 constexpr bool needs_tensor_units(Kernel kernel) {
-  return kernel == Kernel::gemm_tensor || kernel == Kernel::moe_tensor;
+  return kernel == Kernel::gemm_tensor || kernel == Kernel::moe_tensor || kernel == Kernel::probe_tensor_layout;
+}
+
+// Returns true if the kernels for tensor units have an instance for such a product.
+constexpr bool has_tensor_kernel(WeightFormat format, ElementType activations) {
+#define MARLIN_IS_ACTIVATION(name, ...) || activations == ElementType::name
+  return !has_lut(format) && (false MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_IS_ACTIVATION, ));
+#undef MARLIN_IS_ACTIVATION
 }
 
 constexpr bool operator==(const TileShape& a, const TileShape& b) {
@@ -277,7 +300,7 @@ constexpr std::string_view name(ElementType type) {
 inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
   const KernelInfo& row = info(kernel);
   std::string result(row.name);
-  if (row.naming == KernelNaming::format_element) result.append("_").append(name(format));
+  if (row.naming != KernelNaming::plain && row.naming != KernelNaming::element) result.append("_").append(name(format));
   if (row.naming != KernelNaming::plain) result.append("_").append(name(element));
   return result;
 }

@@ -10,6 +10,8 @@
 namespace softmetal {
 namespace {
 
+constexpr uint64_t kForeign = 5 | 1 << 5;  // exchanges lanes and elements of SM_TENSOR_FOREIGN
+
 // Returns the seed of the choices that Apple does not document; 0 stands for the simplest choices. If the launch has
 // no seed, as in fast mode under PyTorch, the environment variable SOFTMETAL_VARY gives one.
 uint64_t seed_of(Lane& lane) {
@@ -20,17 +22,22 @@ uint64_t seed_of(Lane& lane) {
   return seed == 0 ? 0 : mix(seed);
 }
 
-uint32_t exchanged_lanes(uint64_t seed, uint32_t is_known) {
-  return is_known != 0 ? 0 : seed & 31;
-}
-uint32_t exchanged_elements(uint64_t seed, uint32_t is_known) {
-  return is_known != 0 ? 0 : seed >> 5 & 7;
+// Returns 16 * row + column of an element of a block.
+uint32_t place_of(uint32_t layout, uint64_t seed, uint32_t lane, uint32_t element) {
+  if (layout == SM_TENSOR_SEEDED || layout == SM_TENSOR_FOREIGN) {
+    const uint64_t exchanges = layout == SM_TENSOR_FOREIGN ? kForeign : seed;
+    lane ^= exchanges & 31;
+    element ^= exchanges >> 5 & 7;
+  }
+  const uint32_t row = (((lane >> 2) & 4) | ((lane >> 1) & 3)) + 8 * (element >> 2);
+  const uint32_t unit = ((lane >> 2) & 2) | (lane & 1);
+  const uint32_t column =
+      layout == SM_TENSOR_PAIRS ? 2 * unit + (element & 1) + 8 * (element >> 1 & 1) : 4 * unit + (element & 3);
+  return 16 * row + column;
 }
 
-uint32_t known_place(uint32_t lane, uint32_t element) {
-  const uint32_t row = ((lane >> 2) & 4) | ((lane >> 1) & 3);
-  const uint32_t column = 4 * (((lane >> 2) & 2) | (lane & 1));
-  return 16 * (row + 8 * (element >> 2)) + column + (element & 3);
+uint32_t layout_in(uint32_t options, uint32_t shift) {
+  return options >> shift & 3;
 }
 
 // Rounds to 11 significant bits, to nearest.
@@ -45,16 +52,13 @@ float round_operand(float x) {
 
 // Collects the operands of all lanes. Only the first lane that continues after the exchange calls this.
 void collect(const Simdgroup& simdgroup, TensorOperands& all, uint64_t seed, uint32_t options) {
-  const uint32_t lanes_a = exchanged_lanes(seed, options & SM_TENSOR_KNOWN_A),
-                 lanes_b = exchanged_lanes(seed, options & SM_TENSOR_KNOWN_B),
-                 elements_a = exchanged_elements(seed, options & SM_TENSOR_KNOWN_A),
-                 elements_b = exchanged_elements(seed, options & SM_TENSOR_KNOWN_B);
+  const uint32_t layout_a = layout_in(options, SM_TENSOR_LAYOUT_A), layout_b = layout_in(options, SM_TENSOR_LAYOUT_B);
   const bool rounds = (options & SM_TENSOR_RELAXED) != 0 && (seed >> 10 & 1) != 0;
   for (uint32_t lane = 0; lane < SM_SIMD_WIDTH; ++lane) {
     float values[16];
     std::memcpy(values, simdgroup.slots + 64 * lane, 64);
     for (uint32_t i = 0; i < 8; ++i) {
-      uint32_t a = known_place(lane ^ lanes_a, i ^ elements_a), b = known_place(lane ^ lanes_b, i ^ elements_b);
+      uint32_t a = place_of(layout_a, seed, lane, i), b = place_of(layout_b, seed, lane, i);
       if ((options & SM_TENSOR_TRANSPOSE_A) != 0) a = 16 * (a & 15) + (a >> 4);
       if ((options & SM_TENSOR_TRANSPOSE_B) != 0) b = 16 * (b & 15) + (b >> 4);
       all.a[a] = rounds ? round_operand(values[i]) : values[i];
@@ -97,17 +101,15 @@ using softmetal::Simdgroup;
 
 extern "C" {
 
-uint32_t sm_tensor_place(uint32_t element, uint32_t is_known) {
+uint32_t sm_tensor_place(uint32_t element, uint32_t layout) {
   Lane& lane = Machine::current();
-  const uint64_t seed = softmetal::seed_of(lane);
-  return softmetal::known_place(lane.self.thread_index_in_simdgroup ^ softmetal::exchanged_lanes(seed, is_known),
-                                element ^ softmetal::exchanged_elements(seed, is_known));
+  return softmetal::place_of(layout, softmetal::seed_of(lane), lane.self.thread_index_in_simdgroup, element);
 }
 
-uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t is_known) {
+uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t layout) {
   Lane& lane = Machine::current();
   const uint32_t block = lane.self.simdgroup_index_in_threadgroup % groups + groups * index;
-  const bool is_reversed = is_known == 0 && (softmetal::seed_of(lane) >> 11 & 1) != 0;
+  const bool is_reversed = layout == SM_TENSOR_SEEDED && (softmetal::seed_of(lane) >> 11 & 1) != 0;
   return is_reversed && block < blocks ? blocks - 1 - block : block;
 }
 
@@ -131,11 +133,9 @@ void sm_tensor_product(const float* a, const float* b, float* sum, uint32_t opti
     softmetal::collect(simdgroup, all, seed, options);
     ++machine.counters.mmas;
   }
-  const uint32_t place = lane.self.thread_index_in_simdgroup;
-  const uint32_t lanes = softmetal::exchanged_lanes(seed, options & SM_TENSOR_KNOWN_SUM),
-                 elements = softmetal::exchanged_elements(seed, options & SM_TENSOR_KNOWN_SUM);
+  const uint32_t layout = softmetal::layout_in(options, SM_TENSOR_LAYOUT_SUM);
   for (uint32_t i = 0; i < 8; ++i) {
-    const uint32_t at = softmetal::known_place(place ^ lanes, i ^ elements);
+    const uint32_t at = softmetal::place_of(layout, seed, lane.self.thread_index_in_simdgroup, i);
     sum[i] = softmetal::added(sum[i], all.a + (at & ~15u), all.b + (at & 15), static_cast<uint32_t>(seed >> 8 & 3));
   }
 }

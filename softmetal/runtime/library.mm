@@ -1,5 +1,6 @@
 // Libraries, functions and pipelines. The executor's compiler makes them from Metal source text or a metallib.
 #include <algorithm>
+#include <cstdlib>
 
 #include "function_constants.h"
 #include "metal.h"
@@ -281,6 +282,9 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
     // library's identity and so causes a new compile.
     if (program.language_version >= 400 && softmetal::apple_family() < MTLGPUFamilyApple10) {
       program.defines.emplace_back("__SOFTMETAL_CHIP_WITHOUT_TENSORS__=1");
+    }
+    if (const char* foreign = std::getenv("SOFTMETAL_FOREIGN_TENSORS"); program.language_version >= 400 && foreign) {
+      program.defines.push_back(std::string("SOFTMETAL_FOREIGN_TENSORS=") + foreign);
     }
     NSDictionary* macros = settings(options).macros;
     NSArray* names = [macros allKeys];

@@ -1,7 +1,9 @@
 """Tests `torch-marlin-metal doctor`: the report, checks that fail or whose process crashes, and the real checks."""
 
 import json
+import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, extension, tuning
-from torch_marlin_metal.cli import bench, doctor, doctor_steps
+from torch_marlin_metal.cli import bench, doctor, doctor_steps, doctor_variants
 from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.extension import native
+from torch_marlin_metal.gpu.tuning.errors import LARGEST_ERROR
+from torch_marlin_metal.gpu.tuning.products import Product
 
 # The program of a child process. It runs one check, whose name says how it ends.
 CHILD = """
@@ -120,7 +125,7 @@ def test_without_deep_doctor_compares_products_on_the_cpu(monkeypatch):
     assert (check["check"], check["result"]) == ("products on cpu", "passed"), check
     errors = {"torch.matmul", *WEIGHT_FORMATS}
     assert set(check["values"]) == {f"error of {name}" for name in errors}
-    assert 0 < max(check["values"].values()) < doctor_steps.LARGEST_ERROR_FP32
+    assert 0 < max(check["values"].values()) < LARGEST_ERROR[torch.float32]
 
 
 def test_the_text_has_a_line_for_each_fact_and_check(child, monkeypatch):
@@ -159,9 +164,21 @@ def test_deep_needs_a_gpu(monkeypatch):
     assert "--deep: expected a torch with an mps device" in done.stderr
 
 
+def kinds(everything: bool) -> list[doctor_variants.Kind]:
+    """Returns every kind of product that the check of variants compares, or each format with one dtype in turn."""
+    in_turn = [(form, doctor_variants.DTYPES[i % 3]) for i, form in enumerate(WEIGHT_FORMATS)]
+    return list(doctor_variants.EVERY_KIND) if everything else in_turn
+
+
+def test_every_kind_is_compared():
+    assert len(set(doctor_variants.EVERY_KIND)) == len(WEIGHT_FORMATS) * 3
+    assert set(doctor_variants.ROWS) == set(native.gemm_variants())
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if "again" not in name and "decode" not in name])
-def test_the_checks_pass_on_the_software_device(mps, name):
+def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypatch):
+    monkeypatch.setattr(doctor_variants, "EVERY_KIND", kinds(everything))
     interval = tuning.commit_interval()
     try:
         assert doctor_steps.STEPS[name]()
@@ -169,28 +186,61 @@ def test_the_checks_pass_on_the_software_device(mps, name):
         tuning.set_commit_interval(interval)
 
 
-@pytest.mark.large
-def test_a_check_sees_a_wrong_product(mps, monkeypatch):
-    problem = doctor_steps._problem()
-    monkeypatch.setattr(doctor_steps, "_problem", lambda: (problem[0], problem[1], problem[2] * 1.05))
-    with pytest.raises(RuntimeError, match=r"gemv: expected an error below 0\.002 of the largest result, got 0\.04"):
-        doctor_steps.every_variant()
+def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
+    exact = torch.ones(2, 3, dtype=torch.float64)
+
+    def fails():
+        raise RuntimeError("kernel gemm_tensor does not compile: no such type\nin line 3")
+
+    def cases(problem: Product):
+        dtype = problem.torch_dtype
+        yield "right", lambda: exact.to(dtype), exact
+        yield "late", lambda: (exact * 1.05).to(dtype), exact
+        yield "fused", lambda: (exact * 1.003).to(dtype), exact
+        if problem.weight_format == "lut4":
+            yield "NaN", lambda: torch.full((2, 3), torch.nan, dtype=dtype), exact
+            yield "tensor", fails, exact
+
+    monkeypatch.setattr(doctor_variants, "cases", cases)
+    with pytest.raises(RuntimeError) as caught:
+        doctor_variants.compare([(form, dtype) for form in ("uint4", "lut4") for dtype in ("bfloat16", "float32")])
+    texts = str(caught.value).split("; ")
+    assert texts[0] == "late of uint4 in bfloat16: expected an error below 0.016 of the largest result, got 0.04688"
+    assert texts[1].startswith(
+        "late of uint4 in float32: expected an error below 1e-05 of the largest result, got 0.05"
+    )
+    assert texts[2].startswith("fused of uint4 in float32")
+    assert texts[3:5] == [
+        "late of lut4 in bfloat16: expected an error below 0.016 of the largest result, got 0.04688",
+        "NaN of lut4 in bfloat16: expected an error below 0.016 of the largest result, got nan",
+    ]
+    assert texts[5:] == ["and 5 more"]
 
 
 @pytest.mark.large
-def test_a_check_sees_a_wrong_product_with_experts(mps, monkeypatch):
-    product, expected = doctor_steps._mixture()
-    monkeypatch.setattr(doctor_steps, "_mixture", lambda: (product, expected.roll(1, 0)))
-    with pytest.raises(RuntimeError, match=r"gemv with experts: expected an error below 0\.002 of the largest result"):
-        doctor_steps.every_variant()
+@pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5")
+def test_every_variant_of_an_m5(everything):
+    program = "import json, softmetal\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
+    program += f"print(json.dumps(compare({kinds(everything)})))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "SOFTMETAL_FAMILY": "10"}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    products = [*doctor_variants.ROWS, "torch.matmul", "gemv with a sum of experts"]
+    products += [f"{name} with experts" for name in doctor_variants.MOE_VARIANTS]
+    names = {f"error of {name} in {dtype}" for name in products for dtype in doctor_variants.DTYPES}
+    assert set(errors) == {name for name in names if "tensor" not in name or "float32" not in name}
+    assert all(0 < error < LARGEST_ERROR[getattr(torch, name.split()[-1])] for name, error in errors.items())
 
 
 def test_the_quick_check_names_the_probe_and_each_kernel(mps):
     values = doctor_steps.QUICK["products on mps"]()
     assert values.pop("half_subnormals") == "kept"
     products = ("torch.matmul", "gemv", "two_pass", "fused with experts", "gemv with a sum of experts")
-    assert {f"error of {product}" for product in products} <= set(values)
-    assert all(0 <= error < doctor_steps.LARGEST_ERROR for error in values.values())
+    assert {f"error of {product} in float16" for product in products} <= set(values)
+    assert all(0 <= error < LARGEST_ERROR[torch.float16] for error in values.values())
 
 
 def test_the_processor_of_a_mac_has_its_chips_name(tmp_path, monkeypatch):

@@ -147,9 +147,9 @@ def test_the_models_choice_stays_unless_another_is_clearly_faster():
 
         return times
 
-    same = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.01), cold_bytes=1, progress=False).ranges[0]
+    same = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.01), compare=False, cold_bytes=1, progress=False).ranges[0]
     assert (same.variant, same.speedup) == (same.model_variant, 1.0)
-    other = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.5), cold_bytes=1, progress=False).ranges[0]
+    other = tuning.tune([PRODUCT], rows=(40,), timer=timer(1.5), compare=False, cold_bytes=1, progress=False).ranges[0]
     assert other.variant != other.model_variant
     assert other.speedup == pytest.approx(1.5)
 
@@ -160,7 +160,9 @@ def test_differences_within_the_spread_of_the_rounds_change_nothing():
         return lambda chains: {name: other_times if i else model_times for i, name in enumerate(chains)}
 
     def chosen(*times):
-        found = tuning.tune([PRODUCT], rows=(40,), timer=timer(*times), cold_bytes=1, progress=False).ranges[0]
+        found = tuning.tune(
+            [PRODUCT], rows=(40,), timer=timer(*times), compare=False, cold_bytes=1, progress=False
+        ).ranges[0]
         return found.variant == found.model_variant
 
     # The median ratio is 1.1 in both cases. In the first case, the ratios range from 0.9 to 1.3.
@@ -186,7 +188,7 @@ def test_tuning_with_the_models_own_times_changes_no_plan(monkeypatch, gpu):
         return {name: [times[name]] * 9 for name in chains}
 
     before = choices(tuned=False)
-    table = tuning.tune([product], timer=predicted, cold_bytes=1, progress=False)
+    table = tuning.tune([product], timer=predicted, compare=False, cold_bytes=1, progress=False)
     tuning.use(table)
     assert choices(tuned=True) == before
     assert [entry.first_rows for entry in table.ranges] == list(tuning.ROWS)

@@ -105,25 +105,37 @@ def _fused_cases() -> Iterator[Case]:
 
 
 def _tensor_cases() -> Iterator[Case]:
-    """The case with `perturb_seed` runs on a unit that rounds float operands where the kernel permits it."""
     yield _tensor(problem(33, 7, 72, weight_format="uint4", dtype=HALF, group_size=16), tile="64x64x32")
     yield _tensor(problem(32, 64, 192, weight_format="uint4b8", dtype=HALF, group_size=128), tile="64x64x32")
     yield _tensor(
         problem(9, 40, 72, weight_format="uint4", dtype=HALF, zeros_dtype=FLOAT, group_size=32), tile="32x64x32"
     )
     yield _tensor(
-        problem(70, 68, 136, weight_format="lut4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True, group_size=32),
+        problem(70, 68, 136, weight_format="mxfp4", dtype=BFLOAT, bias_dtype=HALF, has_perm=True, group_size=32),
         tile="64x128x32", splits=2,
     )  # fmt: skip
     yield _tensor(
-        problem(5, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), tile="32x128x32", perturb_seed=1
+        problem(5, 40, 24, weight_format="uint4_bias", dtype=BFLOAT, a_offset=1), tile="32x128x32", perturb_seed=1
     )
     yield _tensor(
         problem(20, 40, 520, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), tile="32x64x32", splits=3
     )
-    yield _tensor(problem(32, 32, 64, weight_format="uint4_bias", dtype=FLOAT, group_size=16), tile="32x64x32")
-    long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
+    yield _tensor(problem(32, 32, 64, weight_format="uint4_bias", dtype=BFLOAT, group_size=16), tile="32x64x32")
+    long_sums = {"weight_format": "uint4_bias", "dtype": HALF, "group_size": "K", "all_positive": True}
     yield _tensor(problem(8, 32, 16384, **long_sums), tile="32x64x32")
+
+
+def _tensor_probe_cases() -> Iterator[Case]:
+    yield "probe, known layouts", values.test_probe_of_tensor_layout_in_every_order
+    yield "probe, elements", values.test_probe_of_the_elements_of_a_lane
+    for foreign in range(6):
+        yield f"probe, foreign {foreign}", partial(values.test_probe_of_tensor_layout, foreign)
+
+
+def _tensor_layout_cases() -> Iterator[Case]:
+    yield from _tensor_cases()
+    yield from _tensor_probe_cases()
+    yield "old ABI", partial(values.test_the_abi_before_macos_26_2_is_refused, "gemm/tensor_probe")
 
 
 def _staged_cases() -> Iterator[Case]:
@@ -194,7 +206,7 @@ def _moe_gemv_gated_cases() -> Iterator[Case]:
 def _moe_tensor_cases() -> Iterator[Case]:
     yield from _moe_cases("moe_tensor")
     for turn in (1, 3, 4):
-        yield f"moe_tensor {turn}", partial(experts.case_of_skewed_rows, turn, (HALF, BFLOAT, FLOAT)[turn % 3])
+        yield f"moe_tensor {turn}", partial(experts.case_of_skewed_rows, turn, (HALF, BFLOAT)[turn % 2])
 
 
 def _moe_rows_cases() -> Iterator[Case]:
@@ -294,6 +306,8 @@ def cases_of(file: str) -> Iterator[Case]:
         "gemm/weight_fragment.h": _fused_cases,
         "gemm/tensor.h": _tensor_cases,
         "gemm/tensor.metal": _tensor_cases,
+        "gemm/tensor_layout.h": _tensor_layout_cases,
+        "gemm/tensor_probe.metal": _tensor_probe_cases,
         "gemm/reduce.metal": _reduce_cases,
         "gemm/tiles/striped.metal": _striped_cases,
         "gemm/tiles/staged.metal": _staged_cases,

@@ -2,9 +2,27 @@
 
 # For each file of `kernels/`: a kind of fault, the original text, which occurs once in the file, and its replacement.
 SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "gemm/tensor.h": (
+    "gemm/tensor_layout.h": (
         ("layout", "((lane >> 1) & 3u)", "(lane & 3u)"),
         ("layout", "4 * ((quad & 2u) | (lane & 1u))", "4 * ((quad & 2u) >> 1 | (lane & 1u) << 1)"),
+        ("extents", "16, 32, 16, false, true", "16, 16, 16, false, true"),
+        ("extents", "16, 32, 16, false, true", "16, 32, 32, false, true"),
+        ("extents", "16, 32, 16, false, true", "32, 16, 16, false, true"),
+        ("operands", "false, true, false, mpp", "true, true, false, mpp"),
+        ("operands", "false, true, false, mpp", "false, false, false, mpp"),
+        ("operands", "mode::multiply_accumulate", "mode::multiply"),
+        ("old ABI", "&& !__TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2", "&& 0"),
+    ),
+    "gemm/tensor_probe.metal": (
+        ("operands", "compare_all<bfloat>(out + 3, lane)", "compare_all<half>(out + 3, lane)"),
+        ("operands", "compare_all<half>(out, lane)", "compare_all<bfloat>(out, lane)"),
+        ("operands", "compare<16>(b, true, out + 1, lane)", "compare<16>(b, false, out + 1, lane)"),
+        ("operands", "compare<16>(c, false, out + 2, lane)", "compare<16>(c, true, out + 2, lane)"),
+        ("operands", "get_capacity() != count", "get_capacity() == 0"),
+        ("first lane", "simd_min(", "simd_max("),
+        ("first element", "found == kTensorMatches && !is_there", "!is_there"),
+    ),
+    "gemm/tensor.h": (
         ("layout", "first_column + place.row * 4", "first_column + place.row / 2 * 8 + place.row % 2 * 2"),
         ("layout", "codes[2 * f + i / 4]", "codes[f + i / 4 * 2]"),
         ("layout", "k[4 * j + i % 4]", "k[4 * (1 - j) + i % 4]"),
@@ -14,14 +32,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("layout", "place.column + i % 4 + i / 4 * 16", "place.column + i % 4 + i / 4 * 8"),
         ("layout", "i % 4 + i / 4 * 8;", "i % 4 + i / 4 * 4;"),
         ("layout", "sums.total[0].e[e + 4], sums.total[1].e[e]", "sums.total[1].e[e], sums.total[0].e[e + 4]"),
-        ("extents", "16, 32, 16, false, true", "16, 16, 16, false, true"),
-        ("extents", "16, 32, 16, false, true", "16, 32, 32, false, true"),
-        ("extents", "16, 32, 16, false, true", "32, 16, 16, false, true"),
-        ("operands", "false, true, false, mpp", "true, true, false, mpp"),
-        ("operands", "false, true, false, mpp", "false, false, false, mpp"),
-        ("operands", "mode::multiply_accumulate", "mode::multiply"),
         ("operands", "c[i] = sum.e[i]", "c[i] = 0.0f"),
-        ("relaxed precision", "false, true, false, mpp", "false, true, true, mpp"),
         ("K tail", "quad * (takes_half_words() ? 4 : kCodesPerWord)", "quad * kCodesPerWord"),
         ("K tail", "takes_half_words() ? kTensorK / 2 : kTensorK", "kTensorK"),
         ("K tail", "k_lane + 4 * j), k_lane", "k_lane), k_lane"),

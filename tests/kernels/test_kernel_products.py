@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from softmetal.device import KernelFault
-from tests.support.kernels.cases import COMMON, FLOATS, FORMATS, pairs, pairwise, plain_problems, problem
+from tests.support.kernels.cases import (
+    COMMON,
+    FLOATS,
+    FORMATS,
+    TENSOR_FLOATS,
+    TENSOR_FORMATS,
+    pairs,
+    pairwise,
+    plain_problems,
+    problem,
+)
 from tests.support.kernels.fused import run_fused
 from tests.support.kernels.problems import Problem, check, run_gemv
 from tests.support.kernels.tensor import TILES, run_tensor
@@ -44,6 +54,8 @@ TILE_AXES = COMMON | {
     "parts": [1, 2, 3, 5],
 }
 TENSOR_AXES = COMMON | {
+    "weight_format": TENSOR_FORMATS,
+    "dtype": TENSOR_FLOATS,
     "M": [1, 16, 31, 33, 64, 70],
     "N": [1, 7, 40, 64, 65, 200],
     "K": [8, 24, 64, 72, 264, 520],
@@ -144,7 +156,10 @@ def test_any_number_of_stripes_agrees_with_fp64(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "weight_format", "dtype"),
-    pairs(kernel=["gemv", "fused", "tensor", STAGED[1], STRIPED[0]], weight_format=FORMATS, dtype=FLOATS),
+    [
+        *pairs(kernel=["gemv", "fused", STAGED[1], STRIPED[0]], weight_format=FORMATS, dtype=FLOATS),
+        *pairs(kernel=["tensor"], weight_format=TENSOR_FORMATS, dtype=TENSOR_FLOATS),
+    ],
 )
 def test_the_order_of_threadgroups_changes_no_bit(kernel: str, weight_format: str, dtype: torch.dtype) -> None:
     p = problem(5, 72, 200, weight_format=weight_format, dtype=dtype, bias_dtype=torch.float32)
@@ -163,7 +178,9 @@ def test_fused_sums_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_fused(p, rows=8, simdgroups=1, checked=False), raw_codes=False)
 
 
-@pytest.mark.parametrize("p", plain_problems(10, 40, 16384, group_size=128, all_positive=True))
+@pytest.mark.parametrize(
+    "p", plain_problems(10, 40, 16384, TENSOR_FORMATS, TENSOR_FLOATS, group_size=128, all_positive=True)
+)
 def test_tensor_sums_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_tensor(p, tile="32x64x32", checked=False), raw_codes=False)
 
@@ -177,5 +194,6 @@ def test_staged_kernels_sum_a_long_k_within_the_bound(p: Problem) -> None:
 def test_positive_weights_stay_within_the_bound(kernel: str) -> None:
     """All terms are positive, so rounding errors do not cancel, and a long chain of additions would exceed the bound."""
     for K in (128, 1024, 4096):
-        p = problem(4, 64, K, weight_format="uint4_bias", dtype=torch.float32, group_size=16, all_positive=True)
+        dtype = torch.bfloat16 if kernel == "tensor" else torch.float32
+        p = problem(4, 64, K, weight_format="uint4_bias", dtype=dtype, group_size=16, all_positive=True)
         check(p, run(kernel, p, checked=False), raw_codes=True)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from softmetal.device import CompileError, compile
 from tests.support import reference
-from tests.support.kernels.cases import FLOATS, FORMATS, pairs, problem
+from tests.support.kernels.cases import FLOATS, FORMATS, TENSOR_FORMATS, pairs, problem
 from tests.support.kernels.fused import run_fused
-from tests.support.kernels.launch import Buffer, launch, place, place_output
+from tests.support.kernels.launch import KERNELS, Buffer, compile_library, launch, number, place, place_output
 from tests.support.kernels.problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
 from tests.support.kernels.tensor import run_tensor
 from tests.support.kernels.tiles import run_tiles
@@ -25,7 +26,15 @@ RUNS = {
     "striped": lambda p, **o: run_tiles("gemm_striped_32x128x32", p, **{"parts": 2} | o),
 }
 kernels = pytest.mark.parametrize("kernel", RUNS)
-formats = pytest.mark.parametrize("weight_format", FORMATS)
+kernels_and_formats = pytest.mark.parametrize(
+    ("kernel", "weight_format"),
+    [(kernel, name) for kernel in RUNS for name in (TENSOR_FORMATS if kernel == "tensor" else FORMATS)],
+)
+
+
+def widest(kernel: str) -> torch.dtype:
+    """Returns the activations with the largest range that the kernel multiplies."""
+    return torch.bfloat16 if kernel == "tensor" else torch.float32
 
 
 def every_code(p: Problem, **options: torch.dtype) -> Inputs:
@@ -35,13 +44,12 @@ def every_code(p: Problem, **options: torch.dtype) -> Inputs:
     return Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)
 
 
-@kernels
-@formats
+@kernels_and_formats
 def test_every_code(kernel: str, weight_format: str) -> None:
     """With the identity matrix as activations, the product is the weight, rounded once from its exact value."""
-    p = problem(16, 64, 16, weight_format=weight_format, dtype=torch.float32, group_size=16)
+    p = problem(16, 64, 16, weight_format=weight_format, dtype=widest(kernel), group_size=16)
     inputs = every_code(p)
-    assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(inputs.weight.exact).float())
+    assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(inputs.weight.exact).float().to(p.dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -72,8 +80,7 @@ def test_dequantize_shapes(weight_format: str, N: int, has_perm: bool, scales_dt
     check_dequantize(p)
 
 
-@kernels
-@formats
+@kernels_and_formats
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: float) -> None:
     p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
@@ -104,8 +111,7 @@ def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
             reference.check_gemm(run_gemv(p, rows=rows, simdgroups=2, inputs=small), exact, bound)
 
 
-@kernels
-@formats
+@kernels_and_formats
 def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:
     """A NaN scale, or a NaN scale code, in the last, short group of column 5 makes that column NaN."""
     p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
@@ -125,7 +131,7 @@ def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:
 @pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4"])
 def test_every_scale_code(kernel: str, weight_format: str) -> None:
     """Column n has scale code n, within the range that the operators promise."""
-    p = problem(16, 256, 16, weight_format=weight_format, dtype=torch.float32)
+    p = problem(16, 256, 16, weight_format=weight_format, dtype=widest(kernel))
     inputs = every_code(p)
     codes = np.arange(256, dtype=np.uint8)
     if weight_format == "mxfp4":
@@ -133,8 +139,9 @@ def test_every_scale_code(kernel: str, weight_format: str) -> None:
     decode = reference.e4m3 if weight_format == "nvfp4" else reference.e8m0
     elements = inputs.weight.exact / decode(inputs.weight.scales.numpy())
     inputs = replace(inputs, weight=replace(inputs.weight, scales=torch.from_numpy(codes.reshape(1, -1))))
-    got = RUNS[kernel](p, inputs=inputs).numpy()
-    assert np.array_equal(got, (elements * decode(codes)).astype(np.float32), equal_nan=True)
+    got = RUNS[kernel](p, inputs=inputs)
+    expected = torch.from_numpy((elements * decode(codes)).astype(np.float32)).to(p.dtype)
+    assert torch.equal(got.nan_to_num(nan=-1.5), expected.nan_to_num(nan=-1.5))
 
 
 @pytest.mark.parametrize("word", [0, 1])
@@ -144,6 +151,48 @@ def test_probe_of_half_subnormals(word: int) -> None:
     buffers = {"Packed": place(torch.tensor([word], dtype=torch.int32)), "Out": out}
     launch("probe_half_subnormals", buffers, group=(1, 1, 1), groups=(1, 1, 1))
     assert out.read((1,), torch.int32).item() == word
+
+
+@pytest.mark.parametrize("foreign", range(6))
+def test_probe_of_tensor_layout(foreign: int) -> None:
+    """The probe finds a matrix whose elements lie elsewhere, among those of half and then of bfloat operands."""
+    found = probed(f"SOFTMETAL_FOREIGN_TENSORS={1 << foreign}")
+    matches, element = number("kTensorMatches"), number("kTensorElement")
+    assert found[:foreign] + found[foreign + 1 :] == [matches] * 5
+    # In the foreign layout, lane 0 and element 0 have the place of lane 5 and element 1: row 2, column 5.
+    assert found[foreign] == element | 2 << 8 | 5
+
+
+def test_probe_of_tensor_layout_in_every_order() -> None:
+    """The layouts of a GPU that the kernels know match, whatever a seed chooses for other layouts."""
+    assert probed() == probed(perturb_seed=3) == [number("kTensorMatches")] * number("kTensorProbed")
+
+
+def test_probe_of_the_elements_of_a_lane() -> None:
+    """A lane has 8 elements of the left operand. A probe that expects 16 stores the number."""
+    path = KERNELS / "gemm/tensor_probe.metal"
+    text = path.read_text()
+    other = text.replace("compare<8>(a,", "compare<16>(a,")
+    assert other != text
+    compiled = compile(other, file_name=str(path), include_paths=[str(KERNELS.parent)], version=400)
+    out = np.zeros(number("kTensorProbed"), np.uint32)
+    compiled.kernel("probe_tensor_layout").launch(groups=1, group=32, buffers={number("kSlotOut"): out})
+    assert out.tolist() == [number("kTensorCapacity") | 8, *[number("kTensorMatches")] * 2] * 2
+
+
+def probed(*defines: str, perturb_seed: int = 0) -> list[int]:
+    out = place_output((number("kTensorProbed"),), torch.int32)
+    launch(
+        "probe_tensor_layout", {"Out": out}, group=(32, 1, 1), groups=(1, 1, 1), defines=defines,
+        perturb_seed=perturb_seed,
+    )  # fmt: skip
+    return out.read((number("kTensorProbed"),), torch.int32).tolist()
+
+
+@pytest.mark.parametrize("library", ["gemm/tensor", "gemm/tensor_probe", "experts/moe_tensor"])
+def test_the_abi_before_macos_26_2_is_refused(library: str) -> None:
+    with pytest.raises(CompileError, match=r"expected a deployment target of macOS 26\.2 or later, got an older one"):
+        compile_library(library, defines=["__TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2=0"])
 
 
 @kernels
@@ -161,7 +210,7 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
 @kernels
 def test_perm_beyond_range(kernel: str) -> None:
     """An index that is out of range reads nothing, so its products are zero."""
-    p = problem(3, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
+    p = problem(3, 64, 40, weight_format="uint4b8", dtype=widest(kernel), group_size=32, has_perm=True)
     inputs = make_inputs(p)
     perm = inputs.perm.copy()
     dropped = inputs.perm[[3, 39]]

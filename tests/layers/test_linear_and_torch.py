@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.reference import FORMATS
@@ -81,3 +82,15 @@ def test_double_leaves_a_layer_that_computes(requires_grad):
     assert (bias.dtype, layer.weight.dtype) == (torch.float32, torch.float32)
     assert torch.equal(layer(torch.ones(2, 64)), expected)
     assert layer.bfloat16().double().bias.dtype == torch.float32
+
+
+def test_an_average_of_weights_keeps_packed_codes_by_default():
+    layer = layer_of()
+    layer.b_packed[0, 0] = 1_000_000_007  # no float32 number
+    model = nn.Sequential(layer)
+    averaged, with_buffers = AveragedModel(model), AveragedModel(model, use_buffers=True)
+    for _ in range(3):
+        averaged.update_parameters(model)
+        with_buffers.update_parameters(model)
+    assert torch.equal(averaged.module[0].b_packed, layer.b_packed)
+    assert not torch.equal(with_buffers.module[0].b_packed, layer.b_packed)  # docs/use/fine-tuning.md warns of it

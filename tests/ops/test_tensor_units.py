@@ -25,6 +25,9 @@ from torch_marlin_metal.extension import native
 ROOT = Path(__file__).resolve().parents[2]
 M5 = {"SOFTMETAL_FAMILY": "10"}
 ROWS = (1, 33, 67)
+FORMATS = [name for name in reference.FORMATS if name != "lut4"]
+DTYPES = (torch.float16, torch.bfloat16)
+LAYOUT = "the tensor units of this GPU hold the sums of bfloat16 in an unknown layout: element 0 of lane 0 is in row 2, column 5"
 PROBLEMS = {
     "gemm_tensor": "kernel gemm_tensor_uint4b8_float16 (gemm/tensor.metal) does not compile: no such type",
     "moe_tensor": "kernel moe_tensor_uint4b8_float16 (experts/moe_tensor.metal) does not compile: no such type",
@@ -50,16 +53,20 @@ def kernels() -> list[str]:
     return ran
 
 
+def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
+    return DTYPES if whole else (DTYPES[turn % 2],)
+
+
 def check_products(K: int, N: int, group_sizes: tuple[int, ...], rows: tuple[int, ...], whole: bool) -> None:
-    """Multiplies in every format. Dtypes, group sizes and options take turns, or with `whole` all dtypes run."""
+    """Multiplies in every format of tensor units. Dtypes, group sizes and options take turns, or with `whole` all dtypes run."""
     import softmetal
 
-    formats = [(name, None) for name in reference.FORMATS]
+    formats = [(name, None) for name in FORMATS]
     formats += [(name, dtype) for name in ("uint4", "uint4_bias") for dtype in (torch.bfloat16, torch.float32)]
     kernels()
     for turn, (weight_format, zeros_dtype) in enumerate(formats):
         fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
-        for i, dtype in enumerate(reference.dtypes_in_turn(turn, whole)):
+        for i, dtype in enumerate(dtypes_in_turn(turn, whole)):
             group_size = fixed or group_sizes[(turn + i) % len(group_sizes)]
             options = {} if zeros_dtype is None else {"zeros_dtype": zeros_dtype}
             weight = reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
@@ -83,17 +90,17 @@ def check_products(K: int, N: int, group_sizes: tuple[int, ...], rows: tuple[int
 
 
 def check_mixtures(K: int, N: int, group_sizes: tuple[int, ...], ids: torch.Tensor, whole: bool) -> None:
-    """Multiplies with experts in every format. Dtypes, group sizes and options take turns."""
+    """Multiplies with experts in every format of tensor units. Dtypes, group sizes and options take turns."""
     import softmetal
 
     kernels()
-    for turn, weight_format in enumerate(reference.FORMATS):
+    for turn, weight_format in enumerate(FORMATS):
         group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or group_sizes[turn % len(group_sizes)]
         scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
         experts = make_experts(weight_format, 3, K, N, group_size, use_perm=turn % 2 == 1, **scale)
         options = {"bias": random(3, N, seed=1)} if turn % 3 != 1 else {}
         options |= {"row_weights": random(*ids.shape, seed=2).abs(), "reduce": turn % 4 < 2} if turn % 3 != 0 else {}
-        for dtype in reference.dtypes_in_turn(turn, whole):
+        for dtype in dtypes_in_turn(turn, whole):
             a = random(*(ids.shape if turn % 2 else ids.shape[:1]), K, dtype=dtype)
             got = run_experts(a, experts, ids, "mps", variant="tensor", **options)
             exact, bound = moe_gemm(a, experts, ids, raw_codes=False, **options)
@@ -156,7 +163,7 @@ def auto_takes_tensor(problem: str | None, kind: str, kernel: str = "gemm_tensor
 def check_fallback(kind: str) -> None:
     """Auto takes other kernels for all types. A product that names the kernel gets the error."""
     with auto_takes_tensor("no such type", kind) as compiled:
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float16):
+        for dtype in (torch.float16, torch.bfloat16, torch.float16):
             for M in (33, 40):
                 assert not [name for name in product(dtype, M) if "tensor" in name]
         assert len(compiled) == 1, "a failure is remembered, and other types are not tried"
@@ -173,7 +180,7 @@ def a_library_that_fails(whole: bool) -> None:
         auto_takes_tensor(interrupted, "library"),
         pytest.raises(RuntimeError, match="XPC_ERROR_CONNECTION_INTERRUPTED"),
     ):
-        product(torch.float32)
+        product(torch.float16)
     check_fallback("library")
 
 
@@ -202,6 +209,41 @@ def a_library_that_compiles(whole: bool) -> None:
     assert not [name for name in mixture(torch.float16) if "tensor" in name]
 
 
+def another_layout(whole: bool) -> None:
+    """Of a GPU that holds one kind of matrix otherwise, no tensor units are used, though every kernel compiles."""
+    with auto_takes_tensor(None, "library", "probe_tensor_layout(") as compiled:
+        for dtype in (torch.float16, torch.bfloat16):
+            assert not [name for name in product(dtype) if "gemm_tensor" in name]
+        for multiply in (product, mixture):
+            with pytest.raises(RuntimeError, match=f"^torch_marlin_metal: {re.escape(LAYOUT)}"):
+                multiply(torch.float16, variant="tensor")
+        assert not [name for name in mixture(torch.float16) if "tensor" in name]
+    assert len(compiled) == 1, "the probe runs once"
+
+
+def other_operands(whole: bool) -> None:
+    """Floats and lut4 have no kernel for tensor units. A table that names the variant does not count for them."""
+    weights = {name: reference.make_weight(name, 200, 70, 32).to("mps") for name in ("uint4b8", "lut4")}
+    experts = {name: make_experts(name, 3, 200, 70, 32) for name in weights}
+    units = r"\(tensor units multiply float16 and bfloat16 activations by weights without a lut\)"
+    with auto_takes_tensor(None, "library") as compiled:
+        native.set_tuned([(name, "float32", 32, 200, 70, 1, 1000, "tensor") for name in weights])
+        for name, dtype in (("uint4b8", torch.float32), ("lut4", torch.float32), ("lut4", torch.float16)):
+            a = random(33, 200, dtype=dtype)
+            what = f"{str(dtype)[6:]} activations by {name} weights {units}"
+            for variant in ("tensor", "tensor:32x64x32"):
+                text = f"gemm: variant: expected one that multiplies {what}, got '{variant}'"
+                with pytest.raises(ValueError, match=text):
+                    run(a.to("mps"), weights[name], variant=variant)
+            with pytest.raises(
+                ValueError, match=f"moe_gemm: variant: expected one that multiplies {what}, got 'tensor'"
+            ):
+                run_experts(a, experts[name], torch.zeros(33, 1, dtype=torch.int64), "mps", variant="tensor")
+        for multiply in (product, mixture):
+            assert not [name for name in multiply(torch.float32) if "tensor" in name]
+    assert compiled == []
+
+
 def an_older_system(whole: bool) -> None:
     """On an older macOS the kernel is not compiled, and a product that names the kernel gets an error."""
     with auto_takes_tensor(None, "library") as compiled:
@@ -223,6 +265,8 @@ SCENARIOS: dict[Callable[[bool], None], dict[str, str]] = {
     a_pipeline_that_fails: {"SOFTMETAL_CHECKED": "0"},
     a_mixture_that_fails: {"SOFTMETAL_CHECKED": "0"},
     a_library_that_compiles: {"SOFTMETAL_CHECKED": "0"},
+    another_layout: {"SOFTMETAL_CHECKED": "0", "SOFTMETAL_FOREIGN_TENSORS": str(1 << 5)},
+    other_operands: {"SOFTMETAL_CHECKED": "0"},
     an_older_system: {"SOFTMETAL_CHECKED": "0", "SOFTMETAL_MACOS": "15.6"},
 }
 
@@ -249,9 +293,10 @@ def test_on_an_m5(name: str, everything: bool) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (failure := json.loads(done.stdout.splitlines()[-1])) == "", failure
-    problem = PROBLEMS["moe_tensor" if "mixture" in name else "gemm_tensor"]
+    problem = LAYOUT if name == "another_layout" else PROBLEMS["moe_tensor" if "mixture" in name else "gemm_tensor"]
     warnings = done.stderr.count(WARNING + problem)
-    assert warnings == done.stderr.count("the other kernels") == name.endswith("that_fails")
+    falls_back = name.endswith("that_fails") or name == "another_layout"
+    assert warnings == done.stderr.count("the other kernels") == falls_back
 
 
 def test_an_m1_refuses_the_variant() -> None:

@@ -12,6 +12,10 @@ using namespace marlin;
 
 namespace {
 
+// The formats that tensor units multiply. lut4 would need floats as operands.
+constexpr std::array kFormats{WeightFormat::uint4b8,     WeightFormat::uint4, WeightFormat::uint4_bias,
+                              WeightFormat::float4_e2m1, WeightFormat::nvfp4, WeightFormat::mxfp4};
+
 // Returns a device with all cores of the chip, on a system that allows all kernels that the chip can run.
 GpuDevice whole(std::string_view chip) {
   const Chip& row = *find_chip(chip);
@@ -87,7 +91,6 @@ void check_systems() {
     set_system(device, supposed_system(chip));
     expect(device.tensor_units == has_units, "the M5 chips have tensor units, and no other chip has");
     expect((family.tensor_clocks_fp16.value > 0) == has_units, "a family has a rate for fp16 if it has tensor units");
-    expect((family.tensor_clocks_fp32.value > 0) == has_units, "a family has a rate for fp32 if it has tensor units");
   }
 }
 
@@ -136,6 +139,57 @@ void check_refusals() {
   expect_refused("more rows than M", [&] { plan_gemm(square(32, 64, 64, 64, "tensor:64x64x32"), device); });
 }
 
+// Floats, and lut4 with any activations, have no kernel for tensor units on any chip.
+void check_operands() {
+  const GpuDevice m5 = whole("M5 Max");
+  for (int32_t format = 0; format < kWeightFormatCount; ++format) {
+    for (const ElementType activations : {ElementType::float16, ElementType::bfloat16, ElementType::float32}) {
+      GemmProblem problem = square(512, 4096, 4096, 32);
+      problem.weight.format = static_cast<WeightFormat>(format);
+      problem.activations = activations;
+      subject = std::string(name(problem.weight.format)) + ", " + std::string(name(activations));
+      const bool has_kernel = problem.weight.format != WeightFormat::lut4 && activations != ElementType::float32;
+      expect(has_tensor_kernel(problem.weight.format, activations) == has_kernel, "there is an instance");
+      expect(std::ranges::any_of(gemm_tilings(problem, m5), is_tensor) == has_kernel, "tensor is a candidate");
+      problem.tuned = "tensor";
+      MoeProblem experts{.product = problem, .experts = 8, .top_k = 2};
+      expect((plan_gemm(problem, m5).dispatches[0].kernel == Kernel::gemm_tensor) == has_kernel, "a table selects it");
+      expect((plan_moe(experts, m5).dispatches[1].kernel == Kernel::moe_tensor) == has_kernel,
+             "a table selects it for experts");
+      if (has_kernel) continue;
+      experts.product = problem = with_variant(problem, "tensor");
+      expect_refused("float16 and bfloat16 activations by weights without a lut", [&] { plan_gemm(problem, m5); });
+      expect_refused("float16 and bfloat16 activations by weights without a lut", [&] { plan_moe(experts, m5); });
+    }
+  }
+}
+
+// The words are those of geometry.h.
+void check_layout() {
+  subject = "layout";
+  std::array<int32_t, kTensorProbed> words;
+  words.fill(kTensorMatches);
+  expect(tensor_layout_refusal(words.data()).empty(), "every matrix lies where the kernels assume");
+  const struct {
+    int32_t index;
+    uint32_t word;
+    const char* refusal;
+  } rows[] = {
+      {0, kTensorElement | 31U << 24 | 7U << 16 | 15U << 8 | 14U,
+       "left operand of float16 in an unknown layout: element 7 of lane 31 is in row 15, column 14"},
+      {4, kTensorElement | 15U << 16 | 31U << 8,
+       "right operand of bfloat16 in an unknown layout: element 15 of lane 0 is in row 31, column 0"},
+      {2, kTensorCapacity | 32U, "sums of float16 in an unknown layout: a lane has 32 elements"},
+      {5, 0, "sums of bfloat16 in an unknown layout: the probe stored 0"},
+  };
+  for (const auto& row : rows) {
+    words.fill(kTensorMatches);
+    words[row.index] = static_cast<int32_t>(row.word);
+    const std::string text = tensor_layout_refusal(words.data());
+    expect(text == std::string("the tensor units of this GPU hold the ") + row.refusal, text);
+  }
+}
+
 void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevice& device) {
   const Plan plan = build_plan(tiling, problem, device);
   const WeightProblem& weight = problem.weight;
@@ -148,7 +202,7 @@ void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevic
          "the kernel's instance");
   expect(product.threads.x == tile.M / 32 * (tile.N / 32) * 32 && product.threads.y == 1 && product.threads.z == 1,
          "a simdgroup for each 32 rows and 32 columns");
-  expect(product.threadgroup_bytes == kTensorThreadgroupBytes, "threadgroup memory");
+  expect(product.threadgroup_bytes == 0, "no threadgroup memory");
   expect_tiling(product.grid.x, tile.N, weight.N, "columns");
   expect_tiling(product.grid.y, tile.M, problem.M, "rows");
   expect_tiling(product.grid.z, params.k_per_slice, weight.K, "k");
@@ -191,8 +245,8 @@ void check_random_plans() {
     const uint32_t group = pick(0, 5);
     GemmProblem problem = square(pick(1, i % 3 == 0 ? 3000 : 100), pick(1, i % 5 == 0 ? 20000 : 300), K,
                                  group == 5 ? K : groups[group], "tensor");
-    problem.weight.format = static_cast<WeightFormat>(pick(0, kWeightFormatCount - 1));
-    problem.activations = static_cast<ElementType>(pick(0, 2));
+    problem.weight.format = kFormats[pick(0, kFormats.size() - 1)];
+    problem.activations = pick(0, 1) != 0 ? ElementType::float16 : ElementType::bfloat16;
     problem.has_bias = pick(0, 1);
     problem.weight.has_perm = pick(0, 1);
     problem.weight.vector_aligned = pick(0, 1);
@@ -241,11 +295,7 @@ void check_cost() {
   expect(close(slower.matrix_seconds, part.matrix_seconds * 1.6 / 1.278), "tensor units at an M1's clock");
   problem.activations = ElementType::bfloat16;
   expect(close(first(problem).matrix_seconds, part.matrix_seconds), "bf16 operands are as fast as fp16");
-  problem.activations = ElementType::float32;
-  expect(close(first(problem).matrix_seconds, part.matrix_seconds * 18 / 4.26), "the rate of fp32 operands");
   problem.activations = ElementType::float16;
-  problem.weight.format = WeightFormat::lut4;
-  expect(close(first(problem).matrix_seconds, part.matrix_seconds * 18 / 4.26), "lut4 has fp32 operands");
   problem.weight.format = WeightFormat::uint4_bias;
   expect(close(first(problem).matrix_operations, part.matrix_operations * 1.5),
          "uint4_bias also needs the sums of the activations");
@@ -327,11 +377,11 @@ void check_experts() {
   for (int i = 0; i < 500; ++i) {
     MoeProblem problem = mixture("tensor", pick(1, i % 2 == 0 ? 20 : 2000));
     WeightProblem& weight = problem.product.weight;
-    weight = {.format = static_cast<WeightFormat>(pick(0, kWeightFormatCount - 1)),
+    weight = {.format = kFormats[pick(0, kFormats.size() - 1)],
               .K = 8 * pick(1, 100),
               .N = pick(1, 600),
               .group_size = 16U << pick(0, 3)};
-    problem.product.activations = static_cast<ElementType>(pick(0, 2));
+    problem.product.activations = pick(0, 1) != 0 ? ElementType::float16 : ElementType::bfloat16;
     problem.product.has_bias = pick(0, 1);
     problem.reduce = pick(0, 1);
     problem.experts = pick(1, 300);
@@ -346,7 +396,7 @@ void check_experts() {
     expect(plan.dispatches[0].kernel == Kernel::moe_sort && product.kernel == Kernel::moe_tensor, "the kernels");
     expect(std::get<MoeParams>(plan.dispatches[0].params).block_rows == rows, "sort and product have the same blocks");
     expect(product.function == host_name(Kernel::moe_tensor, weight.format, problem.product.activations), "instance");
-    expect(product.threadgroup_bytes == kTensorThreadgroupBytes, "threadgroup memory");
+    expect(product.threadgroup_bytes == 0, "no threadgroup memory");
     expect_tiling(product.grid.x, columns, weight.N, "columns");
     expect(product.grid.y == params.blocks && product.grid.z == 1, "a threadgroup for each block, and K is not split");
     expect(params.blocks == moe_blocks(problem.product.M, problem.experts, rows), "the largest number of blocks");
@@ -370,6 +420,8 @@ int main(int argc, char** argv) {
   return test::run_cases({{"gate", check_gate},
                           {"systems", check_systems},
                           {"refusals", check_refusals},
+                          {"operands", check_operands},
+                          {"layout", check_layout},
                           {"random plans", check_random_plans},
                           {"cost", check_cost},
                           {"border", check_border},

@@ -92,7 +92,7 @@ def test_zero_points_that_contradict_the_version_stay(device):
     (entry,) = replace_linear_layers(model, progress=False).left
     assert entry.reason == (
         "read as version 2, every zero point would be 7; as version 1, 8, which is a symmetric weight: "
-        "pass gptq_version"
+        "if that is so, gptq_version=1 reads it"
     )
     replace_linear_layers(model, gptq_version=1, progress=False)
     assert model["layer"].weight_format == "uint4b8"

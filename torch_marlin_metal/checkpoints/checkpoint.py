@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.regular import regular_file
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, Slice, TensorInfo, read_header, read_tensor
+from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.settings import (
     CONFIG,
     CONFIG_FILES,
@@ -121,7 +122,8 @@ def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str,
     if found:
         raise CheckpointError(f"{path}: an index file is needed to choose among {', '.join(f.name for f in found)}")
     if any(next(path.glob(pattern), None) for pattern in ("*.bin", "*.pt", "*.pth")):
-        raise UnsupportedFormat(f"{path}: its tensors are pickles (.bin, .pt, .pth), read only with allow_pickle=True")
+        way = typed("allow_pickle", True)
+        raise UnsupportedFormat(f"{path}: its tensors are pickles (.bin, .pt, .pth), read only with {way}")
     if next(path.glob("*.gguf"), None):
         raise CheckpointError(f"{path}: expected safetensors files; for GGUF give the path of the .gguf file itself")
     raise CheckpointError(f"{path}: no safetensors file")

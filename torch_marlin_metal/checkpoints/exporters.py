@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
-from torch_marlin_metal.checkpoints.options import check_choice
+from torch_marlin_metal.checkpoints.options import check_choice, typed
 from torch_marlin_metal.formats import GROUP_SIZES, weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_gptq, pack_gptq_zeros
@@ -84,7 +84,8 @@ class GptqExporter:
         if weight.N % 8:
             raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of 8")
         if self.version == 1 and int(zeros.min()) == 0:
-            raise _refuse(weight, "GPTQ version 1", "a zero point of 0, which readers of version 1 take differently")
+            reason = "a zero point of 0, which readers of version 1 take differently"
+            raise _refuse(weight, "GPTQ version 1", f"{reason}; {typed('version', 2)} stores it")
         self.group_sizes[weight.name] = _stated_group_size(weight)
         self.symmetric &= weight_format(weight.weight_format).is_symmetric
         self.act_order |= weight.perm is not None

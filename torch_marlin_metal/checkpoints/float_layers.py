@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
+from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
 from torch_marlin_metal.layers.stays import staying_layers
@@ -68,7 +70,9 @@ class FloatModel:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        model = _empty_model(checkpoint)
+        model = empty_model(
+            checkpoint.path, checkpoint.config.get("architectures"), f"name the layers to quantize ({typed('include')})"
+        )
         self.model, self._names = model, ModelNames(model)
         modules, head = dict(model.named_modules()), model.get_output_embeddings()
         staying = {id(head), *staying_layers(model)}
@@ -166,7 +170,9 @@ def choose_layers(
         chosen = [layer for layer in wanted if layer.selected(include)]
     chosen = [layer for layer in chosen if not layer.selected(exclude)]
     if not chosen:
-        raise ValueError(f"{checkpoint.path}: include, exclude: they leave none of its {len(wanted)} matrices")
+        raise ValueError(
+            f"{checkpoint.path}: {typed('include')}, {typed('exclude')}: they leave none of its {len(wanted)} matrices"
+        )
     _check_whole(checkpoint, wanted, chosen)
     left = _matrix_bytes(checkpoint)
     settled = {*(layer.weight for layer in chosen), *(layer.weight for layer in wanted if layer.selected(exclude))}
@@ -187,9 +193,10 @@ def _check_whole(checkpoint: Checkpoint, wanted: list[FloatLayer], chosen: list[
     every, taken = (Counter(layer.group for layer in layers if layer.group) for layers in (wanted, chosen))
     for group, count in taken.items():
         if count != every[group]:
+            choice = f"{typed('include')}, {typed('exclude')}"
             raise ValueError(
-                f"{checkpoint.path}: include, exclude: expected all layers of the experts {group!r} or none, "
-                f"they leave {count} of {every[group]}"
+                f"{checkpoint.path}: {choice}: expected all layers of the experts {group!r} or none, they leave "
+                f"{count} of {every[group]}"
             )
 
 
@@ -227,20 +234,28 @@ def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     }
 
 
-def _empty_model(checkpoint: Checkpoint) -> Any:
-    advice = "name the layers to quantize (include)"
+def empty_model(path: Path, stated: Any, advice: str) -> Any:
+    """Makes the model of transformers that a config.json names, on the meta device. No code of a checkpoint runs.
+
+    Args:
+        path: a directory with config.json, or the file itself.
+        stated: the names under "architectures" in it.
+        advice: what the user can do if it fails.
+
+    Raises:
+        CheckpointError: transformers is not installed, does not know the model, or cannot make it.
+    """
     try:
         import transformers
     except ImportError as error:
-        raise CheckpointError(f"{checkpoint.path}: without transformers its layers are not known: {advice}") from error
-    stated = checkpoint.config.get("architectures")
+        raise CheckpointError(f"{path}: without transformers its layers are not known: {advice}") from error
     architecture = stated[0] if isinstance(stated, list) and stated else ""
     model_class = getattr(transformers, str(architecture), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        raise CheckpointError(f"{checkpoint.path}: transformers knows no model {stated!r}: {advice}")
+        raise CheckpointError(f"{path}: transformers knows no model {stated!r}: {advice}")
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             return model_class(config)
     except Exception as error:  # wrong settings can raise any exception in the model's own code
-        raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error
+        raise CheckpointError(f"{path}: {architecture} cannot be made of it ({error}): {advice}") from error

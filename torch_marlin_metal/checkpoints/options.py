@@ -1,6 +1,8 @@
 """`ReadOptions`: the caller's choices for reading a checkpoint, which every reader takes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -56,6 +58,33 @@ class ReadOptions:
             if name not in known:
                 raise TypeError(f"expected an option of {', '.join(known)}, got {name!r}")
         return replace(options or cls(), **changes)
+
+
+def typed(option: str, value: object = None) -> str:
+    """Returns what a user types to pass an option, for a message: an argument of Python unless `spelled` says more."""
+    return _spelling.get()(option, value)
+
+
+@contextmanager
+def spelled(spelling: "Spelling") -> Iterator[None]:
+    """Within the block, messages spell options as the caller's users type them.
+
+    Args:
+        spelling: a function of the option's name and its value; None stands for a value that the user chooses.
+    """
+    token = _spelling.set(spelling)
+    try:
+        yield
+    finally:
+        _spelling.reset(token)
+
+
+def _argument(option: str, value: object) -> str:
+    return option if value is None else f"{option}={value!r}"
+
+
+Spelling = Callable[[str, object], str]
+_spelling: ContextVar[Spelling] = ContextVar("spelling", default=_argument)
 
 
 def check_choice(argument: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import Format
-from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -49,15 +49,20 @@ class CheckpointReader(ABC):
         path: the directory or file.
         options: how the checkpoint is read.
         format: the description of the format that was found.
+        metadata: what a single file says about the model, or nothing.
+        tensors: the tensors of a single file by name, or nothing.
         calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
     """
 
     calculates = False
     format: Format
+    metadata: dict[str, Any]
+    tensors: dict[str, Any]
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.path = path
         self.options = options
+        self.metadata, self.tensors = {}, {}
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -132,8 +137,11 @@ class CheckpointReader(ABC):
         except UnsupportedFormat as error:
             if self.options.on_unsupported == "skip":
                 return None
-            if self.options.on_unsupported == "error" or error.dequantize is None:
+            if error.dequantize is None:
                 raise
+            if self.options.on_unsupported == "error":
+                way = f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
+                raise UnsupportedFormat(f"{error}; {way}", error.dequantize) from error
             return DenseWeight(self.layer_names[index], error.dequantize(), self.bias(index), str(error))
 
     def read_part(self, index: int, part: Part) -> PackedWeight | None:

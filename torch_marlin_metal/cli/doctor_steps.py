@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.cli import doctor_variants
+from torch_marlin_metal.gpu.tuning.errors import check
+
 if TYPE_CHECKING:
     from torch_marlin_metal import PackedWeight
 
 MARKER = "doctor: "
-LARGEST_ERROR = 2e-3  # four roundings to fp16; two_pass rounds the weights too
-LARGEST_ERROR_FP32 = 1e-5
 Values = dict[str, Any]
 
 
@@ -49,37 +50,9 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
     return a.to("mps"), product, a.double() @ dense
 
 
-def _mixture() -> tuple[Callable[..., Tensor], Tensor]:
-    """Returns the product of rows with the weights of two experts, and its exact result on the CPU.
-
-    Each row has two slots. Of three rows, one names both experts, and two have an id that names none.
-    """
-    from torch_marlin_metal import moe_gemm
-
-    weights = [_weight(seed=seed) for seed in range(2)]
-    a = torch.randn(60, 512, generator=torch.Generator().manual_seed(1), device="cpu").half()
-    ids = torch.stack([torch.arange(60, device="cpu") % 3, torch.arange(1, 61, device="cpu") % 3], dim=1)
-    expected = torch.zeros(60, 2, 256, dtype=torch.float64, device="cpu")
-    for expert, weight in enumerate(weights):
-        products = a.double() @ weight.dequantize().double()
-        expected[ids == expert] = products[(ids == expert).any(1)]
-    parts = [weight.tensors() for weight in weights]
-    stacked: Any = {name: torch.stack([part[name] for part in parts]).to("mps") for name in parts[0]}
-    rows, chosen = a.to("mps"), ids.to("mps")
-
-    def product(variant: str, tokens: int = 60, reduce: bool = False) -> Tensor:
-        options: Any = {"weight_format": "uint4b8", "group_size": 64, "variant": variant, "reduce": reduce, **stacked}
-        return moe_gemm(rows[:tokens], expert_ids=chosen[:tokens], **options)
-
-    return product, expected
-
-
-def _check(found: Tensor, expected: Tensor, what: str, bound: float = LARGEST_ERROR) -> float:
-    """Returns the largest error as a part of the largest result. Raises RuntimeError if it is not below the bound."""
-    error: float = ((found.cpu().double() - expected).abs().max() / expected.abs().max()).item()
-    if not error < bound:
-        raise RuntimeError(f"{what}: expected an error below {bound} of the largest result, got {error:.4g}")
-    return error
+def _short(errors: dict[str, float]) -> Values:
+    """Returns errors with two digits."""
+    return {name: float(f"{error:.1e}") for name, error in errors.items()}
 
 
 def products_on_cpu() -> Values:
@@ -94,13 +67,12 @@ def products_on_cpu() -> Values:
         layer = MarlinLinear.from_packed(quantize_weight(dense, name, scale_dtype=torch.float32))
         weight = layer.dequantize().T
         expected = a.double() @ weight.double()
-        peer = _check(a @ weight, expected, f"torch.matmul of {name}", LARGEST_ERROR_FP32)
+        peer = check(a @ weight, expected, f"torch.matmul of {name}")
         errors["torch.matmul"] = max(errors["torch.matmul"], peer)
         errors[name] = max(
-            _check(layer(rows), rows.double() @ weight.double(), f"{name}, {len(rows)} rows", LARGEST_ERROR_FP32)
-            for rows in (a[:1], a)
+            check(layer(rows), rows.double() @ weight.double(), f"{name}, {len(rows)} rows") for rows in (a[:1], a)
         )
-    return {f"error of {name}": float(f"{error:.1e}") for name, error in errors.items()}
+    return _short({f"error of {name}": error for name, error in errors.items()})
 
 
 def first_product() -> Values:
@@ -112,7 +84,7 @@ def first_product() -> Values:
         found = product(a[:1])
         torch.mps.synchronize()
         seconds.append(time.perf_counter() - begin)
-        _check(found, expected[:1], "the first product")
+        check(found, expected[:1], "the first product")
     return {"first_ms": round(1e3 * seconds[0], 1), "second_ms": round(1e3 * seconds[1], 2)}
 
 
@@ -122,31 +94,14 @@ def half_subnormals() -> Values:
     return {"half_subnormals": "kept" if kept else "flushed"}
 
 
+def products_on_mps() -> Values:
+    """Compares every kernel of `gemm` and `moe_gemm` in one format with fp16 activations, see `every_variant`."""
+    return {**half_subnormals(), **_short(doctor_variants.compare(doctor_variants.ONE_KIND))}
+
+
 def every_variant() -> Values:
-    """Compares every kernel of `gemm` and `moe_gemm`, and torch.matmul of the decoded weight, with fp64.
-
-    All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` of 3-D activations is wrong
-    (pytorch#192934), so a comparison with it would blame this package.
-    """
-    from torch_marlin_metal import plan
-
-    a, product, expected = _problem()
-    variants = {"gemv": 1, "fused": 40, "double_buffered": 40, "single_stage": 40, "striped": 40, "two_pass": 40}
-    if any(candidate.variant == "tensor" for candidate in plan(40, 64, 64).candidates):
-        variants["tensor"] = 40
-    values = half_subnormals()
-    for variant, rows in variants.items():
-        values[f"error of {variant}"] = _check(product(a[:rows], variant), expected[:rows], variant)
-    mixed, expected_mixed = _mixture()
-    for variant in ("gemv", "fused", *(["tensor"] if "tensor" in variants else [])):
-        what = f"{variant} with experts"
-        values[f"error of {what}"] = _check(mixed(variant), expected_mixed, what)
-    # All slots of a token are added in the kernel that multiplies.
-    summed = _check(mixed("gemv", 3, True), expected_mixed[:3].sum(1), "gemv with a sum of experts")
-    values["error of gemv with a sum of experts"] = summed
-    dense = _weight().dequantize().half().to("mps")
-    values["error of torch.matmul"] = _check(a @ dense, expected, "torch.matmul on mps")
-    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in values.items()}
+    """Compares every kernel of `gemm` and `moe_gemm` in every format and dtype, and torch.matmul, with fp64."""
+    return {**half_subnormals(), **_short(doctor_variants.compare(doctor_variants.EVERY_KIND))}
 
 
 def profiled_products() -> Values:
@@ -159,7 +114,7 @@ def profiled_products() -> Values:
         torch.mps.profiler.start("interval", wait)
         try:
             for variant, rows in (("gemv", 1), ("fused", 40), ("striped", 40)):
-                _check(product(a[:rows], variant), expected[:rows], f"{variant} in a profile")
+                check(product(a[:rows], variant), expected[:rows], f"{variant} in a profile")
         finally:
             torch.mps.profiler.stop()
     return {"profiles": 2}
@@ -241,7 +196,7 @@ def decode_with_commits() -> Values:
 
 QUICK: dict[str, Callable[[], Values]] = {
     "products on cpu": products_on_cpu,
-    "products on mps": every_variant,
+    "products on mps": products_on_mps,
 }
 STEPS: dict[str, Callable[[], Values]] = {
     "first product": first_product,

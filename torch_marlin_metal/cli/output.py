@@ -20,6 +20,7 @@ from tqdm import tqdm
 from typer.core import TyperGroup
 
 from torch_marlin_metal import extension, interrupt
+from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.convert import CheckpointError
 
 DONE = 0
@@ -28,6 +29,8 @@ WRONG_USE = 2  # click's own code for a wrong command line
 FAILED = 3  # exit code if the input is damaged or refused, or the output cannot be written
 INTERRUPTED = interrupt.EXIT_CODE
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+SPELLINGS = {"version": "write_gptq_version"}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 
@@ -39,7 +42,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
     def run(**arguments: Any) -> None:
         as_json = bool(arguments.get("as_json"))
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), spelled(_as_option):
                 warnings.showwarning = _show_warning
                 extension.warn()
                 code = command(**arguments)
@@ -57,6 +60,13 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(code)
 
     return run
+
+
+def _as_option(option: str, value: object) -> str:
+    """Spells an option of the package as an option of the commands that take it."""
+    name = f"--{SPELLINGS.get(option, option).replace('_', '-')}"
+    name = f"convert {name}" if option == "on_unsupported" else name  # inspect reports what convert refuses
+    return name if value is None or value is True else f"{name} {value}"
 
 
 class Commands(TyperGroup):

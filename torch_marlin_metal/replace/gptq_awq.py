@@ -136,7 +136,7 @@ def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> 
     if bool((qzeros == SYMMETRIC_WORDS[other]).all()):
         raise UnreadableError(
             f"read as version {version}, every zero point would be {8 + other - version}; as version {other}, 8, "
-            "which is a symmetric weight: pass gptq_version"
+            f"which is a symmetric weight: if that is so, gptq_version={other} reads it"
         )
     return version
 

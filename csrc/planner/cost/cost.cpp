@@ -86,12 +86,10 @@ double step_products(const Product& product, const KernelCounts& counts) {
 
 double matrix_clocks(const Product& product, const GpuFamily& family) {
   if (product.is(GemmVariant::tensor)) {
-    const GemmProblem& problem = product.problem;
-    const bool floats = problem.activations == ElementType::float32 || has_lut(problem.weight.format);
     // A plan made on an M5 may be for an older chip, named by TORCH_MARLIN_METAL_GPU, that has no tensor units. The
-    // rates of the newest family are then used.
+    // rate of the newest family is then used.
     const GpuFamily& units = family.tensor_clocks_fp16.value > 0 ? family : kGpuFamilies.back();
-    return (floats ? units.tensor_clocks_fp32 : units.tensor_clocks_fp16).value;
+    return units.tensor_clocks_fp16.value;
   }
   const bool halves = !product.is(GemmVariant::fused) && product.problem.activations == ElementType::float16;
   return (halves ? family.matrix_clocks_fp16 : family.matrix_clocks_fp32).value;

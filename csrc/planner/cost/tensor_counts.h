@@ -16,23 +16,22 @@ inline constexpr std::array kTensorCounts{
     KernelCounts{Kernel::gemm_tensor, WeightFormat::float4_e2m1, {32, 32, 32}, {135, 92, 64}, 132, 0, 468, 231, 4},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::nvfp4, {32, 32, 32}, {196, 112, 64}, 119, 0, 470, 231, 8},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::mxfp4, {32, 32, 32}, {136, 92, 64}, 148, 0, 468, 231, 4},
-    KernelCounts{Kernel::gemm_tensor, WeightFormat::lut4, {32, 32, 32}, {159, 140, 64}, 132, 0, 477, 255, 7},
 };
 
-// With fp32 activations. bf16 has the same counts, because its decode is the same on a GPU with bfloat instructions,
-// such as the M5. The M1 has none.
-inline constexpr std::array kTensorFloat32Counts{
+// With bfloat activations. The M1 has no bfloat instructions, so floats take their place in the counted code; the
+// decode is the same on a GPU that has such instructions, as the M5 does.
+inline constexpr std::array kTensorBfloatCounts{
     KernelCounts{Kernel::gemm_tensor, WeightFormat::uint4b8, {32, 32, 32}, {133, 60, 64}, 132, 0, 436, 231, 4},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::uint4, {32, 32, 32}, {141, 76, 64}, 133, 0, 436, 255, 7},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::uint4_bias, {32, 32, 32}, {133, 60, 64}, 199, 0, 436, 255, 9},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::float4_e2m1, {32, 32, 32}, {141, 92, 64}, 132, 0, 436, 231, 4},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::nvfp4, {32, 32, 32}, {193, 112, 64}, 119, 0, 438, 255, 8},
     KernelCounts{Kernel::gemm_tensor, WeightFormat::mxfp4, {32, 32, 32}, {143, 92, 64}, 148, 0, 436, 231, 4},
-    KernelCounts{Kernel::gemm_tensor, WeightFormat::lut4, {32, 32, 32}, {236, 140, 64}, 189, 0, 447, 255, 7},
 };
 
+// There are counts if has_tensor_kernel(format, activations).
 constexpr const KernelCounts& tensor_counts(WeightFormat format, ElementType activations) {
-  const auto& table = activations == ElementType::float16 ? kTensorCounts : kTensorFloat32Counts;
+  const auto& table = activations == ElementType::float16 ? kTensorCounts : kTensorBfloatCounts;
   return *find_counts(table, Kernel::gemm_tensor, format, {kTensorRows, kTensorColumns, kTensorK});
 }
 

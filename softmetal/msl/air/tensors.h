@@ -3,7 +3,7 @@
 // msl/tensor, the executor computes the product and knows the layout.
 #pragma once
 
-extern "C" uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t is_known);
+extern "C" uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t layout);
 extern "C" SM_CONVERGENT void sm_tensor_product(const float* a, const float* b, float* sum, uint32_t options);
 
 namespace air {
@@ -19,7 +19,15 @@ struct tensor_shape {
   u32 rows, columns;
   u32 block_columns() const { return (columns + 15) / 16; }
   u32 blocks() const { return (rows + 15) / 16 * block_columns(); }
-  u32 is_known() const { return blocks() <= 2 && rows % 16 == 0 && columns % 16 == 0; }
+  // As in msl/tensor: the layout of operands in registers of one simdgroup, and the index of a block's element.
+  u32 layout(bool is_strict_float) const {
+    if (blocks() > 2 || rows % 16 != 0 || columns % 16 != 0) return 0;
+    if (is_strict_float) return rows == 16 ? 2 : 0;
+    return 1;
+  }
+  u32 index(u32 block, u32 element, u32 layout) const {
+    return layout == 2 && blocks() == 2 ? (element & 3) | block << 2 | element >> 2 << 3 : 8 * block + element;
+  }
 };
 AIR_FUNCTION tensor_shape shape_of(u32 kind, u32 m, u32 n, u32 k, bool left, bool right) {
   if (kind == 2) return {m, n};
@@ -43,11 +51,11 @@ AIR_FUNCTION void* tensor_element(u32 kind, u32 m, u32 n, u32 k, u8 left, u8 rig
 }
 
 template <class T>
-AIR_FUNCTION void tensor_block(tensor_shape shape, void* all, u32 row, u32 column, float* out) {
+AIR_FUNCTION void tensor_block(tensor_shape shape, u32 layout, void* all, u32 row, u32 column, float* out) {
   const u32 wanted = row / 16 * shape.block_columns() + column / 16;
   for (u32 b = 0; b < shape.blocks(); ++b) {
-    if (sm_tensor_block(b, 1, shape.blocks(), shape.is_known()) != wanted) continue;
-    for (u32 i = 0; i < 8; ++i) out[i] = static_cast<f32>(static_cast<T*>(all)[8 * b + i]);
+    if (sm_tensor_block(b, 1, shape.blocks(), layout) != wanted) continue;
+    for (u32 i = 0; i < 8; ++i) out[i] = static_cast<f32>(static_cast<T*>(all)[shape.index(b, i, layout)]);
   }
 }
 
@@ -58,20 +66,23 @@ AIR_FUNCTION SM_CONVERGENT void tensor_product(void* descriptor, void* a, void* 
   const bool left = what.transpose_left, right = what.transpose_right;
   const tensor_shape shape_a = shape_of(0, m, n, k, left, right), shape_b = shape_of(1, m, n, k, left, right),
                      shape_c = shape_of(2, m, n, k, left, right);
+  const bool is_strict = !what.relaxed_precision && (__is_same(A, f32) || __is_same(B, f32));
+  const u32 layout_a = shape_a.layout(is_strict), layout_b = shape_b.layout(is_strict),
+            layout_c = shape_c.layout(is_strict);
   const u32 options = u32(left) | u32(right) << 1 | u32(what.relaxed_precision && __is_same(A, f32)) << 2 |
-                      shape_a.is_known() << 3 | shape_b.is_known() << 4 | shape_c.is_known() << 5;
+                      layout_a << 3 | layout_b << 5 | layout_c << 7;
   C* sums = static_cast<C*>(c);
   for (u32 own = 0; own < shape_c.blocks(); ++own) {
-    const u32 number = sm_tensor_block(own, 1, shape_c.blocks(), shape_c.is_known());
+    const u32 number = sm_tensor_block(own, 1, shape_c.blocks(), layout_c);
     const u32 row = number / shape_c.block_columns() * 16, column = number % shape_c.block_columns() * 16;
     f32 total[8], of_a[8], of_b[8];
-    for (u32 i = 0; i < 8; ++i) total[i] = what.accumulates ? static_cast<f32>(sums[8 * own + i]) : 0.0f;
+    for (u32 i = 0; i < 8; ++i) total[i] = what.accumulates ? static_cast<f32>(sums[shape_c.index(own, i, layout_c)]) : 0.0f;
     for (u32 step = 0; step < k; step += 16) {
-      tensor_block<A>(shape_a, a, left ? step : row, left ? row : step, of_a);
-      tensor_block<B>(shape_b, b, right ? column : step, right ? step : column, of_b);
+      tensor_block<A>(shape_a, layout_a, a, left ? step : row, left ? row : step, of_a);
+      tensor_block<B>(shape_b, layout_b, b, right ? column : step, right ? step : column, of_b);
       sm_tensor_product(of_a, of_b, total, options);
     }
-    for (u32 i = 0; i < 8; ++i) sums[8 * own + i] = static_cast<C>(total[i]);
+    for (u32 i = 0; i < 8; ++i) sums[shape_c.index(own, i, layout_c)] = static_cast<C>(total[i]);
   }
 }
 

@@ -71,7 +71,10 @@ def test_relaxed_precision_rounds_float_operands() -> None:
 
 
 def test_layout_of_one_simdgroup() -> None:
-    """MLX's kernels rely on this layout (mlx-metal 0.32.4, steel/gemm/nax.h), so a seed must not change it."""
+    """MLX's kernels rely on this layout (mlx-metal 0.32.4, steel/gemm/nax.h), so a seed must not change it.
+
+    Two projects measured the layout of strict floats on an M5.
+    """
     source = """
     template <typename C> void places(thread C& c, device int* out, uint lane) {
       for (ushort i = 0; i < c.get_capacity(); ++i) {
@@ -80,6 +83,7 @@ def test_layout_of_one_simdgroup() -> None:
       }
     }
     kernel void f(device int* right, device int* transposed, device int* sum, device int* other,
+                  device int* strict_left, device int* strict_right, device int* strict_sum, device int* relaxed_sum,
                   uint lane [[thread_index_in_simdgroup]]) {
       constexpr auto desc = matmul2d_descriptor(16, 32, 16);
       constexpr auto turned = matmul2d_descriptor(16, 32, 16, false, true);
@@ -94,19 +98,38 @@ def test_layout_of_one_simdgroup() -> None:
       places(c, sum, lane);
       auto unknown = matmul2d<uneven, execution_simdgroup>().get_left_input_cooperative_tensor<half, half, float>();
       places(unknown, other, lane);
+      auto fa = op.get_left_input_cooperative_tensor<float, float, float>();
+      auto fb = op.get_right_input_cooperative_tensor<float, float, float>();
+      auto fc = op.get_destination_cooperative_tensor<decltype(fa), decltype(fb), float>();
+      places(fa, strict_left, lane);
+      places(fb, strict_right, lane);
+      places(fc, strict_sum, lane);
+      constexpr auto relaxed = matmul2d_descriptor(16, 32, 16, false, false, true);
+      matmul2d<relaxed, execution_simdgroup> rounded;
+      auto ra = rounded.get_left_input_cooperative_tensor<float, float, float>();
+      auto rb = rounded.get_right_input_cooperative_tensor<float, float, float>();
+      auto rc = rounded.get_destination_cooperative_tensor<decltype(ra), decltype(rb), float>();
+      places(rc, relaxed_sum, lane);
     }
     """
     lane, i = np.arange(32)[:, None], np.arange(16)[None, :]
     row = (((lane >> 2) & 4) | ((lane >> 1) & 3)) + (i >> 2) % 2 * 8
     column = (((lane >> 2) & 2) | (lane & 1)) * 4 + i % 4
+    strict_row, pair = ((lane >> 2) & 4) | ((lane >> 1) & 3), (((lane >> 2) & 2) | (lane & 1)) * 2
     others = []
     for seed in SEEDS:
-        found = [np.zeros((32, 16), np.int32) for _ in range(4)]
+        found = [np.zeros((32, 16), np.int32) for _ in range(8)]
         library(source, "half", False).kernel("f").launch(groups=1, group=32, buffers=found, perturb_seed=seed)
         np.testing.assert_array_equal(found[0], row * 100 + column + i // 8 * 16)
         np.testing.assert_array_equal(found[1], (row + i // 8 * 16) * 100 + column)
         np.testing.assert_array_equal(found[2], row * 100 + column + i // 8 * 16)
         others.append(found[3])
+        strict_left = (strict_row + 8 * (i >> 2)) * 100 + pair + (i & 1) + 8 * ((i >> 1) & 1)
+        np.testing.assert_array_equal(found[4][:, :8], strict_left[:, :8])
+        strict = (strict_row + 8 * (i >> 3)) * 100 + pair + (i & 1) + 8 * ((i >> 1) & 1) + 16 * ((i >> 2) & 1)
+        np.testing.assert_array_equal(found[5], strict)
+        np.testing.assert_array_equal(found[6], strict)
+        np.testing.assert_array_equal(found[7], found[2])
     # 24 x 16 is two blocks, of which a lane holds 16 elements. In every layout each place occurs once.
     places = np.add.outer(np.arange(32) * 100, np.arange(16)).ravel()
     assert all((np.sort(other.ravel()) == places).all() for other in others)

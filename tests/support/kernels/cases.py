@@ -13,6 +13,9 @@ from tests.support.kernels.problems import Problem
 
 FORMATS = facts()["formats"][:-1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+# What the kernels for tensor units multiply.
+TENSOR_FORMATS = [name for name in FORMATS if name != "lut4"]
+TENSOR_FLOATS = [torch.float16, torch.bfloat16]
 FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
 
 # The axes that all kernels have. The tests of one kernel add M, N, K and launch options.
@@ -65,12 +68,14 @@ def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
     return list(enumerate(values))
 
 
-def plain_problems(M: int, N: int, K: int, **fields: Any) -> list[Any]:
-    """Returns a problem for every format with every activation dtype."""
+def plain_problems(
+    M: int, N: int, K: int, formats: Sequence[str] = FORMATS, dtypes: Sequence[torch.dtype] = FLOATS, **fields: Any
+) -> list[Any]:
+    """Returns a problem for each format with each activation dtype."""
     return [
         pytest.param(
             problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),
             id=f"{weight_format}-{str(dtype)[6:]}",
         )
-        for weight_format, dtype in itertools.product(FORMATS, FLOATS)
+        for weight_format, dtype in itertools.product(formats, dtypes)
     ]

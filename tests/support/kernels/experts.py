@@ -109,7 +109,7 @@ class Shape:
 
     def threadgroup_bytes(self, weight_format: str) -> int:
         if self.kernel == "moe_tensor":
-            return number("kTensorThreadgroupBytes")
+            return 0
         if self.kernel in GEMV_KERNELS:
             return facts()["gemv_bytes"][weight_format][self.rows][self.simdgroups]
         return facts()["fused_bytes"][weight_format][self.simdgroups][self.rows // 8]

@@ -5,13 +5,13 @@ import json
 import struct as struct_module
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from softmetal.device import Buffer, Counters, Kernel, compile
+from softmetal.device import Buffer, Counters, Kernel, Library, compile
 from softmetal.msl.compiler import DEFAULT_VERSION
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,7 +20,7 @@ KERNELS = ROOT / "kernels"
 GUARD_BYTES = 256
 CHECKED = True
 # Libraries that need a later language version than the others.
-VERSIONS = {"gemm/tensor": 400, "experts/moe_tensor": 400}
+VERSIONS = {"gemm/tensor": 400, "gemm/tensor_probe": 400, "experts/moe_tensor": 400}
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 WIDE = {
     "a_row_stride",
@@ -120,28 +120,36 @@ def absent() -> Buffer:
     return place_output((4,), torch.int32)
 
 
-@functools.lru_cache(maxsize=512)
-def _specialise(
-    kernel: str, weight_format: str, element: str, constants: tuple[tuple[str, int | bool], ...], checked: bool
-) -> Kernel:
-    library, naming, _ = facts()["kernels"][kernel]
+def compile_library(library: str, constants: Mapping[str, int | bool] | None = None, **options) -> Library:
+    """Compiles a file of `kernels/` in the version of the language that the host asks for."""
     path = KERNELS / f"{library}.metal"
-    name = kernel
-    defines = []
-    if naming:  # compiles only the function under test, as the host does
-        weight = f"WeightFormat::{weight_format}, " if naming == 2 else ""
-        name = "_".join([kernel, *([weight_format] if naming == 2 else []), element])
-        defines = [f"MARLIN_ONLY={kernel}<{weight}{METAL_TYPES[element]}>", f'MARLIN_ONLY_NAME="{name}"']
-    compiled = compile(
+    return compile(
         path.read_text(),
-        constants=dict(constants),
-        checked=checked,
+        constants=dict(constants or {}),
         file_name=str(path),
         include_paths=[str(KERNELS.parent)],
-        defines=defines,
         version=VERSIONS.get(library, DEFAULT_VERSION),
+        **options,
     )
-    return compiled.kernel(name)
+
+
+@functools.lru_cache(maxsize=512)
+def _specialise(
+    kernel: str,
+    weight_format: str,
+    element: str,
+    constants: tuple[tuple[str, int | bool], ...],
+    checked: bool,
+    extra_defines: tuple[str, ...],
+) -> Kernel:
+    library, naming, _ = facts()["kernels"][kernel]
+    name = kernel
+    defines = [*extra_defines]
+    if naming:  # compiles only the function under test, as the host does
+        weight = f"WeightFormat::{weight_format}, " if naming >= 2 else ""
+        name = "_".join([kernel, *([weight_format] if naming >= 2 else []), element])
+        defines += [f"MARLIN_ONLY={kernel}<{weight}{METAL_TYPES[element]}>", f'MARLIN_ONLY_NAME="{name}"']
+    return compile_library(library, dict(constants), checked=checked, defines=defines).kernel(name)
 
 
 def launch(
@@ -157,11 +165,12 @@ def launch(
     checked: bool = CHECKED,
     seed: int = 1,
     perturb_seed: int = 0,
+    defines: Sequence[str] = (),
 ) -> Counters:
     """Runs one kernel. A key of `buffers` is a slot's name without `kSlot`. Slots without a key are bound as absent."""
     values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
     typed = tuple(sorted(values.items()))
-    handle = _specialise(kernel, weight_format, element, typed, checked)
+    handle = _specialise(kernel, weight_format, element, typed, checked, tuple(defines))
     declared = facts()["kernels"][kernel][2]
     slots = (i for i in range(number("kSlotCount")) if i != number("kSlotParams"))
     bound: dict[int, Buffer | bytes] = {i: absent() for i in slots if declared >> i & 1}

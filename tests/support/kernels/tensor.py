@@ -1,4 +1,4 @@
-"""Launches the kernel for tensor units, and checks how much the kernel reads and that its K loop has no barrier."""
+"""Launches the kernel for tensor units, and checks how much the kernel reads and that it has no barrier."""
 
 from typing import Any
 
@@ -17,7 +17,6 @@ def _launch(problem: Problem, tile: str, splits: int, options: dict[str, Any]) -
     options |= {
         "group": (facts()["tensor_tiles"][tile], 1, 1),
         "groups": (-(-problem.N // columns), -(-problem.M // rows), splits),
-        "threadgroup_bytes": number("kTensorThreadgroupBytes"),
     }
     constants = {
         "rows_per_threadgroup": rows,
@@ -52,13 +51,12 @@ def check_tensor_work(problem: Problem, counters: Counters) -> None:
 def check_tensor_reads(
     weight_format: str, K: int, N: int, group_size: int, dtype: torch.dtype, row_blocks: int, counters: Counters
 ) -> None:
-    """Checks what a simdgroup reads for its 32 rows of 32 columns, and that only the table of lut4 needs a barrier.
+    """Checks what a simdgroup reads for its 32 rows of 32 columns, and that it needs no barrier.
 
     Each activation is read once. Each word is read once, or twice if groups of 16 make a lane take half of a word.
     `row_blocks` is the number of blocks of 32 rows.
     """
-    assert counters.threadgroup_barriers <= counters.threadgroups, "threadgroup barriers"
-    assert (counters.threadgroup_barriers == 0) == (weight_format != "lut4")
+    assert counters.threadgroup_barriers == 0
     if counters.buffers is None:
         return
     strips = -(-N // number("kTensorColumns"))

@@ -28,7 +28,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
     row_order,
 )
 from torch_marlin_metal.checkpoints.layer import as_words
-from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
@@ -122,6 +122,9 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
 class GgufReader(CheckpointReader):
     """Reads a GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
 
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
     def __init__(self, path: Path, options: ReadOptions) -> None:
         super().__init__(path, options)
         self.format = FORMAT
@@ -131,7 +134,7 @@ class GgufReader(CheckpointReader):
         if self.hf and self.architecture not in ARCHITECTURES:
             raise UnsupportedFormat(
                 f"{path}: no transformers names for the architecture {self.architecture!r}; known: "
-                f"{', '.join(ARCHITECTURES)} (gguf_names='gguf' reads the tensors under their own names)"
+                f"{', '.join(ARCHITECTURES)} ({typed('gguf_names', 'gguf')} reads the tensors under their own names)"
             )
         self._partners = self._find_partners()
         second = {tensor.name for tensor in self._partners.values()}

@@ -15,7 +15,7 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, constant, fit_groups, unpack
-from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -129,7 +129,7 @@ def _read_zeros(layer: Layer, settings: Settings, options: ReadOptions, version:
     if version == 1 and bool((raw == 15).any()):
         warnings.warn(
             f"{layer.file}: tensor {layer.roles['qzeros']!r}: raw zero points of 15 in a version 1 file, where writers "
-            f"differ: read by the rule {options.gptq_zeros_rule!r} (gptq_zeros_rule)",
+            f"differ: read by the rule {options.gptq_zeros_rule!r} ({typed('gptq_zeros_rule')})",
             stacklevel=2,
         )
     zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N].contiguous()
@@ -143,7 +143,7 @@ def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
         raise layer.error(
             "qzeros",
             f"the settings say version {version} and sym=true, but the zero points are those of version {other}: "
-            f"wrongly labelled; pass gptq_version={other} if that is so",
+            f"wrongly labelled; if that is so, {typed('gptq_version', other)} reads it",
         )
 
 

@@ -26,9 +26,8 @@ ASSUMPTIONS = (
     "Bank conflicts, the register cache, barriers and the rate of threadgroup memory cost nothing.",
     "A dispatch that depends on the previous one takes 6 us in addition to its work. Published figures are 3 to 10 us.",
     "On chips of two dies (Ultra), weights of less than 50 MB are read at 0.8 times the rate of larger ones.",
-    "The tensor units of an M5 multiply fp16 and bfloat at the rate that MLX's dense product reached on an M5, and "
-    "fp32 at the rate of the 8x8x8 matrix operations. The other instructions of the kernel are counted in code for "
-    "the M1's GPU.",
+    "The tensor units of an M5 multiply at the rate that MLX's dense product reached on an M5. The other instructions "
+    "of the kernel are counted in code for the M1's GPU.",
     "If a figure of a chip is unknown, it is taken from the most similar chip. The table of chips marks such figures.",
 )
 

@@ -69,8 +69,10 @@ class TunedRange:
         seconds: its median time.
         model_variant: the choice of the planner's model.
         speedup: time of the model's choice divided by that of `variant`, median over rounds. It is 1 if the difference
-            is within the noise; `variant` is then the model's choice.
+            is within the noise; `variant` is then the model's choice. It is also 1 if the model's choice is in
+            `faults`.
         times: median time in seconds of every candidate that was measured, by name.
+        faults: why candidates were not measured, by name: their results were wrong, or they did not run.
     """
 
     product: Product
@@ -81,6 +83,7 @@ class TunedRange:
     model_variant: str
     speedup: float
     times: dict[str, float] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
-"""Times the planner's candidates for products, and keeps those that are faster than the model's choice."""
+"""Times the planner's candidates for products, and keeps those that are right and faster than the model's choice."""
 
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from torch_marlin_metal.gpu.planning import PlanCandidate
 from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, interleave, rotating
+from torch_marlin_metal.gpu.tuning.errors import check
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
+from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.packed_weight import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # The tuner times the cheapest tile of every variant, then further tiles in the model's order, up to this number in all.
@@ -23,6 +28,9 @@ MARGIN = 1.02
 # From this number of rows on, two_pass is a candidate. With fewer rows, as in decoding, it never is: it rounds weights.
 TWO_PASS_ROWS = 64
 
+# The tuner compares all rows of this many columns, which it draws at random, with fp64.
+COMPARED_COLUMNS = 256
+
 Timer = Callable[[Mapping[str, Chain]], dict[str, list[float]]]
 
 
@@ -31,19 +39,23 @@ def tune(
     *,
     rows: Sequence[int] = ROWS,
     timer: Timer = interleave,
+    compare: bool = True,
     cold_bytes: int = COLD_BYTES,
     progress: bool = True,
 ) -> TuningTable:
     """Measures the candidates for products on this machine's GPU.
 
-    For each product and number of rows, the tuner times candidates of every variant in turn and compares medians. A
-    candidate runs as a chain of dependent products whose weights are not in the caches. The result for a number of rows
-    is used only for products with exactly this number; for other numbers, the planner's model chooses.
+    For each product and number of rows, the tuner first compares the candidates' results with fp64. A candidate that is
+    wrong or fails is never chosen; a warning names it. Then the tuner times candidates of every variant in turn and
+    compares medians. A candidate runs as a chain of dependent products whose weights are not in the caches. The result
+    for a number of rows is used only for products with exactly this number; for other numbers, the planner's model
+    chooses.
 
     Args:
         products: the products to measure.
         rows: the numbers of rows to measure, ascending.
         timer: takes the chains by candidate and returns one cost per round for each; `interleave` measures times.
+        compare: whether to compare results.
         cold_bytes: total bytes of a weight's copies, which are used in turn.
         progress: whether to show a progress bar.
 
@@ -51,7 +63,7 @@ def tune(
         A table for `save` and `use`.
 
     Raises:
-        RuntimeError: torch has no mps device here.
+        RuntimeError: torch has no mps device here, or all candidates for a product are wrong.
         ValueError: rows are not ascending positive numbers.
     """
     machine = Machine.current()
@@ -60,16 +72,49 @@ def tune(
     found = []
     with tqdm(total=len(products) * len(rows), unit="product", disable=None if progress else True) as bar:
         for product in products:
-            weight = product.make_weight("mps")
-            arguments = rotating(weight, cold_bytes)
+            weight = product.make_weight("cpu")
+            expected = ExactProduct(weight)
+            arguments = rotating(weight.to("mps"), cold_bytes)
             for M in rows:
                 bar.set_description(f"{product} M={M}")
                 tried, model = candidates(product, M)
                 a = torch.randn(M, product.K, dtype=product.torch_dtype, device="mps")
-                chains = {name: gemm_chain(a, arguments, name) for name in tried}
-                found.append(_winner(product, M, model, timer(chains)))
+                faults = expected.faults(a, arguments(0), tried) if compare else {}
+                for name, fault in faults.items():
+                    warnings.warn(f"tune: {product} M={M}: {name} is left out: {fault}", stacklevel=2)
+                if len(faults) == len(tried):
+                    raise RuntimeError(f"tune: {product} M={M}: no candidate is right: {faults[model]}")
+                chains = {name: gemm_chain(a, arguments, name) for name in tried if name not in faults}
+                found.append(_winner(product, M, model, timer(chains), faults))
                 bar.update()
     return TuningTable(machine, tuple(found))
+
+
+class ExactProduct:
+    """Some columns of the products with a weight, in fp64 on the CPU."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.columns = torch.randperm(weight.N, generator=generator, device="cpu")[:COMPARED_COLUMNS]
+        self.dense = weight.dequantize()[:, self.columns].double()
+
+    def faults(self, a: Tensor, arguments: dict[str, object], names: Sequence[str]) -> dict[str, str]:
+        """Returns why results are wrong, by the names of the variants; those that are right are not listed.
+
+        Args:
+            a: activations `[M, K]`.
+            arguments: the other arguments of `gemm`.
+            names: the variants.
+        """
+        expected = a.cpu().double() @ self.dense
+        columns = self.columns.to(a.device)
+        found = {}
+        for name in names:
+            try:
+                check(gemm(a, **arguments, variant=name)[:, columns], expected, "its product")  # type: ignore[arg-type]
+            except RuntimeError as error:
+                found[name] = str(error).splitlines()[0]
+        return found
 
 
 def candidates(product: Product, M: int) -> tuple[list[str], str]:
@@ -92,14 +137,18 @@ def _is_two_pass(candidate: PlanCandidate) -> bool:
     return candidate.variant == "two_pass"
 
 
-def _winner(product: Product, M: int, model: str, costs: Mapping[str, list[float]]) -> TunedRange:
+def _winner(
+    product: Product, M: int, model: str, costs: Mapping[str, list[float]], faults: dict[str, str]
+) -> TunedRange:
     medians = {name: statistics.median(times) for name, times in costs.items()}
     best = min(medians, key=medians.__getitem__)
+    if model in faults:
+        return TunedRange(product, M, M, best, medians[best], model, 1.0, medians, faults)
     ratios = [time / other for time, other in zip(costs[model], costs[best], strict=True)]
     speedup = statistics.median(ratios)
     if speedup < max(MARGIN, 1 + _spread(ratios)):
         best, speedup = model, 1.0
-    return TunedRange(product, M, M, best, medians[best], model, speedup, medians)
+    return TunedRange(product, M, M, best, medians[best], model, speedup, medians, faults)
 
 
 def _spread(ratios: Sequence[float]) -> float:

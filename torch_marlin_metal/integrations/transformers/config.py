@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.repack import ZerosRule
 
 # Arguments that a caller may set for a checkpoint that is already quantized. Those of `READING` are of `ReadOptions`.
@@ -39,8 +40,9 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
         modules_to_not_convert: a pattern or a list of patterns for full names of layers ("*.o_proj"), like `exclude` of
-            `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A pattern that
-            matches no layer is an error.
+            `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A name without
+            wildcards stands for every layer that has it as a part ("o_proj", "layers.0"), as in transformers' configs.
+            A pattern that matches no layer is an error.
         quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, or a 4-bit head if it
             is a classifier, too.
         quantize_embeddings: whether to quantize the tables of the vocabulary, too. They become `MarlinEmbedding`. An
@@ -96,7 +98,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.weight_format = find_format(weight_format).name
         self.group_size = group_size
         self.method = method
-        self.modules_to_not_convert = _patterns(modules_to_not_convert)
+        names = _patterns(modules_to_not_convert)
+        self.modules_to_not_convert = None if names is None else parts_of_names(names)
         self.quantize_head = quantize_head
         self.quantize_embeddings = quantize_embeddings
         self.fuse = fuse

@@ -32,6 +32,7 @@ from transformers.utils import cached_file, logging
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
+from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, CONFIG_KEYS, find_settings
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer, reads_all_settings
@@ -148,7 +149,8 @@ def _tries_twice(original: Any) -> Any:
         token = _load.set(load)
         try:
             try:
-                return original(cls, *args, **kwargs)
+                with spelled(_as_config):
+                    return original(cls, *args, **kwargs)
             except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
                 load.floats = isinstance(error, NothingPacked)
                 if load.config is None or (load.insists and not load.floats):
@@ -167,6 +169,11 @@ def _tries_twice(original: Any) -> Any:
             _load.reset(token)
 
     return from_pretrained
+
+
+def _as_config(option: str, value: object) -> str:
+    argument = option if value is None else f"{option}={value!r}"
+    return f"quantization_config=MarlinConfig({argument})"
 
 
 def _notes_path(original: Any) -> Any:

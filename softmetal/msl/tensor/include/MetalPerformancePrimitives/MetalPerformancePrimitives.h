@@ -4,6 +4,11 @@
 
 #include <metal_cooperative_tensor>
 
+// 0 stands for the ABI of macOS before 26.2, as Apple's header has it if the deployment target is older.
+#ifndef __TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2
+#define __TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2 1
+#endif
+
 namespace mpp {
 namespace tensor_ops {
 
@@ -33,39 +38,51 @@ namespace detail {
 template <typename Tensor>
 void block(thread Tensor& source, int row, int column, int rows, int columns, thread float* out) {
   for (uint i = 0; i < 8; ++i) {
-    const int place = int(sm_tensor_place(i, 1));
+    const int place = int(sm_tensor_place(i, metal::tensor_detail::kQuads));
     const int x = column + place % 16, y = row + place / 16;
     const bool is_inside =
         x < columns && y < rows && x < int(source.sizes.sizes[0]) && y < int(source.sizes.sizes[1]);
     out[i] = is_inside ? float(source.data[long(x) * source.strides[0] + long(y) * source.strides[1]]) : 0.0f;
   }
 }
-template <typename T, int Rows, int Columns>
-void block(thread metal::cooperative_tensor<T, Rows, Columns, 1>& source, int row, int column, int, int,
+template <typename T, int Rows, int Columns, uint Layout>
+void block(thread metal::cooperative_tensor<T, Rows, Columns, 1, Layout>& source, int row, int column, int, int,
            thread float* out) {
   const int wanted = row / 16 * source.block_columns + column / 16;
   for (uint b = 0; b < uint(source.own_blocks); ++b) {
-    if (int(sm_tensor_block(b, 1, source.blocks, source.is_known)) != wanted) continue;
-    for (uint i = 0; i < 8; ++i) out[i] = source.is_valid_element(8 * b + i) ? float(source[8 * b + i]) : 0.0f;
+    if (int(sm_tensor_block(b, 1, source.blocks, Layout)) != wanted) continue;
+    for (uint i = 0; i < 8; ++i) {
+      const uint at = source.index_of(b, i);
+      out[i] = source.is_valid_element(at) ? float(source[at]) : 0.0f;
+    }
   }
 }
 
 template <typename Tensor>
-struct is_known {
-  // block() loads a tensor from memory in the layout that executor/tensor.h calls known.
-  static constexpr constant uint value = 1;
+struct layout {
+  static constexpr constant uint value = metal::tensor_detail::kQuads;  // block() loads a tensor from memory in quads
 };
-template <typename T, int Rows, int Columns, int Groups>
-struct is_known<metal::cooperative_tensor<T, Rows, Columns, Groups>> {
-  static constexpr constant uint value = metal::cooperative_tensor<T, Rows, Columns, Groups>::is_known;
+template <typename T, int Rows, int Columns, int Groups, uint Layout>
+struct layout<metal::cooperative_tensor<T, Rows, Columns, Groups, Layout>> {
+  static constexpr constant uint value = Layout;
 };
 template <typename Tensor>
 struct is_cooperative {
   static constexpr constant bool value = false;
 };
-template <typename T, int Rows, int Columns, int Groups>
-struct is_cooperative<metal::cooperative_tensor<T, Rows, Columns, Groups>> {
+template <typename T, int Rows, int Columns, int Groups, uint Layout>
+struct is_cooperative<metal::cooperative_tensor<T, Rows, Columns, Groups, Layout>> {
   static constexpr constant bool value = true;
+};
+
+// The type of the elements of an operand, which is a tensor of any kind or the type itself.
+template <typename Operand, bool is_element>
+struct element {
+  typedef typename Operand::value_type type;
+};
+template <typename Operand>
+struct element<Operand, true> {
+  typedef Operand type;
 };
 
 template <typename T>
@@ -89,14 +106,27 @@ struct matmul2d {
   static constexpr constant int groups = int(Scope::static_size);
   static_assert(m > 0 && n > 0, "matmul2d: m and n must be known");
 
+ private:
+  template <typename T>
+  using element_t = typename detail::element<T, metal::is_arithmetic_v<T>>::type;
+  template <typename T, typename Left, typename Right, int Rows, int Columns, metal::tensor_detail::operand which>
+  using operand_t =
+      metal::cooperative_tensor<T, Rows, Columns, groups,
+                                metal::tensor_detail::layout_of<element_t<Left>, element_t<Right>, relaxed_precision,
+                                                                Rows, Columns, groups>(which)>;
+
+ public:
+
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
   using cooperative_tensor_left_input_t =
-      metal::cooperative_tensor<Left, transpose_left ? k : m, transpose_left ? m : k, groups>;
+      operand_t<Left, Left, Right, transpose_left ? k : m, transpose_left ? m : k, metal::tensor_detail::operand::left>;
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
   using cooperative_tensor_right_input_t =
-      metal::cooperative_tensor<Right, transpose_right ? n : k, transpose_right ? k : n, groups>;
+      operand_t<Right, Left, Right, transpose_right ? n : k, transpose_right ? k : n,
+                metal::tensor_detail::operand::right>;
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
-  using cooperative_tensor_destination_t = metal::cooperative_tensor<Result, m, n, groups>;
+  using cooperative_tensor_destination_t =
+      operand_t<Result, Left, Right, m, n, metal::tensor_detail::operand::sum>;
 
   template <typename Left, typename Right, typename Result, typename Coordinate = int>
   cooperative_tensor_left_input_t<Left, Right, Result> get_left_input_cooperative_tensor() const thread {
@@ -129,7 +159,7 @@ struct matmul2d {
     if constexpr (detail::is_cooperative<Destination>::value) {
       multiply(left, right, destination);
     } else {
-      metal::cooperative_tensor<float, m, n, groups> sum;
+      cooperative_tensor_destination_t<Left, Right, float> sum;
       if constexpr (accumulates) sum.load(destination);
       multiply(left, right, sum);
       sum.store(destination);
@@ -162,14 +192,13 @@ struct matmul2d {
     const int depth = inner(left, right);
     const uint options = uint(transpose_left) | uint(transpose_right) << 1 |
                          uint(relaxed_precision && metal::is_same_v<typename Left::value_type, float>) << 2 |
-                         detail::is_known<Left>::value << 3 | detail::is_known<Right>::value << 4 |
-                         uint(Sum::is_known) << 5;
+                         detail::layout<Left>::value << 3 | detail::layout<Right>::value << 5 | Sum::layout << 7;
     for (uint own = 0; own < uint(Sum::own_blocks); ++own) {
-      const uint number = sm_tensor_block(own, groups, Sum::blocks, Sum::is_known);
+      const uint number = sm_tensor_block(own, groups, Sum::blocks, Sum::layout);
       if (number >= uint(Sum::blocks)) continue;
       const int row = int(number) / Sum::block_columns * 16, column = int(number) % Sum::block_columns * 16;
       float total[8], a[8], b[8];
-      for (uint i = 0; i < 8; ++i) total[i] = accumulates ? float(sum[8 * own + i]) : 0.0f;
+      for (uint i = 0; i < 8; ++i) total[i] = accumulates ? float(sum[Sum::index_of(own, i)]) : 0.0f;
       for (int step = 0; step < depth; step += 16) {
         if constexpr (transpose_left) {
           detail::block(left, step, row, depth, m, a);
@@ -183,7 +212,7 @@ struct matmul2d {
         }
         sm_tensor_product(a, b, total, options);
       }
-      for (uint i = 0; i < 8; ++i) sum[8 * own + i] = typename Sum::value_type(total[i]);
+      for (uint i = 0; i < 8; ++i) sum[Sum::index_of(own, i)] = typename Sum::value_type(total[i]);
     }
   }
 };
