@@ -11,6 +11,7 @@
 #include "csrc/layer/argument_rules.h"
 #include "csrc/mps/encoder.h"
 #include "csrc/ops/tensor_views.h"
+#include "csrc/planner/cost/kernel_cost.h"
 #include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
@@ -21,16 +22,28 @@ using TwoTensors = std::tuple<Tensor, Tensor>;
 // What a launch depends on: the element type and all parameters.
 using LayerKey = std::array<int64_t, 20>;
 
+double bytes_of(at::TensorList tensors) {
+  double sum = 0;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.defined()) sum += static_cast<double>(tensor.nbytes());
+  }
+  return sum;
+}
+
 int64_t bits(float value) {
   return std::bit_cast<int32_t>(value);
 }
 
-// Encodes a dispatch. Its plan and its compiled kernel are cached by the key.
+// Encodes a dispatch. Its plan and its compiled kernel are cached by the key. `bytes` is what the kernel moves from and
+// to memory.
 template <Kernel kernel, typename MakeDispatch>
-void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
+void launch(const LayerKey& key, ElementType element, Bindings bindings, double bytes, const MakeDispatch& make) {
   static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // one cache for each kernel
-  const auto plan =
-      plans->get(key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, element))}}); });
+  const auto plan = plans->get(key, [&] {
+    Dispatch dispatch = make(kernel, host_name(kernel, element));
+    dispatch.seconds = traffic_seconds(bytes, gpu());
+    return compile({.dispatches = {std::move(dispatch)}});
+  });
   encode(*plan, std::move(bindings));
 }
 
@@ -57,7 +70,8 @@ void norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor&
   bindings[kSlotSum] = sum;
   launch<Kernel::rms_norm>({static_cast<int64_t>(element), M, params.x_stride, params.residual_stride, params.columns,
                             bits(params.eps), bits(params.weight_offset), params.weight_type, params.has_residual},
-                           element, std::move(bindings), [&](Kernel kernel, std::string function) {
+                           element, std::move(bindings), bytes_of({values, added, y, sum}),
+                           [&](Kernel kernel, std::string function) {
                              return Dispatch{.kernel = kernel,
                                              .function = std::move(function),
                                              .grid = {M, 1, 1},
@@ -134,7 +148,7 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
        params.q.token, params.k.batch, params.k.head, params.k.token, params.cos.batch, params.cos.token,
        params.sin.batch, params.sin.token, params.q_heads, params.k_heads, params.tokens, params.head_size,
        params.rotary_size},
-      element, std::move(bindings), [&](Kernel kernel, std::string function) {
+      element, std::move(bindings), bytes_of({held_q, held_k, q_out, k_out}), [&](Kernel kernel, std::string function) {
         const uint32_t columns = params.head_size - params.rotary_size / 2;
         const uint32_t heads = params.q_heads + params.k_heads;
         return Dispatch{.kernel = kernel,
@@ -172,7 +186,7 @@ Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, std::string_vi
   launch<Kernel::gated_activation>(
       {static_cast<int64_t>(element), params.gate_row, params.up_row, params.gate_column, params.up_column, params.rows,
        params.columns, params.activation, bits(params.limit), bits(params.alpha)},
-      element, std::move(bindings), [&](Kernel kernel, std::string function) {
+      element, std::move(bindings), bytes_of({gates, ups, out}), [&](Kernel kernel, std::string function) {
         return Dispatch{
             .kernel = kernel,
             .function = std::move(function),
@@ -208,7 +222,7 @@ void write_cache_mps(const Tensor& keys, const Tensor& values, const Tensor& k, 
   launch<Kernel::write_cache>(
       {static_cast<int64_t>(element), positions, params.k.batch, params.k.head, params.k.token, params.v.batch,
        params.v.head, params.v.token, params.heads, params.tokens, params.length, params.k_size, params.v_size},
-      element, std::move(bindings), [&](Kernel kernel, std::string function) {
+      element, std::move(bindings), 2 * bytes_of({held_k, held_v}), [&](Kernel kernel, std::string function) {
         const uint32_t columns = std::max(params.k_size, params.v_size);
         return Dispatch{
             .kernel = kernel,

@@ -30,4 +30,8 @@ struct NoTensorKernel : std::runtime_error {
 // then raises an ordinary error. A later call tries again.
 CompiledPlan compile(Plan plan);
 
+// The GPU for the planner, without the answer of the probe (half_subnormals) and without tensor units. Raises an error
+// if an environment variable of the planner or of the commit policy is wrong.
+const GpuDevice& gpu();
+
 }  // namespace marlin::mps

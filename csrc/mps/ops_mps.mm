@@ -27,9 +27,10 @@ Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& option
 
 // Finds or makes a plan that depends only on its problem, such as the plan of a repack.
 template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_elementwise_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
+std::shared_ptr<const CompiledPlan> find_elementwise_plan(const Problem& problem,
+                                                          Plan (*plan)(const Problem&, const GpuDevice&)) {
   static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // one cache for each kind of problem
-  return plans->get(plan_key(problem), [&] { return compile(plan(problem)); });
+  return plans->get(plan_key(problem), [&] { return compile(plan(problem, gpu())); });
 }
 
 // Dequantizes the weight to the activations' type and multiplies with PyTorch's own matrix product.

@@ -26,9 +26,9 @@ struct Autocast<Tensor(const Tensor&, Rest...)> {
   }
 
   template <auto find_op>
-  static constexpr auto* cpu = weight_kernel<call<find_op, c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>>;
+  static constexpr auto cpu = weight_kernel<call<find_op, c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>>;
   template <auto find_op>
-  static constexpr auto* mps = weight_kernel<call<find_op, c10::DispatchKey::AutocastMPS, c10::DeviceType::MPS>>;
+  static constexpr auto mps = weight_kernel<call<find_op, c10::DispatchKey::AutocastMPS, c10::DeviceType::MPS>>;
 };
 
 }  // namespace marlin

@@ -141,9 +141,10 @@ struct ConversionOf<Result(Arguments...)> : FindWeight<Result, std::tuple<>, Arg
 
 // The dispatcher's function for an implementation with one argument for the weight, as in
 // m.impl("gemm", weight_kernel<gemm_cpu>).
+// A constant function costs a call fewer instructions than a pointer to it would, because PyTorch's wrapper inlines it.
 template <auto implementation>
-inline constexpr auto* weight_kernel =
-    &detail::ConversionOf<std::remove_pointer_t<decltype(implementation)>>::type::template from_fields<implementation>;
+inline constexpr auto weight_kernel = TORCH_FN(
+    detail::ConversionOf<std::remove_pointer_t<decltype(implementation)>>::type::template from_fields<implementation>);
 
 // A handle of an operator, whose call takes one argument for the weight.
 template <class Signature>

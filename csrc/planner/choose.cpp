@@ -10,8 +10,8 @@ std::optional<Tiling> two_pass_tiling(const GemmTile& row, const GemmProblem&, c
   return Tiling{row};
 }
 
-Plan build_two_pass(const Tiling&, const GemmProblem& problem, const GpuDevice&) {
-  Plan plan = plan_dequantize({problem.weight, problem.activations});
+Plan build_two_pass(const Tiling&, const GemmProblem& problem, const GpuDevice& device) {
+  Plan plan = plan_dequantize({problem.weight, problem.activations}, device);
   plan.dense_product = true;
   return plan;
 }
@@ -93,7 +93,7 @@ Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevic
   Plan plan = functions_of(tiling.variant).build(tiling, problem, device);
   const PlanCost predicted = cost(tiling, problem, device);
   for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.seconds += predicted.dispatches.at(i).seconds;
+    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
   return plan;
 }
 
