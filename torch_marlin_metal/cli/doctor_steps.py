@@ -196,8 +196,7 @@ def decode_with_commits() -> Values:
 
 def _compile(weight: PackedWeight, M: int, dtype: torch.dtype) -> None:
     """Compiles the kernels of a product. Other threads can run meanwhile."""
-    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **weight.tensors()}
-    torch.ops.torch_marlin_metal.compile_gemm(**options, M=M, dtype=dtype)
+    torch.ops.torch_marlin_metal.compile_gemm(**weight.arguments(), bias=weight.bias, M=M, dtype=dtype)
 
 
 def concurrent_compiles() -> Values:
