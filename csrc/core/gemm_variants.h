@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -90,12 +92,65 @@ inline bool names(std::string_view text, const GemmTile& row) {
   return variant_of(text) == row.variant && (text == name(row.variant) || text == name(row));
 }
 
+// What gemm(variant=) names, as a number: "auto", a variant, or a variant with one of its tiles.
+class NamedVariant {
+ public:
+  constexpr NamedVariant() = default;  // "auto"
+  constexpr NamedVariant(GemmVariant variant) : index_(1 + static_cast<uint32_t>(variant)) {}
+  // Throws std::invalid_argument if the text names nothing.
+  template <std::convertible_to<std::string_view> Text>
+  NamedVariant(const Text& text) : NamedVariant(named(text)) {}
+
+  // Returns nothing if the text names nothing.
+  static std::optional<NamedVariant> find(std::string_view text) {
+    NamedVariant found;
+    if (text == "auto") return found;
+    if (const std::optional<GemmVariant> variant = variant_of(text); variant && text == name(*variant)) return *variant;
+    const auto row = std::ranges::find_if(kGemmTiles, [&](const GemmTile& tile) { return names(text, tile); });
+    if (row == kGemmTiles.end()) return std::nullopt;
+    found.index_ = kFirstTile + static_cast<uint32_t>(row - kGemmTiles.begin());
+    return found;
+  }
+
+  constexpr bool operator==(const NamedVariant&) const = default;
+
+  constexpr bool is_auto() const { return index_ == 0; }
+  // Returns the variant, with or without a tile; nothing for "auto".
+  constexpr std::optional<GemmVariant> variant() const {
+    if (is_auto()) return std::nullopt;
+    return has_tile() ? kGemmTiles.at(index_ - kFirstTile).variant : static_cast<GemmVariant>(index_ - 1);
+  }
+  // Returns true if this names the row's variant, alone or with the row's tile.
+  constexpr bool names_row(const GemmTile& row) const {
+    return variant() == row.variant && (!has_tile() || kGemmTiles.at(index_ - kFirstTile).tile == row.tile);
+  }
+  std::string text() const {
+    if (is_auto()) return "auto";
+    return has_tile() ? name(kGemmTiles.at(index_ - kFirstTile)) : std::string(name(*variant()));
+  }
+
+ private:
+  static constexpr uint32_t kFirstTile = 1 + kGemmVariants.size();
+
+  static NamedVariant named(std::string_view text) {
+    if (const auto found = find(text)) return *found;
+    throw std::invalid_argument(
+        "torch_marlin_metal::gemm: variant: expected auto, a variant, or a variant with one of "
+        "its tiles, got '" +
+        std::string(text) + "'");
+  }
+  constexpr bool has_tile() const { return index_ >= kFirstTile; }
+
+  uint32_t index_ = 0;
+};
+
 // Returns true if gemm(variant=) accepts this text for activations of this type: "auto", a variant, or a variant with
 // one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
-  return text == "auto" || std::ranges::any_of(kGemmTiles, [&](const GemmTile& row) {
-           return fits(row, activations) && names(text, row);
-         });
+  const std::optional<NamedVariant> named = NamedVariant::find(text);
+  return named && (named->is_auto() || std::ranges::any_of(kGemmTiles, [&](const GemmTile& row) {
+                     return fits(row, activations) && named->names_row(row);
+                   }));
 }
 
 }  // namespace marlin

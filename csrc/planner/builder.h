@@ -30,6 +30,10 @@ inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeigh
 FunctionConstants weight_constants(const WeightProblem& weight);
 FunctionConstants bias_constants(const GemmProblem& problem);
 
+// Sets the constants of the kernels without staged tiles: gemv, fused, tensor, and those of experts with their bodies.
+void set_direct_constants(FunctionConstants& constants, const Tiling& tiling, const WeightProblem& weight,
+                          uint32_t rows, const GpuDevice& device);
+
 // Returns a launch of the product kernel. The caller sets the function constants that only its own variant uses.
 Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks, Extent grid);
 

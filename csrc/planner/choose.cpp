@@ -66,22 +66,22 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {
     if (row.variant == GemmVariant::tensor && !has_tensor_kernel(problem, device)) continue;
-    if (!fits(row, problem.activations) || (problem.variant != "auto" && !names(problem.variant, row))) continue;
+    if (!fits(row, problem.activations) || (!problem.variant.is_auto() && !problem.variant.names_row(row))) continue;
     if (const auto tiling = functions_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
   }
   if (tilings.empty()) {
     refuse("gemm", "variant",
            "one that has a kernel for M=" + std::to_string(problem.M) + " N=" + std::to_string(weight.N) +
                " K=" + std::to_string(weight.K) + " and " + std::string(name(problem.activations)) + " activations",
-           "'" + std::string(problem.variant) + "'");
+           "'" + problem.variant.text() + "'");
   }
   return tilings;
 }
 
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device) {
   const Tiling* found = nullptr;
-  if (!problem.tuned.empty()) {
-    found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return names(problem.tuned, tiling); });
+  if (!problem.tuned.is_auto()) {
+    found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); });
   }
   if (found == nullptr) {
     found = cheapest(tilings, problem, device, [](const Tiling& tiling) { return is_automatic(tiling.variant); });

@@ -9,9 +9,6 @@ namespace marlin {
 
 namespace {
 
-constexpr uint32_t kSimdgroupColumns = kFusedColumns;
-static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgroups of equal width");
-
 // Returns the number of elements from the first to the last element of the activations.
 uint64_t extent_of_rows(const MoeProblem& problem) {
   const uint64_t last_token = token_count(problem) - 1;
@@ -66,10 +63,10 @@ Tiling tensor_candidate(GemmTile row, const MoeProblem& problem) {
 
 // Returns the variant that the plan must have, or "auto". A tuner's table counts only where it names the variant for
 // tensor units: the table holds times of dense products, and no time of these units is known on any GPU.
-std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
+NamedVariant wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool measured = variant_of(product.tuned) == GemmVariant::tensor && has_tensor_kernel(product, device);
-  return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
+  const bool measured = product.tuned.variant() == GemmVariant::tensor && has_tensor_kernel(product, device);
+  return product.variant.is_auto() && measured ? GemmVariant::tensor : product.variant;
 }
 
 int32_t row_weights_type(const MoeProblem& problem) {
@@ -89,7 +86,7 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
           .block_rows = rows,
           .blocks = moe_blocks(problem.product.M, problem.experts, rows),
           .row_weights_type = row_weights_type(problem),
-          .gate = problem.gate.value_or(MoeGate{}),
+          .gate = problem.gate.value(),
           .unused = 0};
 }
 
@@ -98,7 +95,6 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const bool is_gemv = tiling.variant == GemmVariant::gemv;
   const MoeParams params = params_of(tiling, problem);
   const uint32_t N = product.weight.N;
-  const uint32_t group = group_size(product.weight);
   const uint32_t columns = ceil_divide(N, tiling.tile.N);
   const uint32_t rows = sorts_pairs(tiling)                        ? params.blocks
                         : tiling.kernel == Kernel::moe_gemv_reduce ? token_count(problem)
@@ -110,13 +106,7 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   constants[kConstantWritesPartials] = combines(tiling, problem);
   if (combines(tiling, problem)) constants[kConstantHasBias] = constants[kConstantBiasType] = 0;  // moe_reduce adds it
   if (problem.a_slot_stride % 4 != 0) constants[kConstantVectorActivations] = 0;
-  constants[kConstantRows] = static_cast<int32_t>(tiling.tile.M);
-  constants[kConstantSubnormalCodes] = device.half_subnormals;
-  constants[kConstantRaggedK] = product.weight.K % tiling.tile.K != 0;
-  constants[kConstantRaggedN] = N % (is_gemv ? uint32_t{kGemvColumns} : kSimdgroupColumns) != 0;
-  if (!is_gemv && group < tiling.tile.K && group < product.weight.K) {
-    constants[kConstantShortGroupSize] = static_cast<int32_t>(group);
-  }
+  set_direct_constants(constants, tiling, product.weight, tiling.tile.M, device);
   return dispatch;
 }
 
@@ -124,8 +114,7 @@ Dispatch reduce_dispatch(const MoeProblem& problem) {
   const GemmProblem& product = problem.product;
   const uint32_t terms = problem.reduce ? problem.top_k : 1;
   const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
-  return {.kernel = Kernel::moe_reduce,
-          .function = host_name(Kernel::moe_reduce, product.activations),
+  return {.instance = {.kernel = Kernel::moe_reduce, .element = product.activations},
           .constants = bias_constants(product),
           .grid = elementwise_grid(product.weight.N, rows),
           .threads = kElementwiseThreads,
@@ -141,15 +130,15 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   if (product.M == 0) refuse("moe_gemm", "expert_ids", "at least 1", "0");
   const uint64_t extent = extent_of_rows(problem);
   const bool fits_32_bits = extent <= uint64_t{UINT32_MAX} + 1;
-  if (product.variant == name(GemmVariant::fused) && !fits_32_bits) {
+  if (product.variant == GemmVariant::fused && !fits_32_bits) {
     refuse("moe_gemm", "a", "at most 2^32 elements from the first to the last with variant 'fused'",
            std::to_string(extent));
   }
   check_variant("moe_gemm", product, device);
-  const std::string_view variant = wanted_variant(problem, device);
+  const NamedVariant variant = wanted_variant(problem, device);
   std::vector<Tiling> tilings;
   for (const GemmTile& row : kGemmTiles) {
-    if (variant != "auto" && variant != name(row.variant)) continue;
+    if (!variant.is_auto() && variant != row.variant) continue;
     if (row.variant == GemmVariant::gemv && (row.tile.M == 1 || row.tile.M == kMoeGemvRows)) {
       tilings.push_back(gemv_candidate(row, problem, device));
       if (row.tile.M == 1 && problem.reduce && problem.top_k <= kMoeReduceMaxSimdgroups) {
@@ -157,19 +146,19 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
       }
     } else if (row.variant == GemmVariant::fused && fits_32_bits) {
       tilings.push_back(fused_candidate(row, problem, device));
-    } else if (row.variant == GemmVariant::tensor && variant != "auto") {
+    } else if (row.variant == GemmVariant::tensor && !variant.is_auto()) {
       tilings.push_back(tensor_candidate(row, problem));
     }
   }
   if (tilings.empty()) {
-    refuse("moe_gemm", "variant", "auto, gemv, fused or tensor on mps", "'" + std::string(variant) + "'");
+    refuse("moe_gemm", "variant", "auto, gemv, fused or tensor on mps", "'" + variant.text() + "'");
   }
   const auto seconds = [&](const Tiling& tiling) { return experts_cost(tiling, problem, device).seconds; };
   return *std::ranges::min_element(tilings, {}, seconds);
 }
 
 bool applies_gate(const Plan& plan) {
-  return plan.dispatches.back().kernel == Kernel::moe_gemv_gated;
+  return plan.dispatches.back().instance.kernel == Kernel::moe_gemv_gated;
 }
 
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
@@ -179,18 +168,14 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   plan.seconds = experts_cost(tiling, problem, device).seconds;
   Dispatch products = moe_dispatch(tiling, problem, device);
   // The activation changes neither the tiling nor the predicted time: it adds little to the end of a threadgroup.
-  if (problem.gate && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
-    products.kernel = Kernel::moe_gemv_gated;
-    products.function = host_name(products.kernel, product.weight.format, product.activations);
+  if (problem.gate.present && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
+    products.instance.kernel = Kernel::moe_gemv_gated;
   }
   if (sorts_pairs(tiling)) {
     const auto params = std::get<MoeParams>(products.params);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;
-    plan.dispatches.push_back({.kernel = Kernel::moe_sort,
-                               .function = std::string(info(Kernel::moe_sort).name),
-                               .grid = {1, 1, 1},
-                               .threads = {kMoeSortThreads, 1, 1},
-                               .params = params});
+    plan.dispatches.push_back(
+        {.instance = {Kernel::moe_sort}, .grid = {1, 1, 1}, .threads = {kMoeSortThreads, 1, 1}, .params = params});
   }
   plan.dispatches.push_back(std::move(products));
   if (combines(tiling, problem)) {

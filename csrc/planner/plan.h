@@ -22,8 +22,7 @@ using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, 
                                   RotaryParams, ActivationParams, CacheParams, MlstmParams>;
 
 struct Dispatch {
-  Kernel kernel;
-  std::string function;  // the kernel's host name in its library
+  KernelInstance instance;
   FunctionConstants constants{};
   Extent grid{};     // in threadgroups
   Extent threads{};  // per threadgroup

@@ -237,12 +237,17 @@
 #else
 
 #include <array>
+#include <compare>
 #include <string>
 #include <string_view>
 
 namespace marlin {
 
 enum class KernelNaming { plain, element, format_element, tensor_operands };
+
+constexpr bool names_format(KernelNaming naming) {
+  return naming == KernelNaming::format_element || naming == KernelNaming::tensor_operands;
+}
 
 #define MARLIN_SLOT(slot) (1U << (slot))
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
@@ -295,18 +300,41 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Each returns the name under which the host finds a kernel. A part that the name does not contain is ignored. The
-// second is for kernels whose names contain no format.
-inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
-  const KernelInfo& row = info(kernel);
+constexpr std::string_view metal_type(ElementType activations) {
+#define MARLIN_METAL_TYPE(name, type, ...) \
+  if (activations == ElementType::name) return #type;
+  MARLIN_FOR_EACH_ACTIVATION(MARLIN_METAL_TYPE, )
+#undef MARLIN_METAL_TYPE
+  return {};
+}
+
+// A function that the host can compile: a kernel and, if its naming has them, the format and the element type.
+struct KernelInstance {
+  Kernel kernel{};
+  WeightFormat format{};
+  ElementType element{};
+
+  auto operator<=>(const KernelInstance&) const = default;
+};
+
+// Returns the name under which the host finds a function. A part that the name does not contain is ignored.
+inline std::string host_name(const KernelInstance& instance) {
+  const KernelInfo& row = info(instance.kernel);
   std::string result(row.name);
-  if (row.naming != KernelNaming::plain && row.naming != KernelNaming::element) result.append("_").append(name(format));
-  if (row.naming != KernelNaming::plain) result.append("_").append(name(element));
+  if (names_format(row.naming)) result.append("_").append(name(instance.format));
+  if (row.naming != KernelNaming::plain) result.append("_").append(name(instance.element));
   return result;
 }
 
-inline std::string host_name(Kernel kernel, ElementType element) {
-  return host_name(kernel, WeightFormat{}, element);
+// Returns the template instance with this host name, such as gemv<WeightFormat::uint4b8, half>; an empty text if the
+// kernel is not a template.
+inline std::string template_instance(const KernelInstance& instance) {
+  const KernelInfo& row = info(instance.kernel);
+  if (row.naming == KernelNaming::plain) return {};
+  std::string result(row.name);
+  result.append("<");
+  if (names_format(row.naming)) result.append("WeightFormat::").append(name(instance.format)).append(", ");
+  return result.append(metal_type(instance.element)).append(">");
 }
 
 }  // namespace marlin

@@ -35,18 +35,13 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
 }
 
 Plan build_fused(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  const auto [N, K] = std::pair(problem.weight.N, problem.weight.K);
-  const uint32_t group = group_size(problem.weight);
+  const uint32_t N = problem.weight.N;
   Plan plan;
   for (uint32_t launch = 0; launch < launches(tiling); ++launch) {
     const RowBlocks blocks = row_blocks(tiling, problem.M, launch);
     Dispatch dispatch =
         product_dispatch(tiling, problem, blocks, {ceil_divide(N, kFusedColumns), blocks.count, tiling.splits});
-    dispatch.constants[kConstantRows] = static_cast<int32_t>(blocks.rows);
-    dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
-    dispatch.constants[kConstantShortGroupSize] = group < kFusedK && group < K ? static_cast<int32_t>(group) : 0;
-    dispatch.constants[kConstantRaggedK] = K % kFusedK != 0;
-    dispatch.constants[kConstantRaggedN] = N % kFusedColumns != 0;
+    set_direct_constants(dispatch.constants, tiling, problem.weight, blocks.rows, device);
     plan.dispatches.push_back(std::move(dispatch));
   }
   add_reduction(plan, tiling, problem);

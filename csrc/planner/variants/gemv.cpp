@@ -26,20 +26,17 @@ Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t sli
 // Row blocks of all sizes are candidates. More and smaller blocks use more cores if the columns are few, and a block
 // with more rows than the problem may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
-  if (problem.M > kMaxRows && problem.variant == "auto") return std::nullopt;
+  if (problem.M > kMaxRows && problem.variant.is_auto()) return std::nullopt;
   return cheapest_split(problem, device, 1, max_slices(problem.weight, kGemvMinSlice),
                         [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }
 
 Plan build_gemv(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  const auto [N, K] = std::pair(problem.weight.N, problem.weight.K);
+  const uint32_t N = problem.weight.N;
   const RowBlocks blocks = row_blocks(tiling, problem.M, 0);
   Dispatch dispatch =
       product_dispatch(tiling, problem, blocks, {blocks.count, ceil_divide(N, kGemvColumns), tiling.splits});
-  dispatch.constants[kConstantRows] = static_cast<int32_t>(blocks.rows);
-  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
-  dispatch.constants[kConstantRaggedK] = K % kGemvK != 0;
-  dispatch.constants[kConstantRaggedN] = N % kGemvColumns != 0;
+  set_direct_constants(dispatch.constants, tiling, problem.weight, blocks.rows, device);
   Plan plan{.dispatches = {std::move(dispatch)}};
   add_reduction(plan, tiling, problem);
   return plan;

@@ -51,8 +51,7 @@ Plan build_striped(const Tiling& tiling, const GemmProblem& problem, const GpuDe
   const TileShape& tile = tiling.tile;
   const uint32_t slices = stripe_slices(problem.weight.K, tiling.k_per_slice);
   plan.dispatches.push_back(
-      {.kernel = Kernel::reduce_striped,
-       .function = host_name(Kernel::reduce_striped, problem.activations),
+      {.instance = {.kernel = Kernel::reduce_striped, .element = problem.activations},
        .constants = bias_constants(problem),
        .grid = reduction_grid(tiling, problem),
        .threads = kElementwiseThreads,

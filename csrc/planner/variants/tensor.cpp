@@ -26,16 +26,11 @@ std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& prob
 }
 
 Plan build_tensor(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  const auto [N, K] = std::pair(problem.weight.N, problem.weight.K);
-  const uint32_t group = group_size(problem.weight);
+  const uint32_t N = problem.weight.N;
   const RowBlocks blocks = row_blocks(tiling, problem.M, 0);
   Dispatch dispatch =
       product_dispatch(tiling, problem, blocks, {ceil_divide(N, tiling.tile.N), blocks.count, tiling.splits});
-  dispatch.constants[kConstantRows] = static_cast<int32_t>(blocks.rows);
-  dispatch.constants[kConstantShortGroupSize] = group == kMinGroupSize && group < K ? kMinGroupSize : 0;
-  dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
-  dispatch.constants[kConstantRaggedK] = K % kTensorK != 0;
-  dispatch.constants[kConstantRaggedN] = N % kTensorColumns != 0;
+  set_direct_constants(dispatch.constants, tiling, problem.weight, blocks.rows, device);
   Plan plan{.dispatches = {std::move(dispatch)}};
   add_reduction(plan, tiling, problem);
   return plan;
