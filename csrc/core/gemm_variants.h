@@ -1,4 +1,4 @@
-// The list of all ways to compute a product on a GPU: the kernel variants, and the tiles of each.
+// The names of all ways to compute a product on a GPU: the kernel variants, and the tiles of each.
 #pragma once
 
 #include <algorithm>
@@ -6,19 +6,22 @@
 #include <concepts>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 
-// The planner tries the variants in this order. Of two that cost the same, it takes the earlier one.
-enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, tensor, two_pass };
+#define MARLIN_VARIANT_NAME(name) name,
+enum class GemmVariant : uint8_t { MARLIN_GEMM_VARIANTS(MARLIN_VARIANT_NAME) };
+#undef MARLIN_VARIANT_NAME
 
-inline constexpr std::array<std::string_view, 7> kGemmVariants{"gemv",    "fused",  "double_buffered", "single_stage",
-                                                               "striped", "tensor", "two_pass"};
+#define MARLIN_VARIANT_TEXT(name) std::string_view(#name),
+inline constexpr std::array kGemmVariants{MARLIN_GEMM_VARIANTS(MARLIN_VARIANT_TEXT)};
+#undef MARLIN_VARIANT_TEXT
 
 constexpr std::string_view name(GemmVariant variant) {
   return kGemmVariants[static_cast<size_t>(variant)];
@@ -32,28 +35,15 @@ struct GemmTile {
   uint32_t stages;  // copies of the tile's operands in threadgroup memory
 };
 
-#define MARLIN_GEMV_TILE(rows) GemmTile{GemmVariant::gemv, Kernel::gemv, {rows, kGemvColumns, kGemvK}, 0}
-#define MARLIN_FUSED_TILE(rows) GemmTile{GemmVariant::fused, Kernel::gemm_fused, {rows, kFusedColumns, kFusedK}, 0}
-#define MARLIN_STAGED_TILE(M, N, K, variant, stages) \
-  GemmTile{GemmVariant::variant, Kernel::gemm_##variant##_##M##x##N##x##K, {M, N, K}, stages},
-#define MARLIN_TENSOR_TILE(M, N, K) GemmTile{GemmVariant::tensor, Kernel::gemm_tensor, {M, N, K}, 0},
-// clang-format off
-inline constexpr std::array kGemmTiles{
-    MARLIN_GEMV_TILE(1), MARLIN_GEMV_TILE(2), MARLIN_GEMV_TILE(3), MARLIN_GEMV_TILE(4),
-    MARLIN_GEMV_TILE(5), MARLIN_GEMV_TILE(6), MARLIN_GEMV_TILE(7), MARLIN_GEMV_TILE(8),
-    MARLIN_FUSED_TILE(32), MARLIN_FUSED_TILE(24), MARLIN_FUSED_TILE(16), MARLIN_FUSED_TILE(8),
-    MARLIN_TILES(MARLIN_STAGED_TILE, double_buffered, 2)
-    MARLIN_TILES(MARLIN_STAGED_TILE, single_stage, 1)
-    MARLIN_STRIPED_TILES(MARLIN_STAGED_TILE, striped, 2)
-    MARLIN_TENSOR_TILES(MARLIN_TENSOR_TILE)
-    GemmTile{GemmVariant::two_pass, Kernel::dequantize, {0, 0, 0}, 0},
-};
-// clang-format on
-#undef MARLIN_GEMV_TILE
-#undef MARLIN_FUSED_TILE
-#undef MARLIN_STAGED_TILE
-#undef MARLIN_TENSOR_TILE
-static_assert(kGemvMaxRows == 8 && kFusedMaxRows == 32, "the table lists every number of rows that the kernels have");
+// Returns the tiles of all variants, in the order of MARLIN_GEMM_VARIANTS. A variant's file in csrc/planner/variants/
+// declares its own.
+std::span<const GemmTile> gemm_tiles();
+
+// Returns true if the variant has kernels that multiply with the weights of experts.
+bool computes_experts(GemmVariant variant);
+
+// Returns the texts that moe_gemm(variant=) accepts, such as "auto, gemv or fused".
+std::string expert_variants();
 
 inline std::string name(const TileShape& tile) {
   return std::to_string(tile.M) + "x" + std::to_string(tile.N) + "x" + std::to_string(tile.K);
@@ -106,9 +96,9 @@ class NamedVariant {
     NamedVariant found;
     if (text == "auto") return found;
     if (const std::optional<GemmVariant> variant = variant_of(text); variant && text == name(*variant)) return *variant;
-    const auto row = std::ranges::find_if(kGemmTiles, [&](const GemmTile& tile) { return names(text, tile); });
-    if (row == kGemmTiles.end()) return std::nullopt;
-    found.index_ = kFirstTile + static_cast<uint32_t>(row - kGemmTiles.begin());
+    const auto row = std::ranges::find_if(gemm_tiles(), [&](const GemmTile& tile) { return names(text, tile); });
+    if (row == gemm_tiles().end()) return std::nullopt;
+    found.index_ = kFirstTile + static_cast<uint32_t>(row - gemm_tiles().begin());
     return found;
   }
 
@@ -116,17 +106,17 @@ class NamedVariant {
 
   constexpr bool is_auto() const { return index_ == 0; }
   // Returns the variant, with or without a tile; nothing for "auto".
-  constexpr std::optional<GemmVariant> variant() const {
+  std::optional<GemmVariant> variant() const {
     if (is_auto()) return std::nullopt;
-    return has_tile() ? kGemmTiles.at(index_ - kFirstTile).variant : static_cast<GemmVariant>(index_ - 1);
+    return has_tile() ? gemm_tiles()[index_ - kFirstTile].variant : static_cast<GemmVariant>(index_ - 1);
   }
   // Returns true if this names the row's variant, alone or with the row's tile.
-  constexpr bool names_row(const GemmTile& row) const {
-    return variant() == row.variant && (!has_tile() || kGemmTiles.at(index_ - kFirstTile).tile == row.tile);
+  bool names_row(const GemmTile& row) const {
+    return variant() == row.variant && (!has_tile() || gemm_tiles()[index_ - kFirstTile].tile == row.tile);
   }
   std::string text() const {
     if (is_auto()) return "auto";
-    return has_tile() ? name(kGemmTiles.at(index_ - kFirstTile)) : std::string(name(*variant()));
+    return has_tile() ? name(gemm_tiles()[index_ - kFirstTile]) : std::string(name(*variant()));
   }
 
  private:
@@ -148,7 +138,7 @@ class NamedVariant {
 // one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
   const std::optional<NamedVariant> named = NamedVariant::find(text);
-  return named && (named->is_auto() || std::ranges::any_of(kGemmTiles, [&](const GemmTile& row) {
+  return named && (named->is_auto() || std::ranges::any_of(gemm_tiles(), [&](const GemmTile& row) {
                      return fits(row, activations) && named->names_row(row);
                    }));
 }

@@ -99,7 +99,7 @@ const char* source_text(std::string_view library) {
   return found->text;
 }
 
-// Returns the Metal source of one function: two macros that choose the function (variants.h), then the whole file.
+// Returns the Metal source of one function: two macros that choose the function (kernel_list.h), then the whole file.
 std::string library_text(const KernelInstance& instance) {
   const char* file = source_text(info(instance.kernel).library);
   const std::string only = template_instance(instance);

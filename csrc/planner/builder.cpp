@@ -43,18 +43,10 @@ void check_weight(std::string_view op, const WeightProblem& weight) {
 }
 
 void check_variant(std::string_view op, const GemmProblem& problem, const GpuDevice& device) {
-  if (problem.variant.variant() != GemmVariant::tensor) return;
-  const std::string got = "'" + problem.variant.text() + "'";
-  if (!device.tensor_units) {
-    refuse(op, "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")", got);
-  }
-  if (!has_tensor_kernel(problem.weight.format, problem.activations)) {
-    refuse(op, "variant",
-           "one that multiplies " + std::string(name(problem.activations)) + " activations by " +
-               std::string(name(problem.weight.format)) +
-               " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)",
-           got);
-  }
+  const std::optional<GemmVariant> variant = problem.variant.variant();
+  if (!variant || rules_of(*variant).refusal == nullptr) return;
+  const std::string refusal = rules_of(*variant).refusal(problem, device);
+  if (!refusal.empty()) refuse(op, "variant", refusal, "'" + problem.variant.text() + "'");
 }
 
 FunctionConstants weight_constants(const WeightProblem& weight) {
@@ -77,17 +69,13 @@ FunctionConstants bias_constants(const GemmProblem& problem) {
 
 void set_direct_constants(FunctionConstants& constants, const Tiling& tiling, const WeightProblem& weight,
                           uint32_t rows, const GpuDevice& device) {
-  const bool is_gemv = tiling.variant == GemmVariant::gemv;
-  // A step of gemv lies within one group. In the others, a simdgroup computes 32 columns of the tile.
-  static_assert(uint32_t{kFusedColumns} == uint32_t{kTensorColumns});
-  const uint32_t columns = is_gemv ? uint32_t{kGemvColumns} : uint32_t{kFusedColumns};
   const uint32_t group = group_size(weight);
-  const bool has_short_groups = !is_gemv && group < tiling.tile.K && group < weight.K;
+  const bool has_short_groups = group < tiling.tile.K && group < weight.K;
   constants[kConstantRows] = static_cast<int32_t>(rows);
   constants[kConstantSubnormalCodes] = device.half_subnormals;
   constants[kConstantShortGroupSize] = has_short_groups ? static_cast<int32_t>(group) : 0;
   constants[kConstantRaggedK] = weight.K % tiling.tile.K != 0;
-  constants[kConstantRaggedN] = weight.N % columns != 0;
+  constants[kConstantRaggedN] = weight.N % rules_of(tiling.variant).simdgroup_columns != 0;
 }
 
 Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks, Extent grid) {

@@ -12,7 +12,7 @@
 #include "csrc/planner/device.h"
 #include "csrc/planner/problem.h"
 #include "csrc/planner/tiling.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "csrc/core/gemm_variants.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 
@@ -117,7 +117,7 @@ struct EmbeddingProblem {
 
 struct RepackProblem {
   Kernel kernel = Kernel::gptq_repack;  // one of the kernels in weights/repack.metal
-  uint32_t rows = 0;                    // rows and columns of the kernel's grid, see variants.h
+  uint32_t rows = 0;                    // rows and columns of the kernel's grid, see kernel_list.h
   uint32_t columns = 0;
   Flag has_perm{};
   StoredZeros stored_zeros = StoredZeros::plain;

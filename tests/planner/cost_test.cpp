@@ -182,7 +182,7 @@ double least_of_all(const GemmProblem& problem, const GpuDevice& device) {
   const auto consider = [&](const Tiling& tiling) { least = std::min(least, cost(tiling, problem, device).seconds); };
   for (const Tiling& tiling : gemm_tilings(problem, device))
     if (tiling.variant != GemmVariant::two_pass) consider(tiling);
-  for (const GemmTile& row : kGemmTiles) {
+  for (const GemmTile& row : gemm_tiles()) {
     for (uint32_t slices = 1; slices <= max_slices(problem.weight, 64); ++slices) {
       if (row.variant == GemmVariant::gemv) consider(gemv_split(row, problem.weight, slices));
       if (row.variant != GemmVariant::fused) continue;
