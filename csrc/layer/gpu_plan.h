@@ -45,9 +45,9 @@ struct CacheProblem {
   ElementType element{};
 };
 
-Plan plan_norm(const NormProblem& problem);
-Plan plan_rotary(const RotaryProblem& problem);
-Plan plan_activation(const ActivationProblem& problem);
-Plan plan_cache_write(const CacheProblem& problem);
+Plan plan_norm(const NormProblem& problem, const GpuDevice& device);
+Plan plan_rotary(const RotaryProblem& problem, const GpuDevice& device);
+Plan plan_activation(const ActivationProblem& problem, const GpuDevice& device);
+Plan plan_cache_write(const CacheProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

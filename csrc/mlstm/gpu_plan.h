@@ -38,12 +38,12 @@ struct MlstmPlan {
 };
 
 // All four functions throw std::invalid_argument if the problem is empty or needs offsets of more than 32 bits.
-// plan_mlstm divides the sequence into segments, because the workspace may not hold the states of all chunks. A segment
-// has as many chunks as the workspace holds states. The plan computes the gates of the whole sequence first, and then
-// the states and the output, segment after segment.
-MlstmPlan plan_mlstm(const MlstmLaunch& launch);
-MlstmPlan plan_mlstm_states(const MlstmLaunch& launch);
-MlstmPlan plan_mlstm_output(const MlstmLaunch& launch);
-MlstmPlan plan_mlstm_step(const MlstmLaunch& launch);
+// plan_mlstm divides the sequence into segments. A segment has at most as many chunks as the workspace holds states,
+// and its dispatches take at most longest_plan_seconds() together, unless one chunk takes longer. The plan computes the
+// gates of the whole sequence first, and then the states and the output, segment after segment.
+MlstmPlan plan_mlstm(const MlstmLaunch& launch, const GpuDevice& device);
+MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, const GpuDevice& device);
+MlstmPlan plan_mlstm_output(const MlstmLaunch& launch, const GpuDevice& device);
+MlstmPlan plan_mlstm_step(const MlstmLaunch& launch, const GpuDevice& device);
 
 }  // namespace marlin

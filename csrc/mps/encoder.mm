@@ -29,16 +29,30 @@ struct SetParams {
   }
 };
 
+// Returns a buffer for the slots of absent tensors. Metal's API validation ends the process if a declared slot is nil.
+// No tensor can stand in: Metal would assume that the kernel uses it, and perhaps writes it. Metal tracks no uses of
+// this buffer. Kernels do not touch it: the host never writes it and it is small, so the software device and Metal's
+// shader validation report a stray access.
+id<MTLBuffer> absent_tensor() {
+  static constexpr NSUInteger kBytes = 16;
+  static id<MTLBuffer> buffer = [] {
+    const auto options =
+        static_cast<MTLResourceOptions>(MTLResourceStorageModePrivate | MTLResourceHazardTrackingModeUntracked);
+    id<MTLBuffer> made = [device() newBufferWithLength:kBytes options:options];
+    TORCH_CHECK(made != nil, "torch_marlin_metal: Metal has no memory for a buffer of ", kBytes, " bytes");
+    return made;
+  }();
+  return buffer;
+}
+
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets nil. Binding another tensor as a stand-in would be wrong:
-// Metal would assume that the kernel uses that tensor. If the kernel may write to the slot, Metal would also assume
-// that the kernel writes the tensor.
+// PyTorch's.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.instance.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);
     const at::Tensor& tensor = bindings[slot];
-    id<MTLBuffer> buffer = tensor.defined() ? buffer_of(tensor) : nil;
-    [encoder setBuffer:buffer offset:buffer == nil ? 0 : offset_of(tensor) atIndex:slot];
+    id<MTLBuffer> buffer = tensor.defined() ? buffer_of(tensor) : absent_tensor();
+    [encoder setBuffer:buffer offset:tensor.defined() ? offset_of(tensor) : 0 atIndex:slot];
   }
   std::visit(SetParams{encoder}, dispatch.params);
 }
@@ -95,8 +109,8 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
         }
         [encoder dispatchThreadgroups:size(dispatch.grid) threadsPerThreadgroup:size(dispatch.threads)];
       });
+      work_encoded(dispatch.seconds);
     }
-    work_encoded(launched->plan.seconds);
   });
 }
 

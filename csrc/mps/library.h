@@ -37,11 +37,15 @@ struct NoTensorKernel : std::runtime_error {
 // then raises an ordinary error. A later call tries again.
 CompiledPlan compile(Plan plan);
 
+// The GPU for the planner, without the answer of the probe (half_subnormals) and without tensor units. Raises an error
+// if an environment variable of the planner or of the commit policy is wrong.
+const GpuDevice& gpu();
+
 // Finds or makes the plan of a problem that decides its plan alone, such as a repack.
 template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
+std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&, const GpuDevice&)) {
   static auto* plans = new LaunchCache<Problem, CompiledPlan>;
-  return plans->get(problem, [&] { return compile(plan(problem)); });
+  return plans->get(problem, [&] { return compile(plan(problem, gpu())); });
 }
 
 }  // namespace marlin::mps

@@ -4,11 +4,13 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "csrc/mps/compile_once.h"
 #include "csrc/mps/kernel_sources.h"
 #include "csrc/mps/pytorch_internals.h"
+#include "csrc/planner/commit_policy.h"
 
 namespace marlin::mps {
 
@@ -29,8 +31,15 @@ struct Cache {
   CompileOnce<std::pair<KernelInstance, FunctionConstants>, Pipeline> pipelines;
 };
 
+// Lets Metal run as many compiles at a time as it can. By default it runs few, so threads would wait for each other.
 Cache& cache() {
-  static auto* instance = new Cache;
+  static auto* instance = [] {
+    id<MTLDevice> gpu = device();
+    if ([gpu respondsToSelector:@selector(setShouldMaximizeConcurrentCompilation:)]) {
+      [gpu setShouldMaximizeConcurrentCompilation:YES];
+    }
+    return new Cache;
+  }();
   return *instance;
 }
 
@@ -174,6 +183,18 @@ id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
 }
 
 }  // namespace
+
+const GpuDevice& gpu() {
+  static const GpuDevice found = [] {
+    try {
+      (void)commit_seconds();
+      return gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK_VALUE(false, error.what());
+    }
+  }();
+  return found;
+}
 
 CompiledPlan compile(Plan plan) {
   print_plan_once(plan);

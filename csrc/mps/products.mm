@@ -26,14 +26,13 @@ constexpr int64_t kFewestRows = 64;
 std::atomic<bool> tensor_units_failed{false};
 
 const GpuDevice& this_gpu(const Tensor& like) {
-  static const GpuDevice gpu = [&] {
-    (void)commit_seconds();  // raises here, before anything is encoded, if the environment variable is wrong
-    GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+  static const GpuDevice found = [&] {
+    GpuDevice device = gpu();
     set_system(device, metal_system());
     device.half_subnormals = half_subnormals(like);
     return device;
   }();
-  return gpu;
+  return found;
 }
 
 GpuDevice without_tensor_units(GpuDevice device) {
@@ -141,7 +140,7 @@ std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const T
 }
 
 int64_t first_part(const Plan& plan, int64_t M) {
-  if (plan.seconds <= longest_plan_seconds() || M <= kFewestRows) return M;
+  if (seconds(plan) <= longest_plan_seconds() || M <= kFewestRows) return M;
   return round_up(M / 2, kFewestRows);
 }
 

@@ -98,7 +98,7 @@ Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevic
   Plan plan = rules_of(tiling.variant).build(tiling, problem, device);
   const PlanCost predicted = cost(tiling, problem, device);
   for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.seconds += predicted.dispatches.at(i).seconds;
+    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
   return plan;
 }
 

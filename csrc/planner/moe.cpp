@@ -117,7 +117,6 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
-  plan.seconds = experts_cost(tiling, problem, device).seconds;
   Dispatch products = moe_dispatch(tiling, problem, device);
   // The activation changes neither the tiling nor the predicted time: it adds little to the end of a threadgroup.
   if (problem.gate.present && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
@@ -134,6 +133,9 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
     plan.partials = {product.weight.N, product.M, 1};
     plan.dispatches.push_back(reduce_dispatch(problem));
   }
+  const PlanCost predicted = experts_cost(tiling, problem, device);
+  for (size_t i = 0; i < plan.dispatches.size(); ++i)
+    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
   return plan;
 }
 

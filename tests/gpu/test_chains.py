@@ -46,6 +46,33 @@ def test_each_device_has_its_clock() -> None:
     assert product_chain(torch.ones(1, 8), lambda state, index: state).clock is wall_clock
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_each_link_reads_its_product_and_keeps_the_activations(device, dtype) -> None:
+    """A NaN in any one product must reach the end. Finite products, even large ones, must leave no trace."""
+    a = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    largest = 1e4 * torch.ones(2, 4, dtype=dtype, device=device)
+    links = 5
+    end = product_chain(a, lambda state, index: largest).run(links, a)
+    assert torch.equal(end, a)
+    for poisoned in range(links):
+        chain = product_chain(a, lambda state, index, at=poisoned: largest * torch.nan if index == at else largest)
+        assert chain.run(links, a).isnan().all(), f"{poisoned}: the chain does not read this product"
+
+
+@pytest.mark.parametrize(("seconds", "calls", "measured"), [(0.06, 1, {1}), (0.04, 2, {1, 2}), (1e-3, 10, {1, 2})])
+def test_a_long_call_is_measured_alone(monkeypatch, seconds, calls, measured) -> None:
+    now, seen = [0.0], set()
+    monkeypatch.setattr(chains.time, "perf_counter", lambda: now[0])
+
+    def clock(chain, count):
+        seen.add(count)
+        now[0] += count * seconds
+        return chains.Measured(seconds, 0.0)
+
+    assert chains._calls(Chain(0, lambda state, index: index, lambda state: None, clock)) == calls
+    assert seen == measured
+
+
 @pytest.fixture
 def gpu_chain(mps):
     """Returns a chain of products only, because on the software device PyTorch's addition runs on the CPU."""

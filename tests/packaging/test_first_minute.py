@@ -31,8 +31,9 @@ cli.main()
 
 
 def run(*command: object, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder, without the variables and the path of this process's Python."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    """Runs a command in a folder, without the variables of this process's Python and of continuous integration."""
+    ours = ("PYTHON", "TORCH_MARLIN_METAL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     kept["OMP_WAIT_POLICY"] = "passive"
     return subprocess.run(
         list(map(str, command)), cwd=folder, env={**kept, **environment}, capture_output=True, text=True, check=False

@@ -106,6 +106,12 @@ DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device) {
   return cost;
 }
 
+double traffic_seconds(double bytes, const GpuDevice& device) {
+  DispatchCost cost{.dram_bytes = bytes, .l2_bytes = bytes, .launch_seconds = kDispatchSeconds};
+  finish(cost, device.cores, bytes, device);
+  return cost.seconds;
+}
+
 uint32_t largest_threadgroup(uint32_t half_registers) {
   // Mesa's table for the M1. Each row has a number of half-registers per thread, and the most threads that a
   // threadgroup can have with at most this number.

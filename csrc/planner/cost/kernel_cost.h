@@ -103,6 +103,9 @@ double simdgroups_in_flight(const Occupancy& held, uint64_t threadgroups, const 
 // Sets the times of memory and L2, the total time and the bound of a cost whose other figures are known.
 void finish(DispatchCost& cost, uint64_t threadgroups, double weight_bytes, const GpuDevice& device);
 
+// Returns the time of a kernel that only moves `bytes` from and to memory.
+double traffic_seconds(double bytes, const GpuDevice& device);
+
 // The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Three
 // sources: llama.cpp discussion 4167 lists times per token. Without the time to read the weights, and divided by the
 // 768 dispatches of a token, they give 4 us (M5 Max) to 10 us (M1). pytorch issue 82707 measured 3 us (M1 Max), and

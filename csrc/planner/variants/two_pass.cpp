@@ -11,8 +11,8 @@ std::optional<Tiling> two_pass_tiling(const GemmTile& row, const GemmProblem&, c
   return Tiling{row};
 }
 
-Plan build_two_pass(const Tiling&, const GemmProblem& problem, const GpuDevice&) {
-  Plan plan = plan_dequantize({problem.weight, problem.activations});
+Plan build_two_pass(const Tiling&, const GemmProblem& problem, const GpuDevice& device) {
+  Plan plan = plan_dequantize({problem.weight, problem.activations}, device);
   plan.dense_product = true;
   return plan;
 }
