@@ -59,10 +59,11 @@
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
   X(128, 64, 16, __VA_ARGS__) X(128, 128, 16, __VA_ARGS__)
 
-#define MARLIN_STAGED_ROWS(M, N, K, X)                                                   \
+#define MARLIN_STAGED_ROWS(M, N, K, X)                                                       \
   X("gemm/tiles/staged", gemm_double_buffered_##M##x##N##x##K, format_element, kMaskProduct) \
   X("gemm/tiles/staged", gemm_single_stage_##M##x##N##x##K, format_element, kMaskProduct)
-#define MARLIN_STRIPED_ROWS(M, N, K, X) X("gemm/tiles/striped", gemm_striped_##M##x##N##x##K, format_element, kMaskProduct)
+#define MARLIN_STRIPED_ROWS(M, N, K, X) \
+  X("gemm/tiles/striped", gemm_striped_##M##x##N##x##K, format_element, kMaskProduct)
 
 #define MARLIN_KERNELS_GEMM_STAGED(X) MARLIN_TILES(MARLIN_STAGED_ROWS, X)
 

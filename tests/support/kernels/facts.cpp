@@ -1,4 +1,5 @@
-// Prints the constants and tables of kernels/shared/kernel_list.h that tests need, as JSON, so that no test repeats them.
+// Prints the constants and tables of kernels/shared/kernel_list.h that tests need, as JSON, so that no test repeats
+// them.
 #include <cstddef>
 #include <cstdio>
 
