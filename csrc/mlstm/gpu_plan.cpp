@@ -1,7 +1,6 @@
 #include "csrc/mlstm/gpu_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -141,8 +140,7 @@ struct Planner {
 
   void add(Kernel kernel, Extent grid, uint32_t threads, uint32_t threadgroup_bytes, const MlstmParams& own_params,
            double seconds) {
-    result.plan.dispatches.push_back({.kernel = kernel,
-                                      .function = host_name(kernel, launch.element),
+    result.plan.dispatches.push_back({.instance = {.kernel = kernel, .element = launch.element},
                                       .constants = constants,
                                       .grid = grid,
                                       .threads = {threads, 1, 1},
@@ -184,22 +182,6 @@ struct Planner {
 };
 
 }  // namespace
-
-MlstmKey plan_key(const MlstmLaunch& launch) {
-  const MlstmProblem& sizes = launch.sizes;
-  int64_t options = static_cast<int64_t>(launch.element) << 4 | static_cast<int64_t>(launch.gates);
-  for (bool flag : {launch.has_initial_state, launch.vector_aligned, launch.vector_aligned_states})
-    options = options << 1 | int64_t{flag};
-  MlstmKey key{sizes.B,          sizes.H, sizes.S,          sizes.DK,
-               sizes.DV,         options, sizes.chunk_size, std::bit_cast<int32_t>(launch.eps),
-               launch.save_every};
-  size_t next = 9;
-  for (const MlstmStrides* strides : {&launch.q, &launch.k, &launch.v, &launch.i, &launch.f}) {
-    for (int64_t stride : {strides->batch, strides->head, strides->token})
-      key[next++] = stride;
-  }
-  return key;
-}
 
 MlstmPlan plan_mlstm(const MlstmLaunch& launch, const GpuDevice& device) {
   Planner planner(launch, device);

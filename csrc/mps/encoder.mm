@@ -48,7 +48,7 @@ id<MTLBuffer> absent_tensor() {
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
 // PyTorch's.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
-  for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
+  for (uint32_t rest = info(dispatch.instance.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);
     const at::Tensor& tensor = bindings[slot];
     id<MTLBuffer> buffer = tensor.defined() ? buffer_of(tensor) : absent_tensor();
@@ -97,12 +97,12 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
     const std::vector<at::Tensor> tensors = is_profiling() ? defined(*bound) : std::vector<at::Tensor>();
     for (size_t i = 0; i < launched->plan.dispatches.size(); ++i) {
       const Dispatch& dispatch = launched->plan.dispatches[i];
-      id<MTLComputePipelineState> pipeline = launched->pipelines[i];
-      encode_profiled(pipeline, dispatch.function, tensors, [&] {
-        watch_kernel(dispatch.function);
+      const CompiledKernel& kernel = launched->kernels[i];
+      encode_profiled(kernel.pipeline, kernel.name, tensors, [&] {
+        watch_kernel(kernel.name);
         id<MTLComputeCommandEncoder> encoder = marlin::mps::encoder();
         if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-        [encoder setComputePipelineState:pipeline];
+        [encoder setComputePipelineState:kernel.pipeline];
         bind(encoder, dispatch, *bound);
         if (dispatch.threadgroup_bytes != 0) {
           [encoder setThreadgroupMemoryLength:dispatch.threadgroup_bytes atIndex:0];

@@ -13,7 +13,6 @@
 #include "csrc/mps/products.h"
 #include "csrc/mps/pytorch_internals.h"
 #include "csrc/ops/tensor_views.h"
-#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {
@@ -23,14 +22,6 @@ namespace {
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{weight.K, weight.N};
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
-}
-
-// Finds or makes a plan that depends only on its problem, such as the plan of a repack.
-template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_elementwise_plan(const Problem& problem,
-                                                          Plan (*plan)(const Problem&, const GpuDevice&)) {
-  static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // one cache for each kind of problem
-  return plans->get(plan_key(problem), [&] { return compile(plan(problem, gpu())); });
 }
 
 // Dequantizes the weight to the activations' type and multiplies with PyTorch's own matrix product.
@@ -115,7 +106,7 @@ Tensor dequantize_mps(const WeightArguments& weight, at::ScalarType dtype) {
   Tensor out = empty_weight(problem.weight, weight.scales.options().dtype(dtype));
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(*find_elementwise_plan(problem, plan_dequantize), std::move(bindings));
+  encode(*find_plan(problem, plan_dequantize), std::move(bindings));
   return out;
 }
 
@@ -137,7 +128,7 @@ Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::Scala
   bindings[kSlotA] = ids.contiguous();
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(*find_elementwise_plan(problem, plan_embedding), std::move(bindings));
+  encode(*find_plan(problem, plan_embedding), std::move(bindings));
   return out;
 }
 
@@ -152,7 +143,7 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   problem.columns = checked_size(op, "columns", words.size(1));
   if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
   problem.has_perm = perm.defined();
-  encode(*find_elementwise_plan(problem, plan_repack), std::move(bindings));
+  encode(*find_plan(problem, plan_repack), std::move(bindings));
   return out;
 }
 

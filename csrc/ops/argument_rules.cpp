@@ -206,11 +206,9 @@ void check_variant(const char* op, std::string_view variant, const Tensor& a) {
 }
 
 void check_moe_variant(const char* op, std::string_view variant) {
-  if (variant == "auto" || variant == name(GemmVariant::gemv) || variant == name(GemmVariant::fused) ||
-      variant == name(GemmVariant::tensor)) {
-    return;
-  }
-  fail(op, "variant", "auto, gemv, fused or tensor", text("'", variant, "'"));
+  const std::optional<GemmVariant> named = variant_of(variant);
+  if (variant == "auto" || (named && variant == name(*named) && computes_experts(*named))) return;
+  fail(op, "variant", expert_variants(), text("'", variant, "'"));
 }
 
 // Requires int32 or int64 [T, top_k]. Without a value, top_k may be any number.

@@ -22,8 +22,7 @@ Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device) 
   const WeightProblem& weight = problem.weight;
   check_weight("dequantize", weight);
   const double written = double(weight.K) * weight.N * element_bytes(problem.out);
-  return {.dispatches = {{.kernel = Kernel::dequantize,
-                          .function = host_name(Kernel::dequantize, weight.format, problem.out),
+  return {.dispatches = {{.instance = {Kernel::dequantize, weight.format, problem.out},
                           .constants = weight_constants(weight),
                           .grid = elementwise_grid(weight.N, weight.K / kCodesPerWord),
                           .threads = kElementwiseThreads,
@@ -36,8 +35,7 @@ Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device) {
   check_weight("embedding", weight);
   if (problem.count == 0) refuse("embedding", "ids", "at least 1", "0");
   const double bytes_of_a_row = weight_bytes(weight) / weight.N + double(weight.K) * element_bytes(problem.out);
-  return {.dispatches = {{.kernel = Kernel::embedding,
-                          .function = host_name(Kernel::embedding, weight.format, problem.out),
+  return {.dispatches = {{.instance = {Kernel::embedding, weight.format, problem.out},
                           .constants = weight_constants(weight),
                           .grid = elementwise_grid(weight.K / kCodesPerWord, problem.count),
                           .threads = kElementwiseThreads,
@@ -64,8 +62,7 @@ Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
   if (problem.rows == 0) refuse(op, "rows", "at least 1", "0");
   if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
   Dispatch dispatch{
-      .kernel = problem.kernel,
-      .function = std::string(op),
+      .instance = {problem.kernel},
       .grid = elementwise_grid(problem.columns, problem.rows),
       .threads = kElementwiseThreads,
       .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0},
@@ -75,15 +72,12 @@ Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
 }
 
 Plan plan_probe() {
-  return {.dispatches = {{.kernel = Kernel::probe_half_subnormals,
-                          .function = std::string(info(Kernel::probe_half_subnormals).name)}}};
+  return {.dispatches = {{.instance = {Kernel::probe_half_subnormals}}}};
 }
 
 Plan plan_tensor_probe() {
-  return {.dispatches = {{.kernel = Kernel::probe_tensor_layout,
-                          .function = std::string(info(Kernel::probe_tensor_layout).name),
-                          .grid = {1, 1, 1},
-                          .threads = {kSimdWidth, 1, 1}}}};
+  return {
+      .dispatches = {{.instance = {Kernel::probe_tensor_layout}, .grid = {1, 1, 1}, .threads = {kSimdWidth, 1, 1}}}};
 }
 
 std::string tensor_layout_refusal(const int32_t* words) {
@@ -173,7 +167,7 @@ struct PrintParams {
 }  // namespace
 
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch) {
-  stream << dispatch.function << ": grid " << dispatch.grid << " of " << dispatch.threads << " threads, "
+  stream << host_name(dispatch.instance) << ": grid " << dispatch.grid << " of " << dispatch.threads << " threads, "
          << dispatch.threadgroup_bytes << " bytes of threadgroup memory";
   std::visit(PrintParams{stream}, dispatch.params);
   stream << ", constants";

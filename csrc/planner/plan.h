@@ -12,7 +12,7 @@
 #include "csrc/planner/device.h"
 #include "csrc/planner/problem.h"
 #include "csrc/planner/tiling.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 
@@ -22,8 +22,7 @@ using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, 
                                   RotaryParams, ActivationParams, CacheParams, MlstmParams>;
 
 struct Dispatch {
-  Kernel kernel;
-  std::string function;  // the kernel's host name in its library
+  KernelInstance instance;
   FunctionConstants constants{};
   Extent grid{};     // in threadgroups
   Extent threads{};  // per threadgroup

@@ -5,7 +5,7 @@
 
 namespace marlin {
 
-// All GEMM kernels use the same slot for the same buffer; variants.h says which slots each kernel declares. The host
+// All GEMM kernels use the same slot for the same buffer; kernel_list.h says which slots each kernel declares. The host
 // binds every declared slot. If an optional tensor is absent, the host binds a buffer of its own (encoder.mm), which
 // the kernel does not read.
 enum BufferSlot {

@@ -127,7 +127,7 @@ void check_costs() {
         expect(total.seconds == seconds(plan) && total.dispatches.size() == plan.dispatches.size(),
                "the plan has the dispatches that were predicted");
         for (size_t i = 0; i < plan.dispatches.size(); ++i)
-          expect(info(plan.dispatches[i].kernel).name == total.dispatches[i].kernel, "in the same order");
+          expect(info(plan.dispatches[i].instance.kernel).name == total.dispatches[i].kernel, "in the same order");
         const double experts = expected_routing(tokens, 4, 32, 8).experts;
         const double bytes = experts * weight_bytes(problem.product.weight);
         const double rate = dram_bytes_per_second(chip, chip.cores) * chip.dram_fraction.value;
@@ -192,7 +192,7 @@ void check_sum(const MoeProblem& problem, const Tiling& tiling, const GpuDevice&
   expect(plan.dispatches.size() == 1 && plan.partials.z == 0 && plan.block_words == 0, "one dispatch, no workspace");
   const Dispatch& dispatch = plan.dispatches[0];
   check_dispatch(dispatch);
-  expect(dispatch.kernel == Kernel::moe_gemv_reduce, "the kernel");
+  expect(dispatch.instance.kernel == Kernel::moe_gemv_reduce, "the kernel");
   expect(dispatch.threads.x == tiling.simdgroups * kSimdWidth, "threads");
   expect(dispatch.threadgroup_bytes == gemv_threadgroup_bytes(weight.format, 1, tiling.simdgroups), "memory");
   expect(dispatch.grid.x == problem.product.M / problem.top_k, "a threadgroup has a token");
@@ -240,7 +240,8 @@ void check_sums() {
     MoeProblem weighted = summed(1, 4, 2880, 2880);
     weighted.reduce = false;
     const Plan plan = plan_moe(weighted, device);
-    expect(plan.dispatches.size() == 2 && plan.dispatches[1].kernel == Kernel::moe_reduce, "row weights without a sum");
+    expect(plan.dispatches.size() == 2 && plan.dispatches[1].instance.kernel == Kernel::moe_reduce,
+           "row weights without a sum");
   }
 }
 

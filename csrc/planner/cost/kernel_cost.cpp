@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "csrc/core/math.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 

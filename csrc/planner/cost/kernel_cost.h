@@ -50,7 +50,7 @@ Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgr
 // "launch", "dram", "l2", "issue", "complex", "matrix", "dense" (a dense product), or "occupancy" if simdgroups wait or
 // cores idle for more than a fifth of the time.
 struct DispatchCost {
-  std::string_view kernel{};  // a name from variants.h, or "torch.matmul"
+  std::string_view kernel{};  // a name from kernel_list.h, or "torch.matmul"
   Occupancy occupancy{};
 #define MARLIN_COST_FIELD(field) double field = 0;
   MARLIN_DISPATCH_COSTS(MARLIN_COST_FIELD)

@@ -42,7 +42,7 @@ ELEMENT_NAMES = {
 
 @functools.cache
 def facts() -> dict:
-    """Returns the constants, structs and kernels of kernels/shared/variants.h."""
+    """Returns the constants, structs and kernels of kernels/shared/kernel_list.h."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "facts"
         source = Path(__file__).with_name("facts.cpp")
