@@ -103,7 +103,7 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
   return {q_out, k_out};
 }
 
-Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, c10::string_view activation,
+Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, std::string_view activation,
                             std::optional<double> limit, std::optional<double> alpha) {
   const char* op = "gated_activation";
   const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);

@@ -94,7 +94,7 @@ bool is_aligned(const Tensor& tensor, int64_t elements) {
   return tensor.storage_offset() % elements == 0;
 }
 
-WeightProblem bind_weight(const char* op, const WeightTensors& weight, const WeightShape& shape, Bindings& bindings) {
+WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings) {
   bindings[kSlotPacked] = weight.b_packed;
   bindings[kSlotScales] = weight.scales.contiguous();
   bindings[kSlotZeros] = contiguous_or_undefined(weight.zeros);

@@ -10,6 +10,8 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.gpu.tuning import chains
 from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, lazy_clock, product_chain, wall_clock
 
+OPS = torch.ops.torch_marlin_metal
+
 HOST, DEVICE, WAIT = 40.0, 28.0, 100.0
 
 
@@ -80,7 +82,7 @@ def gpu_chain(mps):
     a = torch.randn(2, 64, dtype=torch.float16, device="mps")
 
     def step(state, index):
-        return tmm.gemm(state, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=64)
+        return OPS.gemm(state, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=64)
 
     return Chain(a, step, lambda state: torch.mps.synchronize(), gpu_clock)
 

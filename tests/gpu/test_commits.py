@@ -13,6 +13,8 @@ from tests.support import reference
 from torch_marlin_metal import tuning
 from torch_marlin_metal.extension import native
 
+OPS = torch.ops.torch_marlin_metal
+
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counts")
 OPTIONS = {"weight_format": "uint4b8", "group_size": 64}
 
@@ -32,7 +34,7 @@ def product(mps):
     x = torch.randn(2, 512, dtype=torch.float16, device="mps")
 
     def run(**options):
-        return tmm.gemm(x, weight.b_packed, weight.scales, **OPTIONS, **options)
+        return OPS.gemm(x, weight.b_packed, weight.scales, **OPTIONS, **options)
 
     run()
     tuning.set_commit_interval(1e-9)
@@ -123,7 +125,7 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
 
     def run(rows=x):
         softmetal.faults()
-        y = tmm.gemm(rows, moved.b_packed, moved.scales, bias=bias, variant=variant, **moved.arguments).cpu()
+        y = OPS.gemm(rows, moved.b_packed, moved.scales, bias=bias, variant=variant, **moved.arguments).cpu()
         return y, sum("reduce" not in record.kernel for record in softmetal.counters())
 
     parts, start = [], 0
@@ -158,8 +160,8 @@ def test_every_operator_counts_its_work(mps):
         "rotary": lambda: operators.rotary(heads, heads, table, table),
         "gated_activation": lambda: operators.gated_activation(x, x),
         "write_cache": lambda: operators.write_cache(*caches, heads, heads, start),
-        "dequantize": lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments),
-        "embedding": lambda: tmm.embedding(ids, weight.b_packed, weight.scales, **weight.arguments),
+        "dequantize": lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments),
+        "embedding": lambda: OPS.embedding(ids, weight.b_packed, weight.scales, **weight.arguments),
         "gptq_repack": lambda: operators.gptq_repack(words),
         "mlstm_step": lambda: operators.mlstm_step(row, row, row, gates, gates, *states),
     }

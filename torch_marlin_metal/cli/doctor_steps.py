@@ -43,10 +43,9 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
     a = torch.randn(40, K, generator=torch.Generator().manual_seed(1), device="cpu").half()
     dense = weight.dequantize().double()
     moved = weight.to("mps")
-    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **moved.tensors()}
 
     def product(rows: Tensor, variant: str = "auto") -> Tensor:
-        return gemm(rows, **options, variant=variant)
+        return gemm(rows, moved, variant=variant)
 
     return a.to("mps"), product, a.double() @ dense
 
@@ -197,8 +196,7 @@ def decode_with_commits() -> Values:
 
 def _compile(weight: PackedWeight, M: int, dtype: torch.dtype) -> None:
     """Compiles the kernels of a product. Other threads can run meanwhile."""
-    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **weight.tensors()}
-    torch.ops.torch_marlin_metal.compile_gemm(**options, M=M, dtype=dtype)
+    torch.ops.torch_marlin_metal.compile_gemm(**weight.arguments(), bias=weight.bias, M=M, dtype=dtype)
 
 
 def concurrent_compiles() -> Values:

@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
-from torch_marlin_metal.ops import given
+from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
 ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may need different kernels
 MOST_THREADS = 8  # a thread that compiles only waits for one of Metal's compiler processes
@@ -94,23 +94,15 @@ def _run(tasks: Tasks, threads: int, ended: Callable[[], object]) -> list[Future
 
 def _kind(layer: PackedLayer, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """Returns a key for the layer's product with M rows. Products with equal keys use the same kernels."""
-    tensors = [*(layer._buffers[name] for name in WEIGHT_BUFFERS), layer.bias]
+    tensors = [*(layer._buffers[name] for name in WEIGHT_TENSORS), layer.bias]
     kinds = [None if t is None else (t.shape, t.dtype, t.storage_offset() % 4) for t in tensors]
     return (M, dtype, layer.weight_format, layer.group_size, *kinds)
 
 
 def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
     """Compiles the kernels of a layer's product with M rows of activations of a dtype. Uses no kernel of PyTorch."""
-    packed = layer.to_packed()
-    torch.ops.torch_marlin_metal.compile_gemm(
-        packed.b_packed,
-        packed.scales,
-        weight_format=packed.weight_format,
-        group_size=packed.group_size,
-        **given(packed.zeros, packed.global_scale, packed.lut, packed.perm, packed.bias),
-        M=M,
-        dtype=dtype,
-    )
+    tensors, named = layer._arguments(layer.bias)
+    torch.ops.torch_marlin_metal.compile_gemm(*tensors, **named, M=M, dtype=dtype)
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:

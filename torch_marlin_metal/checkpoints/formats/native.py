@@ -20,8 +20,8 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.checkpoints.settings import OWN_METHOD, Settings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS
-from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, PackedWeightError
 
 METHOD = OWN_METHOD
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
@@ -113,7 +113,7 @@ class StateReader(CheckpointReader):
     def convert(self, index: int) -> PackedWeight:
         """Makes one layer and validates it."""
         name = self.layer_names[index]
-        tensors = {role: self._state.get(f"{name}.{role}") for role in (*WEIGHT_BUFFERS, "bias")}
+        tensors = {role: self._state.get(f"{name}.{role}") for role in (*WEIGHT_TENSORS, "bias")}
         described = self._state.get(f"{name}.packed_format")
         version, number, group_size = (
             described.tolist() if described is not None and described.numel() == 3 else (0,) * 3
@@ -133,7 +133,7 @@ class StateReader(CheckpointReader):
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
         """Yields (name, function that returns it, dtype) for each tensor outside the layers."""
-        packed = {f"{name}.{role}" for name in self.layer_names for role in (*WEIGHT_BUFFERS, *LAYER_TENSORS)}
+        packed = {f"{name}.{role}" for name in self.layer_names for role in (*WEIGHT_TENSORS, *LAYER_TENSORS)}
         for name, tensor in self._state.items():
             if name not in packed:
                 yield name, partial(self._state.__getitem__, name), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -162,7 +162,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error(
             "packed_format", f"{FORMAT_NAMES[format_id]}, {group_size} does not agree with the settings' {stated}"
         )
-    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_BUFFERS, "bias") if role in layer}
+    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_TENSORS, "bias") if role in layer}
     if "scales" not in tensors:
         raise layer.error("b_packed", "scales are missing")
     weight = PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
@@ -182,7 +182,7 @@ FORMAT = DirectoryFormat(
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
     roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),
-    fields={name: name for name in (*WEIGHT_BUFFERS, "bias")},
+    fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
         "scales": ("G", "N"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,20 +152,19 @@ def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]
 
 
-def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], dict[str, object]]:
-    """Returns a function that maps the number of a call to `gemm`'s arguments; each call gets another copy."""
+def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], PackedWeight]:
+    """Returns a function that maps the number of a call to a weight; each call gets another copy of the tensors."""
     tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
-    fixed = {"weight_format": weight.weight_format, "group_size": weight.group_size}
-    arguments: list[dict[str, object]] = [{**fixed, **dict(zip(tensors, copy, strict=True))} for copy in copies]
-    return lambda index: arguments[index % len(arguments)]
+    weights = [replace(weight, **dict(zip(tensors, copy, strict=True))) for copy in copies]  # type: ignore[arg-type]
+    return lambda index: weights[index % len(weights)]
 
 
-def gemm_chain(a: Tensor, arguments: Callable[[int], dict[str, object]], variant: str = "auto") -> Chain:
-    """Makes a chain of calls of `gemm` with the arguments that `rotating` returns."""
+def gemm_chain(a: Tensor, weights: Callable[[int], PackedWeight], variant: str = "auto") -> Chain:
+    """Makes a chain of calls of `gemm` with the weights that `rotating` returns."""
 
     def product(state: Tensor, index: int) -> Tensor:
-        return gemm(state, **arguments(index), variant=variant)  # type: ignore[arg-type]
+        return gemm(state, weights(index), variant=variant)
 
     return product_chain(a, product)
 
