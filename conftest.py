@@ -78,7 +78,11 @@ def run_folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mps(request):
-    """Prepares the device. The software Metal device runs in checked mode: a fault of any kernel fails the test."""
+    """Prepares the device.
+
+    The software Metal device runs in checked mode, in which a fault of any kernel fails the test, and with the rules of
+    Metal's API validation.
+    """
     if MPS_MISSING:
         pytest.skip(MPS_MISSING)
     if sys.platform == "darwin":
@@ -88,7 +92,7 @@ def mps(request):
 
     if not softmetal.extension_path("torch_marlin_metal._C").exists():
         pytest.fail("torch_marlin_metal is not built for the software Metal device: run `make build`", pytrace=False)
-    with softmetal.checked(request.node.get_closest_marker("large") is None):
+    with softmetal.validated(), softmetal.checked(request.node.get_closest_marker("large") is None):
         yield "mps"
 
 

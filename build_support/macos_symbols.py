@@ -47,6 +47,7 @@ EXTRA_SELECTORS = {
     "rootCommandBuffer": "11.0",
     "setFastMathEnabled:": "10.11",
     "setConstantValue:type:atIndex:": "10.12",
+    "setShouldMaximizeConcurrentCompilation:": "13.3",
     "status": "10.11",
 }
 # Selectors of newer versions of macOS. The code uses them only if the object responds to them.

@@ -4,7 +4,8 @@
 before any code asks torch whether MPS is available, and before extensions with an MPS backend. If the device cannot be
 built, the import raises `Unavailable`, whose message names what to install.
 
-`SOFTMETAL_CHECKED=1` starts in checked mode and `SOFTMETAL_SEED=n` sets the first seed.
+`SOFTMETAL_CHECKED=1` starts in checked mode, `SOFTMETAL_SEED=n` sets the first seed, and `MTL_DEBUG_LAYER=1` turns on
+the rules of Metal's validation layer, as on a Mac.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "build_extension",
     "checked",
     "compiles",
+    "compiles_concurrently",
     "counters",
     "extension_path",
     "failing_allocation",
@@ -41,6 +43,7 @@ __all__ = [
     "stream",
     "stream_counts",
     "thread_limit",
+    "validated",
 ]
 
 
@@ -111,6 +114,20 @@ def checked(enabled: bool = True) -> Iterator[None]:
         torch.mps.synchronize()
     finally:
         _library.set_checked(int(before))
+
+
+@contextlib.contextmanager
+def validated(enabled: bool = True) -> Iterator[None]:
+    """Enforces in a `with` block the rules that only Metal's API validation enforces, as `MTL_DEBUG_LAYER=1` does.
+
+    There is one such rule: a kernel's buffer argument may not be nil. A Mac's process ends there; here a RuntimeError
+    is raised, as for the rules that are always enforced.
+    """
+    before = _library.set_validates(int(enabled))
+    try:
+        yield
+    finally:
+        _library.set_validates(before)
 
 
 def seed(value: int) -> None:
@@ -191,6 +208,11 @@ class Compile:
 
     kind: str
     text: str
+
+
+def compiles_concurrently() -> bool:
+    """Returns whether the host has set the device's `shouldMaximizeConcurrentCompilation`."""
+    return bool(_library.compiles_concurrently())
 
 
 _compile_hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -41,6 +41,8 @@ class Library:
             "autorelease_pools": (c_size_t, []),
             "set_checked": (None, [c_int]),
             "is_checked": (c_int, []),
+            "set_validates": (c_int, [c_int]),
+            "compiles_concurrently": (c_int, []),
             "set_seed": (None, [c_uint64]),
             "set_thread_limit": (c_uint32, [c_uint32]),
             "stream": (c_int64, []),

@@ -28,10 +28,10 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.load import load_quantized
+from torch_marlin_metal.load.quantized import load_quantized
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.quantize import quantize_model, replace_linear_layers
-from torch_marlin_metal.ops import dequantize, embedding, gemm, gemm_transposed, linear, moe_gemm
+from torch_marlin_metal.ops import dequantize, embedding, gemm, gemm_transposed, moe_gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
@@ -72,7 +72,6 @@ __all__ = [
     "gptq_perm",
     "gptq_repack",
     "gptq_unpack_zeros",
-    "linear",
     "load_quantized",
     "mlstm",
     "mlstm_output",

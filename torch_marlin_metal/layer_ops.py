@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.ops import given, resolve
+from torch_marlin_metal.ops import weight_arguments
+from torch_marlin_metal.packed_weight import PackedWeight
 
 _ops = torch.ops.torch_marlin_metal
 _rms_norm = _ops.rms_norm.default
@@ -137,17 +138,10 @@ def gated_activation(
 
 def moe_gemm_gated(
     a: Tensor,
-    b_packed: Tensor,
-    scales: Tensor,
+    weight: PackedWeight,
     expert_ids: Tensor,
-    *,
-    weight_format: str,
-    group_size: int,
-    zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    lut: Tensor | None = None,
-    perm: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
     activation: ActivationName = "silu",
     interleaved: bool = False,
     limit: float | None = None,
@@ -159,17 +153,10 @@ def moe_gemm_gated(
     rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
 
     Args:
-        a: as in `moe_gemm`.
-        b_packed: int32 `[E, K/8, N]` with an even N: the columns of gate and up of each expert.
-        scales: as in `moe_gemm`, like all tensors that follow.
+        a: as in `moe_gemm`, like the three arguments that follow.
+        weight: the weights of E experts, with an even N: the columns of gate and up of each expert.
         expert_ids: int32 or int64 `[T, top_k]`.
-        weight_format: a format's name or alias.
-        group_size: the group size, or -1 for K.
-        zeros: `[E, G, N]` or None.
-        global_scale: float32 `[E]`, `[E, 1]`, `[E, N]` or None.
-        lut: float32 `[16]` or None.
-        perm: int32 `[E, K]` or None.
-        bias: `[E, N]` or None.
+        bias: `[E, N]`; None stands for `weight.bias`.
         activation: as in `gated_activation`.
         interleaved: whether the columns alternate between gate and up. Otherwise the first N / 2 columns are gate.
         limit: for "clamped_silu" and "limited_silu" only.
@@ -179,21 +166,19 @@ def moe_gemm_gated(
         `[T, top_k, N / 2]` in the dtype of `a`.
 
     Raises:
+        TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    name, group_size, lut = resolve("moe_gemm_gated", weight_format, group_size, b_packed, lut)
+    tensors, named = weight_arguments("moe_gemm_gated", weight, bias, takes_bias=True)
     result: Tensor = _moe_gemm_gated(
         a,
-        b_packed,
-        scales,
+        *tensors,
         expert_ids,
-        weight_format=name,
-        group_size=group_size,
         activation=activation,
         interleaved=interleaved,
         limit=limit,
         alpha=alpha,
-        **given(zeros, global_scale, lut, perm, bias),
+        **named,
     )
     return result
 

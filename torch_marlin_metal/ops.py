@@ -1,7 +1,7 @@
-"""The operators `torch.ops.torch_marlin_metal.*` as Python functions.
+"""The operators on a packed weight as Python functions of a `PackedWeight`.
 
-The functions also accept aliases of weight formats and `group_size=-1`. The C++ extension registers schemas, checks,
-fake kernels, autograd and autocast.
+`torch.ops.torch_marlin_metal.*` are the same operators with the weight's tensors as single arguments. The C++ extension
+registers their schemas, checks, fake kernels, autograd and autocast.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_marlin_metal import extension
-from torch_marlin_metal.formats import NAMED_TABLES, resolve_group_size
-from torch_marlin_metal.formats import weight_format as find_format
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import PackedWeight, operator_arguments
 
 _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
@@ -60,54 +58,27 @@ def _moe_gemm_grad_a_flops(grad_shape: torch.Size, b_packed_shape: torch.Size, *
     return 2 * grad_shape.numel() * 8 * b_packed_shape[1]
 
 
-def resolve(
-    op: str, name: str, group_size: int, b_packed: Tensor, lut: Tensor | None
-) -> tuple[str, int, Tensor | None]:
-    """Replaces an alias by the format's name and -1 by K; the operator checks everything else."""
-    fmt = find_format(name)
-    if lut is None and name in NAMED_TABLES:
-        lut = torch.tensor(NAMED_TABLES[name], dtype=torch.float32, device=b_packed.device)
-    if group_size == -1 and b_packed.dim() in (2, 3):  # for other ranks the operator raises the error
-        group_size = resolve_group_size(op, fmt, group_size, 8 * b_packed.shape[-2])
-    return fmt.name, group_size, lut
+def weight_arguments(
+    op: str, weight: PackedWeight, bias: Tensor | None = None, takes_bias: bool = False
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Returns the arguments of the operator `op` for a weight: those by position, and those by name.
+
+    If the operator takes a bias, the weight's own bias takes the place of one that is None.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(
+            f"{op}: weight: expected a PackedWeight, got {type(weight).__name__}; torch.ops.torch_marlin_metal.{op} "
+            "takes the tensors of a weight"
+        )
+    if takes_bias and bias is None:
+        bias = weight.bias
+    return operator_arguments(vars(weight), weight.weight_format, weight.group_size, bias)
 
 
-def given(
-    zeros: Tensor | None,
-    global_scale: Tensor | None,
-    lut: Tensor | None,
-    perm: Tensor | None,
-    bias: Tensor | None = None,
-) -> dict[str, Any]:
-    """Returns the arguments that are not None, because each argument costs the dispatcher 0.4 us, even if None."""
-    named: dict[str, Any] = {}
-    if zeros is not None:
-        named["zeros"] = zeros
-    if global_scale is not None:
-        named["global_scale"] = global_scale
-    if lut is not None:
-        named["lut"] = lut
-    if perm is not None:
-        named["perm"] = perm
-    if bias is not None:
-        named["bias"] = bias
-    return named
-
-
-def gemm(
-    a: Tensor,
-    b_packed: Tensor,
-    scales: Tensor,
-    *,
-    weight_format: str,
-    group_size: int,
-    zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    lut: Tensor | None = None,
-    perm: Tensor | None = None,
-    bias: Tensor | None = None,
-    variant: str = "auto",
-) -> Tensor:
+def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: str = "auto") -> Tensor:
     """Multiplies activations with a packed 4-bit weight: `a @ w + bias`.
 
     The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
@@ -115,16 +86,8 @@ def gemm(
 
     Args:
         a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
-        b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds the codes of k = 8r ... 8r+7 of column n, lowest k in
-            the lowest nibble.
-        scales: `[G, N]` with `G = ceil(K / group_size)`; float16, bfloat16 or float32, or uint8 codes (nvfp4, mxfp4).
-        weight_format: a name of `WEIGHT_FORMATS` or an alias ("u4b8", "u4", "fp4", "float4_e2m1f", "nf4").
-        group_size: 16, 32, 64, 128, 256 or K; -1 stands for K. The last group may be short.
-        zeros: `[G, N]`; zero points of uint4 (uint8 codes or floating), biases of uint4_bias (floating).
-        global_scale: float32 `[]`, `[1]` or `[N]`, multiplies the scales of nvfp4.
-        lut: float32 `[16]`, the table of lut4; the alias "nf4" supplies it.
-        perm: int32 `[K]`, GPTQ's act-order: packed row j multiplies `a[..., perm[j]]`. See `gptq_perm`.
-        bias: `[N]`, float16, bfloat16 or float32; added in fp32.
+        weight: `[K, N]`, from `quantize_weight`, `convert.read_layers`, `MarlinLinear.to_packed` or made of tensors.
+        bias: `[N]`, float16, bfloat16 or float32; added in fp32. None stands for `weight.bias`.
         variant: "auto", or the name of a GPU kernel variant. The CPU ignores all but "two_pass" with bfloat16
             activations, which rounds the weights there too if the CPU has fast bfloat16 products.
 
@@ -132,28 +95,17 @@ def gemm(
         `[..., N]` in the dtype of `a`.
 
     Raises:
+        TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    name, group_size, lut = resolve("gemm", weight_format, group_size, b_packed, lut)
-    options = given(zeros, global_scale, lut, perm, bias)
+    tensors, named = weight_arguments("gemm", weight, bias, takes_bias=True)
     if variant != "auto":
-        options["variant"] = variant
-    result: Tensor = _gemm(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
+        named["variant"] = variant
+    result: Tensor = _gemm(a, *tensors, **named)
     return result
 
 
-def gemm_transposed(
-    a: Tensor,
-    b_packed: Tensor,
-    scales: Tensor,
-    *,
-    weight_format: str,
-    group_size: int,
-    zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    lut: Tensor | None = None,
-    perm: Tensor | None = None,
-) -> Tensor:
+def gemm_transposed(a: Tensor, weight: PackedWeight) -> Tensor:
     """Multiplies by the transposed weight: `a @ w.T`.
 
     This product gives the gradient of `gemm` with respect to its `a`.
@@ -166,40 +118,26 @@ def gemm_transposed(
 
     Args:
         a: `[..., N]`, float16, bfloat16 or float32, any strides.
-        b_packed: int32 `[K/8, N]`, as in `gemm`.
-        scales: `[G, N]`.
-        weight_format: a format's name or alias.
-        group_size: the group size, or -1 for K.
-        zeros: `[G, N]` or None.
-        global_scale: float32 `[]`, `[1]`, `[N]` or None.
-        lut: float32 `[16]` or None.
-        perm: int32 `[K]`, a permutation, or None.
+        weight: `[K, N]`; its bias is not used.
 
     Returns:
         `[..., K]` in the dtype of `a`.
 
     Raises:
+        TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument or the variable is wrong; the message names it and says what was expected.
     """
-    name, group_size, lut = resolve("gemm_transposed", weight_format, group_size, b_packed, lut)
-    options = given(zeros, global_scale, lut, perm)
-    result: Tensor = _ops.gemm_transposed(a, b_packed, scales, weight_format=name, group_size=group_size, **options)
+    tensors, named = weight_arguments("gemm_transposed", weight)
+    result: Tensor = _ops.gemm_transposed(a, *tensors, **named)
     return result
 
 
 def moe_gemm(
     a: Tensor,
-    b_packed: Tensor,
-    scales: Tensor,
+    weight: PackedWeight,
     expert_ids: Tensor,
-    *,
-    weight_format: str,
-    group_size: int,
-    zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    lut: Tensor | None = None,
-    perm: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
     row_weights: Tensor | None = None,
     reduce: bool = False,
     variant: str = "auto",
@@ -213,16 +151,10 @@ def moe_gemm(
 
     Args:
         a: `[T, K]`, a row for all experts of a token, or `[T, top_k, K]`; float16, bfloat16 or float32, any strides.
-        b_packed: int32 `[E, K/8, N]`, contiguous: the words of `gemm` for each expert.
-        scales: `[E, G, N]`.
+        weight: the weights of E experts: a `PackedWeight` whose tensors have a leading dimension E. All experts share
+            `lut`, which is `[16]`; `global_scale` is `[E]`, `[E, 1]` or `[E, N]`.
         expert_ids: int32 or int64 `[T, top_k]`. An id outside `[0, E)` stands for a row of zeros and reads no weight.
-        weight_format: a format's name or alias.
-        group_size: the group size, or -1 for K.
-        zeros: `[E, G, N]` or None.
-        global_scale: float32 `[E]`, `[E, 1]`, `[E, N]` or None.
-        lut: float32 `[16]` or None; all experts share it.
-        perm: int32 `[E, K]` or None.
-        bias: `[E, N]` or None.
+        bias: `[E, N]`; None stands for `weight.bias`.
         row_weights: `[T, top_k]` in any of the three floating dtypes, or None for 1.
         reduce: whether to add up the rows of a token.
         variant: "auto", "gemv", "fused" or "tensor"; the CPU ignores it.
@@ -232,97 +164,36 @@ def moe_gemm(
 
     Raises:
         IndexError: on the CPU, `perm` of a chosen expert has a value outside `[0, K)`.
+        TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
     """
-    name, group_size, lut = resolve("moe_gemm", weight_format, group_size, b_packed, lut)
-    options = given(zeros, global_scale, lut, perm, bias)
-    if row_weights is not None:
-        options["row_weights"] = row_weights
+    tensors, named = weight_arguments("moe_gemm", weight, bias, takes_bias=True)
     result: Tensor = _ops.moe_gemm(
-        a,
-        b_packed,
-        scales,
-        expert_ids,
-        weight_format=name,
-        group_size=group_size,
-        reduce=reduce,
-        variant=variant,
-        **options,
+        a, *tensors, expert_ids, row_weights=row_weights, reduce=reduce, variant=variant, **named
     )
     return result
 
 
-def linear(a: Tensor, weight: PackedWeight) -> Tensor:
-    """Multiplies activations with a packed weight and adds its bias, as `torch.nn.functional.linear` does.
-
-    Args:
-        a: `[..., K]`, float16, bfloat16 or float32.
-        weight: from `quantize_weight`, `convert.read_layers` or `MarlinLinear.to_packed`.
-
-    Returns:
-        `[..., N]` in a's dtype.
-
-    Raises:
-        TypeError: `weight` is not a `PackedWeight`.
-        ValueError: see `gemm`, which computes the product.
-    """
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"linear: weight: expected a PackedWeight, got {type(weight).__name__}")
-    return weight(a)
-
-
-def dequantize(
-    b_packed: Tensor,
-    scales: Tensor,
-    *,
-    weight_format: str,
-    group_size: int,
-    zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    lut: Tensor | None = None,
-    perm: Tensor | None = None,
-    dtype: torch.dtype = torch.float16,
-) -> Tensor:
-    """Returns the weight of `gemm` as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
+def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Returns a weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
     The weight is computed in fp32 and rounded once.
 
     Args:
-        b_packed: int32 `[K/8, N]`, as in `gemm`.
-        scales: `[G, N]`.
-        weight_format: a format's name or alias.
-        group_size: the group size, or -1 for K.
-        zeros: `[G, N]` or None.
-        global_scale: float32 `[]`, `[1]`, `[N]` or None.
-        lut: float32 `[16]` or None.
-        perm: int32 `[K]`, a permutation, or None. If several rows have the same index, the result has one of them;
-            which one is unspecified.
+        weight: `[K, N]`. If several values of its `perm` are the same index, the result has one of their rows; which
+            one is unspecified.
         dtype: float16, bfloat16 or float32.
 
     Raises:
+        TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
-    name, group_size, lut = resolve("dequantize", weight_format, group_size, b_packed, lut)
-    options = given(zeros, global_scale, lut, perm)
-    result: Tensor = _ops.dequantize(
-        b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
-    )
+    tensors, named = weight_arguments("dequantize", weight)
+    result: Tensor = _ops.dequantize(*tensors, dtype=dtype, **named)
     return result
 
 
-def embedding(
-    ids: Tensor,
-    b_packed: Tensor,
-    scales: Tensor,
-    *,
-    weight_format: str,
-    group_size: int,
-    zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    lut: Tensor | None = None,
-    perm: Tensor | None = None,
-    dtype: torch.dtype = torch.float16,
-) -> Tensor:
+def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
     """Looks up vectors of a packed embedding table: vector i is column i of the weight `[K, N]`.
 
     Decodes only the vectors of the given ids. They have the same bits as in the result of `dequantize`. No tensor has a
@@ -330,14 +201,7 @@ def embedding(
 
     Args:
         ids: int32 or int64, any shape and strides, values in `[0, N)`.
-        b_packed: int32 `[K/8, N]`, as in `gemm`; N is the size of the vocabulary, K the length of a vector.
-        scales: `[G, N]`.
-        weight_format: a format's name or alias.
-        group_size: the group size, or -1 for K.
-        zeros: `[G, N]` or None.
-        global_scale: float32 `[]`, `[1]`, `[N]` or None.
-        lut: float32 `[16]` or None.
-        perm: int32 `[K]`, a permutation, or None, as in `dequantize`.
+        weight: `[K, N]`; N is the size of the vocabulary, K the length of a vector.
         dtype: float16, bfloat16 or float32.
 
     Returns:
@@ -345,11 +209,9 @@ def embedding(
 
     Raises:
         IndexError: on the CPU, an id outside the table.
+        TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
     """
-    name, group_size, lut = resolve("embedding", weight_format, group_size, b_packed, lut)
-    options = given(zeros, global_scale, lut, perm)
-    result: Tensor = _ops.embedding(
-        ids, b_packed, scales, weight_format=name, group_size=group_size, dtype=dtype, **options
-    )
+    tensors, named = weight_arguments("embedding", weight)
+    result: Tensor = _ops.embedding(ids, *tensors, dtype=dtype, **named)
     return result

@@ -1,5 +1,6 @@
 """`PackedWeight`: a 4-bit weight in the layout of the operators. Readers yield it, layers and exporters take it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from torch_marlin_metal.formats import expected_group_sizes, is_group_size, weight_format
+from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_sizes, is_group_size, weight_format
+
+_gemm = torch.ops.torch_marlin_metal.gemm.default
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -17,7 +20,8 @@ E8M0_CODES = (16, 240)
 PIECE = 32768  # elements up to which PyTorch computes in one thread
 MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"
 E4M3_NAN = (0x7F, 0xFF)
-TENSORS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm", "bias")  # the fields of a `PackedWeight`
+# The tensors by which the operators read a weight. A layer's buffers have the same names.
+WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
 
 
 class PackedWeightError(ValueError):
@@ -30,16 +34,26 @@ class PackedWeightError(ValueError):
 
 @dataclass(repr=False)
 class PackedWeight:
-    """A weight of shape `[K, N]` with 4-bit codes. The fields have the names of `gemm`'s arguments.
+    """A weight of shape `[K, N]` with 4-bit codes.
+
+    The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
+    has the tensors:
+
+        weight = PackedWeight(b_packed, scales, "uint4b8", group_size=128)
+        y = torch_marlin_metal.gemm(a, weight)  # a @ weight.dequantize()
+
+    The weights of E experts, for `moe_gemm`, are a `PackedWeight` whose tensors have a leading dimension E. All experts
+    share `lut`.
 
     Attributes:
         b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the low nibble.
         scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3), mxfp4 (E8M0).
-        weight_format: a name of `formats.WEIGHT_FORMATS`.
-        group_size: as the operators take it: one of `formats.GROUP_SIZES` or K.
+        weight_format: a name of `formats.WEIGHT_FORMATS`. An alias ("u4b8", "u4", "fp4", "float4_e2m1f", "nf4") is
+            replaced by that name.
+        group_size: as the operators take it: one of `formats.GROUP_SIZES` or K. -1 is replaced by K.
         zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias.
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
-        lut: fp32 `[16]` for lut4.
+        lut: fp32 `[16]` for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
@@ -58,38 +72,38 @@ class PackedWeight:
     name: str = ""
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if self.lut is None and self.weight_format in NAMED_TABLES:
+            table = NAMED_TABLES[self.weight_format]
+            self.lut = torch.tensor(table, dtype=torch.float32, device=self.b_packed.device)
+        self.weight_format = ALIASES.get(self.weight_format, self.weight_format)
+        if self.group_size == -1 and self.b_packed.dim() >= 2:
+            self.group_size = self.K
+
     @property
     def K(self) -> int:
         """Returns the rows of the unpacked weight: input features."""
-        return 8 * self.b_packed.shape[0]
+        return 8 * self.b_packed.shape[-2]
 
     @property
     def N(self) -> int:
         """Returns the columns of the unpacked weight: output features."""
-        return self.b_packed.shape[1]
+        return self.b_packed.shape[-1]
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `torch.ops.torch_marlin_metal.*` for this weight, by name, without its bias."""
+        (b_packed, scales), named = operator_arguments(vars(self), self.weight_format, self.group_size)
+        return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
-        out: Tensor = torch.ops.torch_marlin_metal.dequantize(
-            self.b_packed,
-            self.scales,
-            weight_format=self.weight_format,
-            group_size=self.group_size,
-            zeros=self.zeros,
-            global_scale=self.global_scale,
-            lut=self.lut,
-            perm=self.perm,
-            dtype=dtype,
-        )
+        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
         return out
 
     def __call__(self, a: Tensor) -> Tensor:
         """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
-        fields = {"zeros", "global_scale", "lut", "perm", "bias"}
-        given = {name: tensor for name, tensor in self.tensors().items() if name in fields}
-        out: Tensor = torch.ops.torch_marlin_metal.gemm(
-            a, self.b_packed, self.scales, weight_format=self.weight_format, group_size=self.group_size, **given
-        )
+        tensors, named = operator_arguments(vars(self), self.weight_format, self.group_size, self.bias)
+        out: Tensor = _gemm(a, *tensors, **named)
         return out
 
     def __repr__(self) -> str:
@@ -104,7 +118,7 @@ class PackedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the fields that hold a tensor, by name."""
-        values = ((name, getattr(self, name)) for name in TENSORS)
+        values = ((name, getattr(self, name)) for name in (*WEIGHT_TENSORS, "bias"))
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> "PackedWeight":
@@ -170,6 +184,34 @@ class PackedWeight:
         if self.bias is not None:
             _require("bias", self.bias, FLOAT_DTYPES, (N,))
         return self
+
+
+def operator_arguments(
+    tensors: Mapping[str, Any], weight_format: str, group_size: int, bias: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Returns the arguments of `torch.ops.torch_marlin_metal.*` for a weight: those by position, and those by name.
+
+    Tensors that are None are left out, because each argument costs the dispatcher 0.4 us, even if None. A loop over
+    names, or required tensors by name, would make each call longer.
+
+    Args:
+        tensors: has the tensors of WEIGHT_TENSORS.
+        weight_format: a name of `formats.WEIGHT_FORMATS`.
+        group_size: one of `formats.GROUP_SIZES` or K.
+        bias: the operator's bias.
+    """
+    named: dict[str, Any] = {"weight_format": weight_format, "group_size": group_size}
+    if tensors["zeros"] is not None:
+        named["zeros"] = tensors["zeros"]
+    if tensors["global_scale"] is not None:
+        named["global_scale"] = tensors["global_scale"]
+    if tensors["lut"] is not None:
+        named["lut"] = tensors["lut"]
+    if tensors["perm"] is not None:
+        named["perm"] = tensors["perm"]
+    if bias is not None:
+        named["bias"] = bias
+    return (tensors["b_packed"], tensors["scales"]), named
 
 
 def _require(field: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...] | None) -> None:

@@ -42,6 +42,8 @@ from torch_marlin_metal.cli.bench import processor_name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peak_memory import reset_peak, resident  # isort: skip
 
+OPS = torch.ops.torch_marlin_metal
+
 TOKENS = (1, 4, 16, 64, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The largest relative root mean square of the errors, for a dtype and for ggml, which rounds activations to 8 bits.
@@ -84,7 +86,7 @@ class Projection:
 
     def grouped(self, a: Tensor, ids: Tensor, **options: Any) -> Tensor:
         """Multiplies each row with the weights of its experts."""
-        return tmm.moe_gemm(a, self.words, self.scales, ids, **options, **self.options)
+        return OPS.moe_gemm(a, self.words, self.scales, ids, **options, **self.options)
 
     def clone(self) -> "Projection":
         """Returns a copy with memory of its own."""
@@ -98,14 +100,14 @@ class Projection:
 
     def one(self, expert: int, a: Tensor) -> Tensor:
         """Multiplies with one expert's weight."""
-        return tmm.gemm(a, self.words[expert], self.scales[expert], **self.options)
+        return OPS.gemm(a, self.words[expert], self.scales[expert], **self.options)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [E, N, K], as PyTorch's linear and transformers store them."""
         E, words, N = self.words.shape
         weights = torch.empty(E, N, 8 * words, dtype=dtype)
         for expert in range(E):
-            columns = tmm.dequantize(self.words[expert], self.scales[expert], dtype=dtype, **self.options)
+            columns = OPS.dequantize(self.words[expert], self.scales[expert], dtype=dtype, **self.options)
             weights[expert] = columns.t()
         return weights
 

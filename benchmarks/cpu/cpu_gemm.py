@@ -88,24 +88,23 @@ class Layer:
         copies = max(2, cold_bytes() // (K * N // 2))
         groups = -(-K // group_size)
         packed = torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32)
-        self.arguments: dict[str, object] = {"weight_format": weight_format, "group_size": group_size}
         scales = torch.rand(groups, N).to(torch.bfloat16)
         if weight_format in ("nvfp4", "mxfp4"):
             scales = torch.randint(112, 120, (groups, N), dtype=torch.uint8)  # typical for weights of about 0.01
+        tensors: dict[str, torch.Tensor] = {}
         if weight_format == "uint4":
-            self.arguments["zeros"] = torch.randint(0, 16, (groups, N), dtype=torch.uint8)
+            tensors["zeros"] = torch.randint(0, 16, (groups, N), dtype=torch.uint8)
         if weight_format == "lut4":
-            self.arguments["lut"] = torch.randn(16)
+            tensors["lut"] = torch.randn(16)
         if perm:
-            self.arguments["perm"] = torch.randperm(K, dtype=torch.int32)
+            tensors["perm"] = torch.randperm(K, dtype=torch.int32)
         # The words lie in huge pages, as those of a loaded layer do.
         words = [prefer_huge_pages(torch.empty_like(packed)).copy_(packed) for _ in range(copies)]
-        self.packed = [(copy, scales.clone()) for copy in words]
+        self.weights = [tmm.PackedWeight(copy, scales.clone(), weight_format, group_size, **tensors) for copy in words]
 
     def __call__(self, a: torch.Tensor, index: int) -> object:
         """Multiplies with this package's operator."""
-        words, scales = self.packed[index % len(self.packed)]
-        return tmm.ops.gemm(a, words, scales, **self.arguments)
+        return tmm.gemm(a, self.weights[index % len(self.weights)])
 
 
 class Peers:

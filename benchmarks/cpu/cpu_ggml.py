@@ -25,6 +25,8 @@ from cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli.bench import processor_name
 
+OPS = torch.ops.torch_marlin_metal
+
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BLOCK = 32
 Q4_0 = np.dtype([("scale", np.float16), ("codes", np.uint8, (BLOCK // 2,))])
@@ -194,7 +196,7 @@ def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], kind: Kind, a: torch.T
     """Multiplies with this package's operator."""
     words, scales = copies[index % len(copies)]
     torch.set_float32_matmul_precision(kind.precision)  # takes 0.2 us
-    return tmm.ops.gemm(a, words, scales, weight_format="uint4b8", group_size=kind.group_size)
+    return OPS.gemm(a, words, scales, weight_format="uint4b8", group_size=kind.group_size)
 
 
 def error(result: np.ndarray, a: np.ndarray, weight: np.ndarray) -> str:
@@ -212,7 +214,7 @@ def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
     weights = {32: scales, 128: scales[::4].contiguous()}
     copies = {group: [(words.clone(), scales.clone()) for _ in range(number)] for group, scales in weights.items()}
     exact = {
-        group: tmm.ops.dequantize(words, scales, weight_format="uint4b8", group_size=group, dtype=torch.float32)
+        group: OPS.dequantize(words, scales, weight_format="uint4b8", group_size=group, dtype=torch.float32)
         .numpy().astype(np.float64)
         for group, scales in weights.items()
     }  # fmt: skip

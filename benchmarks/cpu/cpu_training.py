@@ -44,13 +44,11 @@ class Packed(Layer):
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         """Returns `x @ w`."""
-        words, scales = self.packed[index % len(self.packed)]
-        return tmm.gemm(x, words, scales, **self.arguments)
+        return tmm.gemm(x, self.weights[index % len(self.weights)])
 
     def transposed(self, gradient: Tensor, index: int) -> Tensor:
         """Returns `gradient @ w.T`."""
-        words, scales = self.packed[index % len(self.packed)]
-        return tmm.gemm_transposed(gradient, words, scales, **self.arguments)
+        return tmm.gemm_transposed(gradient, self.weights[index % len(self.weights)])
 
 
 class Dense:

@@ -48,7 +48,7 @@ SHARED_BODIES = {
 MOST_OF_SHARED_BODY = 1.02
 LIST_KERNELS = """
 #include <cstdio>
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 #define TILE(M, N, K, ...) std::printf("tile %dx%dx%d %u\\n", M, N, K, marlin::tile_threads({M, N, K}));
 int main() {
   for (const auto& kernel : marlin::kKernels) {

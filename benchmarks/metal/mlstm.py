@@ -100,9 +100,9 @@ def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, share
         # The command finds function constants by their declarations, which a macro makes. This expands the macro.
         rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "shared/slots.h").read_text())
         declared = "\n".join(f"constant {t} {name} [[function_constant({i})]];" for i, t, name in rows)
-        options = (kernels / "gemm/options.h").read_text()
+        options = (kernels / "gemm/function_constants.h").read_text()
         macro = re.compile(r"#define MARLIN_DECLARE_CONSTANT.*?#undef MARLIN_DECLARE_CONSTANT", re.DOTALL)
-        (kernels / "gemm/options.h").write_text(macro.sub(declared, options))
+        (kernels / "gemm/function_constants.h").write_text(macro.sub(declared, options))
         command = [
             *agxstat,
             str(kernels / f"mlstm/{kernel.removeprefix('mlstm_')}.metal"),

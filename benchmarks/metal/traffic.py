@@ -25,6 +25,8 @@ import torch  # noqa: E402
 
 import torch_marlin_metal as tmm  # noqa: E402
 
+OPS = torch.ops.torch_marlin_metal
+
 VARIANTS = ("auto", "gemv", "double_buffered", "single_stage", "striped")
 ROWS = (1, 4, 16, 64)
 # BufferSlots of kernels/shared/slots.h. Left out are the slots of the packed weight, of the parameters, and of tensors
@@ -61,10 +63,10 @@ def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int
     weight = reference.make_weight(weight_format, K, N, group_size).to("mps")
     a = torch.randn((M, K), generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype]).to("mps")
     with softmetal.checked():
-        tmm.gemm(a[:1], weight.b_packed, weight.scales, **weight.arguments)  # the first product also runs the probe
+        OPS.gemm(a[:1], weight.b_packed, weight.scales, **weight.arguments)  # the first product also runs the probe
         torch.mps.synchronize()
         softmetal.faults()
-        tmm.gemm(a, weight.b_packed, weight.scales, variant=variant, **weight.arguments)
+        OPS.gemm(a, weight.b_packed, weight.scales, variant=variant, **weight.arguments)
         records = softmetal.counters()
     given = {"activations", "scales", "out", *weight.arguments}
     if any(record.kernel.startswith("reduce") for record in records):

@@ -1,22 +1,27 @@
-// The list of all ways to compute a product on a GPU: the kernel variants, and the tiles of each.
+// The names of all ways to compute a product on a GPU: the kernel variants, and the tiles of each.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 
-// The planner tries the variants in this order. Of two that cost the same, it takes the earlier one.
-enum class GemmVariant : uint8_t { gemv, fused, double_buffered, single_stage, striped, tensor, two_pass };
+#define MARLIN_VARIANT_NAME(name) name,
+enum class GemmVariant : uint8_t { MARLIN_GEMM_VARIANTS(MARLIN_VARIANT_NAME) };
+#undef MARLIN_VARIANT_NAME
 
-inline constexpr std::array<std::string_view, 7> kGemmVariants{"gemv",    "fused",  "double_buffered", "single_stage",
-                                                               "striped", "tensor", "two_pass"};
+#define MARLIN_VARIANT_TEXT(name) std::string_view(#name),
+inline constexpr std::array kGemmVariants{MARLIN_GEMM_VARIANTS(MARLIN_VARIANT_TEXT)};
+#undef MARLIN_VARIANT_TEXT
 
 constexpr std::string_view name(GemmVariant variant) {
   return kGemmVariants[static_cast<size_t>(variant)];
@@ -30,28 +35,15 @@ struct GemmTile {
   uint32_t stages;  // copies of the tile's operands in threadgroup memory
 };
 
-#define MARLIN_GEMV_TILE(rows) GemmTile{GemmVariant::gemv, Kernel::gemv, {rows, kGemvColumns, kGemvK}, 0}
-#define MARLIN_FUSED_TILE(rows) GemmTile{GemmVariant::fused, Kernel::gemm_fused, {rows, kFusedColumns, kFusedK}, 0}
-#define MARLIN_STAGED_TILE(M, N, K, variant, stages) \
-  GemmTile{GemmVariant::variant, Kernel::gemm_##variant##_##M##x##N##x##K, {M, N, K}, stages},
-#define MARLIN_TENSOR_TILE(M, N, K) GemmTile{GemmVariant::tensor, Kernel::gemm_tensor, {M, N, K}, 0},
-// clang-format off
-inline constexpr std::array kGemmTiles{
-    MARLIN_GEMV_TILE(1), MARLIN_GEMV_TILE(2), MARLIN_GEMV_TILE(3), MARLIN_GEMV_TILE(4),
-    MARLIN_GEMV_TILE(5), MARLIN_GEMV_TILE(6), MARLIN_GEMV_TILE(7), MARLIN_GEMV_TILE(8),
-    MARLIN_FUSED_TILE(32), MARLIN_FUSED_TILE(24), MARLIN_FUSED_TILE(16), MARLIN_FUSED_TILE(8),
-    MARLIN_TILES(MARLIN_STAGED_TILE, double_buffered, 2)
-    MARLIN_TILES(MARLIN_STAGED_TILE, single_stage, 1)
-    MARLIN_STRIPED_TILES(MARLIN_STAGED_TILE, striped, 2)
-    MARLIN_TENSOR_TILES(MARLIN_TENSOR_TILE)
-    GemmTile{GemmVariant::two_pass, Kernel::dequantize, {0, 0, 0}, 0},
-};
-// clang-format on
-#undef MARLIN_GEMV_TILE
-#undef MARLIN_FUSED_TILE
-#undef MARLIN_STAGED_TILE
-#undef MARLIN_TENSOR_TILE
-static_assert(kGemvMaxRows == 8 && kFusedMaxRows == 32, "the table lists every number of rows that the kernels have");
+// Returns the tiles of all variants, in the order of MARLIN_GEMM_VARIANTS. A variant's file in csrc/planner/variants/
+// declares its own.
+std::span<const GemmTile> gemm_tiles();
+
+// Returns true if the variant has kernels that multiply with the weights of experts.
+bool computes_experts(GemmVariant variant);
+
+// Returns the texts that moe_gemm(variant=) accepts, such as "auto, gemv or fused".
+std::string expert_variants();
 
 inline std::string name(const TileShape& tile) {
   return std::to_string(tile.M) + "x" + std::to_string(tile.N) + "x" + std::to_string(tile.K);
@@ -90,12 +82,65 @@ inline bool names(std::string_view text, const GemmTile& row) {
   return variant_of(text) == row.variant && (text == name(row.variant) || text == name(row));
 }
 
+// What gemm(variant=) names, as a number: "auto", a variant, or a variant with one of its tiles.
+class NamedVariant {
+ public:
+  constexpr NamedVariant() = default;  // "auto"
+  constexpr NamedVariant(GemmVariant variant) : index_(1 + static_cast<uint32_t>(variant)) {}
+  // Throws std::invalid_argument if the text names nothing.
+  template <std::convertible_to<std::string_view> Text>
+  NamedVariant(const Text& text) : NamedVariant(named(text)) {}
+
+  // Returns nothing if the text names nothing.
+  static std::optional<NamedVariant> find(std::string_view text) {
+    NamedVariant found;
+    if (text == "auto") return found;
+    if (const std::optional<GemmVariant> variant = variant_of(text); variant && text == name(*variant)) return *variant;
+    const auto row = std::ranges::find_if(gemm_tiles(), [&](const GemmTile& tile) { return names(text, tile); });
+    if (row == gemm_tiles().end()) return std::nullopt;
+    found.index_ = kFirstTile + static_cast<uint32_t>(row - gemm_tiles().begin());
+    return found;
+  }
+
+  constexpr bool operator==(const NamedVariant&) const = default;
+
+  constexpr bool is_auto() const { return index_ == 0; }
+  // Returns the variant, with or without a tile; nothing for "auto".
+  std::optional<GemmVariant> variant() const {
+    if (is_auto()) return std::nullopt;
+    return has_tile() ? gemm_tiles()[index_ - kFirstTile].variant : static_cast<GemmVariant>(index_ - 1);
+  }
+  // Returns true if this names the row's variant, alone or with the row's tile.
+  bool names_row(const GemmTile& row) const {
+    return variant() == row.variant && (!has_tile() || gemm_tiles()[index_ - kFirstTile].tile == row.tile);
+  }
+  std::string text() const {
+    if (is_auto()) return "auto";
+    return has_tile() ? name(gemm_tiles()[index_ - kFirstTile]) : std::string(name(*variant()));
+  }
+
+ private:
+  static constexpr uint32_t kFirstTile = 1 + kGemmVariants.size();
+
+  static NamedVariant named(std::string_view text) {
+    if (const auto found = find(text)) return *found;
+    throw std::invalid_argument(
+        "torch_marlin_metal::gemm: variant: expected auto, a variant, or a variant with one of "
+        "its tiles, got '" +
+        std::string(text) + "'");
+  }
+  constexpr bool has_tile() const { return index_ >= kFirstTile; }
+
+  uint32_t index_ = 0;
+};
+
 // Returns true if gemm(variant=) accepts this text for activations of this type: "auto", a variant, or a variant with
 // one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
-  return text == "auto" || std::ranges::any_of(kGemmTiles, [&](const GemmTile& row) {
-           return fits(row, activations) && names(text, row);
-         });
+  const std::optional<NamedVariant> named = NamedVariant::find(text);
+  return named && (named->is_auto() || std::ranges::any_of(gemm_tiles(), [&](const GemmTile& row) {
+                     return fits(row, activations) && named->names_row(row);
+                   }));
 }
 
 }  // namespace marlin

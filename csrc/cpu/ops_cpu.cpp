@@ -30,7 +30,7 @@ struct StoredWeight {
   PackedWeight view;  // describes the weight, or expert 0 if there are several experts
   int64_t experts;
 
-  StoredWeight(const WeightTensors& weight, const WeightShape& shape)
+  StoredWeight(const WeightArguments& weight, const WeightShape& shape)
       : b_packed(weight.b_packed),
         scales(weight.scales.contiguous()),
         zeros(contiguous_or_undefined(weight.zeros)),
@@ -94,14 +94,15 @@ Float32Precision precision_for(ElementType a_type) {
 // Returns true if "two_pass" has an effect, that is, if the weight is rounded to bf16 and multiplied by PyTorch. This
 // needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the weight exact, at
 // least for tables.
-bool multiplies_rounded(c10::string_view variant, const Tensor& a, const OptionalTensor& bias) {
+bool multiplies_rounded(std::string_view variant, const Tensor& a, const OptionalTensor& bias) {
   if (variant != "two_pass" || a.scalar_type() != at::kBFloat16) return false;
   if (bias && bias->scalar_type() != at::kBFloat16) return false;
   return capability().isa == Isa::amx || (capability().isa == Isa::avx512 && detected().fast_bf16_dot);
 }
 
 // Decodes some columns of the weight at a time, rounded to bf16, and multiplies them by PyTorch's product.
-void multiply_rounded(const Tensor& rows, const WeightTensors& weight, const OptionalTensor& bias, const Tensor& out) {
+void multiply_rounded(const Tensor& rows, const WeightArguments& weight, const OptionalTensor& bias,
+                      const Tensor& out) {
   constexpr int64_t kPartBytes = int64_t{4} << 20;  // stays in the cache
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Tensor a = weight.perm ? rows.index_select(1, weight.perm->to(at::kLong)) : rows;
@@ -113,41 +114,45 @@ void multiply_rounded(const Tensor& rows, const WeightTensors& weight, const Opt
       const bool has_columns = tensor && tensor->dim() > 0 && tensor->size(-1) == N && tensor->numel() > 1;
       return has_columns ? OptionalTensor(tensor->narrow(-1, first, count).contiguous()) : tensor;
     };
-    const Tensor part = dequantize_op().call(*columns(weight.b_packed), *columns(weight.scales), weight.weight_format,
-                                             weight.group_size, columns(weight.zeros), columns(weight.global_scale),
-                                             weight.lut, std::nullopt, at::kBFloat16);
-    out.narrow(1, first, count).copy_(bias ? at::addmm(*columns(bias), a, part) : at::mm(a, part));
+    OwnedWeight part = weight.own();
+    for (Tensor* tensor : {&part.b_packed, &part.scales})
+      *tensor = *columns(*tensor);
+    for (OptionalTensor* tensor : {&part.zeros, &part.global_scale})
+      *tensor = columns(*tensor);
+    part.perm = std::nullopt;
+    const Tensor decoded = dequantize_op().call(part.arguments(), at::kBFloat16);
+    out.narrow(1, first, count).copy_(bias ? at::addmm(*columns(bias), a, decoded) : at::mm(a, decoded));
   }
 }
 
 // Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
-Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, const OptionalTensor& bias,
-                c10::string_view variant, bool fp32_out) {
-  const WeightShape shape = check_gemm(a, tensors, bias, variant, op);
-  const StoredWeight weight(tensors, shape);
+Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                std::string_view variant, bool fp32_out) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant, op);
+  const StoredWeight stored(weight, shape);
 
   at::DimVector sizes(a.sizes());
-  sizes.back() = weight.view.N;
+  sizes.back() = stored.view.N;
   Tensor out = at::empty(sizes, fp32_out ? a.options().dtype(at::kFloat) : a.options());
   if (out.numel() == 0) return out;
 
-  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, weight.view.K});
+  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, stored.view.K});
   if (!fp32_out && multiplies_rounded(variant, rows, bias)) {
-    weight.check_perm(op);
-    const std::array<int64_t, 2> flat{rows.size(0), weight.view.N};
-    multiply_rounded(rows, tensors, bias, out.view(flat));
+    stored.check_perm(op);
+    const std::array<int64_t, 2> flat{rows.size(0), stored.view.N};
+    multiply_rounded(rows, weight, bias, out.view(flat));
     return out;
   }
   if (rows.stride(1) != 1) rows = rows.contiguous();
   const Tensor stored_bias = contiguous_or_undefined(bias);
 
   GemmArguments arguments{};
-  arguments.weight = weight.view;
+  arguments.weight = stored.view;
   arguments.M = rows.size(0);
   arguments.a = rows.const_data_ptr();
   arguments.a_type = element_type(rows);
   arguments.a_row_stride = rows.stride(0);
-  arguments.perm = weight.perm_data(op);
+  arguments.perm = stored.perm_data(op);
   arguments.bias = bias ? stored_bias.const_data_ptr() : nullptr;
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
@@ -156,19 +161,12 @@ Tensor multiply(const char* op, const Tensor& a, const WeightTensors& tensors, c
   return out;
 }
 
-Tensor gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
-                c10::string_view variant) {
-  return multiply("gemm", a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias,
-                  variant, false);
+Tensor gemm_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
+  return multiply("gemm", a, weight, bias, variant, false);
 }
 
-Tensor gemm_fp32_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                     const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
-  return multiply("gemm_fp32", a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias,
-                  "auto", true);
+Tensor gemm_fp32_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  return multiply("gemm_fp32", a, weight, bias, "auto", true);
 }
 
 // Checks the permutations of the experts that are used.
@@ -182,17 +180,14 @@ void check_expert_perms(const StoredWeight& weight, const int64_t* ids, int64_t 
   }
 }
 
-Tensor moe_gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                    c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                    const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+Tensor moe_gemm_cpu(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                     const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
-                    c10::string_view variant) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const WeightShape shape = check_moe_gemm(a, tensors, expert_ids, bias, row_weights, variant);
-  const StoredWeight weight(tensors, shape);
+                    std::string_view variant) {
+  const WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, row_weights, variant);
+  const StoredWeight stored(weight, shape);
   at::DimVector sizes(expert_ids.sizes());
   if (reduce) sizes.pop_back();
-  sizes.push_back(weight.view.N);
+  sizes.push_back(stored.view.N);
   if (expert_ids.numel() == 0) return at::zeros(sizes, a.options());
   Tensor out = at::empty(sizes, a.options());
 
@@ -200,12 +195,12 @@ Tensor moe_gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   const Tensor rows = with_unit_stride(a);
   const Tensor stored_bias = contiguous_or_undefined(bias);
   const Tensor stored_weights = contiguous_or_undefined(row_weights);
-  if (weight.perm.defined()) check_expert_perms(weight, ids.const_data_ptr<int64_t>(), ids.numel());
+  if (stored.perm.defined()) check_expert_perms(stored, ids.const_data_ptr<int64_t>(), ids.numel());
 
   MoeGemmArguments arguments{};
-  arguments.weight = weight.view;
-  arguments.experts = weight.experts;
-  arguments.global_scale_expert_stride = weight.view.global_scale_stride == 0 ? 1 : weight.view.N;
+  arguments.weight = stored.view;
+  arguments.experts = stored.experts;
+  arguments.global_scale_expert_stride = stored.view.global_scale_stride == 0 ? 1 : stored.view.N;
   arguments.tokens = ids.size(0);
   arguments.top_k = ids.size(1);
   arguments.expert_ids = ids.const_data_ptr<int64_t>();
@@ -213,7 +208,7 @@ Tensor moe_gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   arguments.a_type = element_type(rows);
   arguments.a_token_stride = rows.stride(0);
   arguments.a_slot_stride = rows.dim() == 3 ? rows.stride(1) : 0;
-  arguments.perm = weight.perm.defined() ? weight.perm.const_data_ptr<int32_t>() : nullptr;
+  arguments.perm = stored.perm.defined() ? stored.perm.const_data_ptr<int32_t>() : nullptr;
   arguments.bias = bias ? stored_bias.const_data_ptr() : nullptr;
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.row_weights = row_weights ? stored_weights.const_data_ptr() : nullptr;
@@ -224,17 +219,14 @@ Tensor moe_gemm_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scale
   return out;
 }
 
-Tensor dequantize_cpu(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
-                      const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
-                      const OptionalTensor& perm, at::ScalarType dtype) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const StoredWeight weight(tensors, check_dequantize(tensors, dtype));
-  const int32_t* order = weight.perm_data("dequantize");
-  const std::array<int64_t, 2> sizes{weight.view.K, weight.view.N};
-  const auto options = scales.options().dtype(dtype);
+Tensor dequantize_cpu(const WeightArguments& weight, at::ScalarType dtype) {
+  const StoredWeight stored(weight, check_dequantize(weight, dtype));
+  const int32_t* order = stored.perm_data("dequantize");
+  const std::array<int64_t, 2> sizes{stored.view.K, stored.view.N};
+  const auto options = weight.scales.options().dtype(dtype);
   // A perm with repeated indices leaves some rows unwritten, so they are zeroed first.
-  Tensor out = StoredWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
-  cpu::dequantize({weight.view, order, out.mutable_data_ptr(), element_type(out)}, at_parallel());
+  Tensor out = StoredWeight::repeats(order, stored.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
+  cpu::dequantize({stored.view, order, out.mutable_data_ptr(), element_type(out)}, at_parallel());
   return out;
 }
 
@@ -246,21 +238,18 @@ void check_id_range(const Tensor& ids, int64_t N) {
                     ", got ", low < 0 ? low : high);
 }
 
-Tensor embedding_cpu(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                     const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const StoredWeight weight(tensors, check_embedding(ids, tensors, dtype));
-  const int32_t* order = weight.perm_data("embedding");
+Tensor embedding_cpu(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype) {
+  const StoredWeight stored(weight, check_embedding(ids, weight, dtype));
+  const int32_t* order = stored.perm_data("embedding");
   at::DimVector sizes(ids.sizes());
-  sizes.push_back(weight.view.K);
-  const auto options = scales.options().dtype(dtype);
+  sizes.push_back(stored.view.K);
+  const auto options = weight.scales.options().dtype(dtype);
   // A perm with repeated indices leaves some columns unwritten, so they are zeroed first.
-  Tensor out = StoredWeight::repeats(order, weight.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
+  Tensor out = StoredWeight::repeats(order, stored.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (ids.numel() == 0) return out;
-  check_id_range(ids, weight.view.N);
+  check_id_range(ids, stored.view.N);
   const Tensor indices = ids.to(at::kLong).contiguous();
-  cpu::embedding({weight.view, order, indices.const_data_ptr<int64_t>(), indices.numel(), out.mutable_data_ptr(),
+  cpu::embedding({stored.view, order, indices.const_data_ptr<int64_t>(), indices.numel(), out.mutable_data_ptr(),
                   element_type(out)},
                  at_parallel());
   return out;
@@ -286,7 +275,7 @@ Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
   return out;
 }
 
-Tensor gptq_unpack_zeros_cpu(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+Tensor gptq_unpack_zeros_cpu(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
   Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
   if (out.numel() == 0) return out;
@@ -327,11 +316,11 @@ Tensor transpose_words_cpu(const Tensor& words) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
-  m.impl("gemm", gemm_cpu);
-  m.impl("gemm_fp32", gemm_fp32_cpu);
-  m.impl("moe_gemm", moe_gemm_cpu);
-  m.impl("dequantize", dequantize_cpu);
-  m.impl("embedding", embedding_cpu);
+  m.impl("gemm", weight_kernel<gemm_cpu>);
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32_cpu>);
+  m.impl("moe_gemm", weight_kernel<moe_gemm_cpu>);
+  m.impl("dequantize", weight_kernel<dequantize_cpu>);
+  m.impl("embedding", weight_kernel<embedding_cpu>);
   m.impl("gptq_repack", gptq_repack_cpu);
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_cpu);
   m.impl("awq_repack", awq_repack_cpu);

@@ -213,7 +213,7 @@ TwoTensors rotary_autograd(const Tensor& q, const Tensor& k, const Tensor& cos, 
   return rotary_op().call(q, k, cos, sin, interleaved, per_pair, transposed);
 }
 
-Tensor activation_autograd(const Tensor& gate, const Tensor& up, c10::string_view activation,
+Tensor activation_autograd(const Tensor& gate, const Tensor& up, std::string_view activation,
                            std::optional<double> limit, std::optional<double> alpha) {
   check_no_tangent("gated_activation", "gate", gate);
   check_no_tangent("gated_activation", "up", up);

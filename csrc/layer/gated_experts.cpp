@@ -1,19 +1,16 @@
 #include "csrc/layer/gated_experts.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include "csrc/layer/operators.h"
+#include "csrc/ops/autocast.h"
 
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
-  m.def(
-      "moe_gemm_gated(Tensor a, Tensor b_packed, Tensor scales, Tensor expert_ids, *, str weight_format, "
-      "int group_size, Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, "
-      "Tensor? bias=None, str activation=\"silu\", bool interleaved=False, float? limit=None, float? alpha=None) "
-      "-> Tensor");
+  m.def(marlin::weight_schema(
+      "moe_gemm_gated(Tensor a, Weight weight, Tensor expert_ids, *, Tensor? bias=None, str activation=\"silu\", "
+      "bool interleaved=False, float? limit=None, float? alpha=None) -> Tensor"));
 }
 
 namespace marlin {
@@ -21,76 +18,50 @@ namespace {
 
 constexpr const char* kName = "moe_gemm_gated";
 
-using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                         const OptionalTensor&, c10::string_view, bool, std::optional<double>, std::optional<double>);
+using Signature = Tensor(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                         const OptionalTensor& bias, std::string_view activation, bool interleaved,
+                         std::optional<double> limit, std::optional<double> alpha);
 
 const auto& gated_op() {
-  static const auto op = find_operator<Signature>("torch_marlin_metal::moe_gemm_gated");
+  static const WeightOperator<Signature> op("torch_marlin_metal::moe_gemm_gated");
   return op;
 }
 
-Tensor moe_gemm_gated_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                           c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                           const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
-                           const OptionalTensor& bias, c10::string_view activation, bool, std::optional<double> limit,
+Tensor moe_gemm_gated_meta(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                           const OptionalTensor& bias, std::string_view activation, bool, std::optional<double> limit,
                            std::optional<double> alpha) {
-  const GatedProduct product =
-      check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
-                           bias, activation, limit, alpha);
+  const GatedProduct product = check_moe_gemm_gated(a, weight, expert_ids, bias, activation, limit, alpha);
   return at::empty_symint({expert_ids.sym_size(0), expert_ids.sym_size(1), product.shape.N / 2}, a.options());
 }
 
-Tensor moe_gemm_gated_cpu(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                          c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                          const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
-                          const OptionalTensor& bias, c10::string_view activation, bool interleaved,
+Tensor moe_gemm_gated_cpu(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                          const OptionalTensor& bias, std::string_view activation, bool interleaved,
                           std::optional<double> limit, std::optional<double> alpha) {
-  check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
-                       bias, activation, limit, alpha);
-  return moe_gemm_then_activation(a, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale, lut,
-                                  perm, bias, activation, interleaved, limit, alpha);
+  check_moe_gemm_gated(a, weight, expert_ids, bias, activation, limit, alpha);
+  return moe_gemm_then_activation(a, weight, expert_ids, bias, activation, interleaved, limit, alpha);
 }
 
 // If a gradient is needed, the two operators compute it.
-Tensor moe_gemm_gated_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                               c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                               const OptionalTensor& global_scale, const OptionalTensor& lut,
-                               const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
-                               bool interleaved, std::optional<double> limit, std::optional<double> alpha) {
-  check_weight_no_grad(kName, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+Tensor moe_gemm_gated_autograd(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                               const OptionalTensor& bias, std::string_view activation, bool interleaved,
+                               std::optional<double> limit, std::optional<double> alpha) {
+  check_weight_no_grad(kName, weight);
   if (bias) {
     check_no_grad(kName, "bias", *bias);
     check_no_tangent(kName, "bias", *bias);
   }
   check_no_tangent(kName, "a", a);
   if (c10::GradMode::is_enabled() && a.requires_grad()) {
-    check_moe_gemm_gated(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids,
-                         bias, activation, limit, alpha);
-    return moe_gemm_then_activation(a, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale,
-                                    lut, perm, bias, activation, interleaved, limit, alpha);
+    check_moe_gemm_gated(a, weight, expert_ids, bias, activation, limit, alpha);
+    return moe_gemm_then_activation(a, weight, expert_ids, bias, activation, interleaved, limit, alpha);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return gated_op().call(a, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale, lut, perm,
-                         bias, activation, interleaved, limit, alpha);
-}
-
-// Casts activations as autocast does for moe_gemm.
-template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
-Tensor moe_gemm_gated_autocast(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                               c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                               const OptionalTensor& global_scale, const OptionalTensor& lut,
-                               const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
-                               bool interleaved, std::optional<double> limit, std::optional<double> alpha) {
-  c10::impl::ExcludeDispatchKeyGuard guard(kAutocastKey);
-  const Tensor cast = at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), a, kDevice);
-  return gated_op().call(cast, b_packed, scales, expert_ids, weight_format, group_size, zeros, global_scale, lut, perm,
-                         bias, activation, interleaved, limit, alpha);
+  return gated_op().call(a, weight, expert_ids, bias, activation, interleaved, limit, alpha);
 }
 
 }  // namespace
 
-GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                   const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
                                   std::optional<double> alpha) {
   WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, std::nullopt, "auto", kName);
@@ -100,13 +71,10 @@ GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, 
   return {shape, check_activation(kName, activation, limit, alpha)};
 }
 
-Tensor moe_gemm_then_activation(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                                c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                                const OptionalTensor& global_scale, const OptionalTensor& lut,
-                                const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
-                                bool interleaved, std::optional<double> limit, std::optional<double> alpha) {
-  const Tensor products = moe_gemm_op().call(a, b_packed, scales, expert_ids, weight_format, group_size, zeros,
-                                             global_scale, lut, perm, bias, std::nullopt, false, "auto");
+Tensor moe_gemm_then_activation(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                                const OptionalTensor& bias, std::string_view activation, bool interleaved,
+                                std::optional<double> limit, std::optional<double> alpha) {
+  const Tensor products = moe_gemm_op().call(a, weight, expert_ids, bias, std::nullopt, false, "auto");
   if (interleaved) {
     return activation_op().call(products.slice(-1, 0, std::nullopt, 2), products.slice(-1, 1, std::nullopt, 2),
                                 activation, limit, alpha);
@@ -117,23 +85,23 @@ Tensor moe_gemm_then_activation(const Tensor& a, const Tensor& b_packed, const T
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
-  m.impl("moe_gemm_gated", moe_gemm_gated_cpu);
+  m.impl("moe_gemm_gated", weight_kernel<moe_gemm_gated_cpu>);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
-  m.impl("moe_gemm_gated", moe_gemm_gated_meta);
+  m.impl("moe_gemm_gated", weight_kernel<moe_gemm_gated_meta>);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
-  m.impl("moe_gemm_gated", moe_gemm_gated_autograd);
+  m.impl("moe_gemm_gated", weight_kernel<moe_gemm_gated_autograd>);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastCPU, m) {
-  m.impl("moe_gemm_gated", moe_gemm_gated_autocast<c10::DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
+  m.impl("moe_gemm_gated", Autocast<Signature>::cpu<gated_op>);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, AutocastMPS, m) {
-  m.impl("moe_gemm_gated", moe_gemm_gated_autocast<c10::DispatchKey::AutocastMPS, c10::DeviceType::MPS>);
+  m.impl("moe_gemm_gated", Autocast<Signature>::mps<gated_op>);
 }
 
 }  // namespace marlin

@@ -11,15 +11,13 @@ struct GatedProduct {
 };
 
 // Raises if an argument is wrong.
-GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                   const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
                                   std::optional<double> alpha);
 
 // Calls moe_gemm and gated_activation, one after the other.
-Tensor moe_gemm_then_activation(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                                c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                                const OptionalTensor& global_scale, const OptionalTensor& lut,
-                                const OptionalTensor& perm, const OptionalTensor& bias, c10::string_view activation,
-                                bool interleaved, std::optional<double> limit, std::optional<double> alpha);
+Tensor moe_gemm_then_activation(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                                const OptionalTensor& bias, std::string_view activation, bool interleaved,
+                                std::optional<double> limit, std::optional<double> alpha);
 
 }  // namespace marlin

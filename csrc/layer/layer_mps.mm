@@ -3,68 +3,39 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <bit>
-#include <string>
 #include <tuple>
 
 #include "csrc/layer/argument_rules.h"
+#include "csrc/layer/gpu_plan.h"
 #include "csrc/mps/encoder.h"
 #include "csrc/ops/tensor_views.h"
-#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-// What a launch depends on: the element type and all parameters.
-using LayerKey = std::array<int64_t, 20>;
-
-int64_t bits(float value) {
-  return std::bit_cast<int32_t>(value);
-}
-
-// Encodes a dispatch. Its plan and its compiled kernel are cached by the key.
-template <Kernel kernel, typename MakeDispatch>
-void launch(const LayerKey& key, ElementType element, Bindings bindings, const MakeDispatch& make) {
-  static auto* plans = new LaunchCache<LayerKey, CompiledPlan>;  // one cache for each kernel
-  const auto plan =
-      plans->get(key, [&] { return compile({.dispatches = {make(kernel, host_name(kernel, element))}}); });
-  encode(*plan, std::move(bindings));
-}
-
 void norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,
           const Tensor& y, const Tensor& sum) {
   const Tensor values = with_unit_stride(as_rows(x));
   const Tensor added = residual.defined() ? with_unit_stride(as_rows(residual)) : Tensor();
   const Tensor weights = weight.contiguous();
-  const NormParams params{.x_stride = values.stride(0),
-                          .residual_stride = added.defined() ? added.stride(0) : 0,
-                          .columns = checked_size(op, "x", values.size(1)),
-                          .eps = static_cast<float>(eps),
-                          .weight_offset = static_cast<float>(offset),
-                          .weight_type = static_cast<int32_t>(element_type(weights)),
-                          .has_residual = added.defined(),
-                          .unused = 0};
-  const uint32_t M = checked_size(op, "rows of x", values.size(0));
-  const ElementType element = element_type(values);
+  const NormProblem problem{.x_stride = values.stride(0),
+                            .residual_stride = added.defined() ? added.stride(0) : 0,
+                            .rows = checked_size(op, "rows of x", values.size(0)),
+                            .columns = checked_size(op, "x", values.size(1)),
+                            .eps = static_cast<float>(eps),
+                            .weight_offset = static_cast<float>(offset),
+                            .weights = element_type(weights),
+                            .has_residual = added.defined(),
+                            .element = element_type(values)};
   Bindings bindings;
   bindings[kSlotX] = values;
   bindings[kSlotResidual] = added;
   bindings[kSlotNormWeight] = weights;
   bindings[kSlotNorm] = y;
   bindings[kSlotSum] = sum;
-  launch<Kernel::rms_norm>({static_cast<int64_t>(element), M, params.x_stride, params.residual_stride, params.columns,
-                            bits(params.eps), bits(params.weight_offset), params.weight_type, params.has_residual},
-                           element, std::move(bindings), [&](Kernel kernel, std::string function) {
-                             return Dispatch{.kernel = kernel,
-                                             .function = std::move(function),
-                                             .grid = {M, 1, 1},
-                                             .threads = {norm_threads(params.columns), 1, 1},
-                                             .threadgroup_bytes = kNormBytes,
-                                             .params = params};
-                           });
+  encode(*find_plan(problem, plan_norm), std::move(bindings));
 }
 
 Tensor rms_norm_mps(const Tensor& x, const Tensor& weight, double eps, double offset) {
@@ -107,20 +78,20 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
   if (transposed) flags |= kRotaryTransposed;
   if (has_token_rows(q)) flags |= kRotaryTokenRowsQ;
   if (has_token_rows(k)) flags |= kRotaryTokenRowsK;
-  const RotaryParams params{.q = strides(held_q),
-                            .k = strides(held_k),
-                            .cos = table_strides(held_cos),
-                            .sin = table_strides(held_sin),
-                            .q_heads = checked_size(op, "heads of q", q.size(1)),
-                            .k_heads = checked_size(op, "heads of k", k.size(1)),
-                            .tokens = checked_size(op, "tokens of q", q.size(2)),
-                            .head_size = checked_size(op, "D of q", q.size(3)),
-                            .rotary_size = static_cast<uint32_t>(rotary_size),
-                            .table_type = static_cast<int32_t>(element_type(held_cos)),
-                            .flags = flags,
-                            .unused = 0};
-  const uint32_t positions = checked_size(op, "B * S of q", q.size(0) * q.size(2));
-  const ElementType element = element_type(held_q);
+  const RotaryProblem problem{.params = {.q = strides(held_q),
+                                         .k = strides(held_k),
+                                         .cos = table_strides(held_cos),
+                                         .sin = table_strides(held_sin),
+                                         .q_heads = checked_size(op, "heads of q", q.size(1)),
+                                         .k_heads = checked_size(op, "heads of k", k.size(1)),
+                                         .tokens = checked_size(op, "tokens of q", q.size(2)),
+                                         .head_size = checked_size(op, "D of q", q.size(3)),
+                                         .rotary_size = static_cast<uint32_t>(rotary_size),
+                                         .table_type = static_cast<int32_t>(element_type(held_cos)),
+                                         .flags = flags,
+                                         .unused = 0},
+                              .positions = checked_size(op, "B * S of q", q.size(0) * q.size(2)),
+                              .element = element_type(held_q)};
   Bindings bindings;
   bindings[kSlotRotaryQ] = held_q;
   bindings[kSlotRotaryK] = held_k;
@@ -128,25 +99,11 @@ TwoTensors rotary_mps(const Tensor& q, const Tensor& k, const Tensor& cos, const
   bindings[kSlotSin] = held_sin;
   bindings[kSlotRotatedQ] = q_out;
   bindings[kSlotRotatedK] = k_out;
-  // The key has the strides of cos and of sin, because they differ if only one of the two was copied or sliced.
-  launch<Kernel::rotary>(
-      {static_cast<int64_t>(element) << 32 | params.table_type << 8 | flags, positions, params.q.batch, params.q.head,
-       params.q.token, params.k.batch, params.k.head, params.k.token, params.cos.batch, params.cos.token,
-       params.sin.batch, params.sin.token, params.q_heads, params.k_heads, params.tokens, params.head_size,
-       params.rotary_size},
-      element, std::move(bindings), [&](Kernel kernel, std::string function) {
-        const uint32_t columns = params.head_size - params.rotary_size / 2;
-        const uint32_t heads = params.q_heads + params.k_heads;
-        return Dispatch{.kernel = kernel,
-                        .function = std::move(function),
-                        .grid = {ceil_divide(columns, kRotaryWidth), ceil_divide(heads, kRotaryHeight), positions},
-                        .threads = {kRotaryWidth, kRotaryHeight, 1},
-                        .params = params};
-      });
+  encode(*find_plan(problem, plan_rotary), std::move(bindings));
   return {q_out, k_out};
 }
 
-Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, c10::string_view activation,
+Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, std::string_view activation,
                             std::optional<double> limit, std::optional<double> alpha) {
   const char* op = "gated_activation";
   const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);
@@ -154,32 +111,21 @@ Tensor gated_activation_mps(const Tensor& gate, const Tensor& up, c10::string_vi
   if (out.numel() == 0) return out;
   const Tensor gates = as_rows(gate);
   const Tensor ups = as_rows(up);
-  const ActivationParams params{.gate_row = gates.stride(0),
-                                .up_row = ups.stride(0),
-                                .gate_column = gates.stride(1),
-                                .up_column = ups.stride(1),
-                                .rows = checked_size(op, "rows of gate", gates.size(0)),
-                                .columns = checked_size(op, "columns of gate", gates.size(1)),
-                                .activation = static_cast<int32_t>(kind),
-                                .limit = static_cast<float>(limit.value_or(0)),
-                                .alpha = static_cast<float>(alpha.value_or(0)),
-                                .unused = 0};
-  const ElementType element = element_type(gates);
+  const ActivationProblem problem{.gate_row = gates.stride(0),
+                                  .up_row = ups.stride(0),
+                                  .gate_column = gates.stride(1),
+                                  .up_column = ups.stride(1),
+                                  .rows = checked_size(op, "rows of gate", gates.size(0)),
+                                  .columns = checked_size(op, "columns of gate", gates.size(1)),
+                                  .activation = kind,
+                                  .limit = static_cast<float>(limit.value_or(0)),
+                                  .alpha = static_cast<float>(alpha.value_or(0)),
+                                  .element = element_type(gates)};
   Bindings bindings;
   bindings[kSlotGate] = gates;
   bindings[kSlotUp] = ups;
   bindings[kSlotActivated] = out;
-  launch<Kernel::gated_activation>(
-      {static_cast<int64_t>(element), params.gate_row, params.up_row, params.gate_column, params.up_column, params.rows,
-       params.columns, params.activation, bits(params.limit), bits(params.alpha)},
-      element, std::move(bindings), [&](Kernel kernel, std::string function) {
-        return Dispatch{
-            .kernel = kernel,
-            .function = std::move(function),
-            .grid = {ceil_divide(params.columns, kElementwiseWidth), ceil_divide(params.rows, kElementwiseHeight), 1},
-            .threads = {kElementwiseWidth, kElementwiseHeight, 1},
-            .params = params};
-      });
+  encode(*find_plan(problem, plan_activation), std::move(bindings));
   return out;
 }
 
@@ -189,34 +135,23 @@ void write_cache_mps(const Tensor& keys, const Tensor& values, const Tensor& k, 
   if (k.numel() + v.numel() == 0) return;
   const Tensor held_k = with_unit_stride(k);
   const Tensor held_v = with_unit_stride(v);
-  const CacheParams params{.k = strides(held_k),
-                           .v = strides(held_v),
-                           .heads = checked_size(op, "heads of k", k.size(1)),
-                           .tokens = checked_size(op, "tokens of k", k.size(2)),
-                           .length = checked_size(op, "tokens of keys", keys.size(2)),
-                           .k_size = checked_size(op, "D of keys", k.size(3)),
-                           .v_size = checked_size(op, "DV of values", v.size(3)),
-                           .unused = 0};
-  const uint32_t positions = checked_size(op, "B * S of k", k.size(0) * k.size(2));
-  const ElementType element = element_type(held_k);
+  const CacheProblem problem{.params = {.k = strides(held_k),
+                                        .v = strides(held_v),
+                                        .heads = checked_size(op, "heads of k", k.size(1)),
+                                        .tokens = checked_size(op, "tokens of k", k.size(2)),
+                                        .length = checked_size(op, "tokens of keys", keys.size(2)),
+                                        .k_size = checked_size(op, "D of keys", k.size(3)),
+                                        .v_size = checked_size(op, "DV of values", v.size(3)),
+                                        .unused = 0},
+                             .positions = checked_size(op, "B * S of k", k.size(0) * k.size(2)),
+                             .element = element_type(held_k)};
   Bindings bindings;
   bindings[kSlotKeys] = keys;
   bindings[kSlotValues] = values;
   bindings[kSlotNewKeys] = held_k;
   bindings[kSlotNewValues] = held_v;
   bindings[kSlotStart] = start;
-  launch<Kernel::write_cache>(
-      {static_cast<int64_t>(element), positions, params.k.batch, params.k.head, params.k.token, params.v.batch,
-       params.v.head, params.v.token, params.heads, params.tokens, params.length, params.k_size, params.v_size},
-      element, std::move(bindings), [&](Kernel kernel, std::string function) {
-        const uint32_t columns = std::max(params.k_size, params.v_size);
-        return Dispatch{
-            .kernel = kernel,
-            .function = std::move(function),
-            .grid = {ceil_divide(columns, kCacheWidth), ceil_divide(2 * params.heads, kCacheHeight), positions},
-            .threads = {kCacheWidth, kCacheHeight, 1},
-            .params = params};
-      });
+  encode(*find_plan(problem, plan_cache_write), std::move(bindings));
 }
 
 }  // namespace

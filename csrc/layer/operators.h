@@ -5,7 +5,7 @@
 
 namespace marlin {
 
-using ActivationSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, std::optional<double>,
+using ActivationSignature = Tensor(const Tensor&, const Tensor&, std::string_view, std::optional<double>,
                                    std::optional<double>);
 
 inline const auto& activation_op() {

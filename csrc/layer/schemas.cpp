@@ -43,7 +43,7 @@ TwoTensors rotary_meta(const Tensor& q, const Tensor& k, const Tensor& cos, cons
   return {empty_rotated(q), empty_rotated(k)};
 }
 
-Tensor gated_activation_meta(const Tensor& gate, const Tensor& up, c10::string_view activation,
+Tensor gated_activation_meta(const Tensor& gate, const Tensor& up, std::string_view activation,
                              std::optional<double> limit, std::optional<double> alpha) {
   check_gated_activation(gate, up, activation, limit, alpha);
   return at::empty_symint(gate.sym_sizes(), gate.options());

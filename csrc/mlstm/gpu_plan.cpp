@@ -1,12 +1,13 @@
 #include "csrc/mlstm/gpu_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
 
 #include "csrc/core/math.h"
+#include "csrc/planner/commit_policy.h"
+#include "csrc/planner/cost/kernel_cost.h"
 
 namespace marlin {
 
@@ -34,9 +35,15 @@ uint32_t output_simdgroups(uint32_t DV) {
   return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
 }
 
-// Estimates how many clocks one core needs per token and head in mlstm_states and mlstm_output. With larger chunks,
-// fewer states pass through memory, but each query is compared with more keys.
-double clocks(double DK, double DV, double column_groups, double chunk_size) {
+// How many clocks one core needs per token and head.
+struct Clocks {
+  double states;  // in mlstm_states
+  double output;  // in mlstm_output
+};
+
+// Estimates the clocks. With larger chunks, fewer states pass through memory, but each query is compared with more
+// keys.
+Clocks clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
   // The number of rows that are computed for each query. It is above 1 if a chunk is shorter than a block, because the
   // block is then padded.
@@ -45,20 +52,25 @@ double clocks(double DK, double DV, double column_groups, double chunk_size) {
   const double states = DK * DV / kProductsPerClock;
   const double output = rows * (DK * DV + keys * (DK * column_groups + DV)) / kProductsPerClock;
   const double memory = DK * DV * sizeof(float) / chunk_size / kBytesPerClock;
-  return std::max(states, memory) + std::max(output, memory);
+  return {std::max(states, memory), std::max(output, memory)};
+}
+
+Clocks clocks(const MlstmProblem& sizes, int64_t chunk_size) {
+  const auto DV = static_cast<uint32_t>(sizes.DV);
+  const uint32_t groups = ceil_divide(DV, kMlstmSimdColumns * output_simdgroups(DV));
+  return clocks(static_cast<double>(round_up(uint64_t(sizes.DK), kMlstmSimdColumns)),
+                static_cast<double>(round_up(uint64_t{DV}, kMlstmSimdColumns)), groups,
+                static_cast<double>(chunk_size));
 }
 
 uint32_t choose_chunk_size(const MlstmProblem& sizes) {
   if (sizes.chunk_size != 0) return static_cast<uint32_t>(sizes.chunk_size);
-  const auto DV = static_cast<uint32_t>(sizes.DV);
-  const uint32_t groups = ceil_divide(DV, kMlstmSimdColumns * output_simdgroups(DV));
   int64_t best = 0;
   double least = std::numeric_limits<double>::infinity();
   for (int64_t size : kMlstmChunkSizes) {
     if (best != 0 && size >= 2 * sizes.S) break;
-    const double cost =
-        clocks(static_cast<double>(round_up(uint64_t(sizes.DK), kMlstmSimdColumns)),
-               static_cast<double>(round_up(uint64_t{DV}, kMlstmSimdColumns)), groups, static_cast<double>(size));
+    const Clocks of_a_token = clocks(sizes, size);
+    const double cost = of_a_token.states + of_a_token.output;
     if (cost < least) {
       least = cost;
       best = size;
@@ -69,11 +81,12 @@ uint32_t choose_chunk_size(const MlstmProblem& sizes) {
 
 struct Planner {
   const MlstmLaunch& launch;
+  const GpuDevice& device;
   MlstmParams params{};
   FunctionConstants constants{};
   MlstmPlan result;
 
-  explicit Planner(const MlstmLaunch& launch) : launch(launch) {
+  Planner(const MlstmLaunch& launch, const GpuDevice& device) : launch(launch), device(device) {
     const MlstmProblem& sizes = launch.sizes;
     require(sizes.B > 0 && sizes.H > 0 && sizes.S > 0 && sizes.DK > 0 && sizes.DV > 0, "the problem is empty");
     constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
@@ -120,14 +133,20 @@ struct Planner {
     constants[kConstantVectorColumns] = whole_vectors && launch.vector_aligned_states;
   }
 
-  void add(Kernel kernel, Extent grid, uint32_t threads, uint32_t threadgroup_bytes, const MlstmParams& own_params) {
-    result.plan.dispatches.push_back({.kernel = kernel,
-                                      .function = host_name(kernel, launch.element),
+  // Returns the time of a chunk of all heads, from a core's clocks per token and head.
+  double chunk_seconds(double clocks_of_a_token) const {
+    return clocks_of_a_token * params.heads * params.chunk_size / (device.cores * device.chip->clock_ghz.value * 1e9);
+  }
+
+  void add(Kernel kernel, Extent grid, uint32_t threads, uint32_t threadgroup_bytes, const MlstmParams& own_params,
+           double seconds) {
+    result.plan.dispatches.push_back({.instance = {.kernel = kernel, .element = launch.element},
                                       .constants = constants,
                                       .grid = grid,
                                       .threads = {threads, 1, 1},
                                       .threadgroup_bytes = threadgroup_bytes,
-                                      .params = own_params});
+                                      .params = own_params,
+                                      .seconds = seconds});
   }
 
   // Adds a launch of mlstm_gates. m_slots is the number of elements per head in the tensor for the final stabiliser.
@@ -139,13 +158,17 @@ struct Planner {
     const uint32_t simdgroups =
         std::min<uint32_t>(params.chunks, independent ? kGateChunksPerGroup : uint32_t{kMlstmGateSimdgroups});
     const uint32_t groups = independent ? ceil_divide(params.chunks, simdgroups) : 1;
-    add(Kernel::mlstm_gates, {groups, params.heads, 1}, simdgroups * kSimdWidth, 0, own);
+    const double read = 2.0 * params.heads * params.S * element_bytes(launch.gates);
+    const auto written = static_cast<double>(result.workspace.gates * sizeof(float));
+    add(Kernel::mlstm_gates, {groups, params.heads, 1}, simdgroups * kSimdWidth, 0, own,
+        traffic_seconds(read + written, device));
   }
 
   void add_states() {
     add(Kernel::mlstm_states,
         {ceil_divide(params.DV, kMlstmStateTile), ceil_divide(params.DK, kMlstmStateTile), params.heads},
-        kMlstmStateThreads, 0, params);
+        kMlstmStateThreads, 0, params,
+        kDispatchSeconds + params.segment_chunks * chunk_seconds(clocks(launch.sizes, params.chunk_size).states));
   }
 
   void add_output() {
@@ -153,34 +176,21 @@ struct Planner {
     add(Kernel::mlstm_output,
         {ceil_divide(params.DV, kMlstmSimdColumns * simdgroups),
          params.segment_chunks * ceil_divide(params.chunk_size, kMlstmBlock), params.heads},
-        simdgroups * kSimdWidth, mlstm_output_bytes(params.chunk_size), params);
+        simdgroups * kSimdWidth, mlstm_output_bytes(params.chunk_size), params,
+        kDispatchSeconds + params.segment_chunks * chunk_seconds(clocks(launch.sizes, params.chunk_size).output));
   }
 };
 
 }  // namespace
 
-MlstmKey plan_key(const MlstmLaunch& launch) {
-  const MlstmProblem& sizes = launch.sizes;
-  int64_t options = static_cast<int64_t>(launch.element) << 4 | static_cast<int64_t>(launch.gates);
-  for (bool flag : {launch.has_initial_state, launch.vector_aligned, launch.vector_aligned_states})
-    options = options << 1 | int64_t{flag};
-  MlstmKey key{sizes.B,          sizes.H, sizes.S,          sizes.DK,
-               sizes.DV,         options, sizes.chunk_size, std::bit_cast<int32_t>(launch.eps),
-               launch.save_every};
-  size_t next = 9;
-  for (const MlstmStrides* strides : {&launch.q, &launch.k, &launch.v, &launch.i, &launch.f}) {
-    for (int64_t stride : {strides->batch, strides->head, strides->token})
-      key[next++] = stride;
-  }
-  return key;
-}
-
-MlstmPlan plan_mlstm(const MlstmLaunch& launch) {
-  Planner planner(launch);
+MlstmPlan plan_mlstm(const MlstmLaunch& launch, const GpuDevice& device) {
+  Planner planner(launch, device);
   MlstmParams& params = planner.params;
   const uint64_t state_bytes = uint64_t{params.heads} * params.DK * params.DV * sizeof(float);
-  const auto segment =
-      static_cast<uint32_t>(std::clamp<uint64_t>(kStateWorkspaceBytes / state_bytes, 1, params.chunks));
+  const Clocks of_a_token = clocks(launch.sizes, params.chunk_size);
+  const double in_time = longest_plan_seconds() / planner.chunk_seconds(of_a_token.states + of_a_token.output);
+  const double in_memory = static_cast<double>(kStateWorkspaceBytes / state_bytes);
+  const auto segment = static_cast<uint32_t>(std::clamp(std::min(in_time, in_memory), 1.0, double(params.chunks)));
   params.state_slots = planner.result.workspace.state_slots = segment;
   planner.add_gates(kMlstmForOutput, 1);
   for (uint32_t first = 0; first < planner.result.chunks; first += segment) {
@@ -192,9 +202,9 @@ MlstmPlan plan_mlstm(const MlstmLaunch& launch) {
   return planner.result;
 }
 
-MlstmPlan plan_mlstm_states(const MlstmLaunch& launch) {
+MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, const GpuDevice& device) {
   const uint32_t save_every = launch.save_every;
-  Planner planner(launch);
+  Planner planner(launch, device);
   MlstmParams& params = planner.params;
   require(save_every > 0 && params.S % (uint64_t{params.chunk_size} * save_every) == 0,
           "S must be a multiple of chunk_size * save_states_every");
@@ -205,20 +215,21 @@ MlstmPlan plan_mlstm_states(const MlstmLaunch& launch) {
   return planner.result;
 }
 
-MlstmPlan plan_mlstm_output(const MlstmLaunch& launch) {
-  Planner planner(launch);
+MlstmPlan plan_mlstm_output(const MlstmLaunch& launch, const GpuDevice& device) {
+  Planner planner(launch, device);
   require(planner.params.S % planner.params.chunk_size == 0, "S must be a multiple of chunk_size");
   planner.add_gates(kMlstmForOutput | kMlstmGivenM, 1);
   planner.add_output();
   return planner.result;
 }
 
-MlstmPlan plan_mlstm_step(const MlstmLaunch& launch) {
-  Planner planner(launch);
+MlstmPlan plan_mlstm_step(const MlstmLaunch& launch, const GpuDevice& device) {
+  Planner planner(launch, device);
   const MlstmParams& params = planner.params;
   const uint32_t simdgroups = std::clamp<uint32_t>(ceil_divide(params.DK, kMinStepRows), 1, kMlstmStepMaxSimdgroups);
   planner.add(Kernel::mlstm_step, {ceil_divide(params.DV, kMlstmStepColumns), params.heads, 1}, simdgroups * kSimdWidth,
-              mlstm_step_bytes(simdgroups), params);
+              mlstm_step_bytes(simdgroups), params,
+              traffic_seconds(2.0 * params.heads * params.DK * params.DV * sizeof(float), device));
   return planner.result;
 }
 

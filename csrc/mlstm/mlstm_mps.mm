@@ -12,7 +12,7 @@
 #include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/mps/encoder.h"
-#include "csrc/planner/plan_cache.h"
+#include "csrc/planner/launch_cache.h"
 
 namespace marlin::mps {
 namespace {
@@ -97,12 +97,12 @@ struct Call {
 
   // Returns the cached plan of this launch, or makes it. The arguments have been checked before, so the planner refuses
   // only sizes that need offsets of more than 32 bits.
-  template <MlstmPlan (*make_plan)(const MlstmLaunch&)>
+  template <MlstmPlan (*make_plan)(const MlstmLaunch&, const GpuDevice&)>
   std::shared_ptr<const CompiledMlstm> find_plan() const {
-    static auto* plans = new LaunchCache<MlstmKey, CompiledMlstm>;  // one cache for each operator
+    static auto* plans = new LaunchCache<MlstmLaunch, CompiledMlstm>;  // one cache for each operator
     try {
-      return plans->get(plan_key(launch), [&] {
-        MlstmPlan plan = make_plan(launch);
+      return plans->get(launch, [&] {
+        MlstmPlan plan = make_plan(launch, gpu());
         return CompiledMlstm{compile(std::move(plan.plan)), plan.chunks, plan.workspace};
       });
     } catch (const std::invalid_argument& error) {

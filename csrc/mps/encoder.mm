@@ -29,16 +29,30 @@ struct SetParams {
   }
 };
 
+// Returns a buffer for the slots of absent tensors. Metal's API validation ends the process if a declared slot is nil.
+// No tensor can stand in: Metal would assume that the kernel uses it, and perhaps writes it. Metal tracks no uses of
+// this buffer. Kernels do not touch it: the host never writes it and it is small, so the software device and Metal's
+// shader validation report a stray access.
+id<MTLBuffer> absent_tensor() {
+  static constexpr NSUInteger kBytes = 16;
+  static id<MTLBuffer> buffer = [] {
+    const auto options =
+        static_cast<MTLResourceOptions>(MTLResourceStorageModePrivate | MTLResourceHazardTrackingModeUntracked);
+    id<MTLBuffer> made = [device() newBufferWithLength:kBytes options:options];
+    TORCH_CHECK(made != nil, "torch_marlin_metal: Metal has no memory for a buffer of ", kBytes, " bytes");
+    return made;
+  }();
+  return buffer;
+}
+
 // Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's. The slot of an absent optional tensor gets nil. Binding another tensor as a stand-in would be wrong:
-// Metal would assume that the kernel uses that tensor. If the kernel may write to the slot, Metal would also assume
-// that the kernel writes the tensor.
+// PyTorch's.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
-  for (uint32_t rest = info(dispatch.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
+  for (uint32_t rest = info(dispatch.instance.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);
     const at::Tensor& tensor = bindings[slot];
-    id<MTLBuffer> buffer = tensor.defined() ? buffer_of(tensor) : nil;
-    [encoder setBuffer:buffer offset:buffer == nil ? 0 : offset_of(tensor) atIndex:slot];
+    id<MTLBuffer> buffer = tensor.defined() ? buffer_of(tensor) : absent_tensor();
+    [encoder setBuffer:buffer offset:tensor.defined() ? offset_of(tensor) : 0 atIndex:slot];
   }
   std::visit(SetParams{encoder}, dispatch.params);
 }
@@ -83,20 +97,20 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
     const std::vector<at::Tensor> tensors = is_profiling() ? defined(*bound) : std::vector<at::Tensor>();
     for (size_t i = 0; i < launched->plan.dispatches.size(); ++i) {
       const Dispatch& dispatch = launched->plan.dispatches[i];
-      id<MTLComputePipelineState> pipeline = launched->pipelines[i];
-      encode_profiled(pipeline, dispatch.function, tensors, [&] {
-        watch_kernel(dispatch.function);
+      const CompiledKernel& kernel = launched->kernels[i];
+      encode_profiled(kernel.pipeline, kernel.name, tensors, [&] {
+        watch_kernel(kernel.name);
         id<MTLComputeCommandEncoder> encoder = marlin::mps::encoder();
         if (i != 0) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-        [encoder setComputePipelineState:pipeline];
+        [encoder setComputePipelineState:kernel.pipeline];
         bind(encoder, dispatch, *bound);
         if (dispatch.threadgroup_bytes != 0) {
           [encoder setThreadgroupMemoryLength:dispatch.threadgroup_bytes atIndex:0];
         }
         [encoder dispatchThreadgroups:size(dispatch.grid) threadsPerThreadgroup:size(dispatch.threads)];
       });
+      work_encoded(dispatch.seconds);
     }
-    work_encoded(launched->plan.seconds);
   });
 }
 

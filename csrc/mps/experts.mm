@@ -22,7 +22,7 @@ struct ExpertProducts {
 };
 
 // Binds what moe_gemm and moe_gemm_gated share. The arguments have been checked.
-ExpertProducts bind_products(const char* op, const Tensor& a, const WeightTensors& weight, const WeightShape& shape,
+ExpertProducts bind_products(const char* op, const Tensor& a, const WeightArguments& weight, const WeightShape& shape,
                              const Tensor& expert_ids, const OptionalTensor& bias) {
   ExpertProducts products{.problem = {}, .bindings = {}, .rows = with_unit_stride(a)};
   products.bindings[kSlotBias] = contiguous_or_undefined(bias);
@@ -58,16 +58,13 @@ void launch_moe(MoeProblem problem, Bindings bindings, const Tensor& a, const Te
   }
 }
 
-Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                    c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                    const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+Tensor moe_gemm_mps(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                     const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
-                    c10::string_view variant) {
-  const WeightTensors weight{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+                    std::string_view variant) {
   const WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, row_weights, variant);
   at::DimVector sizes(expert_ids.sizes());
   if (reduce) sizes.pop_back();
-  sizes.push_back(b_packed.size(2));
+  sizes.push_back(weight.b_packed.size(2));
   if (expert_ids.numel() == 0) return at::zeros(sizes, a.options());
   Tensor out = at::empty(sizes, a.options());
 
@@ -84,7 +81,7 @@ Tensor moe_gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scale
 
 }  // namespace
 
-std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightTensors& weight, const WeightShape& shape,
+std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const WeightShape& shape,
                                      const Tensor& expert_ids, const OptionalTensor& bias, const MoeGate& gate) {
   if (expert_ids.numel() == 0) return std::nullopt;
   ExpertProducts products = bind_products("moe_gemm_gated", a, weight, shape, expert_ids, bias);
@@ -100,7 +97,7 @@ std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightTensors& weigh
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
-  m.impl("moe_gemm", moe_gemm_mps);
+  m.impl("moe_gemm", weight_kernel<moe_gemm_mps>);
 }
 
 }  // namespace marlin::mps

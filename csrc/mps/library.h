@@ -5,17 +5,24 @@
 
 #import <Metal/Metal.h>
 
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "csrc/planner/launch_cache.h"
 #include "csrc/planner/plan.h"
 
 namespace marlin::mps {
 
-// A plan and the pipeline of each of its dispatches.
+struct CompiledKernel {
+  id<MTLComputePipelineState> pipeline;
+  std::string name;  // its host name, for profiles and errors
+};
+
 struct CompiledPlan {
   Plan plan;
-  std::vector<id<MTLComputePipelineState>> pipelines;
+  std::vector<CompiledKernel> kernels;  // one for each dispatch
 };
 
 // Raised if a kernel for tensor units does not compile, cannot run as many threads as its plan needs, or assumes
@@ -29,5 +36,16 @@ struct NoTensorKernel : std::runtime_error {
 // the kernel is for tensor units. If Metal's compiler process does not answer, compile() asks it a second time and
 // then raises an ordinary error. A later call tries again.
 CompiledPlan compile(Plan plan);
+
+// The GPU for the planner, without the answer of the probe (half_subnormals) and without tensor units. Raises an error
+// if an environment variable of the planner or of the commit policy is wrong.
+const GpuDevice& gpu();
+
+// Finds or makes the plan of a problem that decides its plan alone, such as a repack.
+template <typename Problem>
+std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&, const GpuDevice&)) {
+  static auto* plans = new LaunchCache<Problem, CompiledPlan>;
+  return plans->get(problem, [&] { return compile(plan(problem, gpu())); });
+}
 
 }  // namespace marlin::mps

@@ -4,11 +4,13 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "csrc/mps/compile_once.h"
 #include "csrc/mps/kernel_sources.h"
 #include "csrc/mps/pytorch_internals.h"
+#include "csrc/planner/commit_policy.h"
 
 namespace marlin::mps {
 
@@ -26,11 +28,18 @@ using Pipeline = Compiled<id<MTLComputePipelineState>>;
 
 struct Cache {
   CompileOnce<std::string, Library> libraries;
-  CompileOnce<std::pair<std::string, FunctionConstants>, Pipeline> pipelines;
+  CompileOnce<std::pair<KernelInstance, FunctionConstants>, Pipeline> pipelines;
 };
 
+// Lets Metal run as many compiles at a time as it can. By default it runs few, so threads would wait for each other.
 Cache& cache() {
-  static auto* instance = new Cache;
+  static auto* instance = [] {
+    id<MTLDevice> gpu = device();
+    if ([gpu respondsToSelector:@selector(setShouldMaximizeConcurrentCompilation:)]) {
+      [gpu setShouldMaximizeConcurrentCompilation:YES];
+    }
+    return new Cache;
+  }();
   return *instance;
 }
 
@@ -99,40 +108,22 @@ const char* source_text(std::string_view library) {
   return found->text;
 }
 
-// Returns the template instance with the dispatch's host name. Returns an empty text if the kernel is not a template.
-std::string instance(const Dispatch& dispatch) {
-  const KernelInfo& kernel = info(dispatch.kernel);
-  if (kernel.naming == KernelNaming::plain) return {};
-  for (int32_t format = 0; format < kWeightFormatCount; ++format) {
-    const auto weight_format = static_cast<WeightFormat>(format);
-    const std::string weight =
-        kernel.naming == KernelNaming::element ? "" : "WeightFormat::" + std::string(name(weight_format)) + ", ";
-#define MARLIN_RETURN_INSTANCE(element, type, ...)                                            \
-  if (host_name(dispatch.kernel, weight_format, ElementType::element) == dispatch.function) { \
-    return std::string(kernel.name) + "<" + weight + #type + ">";                             \
-  }
-    MARLIN_FOR_EACH_ACTIVATION(MARLIN_RETURN_INSTANCE, )
-#undef MARLIN_RETURN_INSTANCE
-  }
-  TORCH_CHECK(false, "torch_marlin_metal: no instance of kernel ", kernel.name, " is called ", dispatch.function);
-}
-
-// Returns the Metal source of one function: two macros that choose the function (variants.h), then the whole file.
-std::string library_text(const Dispatch& dispatch) {
-  const char* file = source_text(info(dispatch.kernel).library);
-  const std::string only = instance(dispatch);
+// Returns the Metal source of one function: two macros that choose the function (kernel_list.h), then the whole file.
+std::string library_text(const KernelInstance& instance) {
+  const char* file = source_text(info(instance.kernel).library);
+  const std::string only = template_instance(instance);
   if (only.empty()) return file;
-  return "#define MARLIN_ONLY " + only + "\n#define MARLIN_ONLY_NAME \"" + dispatch.function + "\"\n" + file;
+  return "#define MARLIN_ONLY " + only + "\n#define MARLIN_ONLY_NAME \"" + host_name(instance) + "\"\n" + file;
 }
 
-Library library(const Dispatch& dispatch) {
-  const KernelInfo& kernel = info(dispatch.kernel);
+Library library(const KernelInstance& instance) {
+  const KernelInfo& kernel = info(instance.kernel);
   const bool is_whole_file = kernel.naming == KernelNaming::plain;
-  return cache().libraries.get(is_whole_file ? std::string(kernel.library) : dispatch.function, [&] {
-    const std::string text = library_text(dispatch);
+  return cache().libraries.get(is_whole_file ? std::string(kernel.library) : host_name(instance), [&] {
+    const std::string text = library_text(instance);
     return compiled<id<MTLLibrary>>([&](NSError** error) {
       NSString* source = [NSString stringWithUTF8String:text.c_str()];
-      return [device() newLibraryWithSource:source options:compile_options(dispatch.kernel) error:error];
+      return [device() newLibraryWithSource:source options:compile_options(instance.kernel) error:error];
     });
   });
 }
@@ -154,13 +145,13 @@ MTLFunctionConstantValues* constant_values(const FunctionConstants& constants) {
 }
 
 Pipeline new_pipeline(const Dispatch& dispatch) {
-  const Library made = library(dispatch);
+  const Library made = library(dispatch.instance);
+  const std::string name = host_name(dispatch.instance);
   if (made.object == nil) return {nil, made.error, made.is_final};
   return compiled<id<MTLComputePipelineState>>([&](NSError** error) -> id<MTLComputePipelineState> {
-    id<MTLFunction> function =
-        [made.object newFunctionWithName:[NSString stringWithUTF8String:dispatch.function.c_str()]
-                          constantValues:constant_values(dispatch.constants)
-                                   error:error];
+    id<MTLFunction> function = [made.object newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]
+                                                 constantValues:constant_values(dispatch.constants)
+                                                          error:error];
     if (function == nil) return nil;
     id<MTLComputePipelineState> pipeline = [device() newComputePipelineStateWithFunction:function error:error];
     [function release];
@@ -170,33 +161,46 @@ Pipeline new_pipeline(const Dispatch& dispatch) {
 
 // Returns the reason why the pipeline cannot run the dispatch, or an empty text if it can.
 std::string refusal(const Pipeline& pipeline, const Dispatch& dispatch) {
+  const std::string function = host_name(dispatch.instance);
   if (pipeline.object == nil) {
-    return c10::str("kernel ", dispatch.function, " (", info(dispatch.kernel).library,
+    return c10::str("kernel ", function, " (", info(dispatch.instance.kernel).library,
                     ".metal) does not compile: ", pipeline.error);
   }
   const uint64_t most = [pipeline.object maxTotalThreadsPerThreadgroup];
   const uint64_t threads = uint64_t{dispatch.threads.x} * dispatch.threads.y * dispatch.threads.z;
   if (threads <= most) return "";
-  return c10::str("kernel ", dispatch.function, " needs ", threads,
-                  " threads per threadgroup, but this GPU can run at most ", most);
+  return c10::str("kernel ", function, " needs ", threads, " threads per threadgroup, but this GPU can run at most ",
+                  most);
 }
 
 id<MTLComputePipelineState> pipeline_for(const Dispatch& dispatch) {
   const Pipeline pipeline =
-      cache().pipelines.get({dispatch.function, dispatch.constants}, [&] { return new_pipeline(dispatch); });
+      cache().pipelines.get({dispatch.instance, dispatch.constants}, [&] { return new_pipeline(dispatch); });
   const std::string text = refusal(pipeline, dispatch);
-  if (!text.empty() && needs_tensor_units(dispatch.kernel) && pipeline.is_final) throw NoTensorKernel(text);
+  if (!text.empty() && needs_tensor_units(dispatch.instance.kernel) && pipeline.is_final) throw NoTensorKernel(text);
   TORCH_CHECK(text.empty(), "torch_marlin_metal: ", text);
   return pipeline.object;
 }
 
 }  // namespace
 
+const GpuDevice& gpu() {
+  static const GpuDevice found = [] {
+    try {
+      (void)commit_seconds();
+      return gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK_VALUE(false, error.what());
+    }
+  }();
+  return found;
+}
+
 CompiledPlan compile(Plan plan) {
   print_plan_once(plan);
   CompiledPlan compiled{std::move(plan), {}};
   for (const Dispatch& dispatch : compiled.plan.dispatches)
-    compiled.pipelines.push_back(pipeline_for(dispatch));
+    compiled.kernels.push_back({pipeline_for(dispatch), host_name(dispatch.instance)});
   return compiled;
 }
 

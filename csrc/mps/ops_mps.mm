@@ -13,7 +13,6 @@
 #include "csrc/mps/products.h"
 #include "csrc/mps/pytorch_internals.h"
 #include "csrc/ops/tensor_views.h"
-#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {
@@ -23,13 +22,6 @@ namespace {
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{weight.K, weight.N};
   return weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
-}
-
-// Finds or makes a plan that depends only on its problem, such as the plan of a repack.
-template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_elementwise_plan(const Problem& problem, Plan (*plan)(const Problem&)) {
-  static auto* plans = new LaunchCache<PlanKey, CompiledPlan>;  // one cache for each kind of problem
-  return plans->get(plan_key(problem), [&] { return compile(plan(problem)); });
 }
 
 // Dequantizes the weight to the activations' type and multiplies with PyTorch's own matrix product.
@@ -62,14 +54,10 @@ void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Te
   }
 }
 
-Tensor gemm_mps(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
-                c10::string_view variant) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const WeightShape shape = check_gemm(a, tensors, bias, variant);
+Tensor gemm_mps(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant);
   Bindings bindings;
-  GemmProblem problem{.weight = bind_weight("gemm", tensors, shape, bindings)};
+  GemmProblem problem{.weight = bind_weight("gemm", weight, shape, bindings)};
 
   at::DimVector sizes(a.sizes());
   sizes.back() = problem.weight.N;
@@ -95,17 +83,14 @@ void compile_rows(GemmProblem problem, int64_t M, const Tensor& like) {
   compile_rows(problem, M - first, like);
 }
 
-void compile_gemm_mps(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
-                      const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
-                      const OptionalTensor& perm, const OptionalTensor& bias, int64_t M, at::ScalarType dtype) {
+void compile_gemm_mps(const WeightArguments& weight, const OptionalTensor& bias, int64_t M, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(M >= 1, "torch_marlin_metal::compile_gemm: M: expected at least 1, got ", M);
   checked_size("compile_gemm", "M", M);
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const int64_t K = check_dequantize(tensors, dtype).K.expect_int();
-  const Tensor row = at::empty({1, K}, b_packed.options().dtype(dtype));
-  const WeightShape shape = check_gemm(row, tensors, bias, "auto");
+  const int64_t K = check_dequantize(weight, dtype).K.expect_int();
+  const Tensor row = at::empty({1, K}, weight.b_packed.options().dtype(dtype));
+  const WeightShape shape = check_gemm(row, weight, bias, "auto");
   Bindings bindings;
-  GemmProblem problem{.weight = bind_weight("compile_gemm", tensors, shape, bindings),
+  GemmProblem problem{.weight = bind_weight("compile_gemm", weight, shape, bindings),
                       .a_row_stride = K,
                       .activations = element_type(row),
                       .vector_aligned_a = true,
@@ -114,34 +99,28 @@ void compile_gemm_mps(const Tensor& b_packed, const Tensor& scales, c10::string_
   compile_rows(problem, M, row);
 }
 
-Tensor dequantize_mps(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
-                      const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
-                      const OptionalTensor& perm, at::ScalarType dtype) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const WeightShape shape = check_dequantize(tensors, dtype);
+Tensor dequantize_mps(const WeightArguments& weight, at::ScalarType dtype) {
+  const WeightShape shape = check_dequantize(weight, dtype);
   Bindings bindings;
-  DequantizeProblem problem{.weight = bind_weight("dequantize", tensors, shape, bindings)};
-  Tensor out = empty_weight(problem.weight, scales.options().dtype(dtype));
+  DequantizeProblem problem{.weight = bind_weight("dequantize", weight, shape, bindings)};
+  Tensor out = empty_weight(problem.weight, weight.scales.options().dtype(dtype));
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(*find_elementwise_plan(problem, plan_dequantize), std::move(bindings));
+  encode(*find_plan(problem, plan_dequantize), std::move(bindings));
   return out;
 }
 
 // An id outside the table gives a row of NaN. An error would be better, but to raise one, the host would have to wait
 // for the ids.
-Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                     int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                     const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
-  const WeightTensors tensors{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
-  const WeightShape shape = check_embedding(ids, tensors, dtype);
+Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype) {
+  const WeightShape shape = check_embedding(ids, weight, dtype);
   Bindings bindings;
-  EmbeddingProblem problem{.weight = bind_weight("embedding", tensors, shape, bindings),
+  EmbeddingProblem problem{.weight = bind_weight("embedding", weight, shape, bindings),
                            .count = checked_size("embedding", "ids", ids.numel()),
                            .wide_ids = ids.scalar_type() == at::kLong};
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
-  const auto options = scales.options().dtype(dtype);
+  const auto options = weight.scales.options().dtype(dtype);
   // Fills the output with zeros if there is a perm: a perm with repeated or out-of-range indices leaves some elements
   // unwritten.
   Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -149,7 +128,7 @@ Tensor embedding_mps(const Tensor& ids, const Tensor& b_packed, const Tensor& sc
   bindings[kSlotA] = ids.contiguous();
   bindings[kSlotOut] = out;
   problem.out = element_type(out);
-  encode(*find_elementwise_plan(problem, plan_embedding), std::move(bindings));
+  encode(*find_plan(problem, plan_embedding), std::move(bindings));
   return out;
 }
 
@@ -164,7 +143,7 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   problem.columns = checked_size(op, "columns", words.size(1));
   if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
   problem.has_perm = perm.defined();
-  encode(*find_elementwise_plan(problem, plan_repack), std::move(bindings));
+  encode(*find_plan(problem, plan_repack), std::move(bindings));
   return out;
 }
 
@@ -184,7 +163,7 @@ Tensor empty_zeros(const Tensor& qzeros) {
   return at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
 }
 
-Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
   return repack("gptq_unpack_zeros", {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored}, qzeros,
                 empty_zeros(qzeros));
@@ -200,19 +179,17 @@ Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
 // These operators exist on mps only, so their schemas are defined here. No other backend compiles kernels at run time,
 // and no other backend has a probe. `doctor` calls the probe.
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
-  m.def("compile_gemm(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
-        "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, int M, ScalarType dtype) "
-        "-> ()");
+  m.def(weight_schema("compile_gemm(Weight weight, *, Tensor? bias=None, int M, ScalarType dtype) -> ()"));
   m.def("_half_subnormals(Tensor like) -> bool");
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
   set_system_reader(metal_system);
-  m.impl("compile_gemm", compile_gemm_mps);
+  m.impl("compile_gemm", weight_kernel<compile_gemm_mps>);
   m.impl("_half_subnormals", half_subnormals);
-  m.impl("gemm", gemm_mps);
-  m.impl("dequantize", dequantize_mps);
-  m.impl("embedding", embedding_mps);
+  m.impl("gemm", weight_kernel<gemm_mps>);
+  m.impl("dequantize", weight_kernel<dequantize_mps>);
+  m.impl("embedding", weight_kernel<embedding_mps>);
   m.impl("gptq_repack", gptq_repack_mps);
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_mps);
   m.impl("awq_repack", awq_repack_mps);

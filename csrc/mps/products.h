@@ -13,7 +13,7 @@ namespace marlin::mps {
 bool is_aligned(const Tensor& tensor, int64_t elements);
 
 // Sets the bindings of a weight's tensors.
-WeightProblem bind_weight(const char* op, const WeightTensors& weight, const WeightShape& shape, Bindings& bindings);
+WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings);
 
 // Sets the problem's fields of a bias.
 void set_bias(GemmProblem& problem, const OptionalTensor& bias);

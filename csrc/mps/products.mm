@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-#include <string_view>
 
 #include "csrc/core/math.h"
 #include "csrc/mps/library.h"
@@ -27,14 +26,13 @@ constexpr int64_t kFewestRows = 64;
 std::atomic<bool> tensor_units_failed{false};
 
 const GpuDevice& this_gpu(const Tensor& like) {
-  static const GpuDevice gpu = [&] {
-    (void)commit_seconds();  // raises here, before anything is encoded, if the environment variable is wrong
-    GpuDevice device = gpu_device(gpu_name(), gpu_core_count(), gpu_family());
+  static const GpuDevice found = [&] {
+    GpuDevice device = gpu();
     set_system(device, metal_system());
     device.half_subnormals = half_subnormals(like);
     return device;
   }();
-  return gpu;
+  return found;
 }
 
 GpuDevice without_tensor_units(GpuDevice device) {
@@ -58,7 +56,7 @@ const std::string& tensor_layout_refusal() {
 CompiledPlan prepare(Plan plan) {
   CompiledPlan compiled = compile(std::move(plan));
   for (const Dispatch& dispatch : compiled.plan.dispatches) {
-    if (needs_tensor_units(dispatch.kernel) && !tensor_layout_refusal().empty())
+    if (needs_tensor_units(dispatch.instance.kernel) && !tensor_layout_refusal().empty())
       throw NoTensorKernel(tensor_layout_refusal());
   }
   return compiled;
@@ -73,13 +71,13 @@ std::shared_ptr<const CompiledPlan> cached_plan(const Problem& problem, const Te
 }
 
 template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, std::string_view variant, const Tensor& like) {
+std::shared_ptr<const CompiledPlan> find_product(const Problem& problem, NamedVariant variant, const Tensor& like) {
   try {
-    if (tensor_units_failed && variant == "auto") return cached_plan(problem, like, false);
+    if (tensor_units_failed && variant.is_auto()) return cached_plan(problem, like, false);
     try {
       return cached_plan(problem, like, true);
     } catch (const NoTensorKernel& error) {
-      TORCH_CHECK(variant == "auto", "torch_marlin_metal: ", error.what());
+      TORCH_CHECK(variant.is_auto(), "torch_marlin_metal: ", error.what());
       if (!tensor_units_failed.exchange(true)) {
         TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
       }
@@ -96,7 +94,7 @@ bool is_aligned(const Tensor& tensor, int64_t elements) {
   return tensor.storage_offset() % elements == 0;
 }
 
-WeightProblem bind_weight(const char* op, const WeightTensors& weight, const WeightShape& shape, Bindings& bindings) {
+WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings) {
   bindings[kSlotPacked] = weight.b_packed;
   bindings[kSlotScales] = weight.scales.contiguous();
   bindings[kSlotZeros] = contiguous_or_undefined(weight.zeros);
@@ -134,15 +132,15 @@ void set_bias(GemmProblem& problem, const OptionalTensor& bias) {
 }
 
 std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
-  return find_plan(problem, problem.variant, like);
+  return find_product(problem, problem.variant, like);
 }
 
 std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const Tensor& like) {
-  return find_plan(problem, problem.product.variant, like);
+  return find_product(problem, problem.product.variant, like);
 }
 
 int64_t first_part(const Plan& plan, int64_t M) {
-  if (plan.seconds <= longest_plan_seconds() || M <= kFewestRows) return M;
+  if (seconds(plan) <= longest_plan_seconds() || M <= kFewestRows) return M;
   return round_up(M / 2, kFewestRows);
 }
 

@@ -73,7 +73,7 @@ void check_group_size(const char* op, WeightFormat format, int64_t group_size, c
   fail(op, "group_size", text(rule, " for ", name(format)), std::to_string(group_size));
 }
 
-void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, const WeightTensors& weight,
+void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, const WeightArguments& weight,
                             const c10::SymInt& G, const c10::SymInt& N) {
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
   if (!has_coded_scales(format)) {
@@ -97,7 +97,7 @@ void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, con
               "G, N", {G, N});
 }
 
-void check_global_scale_and_lut(const WeightChecker& check, WeightFormat format, const WeightTensors& weight,
+void check_global_scale_and_lut(const WeightChecker& check, WeightFormat format, const WeightArguments& weight,
                                 const c10::SymInt& N) {
   if (weight.global_scale) {
     const Tensor& scale = *weight.global_scale;
@@ -179,7 +179,7 @@ ElementType element_type(const Tensor& tensor) {
 
 namespace {
 
-WeightShape check_weight(const char* op, const WeightTensors& weight, bool stacked) {
+WeightShape check_weight(const char* op, const WeightArguments& weight, bool stacked) {
   WeightChecker check{{op, weight.b_packed.device()}, stacked};
   const WeightFormat format = find_format(op, weight.weight_format);
   check.words("b_packed", weight.b_packed, "K/8, N");
@@ -206,11 +206,9 @@ void check_variant(const char* op, std::string_view variant, const Tensor& a) {
 }
 
 void check_moe_variant(const char* op, std::string_view variant) {
-  if (variant == "auto" || variant == name(GemmVariant::gemv) || variant == name(GemmVariant::fused) ||
-      variant == name(GemmVariant::tensor)) {
-    return;
-  }
-  fail(op, "variant", "auto, gemv, fused or tensor", text("'", variant, "'"));
+  const std::optional<GemmVariant> named = variant_of(variant);
+  if (variant == "auto" || (named && variant == name(*named) && computes_experts(*named))) return;
+  fail(op, "variant", expert_variants(), text("'", variant, "'"));
 }
 
 // Requires int32 or int64 [T, top_k]. Without a value, top_k may be any number.
@@ -228,11 +226,11 @@ void check_expert_ids(const Checker& check, const Tensor& ids, const c10::SymInt
 
 }  // namespace
 
-WeightShape check_weight(const char* op, const WeightTensors& weight) {
+WeightShape check_weight(const char* op, const WeightArguments& weight) {
   return check_weight(op, weight, false);
 }
 
-WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
+WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
                        std::string_view variant, const char* op) {
   const Checker check{op, a.device()};
   if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., K]"), describe(a));
@@ -251,7 +249,7 @@ WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const Optio
   return shape;
 }
 
-WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+WeightShape check_moe_gemm(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                            const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant,
                            const char* op) {
   const bool by_slot = a.dim() == 3;
@@ -277,7 +275,7 @@ WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const T
   return shape;
 }
 
-WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weight, const Tensor& expert_ids) {
+WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids) {
   const char* op = "moe_gemm_grad_a";
   WeightShape shape = check_weight(op, weight, true);
   const Checker check{op, grad.device()};
@@ -289,7 +287,7 @@ WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weigh
   return shape;
 }
 
-WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight) {
+WeightShape check_gemm_transposed(const Tensor& a, const WeightArguments& weight) {
   const char* op = "gemm_transposed";
   if (!is_activation_dtype(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., N]"), describe(a));
   WeightShape shape = check_weight(op, weight);
@@ -300,13 +298,13 @@ WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight) 
   return shape;
 }
 
-WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype) {
+WeightShape check_dequantize(const WeightArguments& weight, at::ScalarType dtype) {
   WeightShape shape = check_weight("dequantize", weight);
   if (!is_activation_dtype(dtype)) fail("dequantize", "dtype", std::string(kFloating), dtype_name(dtype));
   return shape;
 }
 
-WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype) {
+WeightShape check_embedding(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype) {
   const char* op = "embedding";
   if (ids.scalar_type() != at::kInt && ids.scalar_type() != at::kLong) {
     fail(op, "ids", "int32 or int64 of any shape", describe(ids));
@@ -358,11 +356,15 @@ void check_no_grad(const char* op, const char* argument, const Tensor& tensor) {
   }
 }
 
-void check_weight_no_grad(const char* op, const WeightTensors& weight) {
-  check_no_grad(op, "scales", weight.scales);
-  if (weight.zeros) check_no_grad(op, "zeros", *weight.zeros);
-  if (weight.global_scale) check_no_grad(op, "global_scale", *weight.global_scale);
-  if (weight.lut) check_no_grad(op, "lut", *weight.lut);
+void check_weight_no_grad(const char* op, const WeightArguments& weight) {
+  const auto check = [op](const char* argument, const Tensor& tensor) {
+    check_no_grad(op, argument, tensor);
+    check_no_tangent(op, argument, tensor);
+  };
+  check("scales", weight.scales);
+  if (weight.zeros) check("zeros", *weight.zeros);
+  if (weight.global_scale) check("global_scale", *weight.global_scale);
+  if (weight.lut) check("lut", *weight.lut);
 }
 
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor) {

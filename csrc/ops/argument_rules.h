@@ -5,28 +5,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <optional>
 #include <string>
 #include <string_view>
 
 #include "csrc/core/weight_format.h"
+#include "csrc/ops/weight_arguments.h"
 
 namespace marlin {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// The tensors of a packed weight and how to read them.
-struct WeightTensors {
-  const Tensor& b_packed;
-  const Tensor& scales;
-  std::string_view weight_format;
-  int64_t group_size;
-  const OptionalTensor& zeros;
-  const OptionalTensor& global_scale;
-  const OptionalTensor& lut;
-  const OptionalTensor& perm;
-};
 
 struct WeightShape {
   WeightFormat format;
@@ -52,17 +37,17 @@ std::string dtype_name(at::ScalarType dtype);
 ElementType element_type(const Tensor& tensor);
 
 // Each of the functions below checks the arguments of one operator, and calls fail() for the first wrong one.
-WeightShape check_weight(const char* op, const WeightTensors& weight);
-WeightShape check_gemm(const Tensor& a, const WeightTensors& weight, const OptionalTensor& bias,
+WeightShape check_weight(const char* op, const WeightArguments& weight);
+WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
                        std::string_view variant, const char* op = "gemm");
-WeightShape check_gemm_transposed(const Tensor& a, const WeightTensors& weight);
+WeightShape check_gemm_transposed(const Tensor& a, const WeightArguments& weight);
 // The weight's tensors have a leading dimension E.
-WeightShape check_moe_gemm(const Tensor& a, const WeightTensors& weight, const Tensor& expert_ids,
+WeightShape check_moe_gemm(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                            const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant,
                            const char* op = "moe_gemm");
-WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightTensors& weight, const Tensor& expert_ids);
-WeightShape check_dequantize(const WeightTensors& weight, at::ScalarType dtype);
-WeightShape check_embedding(const Tensor& ids, const WeightTensors& weight, at::ScalarType dtype);
+WeightShape check_moe_gemm_grad_a(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids);
+WeightShape check_dequantize(const WeightArguments& weight, at::ScalarType dtype);
+WeightShape check_embedding(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype);
 void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
 StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
 void check_awq_repack(const Tensor& qweight);
@@ -72,7 +57,8 @@ void check_awq_unpack_zeros(const Tensor& qzeros);
 // Raises if the tensor requires grad. Only a and bias of gemm, a of gemm_transposed, and a and row_weights of moe_gemm
 // are differentiated.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
-void check_weight_no_grad(const char* op, const WeightTensors& weight);
+// Raises if a tensor of the weight requires grad or has a forward-mode tangent.
+void check_weight_no_grad(const char* op, const WeightArguments& weight);
 
 // Raises if the tensor has a forward-mode tangent, because the operators would silently drop the tangent.
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);

@@ -11,20 +11,14 @@ namespace marlin {
 namespace {
 
 // The GPU kernels write results in the dtype of the activations, so the activations are widened.
-Tensor gemm_fp32(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                 int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                 const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
-  check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, "auto",
-             "gemm_fp32");
-  return gemm_op().call(a.to(at::kFloat), b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm,
-                        bias, "auto");
+Tensor gemm_fp32(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  check_gemm(a, weight, bias, "auto", "gemm_fp32");
+  return gemm_op().call(a.to(at::kFloat), weight, bias, "auto");
 }
 
-Tensor gemm_fp32_autograd(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                          int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                          const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
+Tensor gemm_fp32_autograd(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
   const char* op = "gemm_fp32";
-  check_weight_no_grad(op, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+  check_weight_no_grad(op, weight);
   check_no_grad(op, "a", a);
   check_no_tangent(op, "a", a);
   if (bias) {
@@ -32,17 +26,17 @@ Tensor gemm_fp32_autograd(const Tensor& a, const Tensor& b_packed, const Tensor&
     check_no_tangent(op, "bias", *bias);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return gemm_fp32_op().call(a, b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm, bias);
+  return gemm_fp32_op().call(a, weight, bias);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
-  m.impl("gemm_fp32", gemm_fp32);
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32>);
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
-  m.impl("gemm_fp32", gemm_fp32_autograd);
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32_autograd>);
 }
 
 }  // namespace marlin

@@ -49,16 +49,17 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
   return {ceil_divide(words, ceil_divide(words, most)) * kCodesPerWord, true};
 }
 
-Tensor dequantize_rows(const WeightTensors& weight, int64_t first, int64_t rows, bool inside_group,
+Tensor dequantize_rows(const WeightArguments& weight, int64_t first, int64_t rows, bool inside_group,
                        at::ScalarType dtype) {
   const int64_t first_group = first / weight.group_size;
   const int64_t groups = inside_group ? 1 : group_count(rows, weight.group_size);
-  OptionalTensor zeros;
-  if (weight.zeros) zeros = weight.zeros->narrow(0, first_group, groups);
-  return dequantize_op().call(weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord),
-                              weight.scales.narrow(0, first_group, groups), weight.weight_format,
-                              inside_group ? rows : weight.group_size, zeros, weight.global_scale, weight.lut,
-                              std::nullopt, dtype);
+  OwnedWeight part = weight.own();
+  part.b_packed = weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord);
+  part.scales = weight.scales.narrow(0, first_group, groups);
+  if (weight.zeros) part.zeros = weight.zeros->narrow(0, first_group, groups);
+  if (inside_group) part.group_size = rows;
+  part.perm = std::nullopt;
+  return dequantize_op().call(part.arguments(), dtype);
 }
 
 // Multiplies rows of activations by a part of the weight and writes the rounded product to that part's columns of
@@ -76,10 +77,7 @@ void multiply_part(const Tensor& rows, const Tensor& part, int64_t bytes, Tensor
   }
 }
 
-Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                       int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                       const OptionalTensor& lut, const OptionalTensor& perm) {
-  const WeightTensors weight{b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm};
+Tensor gemm_transposed(const Tensor& a, const WeightArguments& weight) {
   const WeightShape shape = check_gemm_transposed(a, weight);
   const int64_t K = shape.K.expect_int();
   const int64_t N = shape.N.expect_int();
@@ -99,7 +97,7 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
   // If activations are converted, their copies get half of the bytes.
   const bool converts = dtype != a.scalar_type();
   const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
-  const Division division = divide(shape.format, K, group_size, row_bytes, part_bytes);
+  const Division division = divide(shape.format, K, weight.group_size, row_bytes, part_bytes);
 
   Tensor out;
   if (division.rows >= K && !converts) {
@@ -108,12 +106,12 @@ Tensor gemm_transposed(const Tensor& a, const Tensor& b_packed, const Tensor& sc
     out = at::empty({rows.size(0), K}, a.options());
     for (int64_t first = 0, last = 0; first < K; first = last) {
       last = std::min(first + division.rows, K);
-      if (division.inside_groups) last = std::min(last, (first / group_size + 1) * group_size);
+      if (division.inside_groups) last = std::min(last, (first / weight.group_size + 1) * weight.group_size);
       const Tensor part = dequantize_rows(weight, first, last - first, division.inside_groups, dtype);
       multiply_part(rows, part, part_bytes, out.narrow(1, first, last - first));
     }
   }
-  if (perm) out = out.index_select(1, at::argsort(*perm));
+  if (weight.perm) out = out.index_select(1, at::argsort(*weight.perm));
   return out.view(sizes);
 }
 
@@ -132,7 +130,7 @@ int64_t gradient_bytes() {
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
-  m.impl("gemm_transposed", gemm_transposed);
+  m.impl("gemm_transposed", weight_kernel<gemm_transposed>);
 }
 
 }  // namespace marlin

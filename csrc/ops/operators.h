@@ -4,31 +4,20 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include "csrc/ops/argument_rules.h"
+#include "csrc/ops/weight_arguments.h"
 
 namespace marlin {
 
-using GemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                             const OptionalTensor&, c10::string_view);
-using GemmFp32Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                 const OptionalTensor&, const OptionalTensor&);
-using GemmTransposedSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                       const OptionalTensor&);
-using DequantizeSignature = Tensor(const Tensor&, const Tensor&, c10::string_view, int64_t, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
-using EmbeddingSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                                  const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                  const OptionalTensor&, at::ScalarType);
-using MoeGemmSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view, int64_t,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
-                                c10::string_view);
-using MoeGemmGradSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::string_view,
-                                    int64_t, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                    const OptionalTensor&);
+using GemmSignature = Tensor(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                             std::string_view variant);
+using GemmFp32Signature = Tensor(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias);
+using GemmTransposedSignature = Tensor(const Tensor& a, const WeightArguments& weight);
+using DequantizeSignature = Tensor(const WeightArguments& weight, at::ScalarType dtype);
+using EmbeddingSignature = Tensor(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype);
+using MoeGemmSignature = Tensor(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                                const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
+                                std::string_view variant);
+using MoeGemmGradSignature = Tensor(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
@@ -40,37 +29,37 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
 int64_t gradient_bytes();
 
 inline const auto& gemm_op() {
-  static const auto op = find_operator<GemmSignature>("torch_marlin_metal::gemm");
+  static const WeightOperator<GemmSignature> op("torch_marlin_metal::gemm");
   return op;
 }
 
 inline const auto& gemm_fp32_op() {
-  static const auto op = find_operator<GemmFp32Signature>("torch_marlin_metal::gemm_fp32");
+  static const WeightOperator<GemmFp32Signature> op("torch_marlin_metal::gemm_fp32");
   return op;
 }
 
 inline const auto& gemm_transposed_op() {
-  static const auto op = find_operator<GemmTransposedSignature>("torch_marlin_metal::gemm_transposed");
+  static const WeightOperator<GemmTransposedSignature> op("torch_marlin_metal::gemm_transposed");
   return op;
 }
 
 inline const auto& dequantize_op() {
-  static const auto op = find_operator<DequantizeSignature>("torch_marlin_metal::dequantize");
+  static const WeightOperator<DequantizeSignature> op("torch_marlin_metal::dequantize");
   return op;
 }
 
 inline const auto& embedding_op() {
-  static const auto op = find_operator<EmbeddingSignature>("torch_marlin_metal::embedding");
+  static const WeightOperator<EmbeddingSignature> op("torch_marlin_metal::embedding");
   return op;
 }
 
 inline const auto& moe_gemm_op() {
-  static const auto op = find_operator<MoeGemmSignature>("torch_marlin_metal::moe_gemm");
+  static const WeightOperator<MoeGemmSignature> op("torch_marlin_metal::moe_gemm");
   return op;
 }
 
 inline const auto& moe_gemm_grad_a_op() {
-  static const auto op = find_operator<MoeGemmGradSignature>("torch_marlin_metal::moe_gemm_grad_a");
+  static const WeightOperator<MoeGemmGradSignature> op("torch_marlin_metal::moe_gemm_grad_a");
   return op;
 }
 

@@ -7,30 +7,16 @@
 
 // docs/use/operators.md lists shapes and dtypes. Outputs are always new tensors. ScalarType 5 is float16.
 TORCH_LIBRARY(torch_marlin_metal, m) {
-  m.def(
-      "gemm(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
-      "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, str variant=\"auto\") "
-      "-> Tensor");
-  m.def(
-      "gemm_fp32(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
-      "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None) -> Tensor");
-  m.def(
-      "gemm_transposed(Tensor a, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, "
-      "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None) -> Tensor");
-  m.def(
-      "moe_gemm(Tensor a, Tensor b_packed, Tensor scales, Tensor expert_ids, *, str weight_format, int group_size, "
-      "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? bias=None, "
-      "Tensor? row_weights=None, bool reduce=False, str variant=\"auto\") -> Tensor");
-  m.def(
-      "moe_gemm_grad_a(Tensor grad, Tensor b_packed, Tensor scales, Tensor expert_ids, *, str weight_format, "
-      "int group_size, Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None) -> Tensor");
-  m.def(
-      "dequantize(Tensor b_packed, Tensor scales, *, str weight_format, int group_size, Tensor? zeros=None, "
-      "Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) -> Tensor");
-  m.def(
-      "embedding(Tensor ids, Tensor b_packed, Tensor scales, *, str weight_format, int group_size, "
-      "Tensor? zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, ScalarType dtype=5) "
-      "-> Tensor");
+  using marlin::weight_schema;
+  m.def(weight_schema("gemm(Tensor a, Weight weight, *, Tensor? bias=None, str variant=\"auto\") -> Tensor"));
+  m.def(weight_schema("gemm_fp32(Tensor a, Weight weight, *, Tensor? bias=None) -> Tensor"));
+  m.def(weight_schema("gemm_transposed(Tensor a, Weight weight, *) -> Tensor"));
+  m.def(weight_schema(
+      "moe_gemm(Tensor a, Weight weight, Tensor expert_ids, *, Tensor? bias=None, Tensor? row_weights=None, "
+      "bool reduce=False, str variant=\"auto\") -> Tensor"));
+  m.def(weight_schema("moe_gemm_grad_a(Tensor grad, Weight weight, Tensor expert_ids, *) -> Tensor"));
+  m.def(weight_schema("dequantize(Weight weight, *, ScalarType dtype=5) -> Tensor"));
+  m.def(weight_schema("embedding(Tensor ids, Weight weight, *, ScalarType dtype=5) -> Tensor"));
   m.def("gptq_repack(Tensor qweight, *, Tensor? perm=None) -> Tensor");
   m.def("gptq_unpack_zeros(Tensor qzeros, *, int checkpoint_version, str rule=\"word\") -> Tensor");
   m.def("awq_repack(Tensor qweight) -> Tensor");
@@ -41,75 +27,52 @@ TORCH_LIBRARY(torch_marlin_metal, m) {
 namespace marlin {
 namespace {
 
-Tensor gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                 int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                 const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias,
-                 c10::string_view variant) {
-  const WeightShape shape =
-      check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, bias, variant);
+Tensor gemm_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant);
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
   return at::empty_symint(sizes, a.options());
 }
 
-Tensor gemm_fp32_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                      const OptionalTensor& lut, const OptionalTensor& perm, const OptionalTensor& bias) {
-  const WeightShape shape = check_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm},
-                                       bias, "auto", "gemm_fp32");
+Tensor gemm_fp32_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  const WeightShape shape = check_gemm(a, weight, bias, "auto", "gemm_fp32");
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
   return at::empty_symint(sizes, a.options().dtype(at::kFloat));
 }
 
-Tensor gemm_transposed_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales,
-                            c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                            const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
-  const WeightShape shape =
-      check_gemm_transposed(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm});
+Tensor gemm_transposed_meta(const Tensor& a, const WeightArguments& weight) {
+  const WeightShape shape = check_gemm_transposed(a, weight);
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.K;
   return at::empty_symint(sizes, a.options());
 }
 
-Tensor moe_gemm_meta(const Tensor& a, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                     c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                     const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm,
+Tensor moe_gemm_meta(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                      const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
-                     c10::string_view variant) {
-  const WeightShape shape =
-      check_moe_gemm(a, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids, bias,
-                     row_weights, variant);
+                     std::string_view variant) {
+  const WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, row_weights, variant);
   c10::SymDimVector sizes{expert_ids.sym_size(0)};
   if (!reduce) sizes.push_back(expert_ids.sym_size(1));
   sizes.push_back(shape.N);
   return at::empty_symint(sizes, a.options());
 }
 
-Tensor moe_gemm_grad_a_meta(const Tensor& grad, const Tensor& b_packed, const Tensor& scales, const Tensor& expert_ids,
-                            c10::string_view weight_format, int64_t group_size, const OptionalTensor& zeros,
-                            const OptionalTensor& global_scale, const OptionalTensor& lut, const OptionalTensor& perm) {
-  const WeightShape shape = check_moe_gemm_grad_a(
-      grad, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, expert_ids);
+Tensor moe_gemm_grad_a_meta(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids) {
+  const WeightShape shape = check_moe_gemm_grad_a(grad, weight, expert_ids);
   return at::empty_symint({grad.sym_size(0), grad.sym_size(1), shape.K}, grad.options().dtype(at::kFloat));
 }
 
-Tensor dequantize_meta(const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format, int64_t group_size,
-                       const OptionalTensor& zeros, const OptionalTensor& global_scale, const OptionalTensor& lut,
-                       const OptionalTensor& perm, at::ScalarType dtype) {
-  const WeightShape shape =
-      check_dequantize({b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, dtype);
-  return at::empty_symint({shape.K, shape.N}, scales.options().dtype(dtype));
+Tensor dequantize_meta(const WeightArguments& weight, at::ScalarType dtype) {
+  const WeightShape shape = check_dequantize(weight, dtype);
+  return at::empty_symint({shape.K, shape.N}, weight.scales.options().dtype(dtype));
 }
 
-Tensor embedding_meta(const Tensor& ids, const Tensor& b_packed, const Tensor& scales, c10::string_view weight_format,
-                      int64_t group_size, const OptionalTensor& zeros, const OptionalTensor& global_scale,
-                      const OptionalTensor& lut, const OptionalTensor& perm, at::ScalarType dtype) {
-  const WeightShape shape =
-      check_embedding(ids, {b_packed, scales, weight_format, group_size, zeros, global_scale, lut, perm}, dtype);
+Tensor embedding_meta(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype) {
+  const WeightShape shape = check_embedding(ids, weight, dtype);
   c10::SymDimVector sizes(ids.sym_sizes());
   sizes.push_back(shape.K);
-  return at::empty_symint(sizes, scales.options().dtype(dtype));
+  return at::empty_symint(sizes, weight.scales.options().dtype(dtype));
 }
 
 Tensor gptq_repack_meta(const Tensor& qweight, const OptionalTensor& perm) {
@@ -117,7 +80,7 @@ Tensor gptq_repack_meta(const Tensor& qweight, const OptionalTensor& perm) {
   return at::empty_symint(qweight.sym_sizes(), qweight.options());
 }
 
-Tensor gptq_unpack_zeros_meta(const Tensor& qzeros, int64_t checkpoint_version, c10::string_view rule) {
+Tensor gptq_unpack_zeros_meta(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
   return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
 }
@@ -146,13 +109,13 @@ TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
-  m.impl("gemm", gemm_meta);
-  m.impl("gemm_fp32", gemm_fp32_meta);
-  m.impl("gemm_transposed", gemm_transposed_meta);
-  m.impl("moe_gemm", moe_gemm_meta);
-  m.impl("moe_gemm_grad_a", moe_gemm_grad_a_meta);
-  m.impl("dequantize", dequantize_meta);
-  m.impl("embedding", embedding_meta);
+  m.impl("gemm", weight_kernel<gemm_meta>);
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32_meta>);
+  m.impl("gemm_transposed", weight_kernel<gemm_transposed_meta>);
+  m.impl("moe_gemm", weight_kernel<moe_gemm_meta>);
+  m.impl("moe_gemm_grad_a", weight_kernel<moe_gemm_grad_a_meta>);
+  m.impl("dequantize", weight_kernel<dequantize_meta>);
+  m.impl("embedding", weight_kernel<embedding_meta>);
   m.impl("gptq_repack", gptq_repack_meta);
   m.impl("gptq_unpack_zeros", gptq_unpack_zeros_meta);
   m.impl("awq_repack", awq_repack_meta);

@@ -43,18 +43,10 @@ void check_weight(std::string_view op, const WeightProblem& weight) {
 }
 
 void check_variant(std::string_view op, const GemmProblem& problem, const GpuDevice& device) {
-  if (variant_of(problem.variant) != GemmVariant::tensor) return;
-  const std::string got = "'" + std::string(problem.variant) + "'";
-  if (!device.tensor_units) {
-    refuse(op, "variant", "one that this GPU can run (" + tensor_refusal(device.system) + ")", got);
-  }
-  if (!has_tensor_kernel(problem.weight.format, problem.activations)) {
-    refuse(op, "variant",
-           "one that multiplies " + std::string(name(problem.activations)) + " activations by " +
-               std::string(name(problem.weight.format)) +
-               " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)",
-           got);
-  }
+  const std::optional<GemmVariant> variant = problem.variant.variant();
+  if (!variant || rules_of(*variant).refusal == nullptr) return;
+  const std::string refusal = rules_of(*variant).refusal(problem, device);
+  if (!refusal.empty()) refuse(op, "variant", refusal, "'" + problem.variant.text() + "'");
 }
 
 FunctionConstants weight_constants(const WeightProblem& weight) {
@@ -75,10 +67,20 @@ FunctionConstants bias_constants(const GemmProblem& problem) {
   return constants;
 }
 
+void set_direct_constants(FunctionConstants& constants, const Tiling& tiling, const WeightProblem& weight,
+                          uint32_t rows, const GpuDevice& device) {
+  const uint32_t group = group_size(weight);
+  const bool has_short_groups = group < tiling.tile.K && group < weight.K;
+  constants[kConstantRows] = static_cast<int32_t>(rows);
+  constants[kConstantSubnormalCodes] = device.half_subnormals;
+  constants[kConstantShortGroupSize] = has_short_groups ? static_cast<int32_t>(group) : 0;
+  constants[kConstantRaggedK] = weight.K % tiling.tile.K != 0;
+  constants[kConstantRaggedN] = weight.N % rules_of(tiling.variant).simdgroup_columns != 0;
+}
+
 Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks, Extent grid) {
   const WeightProblem& weight = problem.weight;
-  return {.kernel = tiling.kernel,
-          .function = host_name(tiling.kernel, weight.format, problem.activations),
+  return {.instance = {tiling.kernel, weight.format, problem.activations},
           .constants = gemm_constants(tiling, problem),
           .grid = grid,
           .threads = {tiling.simdgroups * kSimdWidth, 1, 1},
@@ -90,8 +92,7 @@ Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, cons
 void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem) {
   if (tiling.splits == 1) return;
   plan.partials = partials(tiling, problem);
-  plan.dispatches.push_back({.kernel = Kernel::reduce,
-                             .function = host_name(Kernel::reduce, problem.activations),
+  plan.dispatches.push_back({.instance = {.kernel = Kernel::reduce, .element = problem.activations},
                              .constants = bias_constants(problem),
                              .grid = reduction_grid(tiling, problem),
                              .threads = kElementwiseThreads,

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "csrc/planner/plan.h"
 
@@ -16,19 +18,17 @@ namespace marlin {
 // Throws std::invalid_argument if no kernel can compute with this weight.
 void check_weight(std::string_view op, const WeightProblem& weight);
 
-// Throws std::invalid_argument if the problem names the variant for tensor units, and the device may not use these or
-// there is no such kernel for its operands.
+// Throws std::invalid_argument if the problem names a variant that cannot multiply its operands on this device.
 void check_variant(std::string_view op, const GemmProblem& problem, const GpuDevice& device);
-
-// Returns true if the device has a kernel for tensor units for this problem.
-inline bool has_tensor_kernel(const GemmProblem& problem, const GpuDevice& device) {
-  return device.tensor_units && has_tensor_kernel(problem.weight.format, problem.activations);
-}
 
 inline constexpr Extent kElementwiseThreads{kElementwiseWidth, kElementwiseHeight, 1};
 
 FunctionConstants weight_constants(const WeightProblem& weight);
 FunctionConstants bias_constants(const GemmProblem& problem);
+
+// Sets the constants of the kernels without staged tiles: gemv, fused, tensor, and those of experts with their bodies.
+void set_direct_constants(FunctionConstants& constants, const Tiling& tiling, const WeightProblem& weight,
+                          uint32_t rows, const GpuDevice& device);
 
 // Returns a launch of the product kernel. The caller sets the function constants that only its own variant uses.
 Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks, Extent grid);
@@ -39,16 +39,39 @@ void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem)
 // Returns the number of threadgroups of a staged kernel with this tile that all cores of the GPU hold at once.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the cheapest tiling with one row of kGemmTiles, or nothing if that row cannot compute the problem.
-using MakeTiling = std::optional<Tiling>(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
-MakeTiling gemv_tiling, fused_tiling, staged_tiling, striped_tiling, tensor_tiling;
+// What the planner knows of a variant. Each is defined in a file of csrc/planner/variants/.
+struct VariantRules {
+  std::span<const GemmTile> tiles;
+
+  // Returns the cheapest tiling with one of `tiles`, or nothing if that tile cannot compute the problem.
+  std::optional<Tiling> (*tiling)(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device);
+  Plan (*build)(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
+  // Returns the bytes of threadgroup memory if a threadgroup computes `rows` rows.
+  uint32_t (*threadgroup_bytes)(const Tiling& tiling, const GemmProblem& problem, uint32_t rows);
+
+  // Adds the tilings of a product with experts that have one of `tiles`. Null if there is no such kernel.
+  void (*add_expert_tilings)(std::vector<Tiling>& tilings, const GemmTile& row, const MoeProblem& problem,
+                             const GpuDevice& device) = nullptr;
+  // Returns what a variant must be for these operands and this device, if this one is not; else an empty text. Null if
+  // the variant multiplies all operands on all devices.
+  std::string (*refusal)(const GemmProblem& problem, const GpuDevice& device) = nullptr;
+
+  // "auto" may take it without a measurement, and for products with experts without its name in a tuner's table
+  bool is_automatic = true;
+  bool has_rows_along_x = false;    // in products with experts, the grid's x counts rows, otherwise columns
+  bool has_32_bit_offsets = false;  // between the activations of products with experts
+  uint32_t simdgroup_columns = 0;   // in kernels without staged tiles
+};
+
+#define MARLIN_DECLARE_VARIANT(name) extern const VariantRules name##_variant;
+MARLIN_GEMM_VARIANTS(MARLIN_DECLARE_VARIANT)
+#undef MARLIN_DECLARE_VARIANT
+
+const VariantRules& rules_of(GemmVariant variant);
 
 // Returns the tiling that splits K into about `slices` slices.
 Tiling gemv_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices);
 Tiling fused_split(const GemmTile& row, const WeightProblem& weight, uint32_t rest_rows, uint32_t slices);
 Tiling tensor_split(const GemmTile& row, const WeightProblem& weight, uint32_t slices);
-
-using BuildPlan = Plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
-BuildPlan build_gemv, build_fused, build_staged, build_striped, build_tensor;
 
 }  // namespace marlin

@@ -6,40 +6,6 @@ namespace marlin {
 
 namespace {
 
-std::optional<Tiling> two_pass_tiling(const GemmTile& row, const GemmProblem&, const GpuDevice&) {
-  return Tiling{row};
-}
-
-Plan build_two_pass(const Tiling&, const GemmProblem& problem, const GpuDevice&) {
-  Plan plan = plan_dequantize({problem.weight, problem.activations});
-  plan.dense_product = true;
-  return plan;
-}
-
-struct VariantFunctions {
-  MakeTiling* tiling;
-  BuildPlan* build;
-};
-
-const VariantFunctions& functions_of(GemmVariant variant) {
-  static constexpr std::array<VariantFunctions, kGemmVariants.size()> table{{
-      {gemv_tiling, build_gemv},
-      {fused_tiling, build_fused},
-      {staged_tiling, build_staged},
-      {staged_tiling, build_staged},
-      {striped_tiling, build_striped},
-      {tensor_tiling, build_tensor},
-      {two_pass_tiling, build_two_pass},
-  }};
-  return table[static_cast<size_t>(variant)];
-}
-
-// Returns true if "auto" may take the variant without a measurement. two_pass rounds the weights. No time of tensor is
-// known on any GPU.
-bool is_automatic(GemmVariant variant) {
-  return variant != GemmVariant::two_pass && variant != GemmVariant::tensor;
-}
-
 // Returns the cheapest of the tilings that `eligible` admits, or null if it admits none.
 template <typename Eligible>
 const Tiling* cheapest(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
@@ -58,42 +24,81 @@ const Tiling* cheapest(const std::vector<Tiling>& tilings, const GemmProblem& pr
 
 }  // namespace
 
+const VariantRules& rules_of(GemmVariant variant) {
+#define MARLIN_VARIANT_RULES(name) &name##_variant,
+  static constexpr std::array<const VariantRules*, kGemmVariants.size()> rules{
+      MARLIN_GEMM_VARIANTS(MARLIN_VARIANT_RULES)};
+#undef MARLIN_VARIANT_RULES
+  return *rules.at(static_cast<size_t>(variant));
+}
+
+std::span<const GemmTile> gemm_tiles() {
+  static const std::vector<GemmTile> tiles = [] {
+    std::vector<GemmTile> all;
+    for (size_t i = 0; i < kGemmVariants.size(); ++i) {
+      const auto own = rules_of(static_cast<GemmVariant>(i)).tiles;
+      all.insert(all.end(), own.begin(), own.end());
+    }
+    return all;
+  }();
+  return tiles;
+}
+
+bool computes_experts(GemmVariant variant) {
+  return rules_of(variant).add_expert_tilings != nullptr;
+}
+
+std::string expert_variants() {
+  std::string text = "auto";
+  std::string_view last;
+  for (size_t i = 0; i < kGemmVariants.size(); ++i) {
+    if (!computes_experts(static_cast<GemmVariant>(i))) continue;
+    if (!last.empty()) text.append(", ").append(last);
+    last = kGemmVariants.at(i);
+  }
+  return text.append(" or ").append(last);
+}
+
+uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
+  return rules_of(tiling.variant).threadgroup_bytes(tiling, problem, rows);
+}
+
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
   if (problem.M == 0) refuse("gemm", "M", "at least 1", "0");
   check_weight("gemm", weight);
   check_variant("gemm", problem, device);
   std::vector<Tiling> tilings;
-  for (const GemmTile& row : kGemmTiles) {
-    if (row.variant == GemmVariant::tensor && !has_tensor_kernel(problem, device)) continue;
-    if (!fits(row, problem.activations) || (problem.variant != "auto" && !names(problem.variant, row))) continue;
-    if (const auto tiling = functions_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
+  for (const GemmTile& row : gemm_tiles()) {
+    if (!fits(row, problem.activations) || (!problem.variant.is_auto() && !problem.variant.names_row(row))) continue;
+    if (const auto tiling = rules_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
   }
   if (tilings.empty()) {
     refuse("gemm", "variant",
            "one that has a kernel for M=" + std::to_string(problem.M) + " N=" + std::to_string(weight.N) +
                " K=" + std::to_string(weight.K) + " and " + std::string(name(problem.activations)) + " activations",
-           "'" + std::string(problem.variant) + "'");
+           "'" + problem.variant.text() + "'");
   }
   return tilings;
 }
 
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device) {
   const Tiling* found = nullptr;
-  if (!problem.tuned.empty()) {
-    found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return names(problem.tuned, tiling); });
+  if (!problem.tuned.is_auto()) {
+    found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); });
   }
   if (found == nullptr) {
-    found = cheapest(tilings, problem, device, [](const Tiling& tiling) { return is_automatic(tiling.variant); });
+    found =
+        cheapest(tilings, problem, device, [](const Tiling& tiling) { return rules_of(tiling.variant).is_automatic; });
   }
   return found == nullptr ? tilings.front() : *found;
 }
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  Plan plan = functions_of(tiling.variant).build(tiling, problem, device);
+  Plan plan = rules_of(tiling.variant).build(tiling, problem, device);
   const PlanCost predicted = cost(tiling, problem, device);
   for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.seconds += predicted.dispatches.at(i).seconds;
+    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
   return plan;
 }
 

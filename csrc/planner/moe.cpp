@@ -9,9 +9,6 @@ namespace marlin {
 
 namespace {
 
-constexpr uint32_t kSimdgroupColumns = kFusedColumns;
-static_assert(kSimdgroupColumns == kTensorColumns, "fused and tensor have simdgroups of equal width");
-
 // Returns the number of elements from the first to the last element of the activations.
 uint64_t extent_of_rows(const MoeProblem& problem) {
   const uint64_t last_token = token_count(problem) - 1;
@@ -19,57 +16,15 @@ uint64_t extent_of_rows(const MoeProblem& problem) {
          problem.product.weight.K;
 }
 
-Tiling cheapest(const MoeProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
-                const auto& make) {
-  return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
-    const PlanCost total = experts_cost(tiling, problem, device);
-    return SplitCost{total.seconds, total.dispatches[sorts_pairs(tiling) ? 1 : 0].in_flight};
-  });
-}
-
-Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
-  row.kernel = row.tile.M == 1 ? Kernel::moe_gemv : Kernel::moe_gemv_blocks;
-  const WeightProblem& weight = problem.product.weight;
-  uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, kGemvMaxSimdgroups);
-  while (gemv_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
-    --most;
-  return cheapest(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
-}
-
-// Returns the tiling with which a threadgroup computes all slots of a token, and adds them.
-Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
-  row.kernel = Kernel::moe_gemv_reduce;
-  const WeightProblem& weight = problem.product.weight;
-  const uint32_t room = std::min<uint32_t>(kMoeReduceMaxSimdgroups / problem.top_k, kGemvMaxSimdgroups);
-  const uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, room);
-  return cheapest(problem, device, 1, most, [&](uint32_t slices) {
-    Tiling tiling = gemv_split(row, weight, slices);
-    tiling.simdgroups *= problem.top_k;
-    return tiling;
-  });
-}
-
-Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
-  row.kernel = Kernel::moe_fused;
-  const WeightProblem& weight = problem.product.weight;
-  uint32_t most = std::clamp<uint32_t>(weight.K / kFusedMinSlice, 1, kFusedMaxSimdgroups);
-  while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
-    --most;
-  return cheapest(problem, device, std::min(most, kFusedMinSlices), most,
-                  [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
-}
-
-Tiling tensor_candidate(GemmTile row, const MoeProblem& problem) {
-  row.kernel = Kernel::moe_tensor;
-  return tensor_split(row, problem.product.weight, 1);
-}
-
-// Returns the variant that the plan must have, or "auto". A tuner's table counts only where it names the variant for
-// tensor units: the table holds times of dense products, and no time of these units is known on any GPU.
-std::string_view wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
+// Returns the variant that the plan must have, or "auto". A tuner's table counts only where it names a variant that
+// "auto" does not take without a measurement: the table holds times of dense products.
+NamedVariant wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool measured = variant_of(product.tuned) == GemmVariant::tensor && has_tensor_kernel(product, device);
-  return product.variant == "auto" && measured ? name(GemmVariant::tensor) : product.variant;
+  const std::optional<GemmVariant> tuned = product.tuned.variant();
+  if (!product.variant.is_auto() || !tuned || !computes_experts(*tuned)) return product.variant;
+  const VariantRules& rules = rules_of(*tuned);
+  const bool counts = !rules.is_automatic && (rules.refusal == nullptr || rules.refusal(product, device).empty());
+  return counts ? NamedVariant(*tuned) : product.variant;
 }
 
 int32_t row_weights_type(const MoeProblem& problem) {
@@ -89,34 +44,26 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
           .block_rows = rows,
           .blocks = moe_blocks(problem.product.M, problem.experts, rows),
           .row_weights_type = row_weights_type(problem),
-          .gate = problem.gate.value_or(MoeGate{}),
+          .gate = problem.gate.value(),
           .unused = 0};
 }
 
 Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  const bool is_gemv = tiling.variant == GemmVariant::gemv;
   const MoeParams params = params_of(tiling, problem);
   const uint32_t N = product.weight.N;
-  const uint32_t group = group_size(product.weight);
   const uint32_t columns = ceil_divide(N, tiling.tile.N);
   const uint32_t rows = sorts_pairs(tiling)                        ? params.blocks
                         : tiling.kernel == Kernel::moe_gemv_reduce ? token_count(problem)
                                                                    : product.M;
-  const Extent grid = is_gemv ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
+  const Extent grid = rules_of(tiling.variant).has_rows_along_x ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
   dispatch.params = params;
   FunctionConstants& constants = dispatch.constants;
   constants[kConstantWritesPartials] = combines(tiling, problem);
   if (combines(tiling, problem)) constants[kConstantHasBias] = constants[kConstantBiasType] = 0;  // moe_reduce adds it
   if (problem.a_slot_stride % 4 != 0) constants[kConstantVectorActivations] = 0;
-  constants[kConstantRows] = static_cast<int32_t>(tiling.tile.M);
-  constants[kConstantSubnormalCodes] = device.half_subnormals;
-  constants[kConstantRaggedK] = product.weight.K % tiling.tile.K != 0;
-  constants[kConstantRaggedN] = N % (is_gemv ? uint32_t{kGemvColumns} : kSimdgroupColumns) != 0;
-  if (!is_gemv && group < tiling.tile.K && group < product.weight.K) {
-    constants[kConstantShortGroupSize] = static_cast<int32_t>(group);
-  }
+  set_direct_constants(constants, tiling, product.weight, tiling.tile.M, device);
   return dispatch;
 }
 
@@ -124,8 +71,7 @@ Dispatch reduce_dispatch(const MoeProblem& problem) {
   const GemmProblem& product = problem.product;
   const uint32_t terms = problem.reduce ? problem.top_k : 1;
   const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
-  return {.kernel = Kernel::moe_reduce,
-          .function = host_name(Kernel::moe_reduce, product.activations),
+  return {.instance = {.kernel = Kernel::moe_reduce, .element = product.activations},
           .constants = bias_constants(product),
           .grid = elementwise_grid(product.weight.N, rows),
           .threads = kElementwiseThreads,
@@ -141,62 +87,55 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   if (product.M == 0) refuse("moe_gemm", "expert_ids", "at least 1", "0");
   const uint64_t extent = extent_of_rows(problem);
   const bool fits_32_bits = extent <= uint64_t{UINT32_MAX} + 1;
-  if (product.variant == name(GemmVariant::fused) && !fits_32_bits) {
-    refuse("moe_gemm", "a", "at most 2^32 elements from the first to the last with variant 'fused'",
+  const std::optional<GemmVariant> named = product.variant.variant();
+  if (named && rules_of(*named).has_32_bit_offsets && !fits_32_bits) {
+    refuse("moe_gemm", "a",
+           "at most 2^32 elements from the first to the last with variant '" + product.variant.text() + "'",
            std::to_string(extent));
   }
   check_variant("moe_gemm", product, device);
-  const std::string_view variant = wanted_variant(problem, device);
+  const NamedVariant variant = wanted_variant(problem, device);
   std::vector<Tiling> tilings;
-  for (const GemmTile& row : kGemmTiles) {
-    if (variant != "auto" && variant != name(row.variant)) continue;
-    if (row.variant == GemmVariant::gemv && (row.tile.M == 1 || row.tile.M == kMoeGemvRows)) {
-      tilings.push_back(gemv_candidate(row, problem, device));
-      if (row.tile.M == 1 && problem.reduce && problem.top_k <= kMoeReduceMaxSimdgroups) {
-        tilings.push_back(gemv_reduce_candidate(row, problem, device));
-      }
-    } else if (row.variant == GemmVariant::fused && fits_32_bits) {
-      tilings.push_back(fused_candidate(row, problem, device));
-    } else if (row.variant == GemmVariant::tensor && variant != "auto") {
-      tilings.push_back(tensor_candidate(row, problem));
-    }
+  for (const GemmTile& row : gemm_tiles()) {
+    const VariantRules& rules = rules_of(row.variant);
+    if (!computes_experts(row.variant) || (rules.has_32_bit_offsets && !fits_32_bits)) continue;
+    if (variant.is_auto() ? !rules.is_automatic : variant != row.variant) continue;
+    rules.add_expert_tilings(tilings, row, problem, device);
   }
   if (tilings.empty()) {
-    refuse("moe_gemm", "variant", "auto, gemv, fused or tensor on mps", "'" + std::string(variant) + "'");
+    refuse("moe_gemm", "variant", expert_variants() + " on mps", "'" + variant.text() + "'");
   }
   const auto seconds = [&](const Tiling& tiling) { return experts_cost(tiling, problem, device).seconds; };
   return *std::ranges::min_element(tilings, {}, seconds);
 }
 
 bool applies_gate(const Plan& plan) {
-  return plan.dispatches.back().kernel == Kernel::moe_gemv_gated;
+  return plan.dispatches.back().instance.kernel == Kernel::moe_gemv_gated;
 }
 
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
-  plan.seconds = experts_cost(tiling, problem, device).seconds;
   Dispatch products = moe_dispatch(tiling, problem, device);
   // The activation changes neither the tiling nor the predicted time: it adds little to the end of a threadgroup.
-  if (problem.gate && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
-    products.kernel = Kernel::moe_gemv_gated;
-    products.function = host_name(products.kernel, product.weight.format, product.activations);
+  if (problem.gate.present && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
+    products.instance.kernel = Kernel::moe_gemv_gated;
   }
   if (sorts_pairs(tiling)) {
     const auto params = std::get<MoeParams>(products.params);
     plan.block_words = params.blocks * kMoeBlockWords + product.M;
-    plan.dispatches.push_back({.kernel = Kernel::moe_sort,
-                               .function = std::string(info(Kernel::moe_sort).name),
-                               .grid = {1, 1, 1},
-                               .threads = {kMoeSortThreads, 1, 1},
-                               .params = params});
+    plan.dispatches.push_back(
+        {.instance = {Kernel::moe_sort}, .grid = {1, 1, 1}, .threads = {kMoeSortThreads, 1, 1}, .params = params});
   }
   plan.dispatches.push_back(std::move(products));
   if (combines(tiling, problem)) {
     plan.partials = {product.weight.N, product.M, 1};
     plan.dispatches.push_back(reduce_dispatch(problem));
   }
+  const PlanCost predicted = experts_cost(tiling, problem, device);
+  for (size_t i = 0; i < plan.dispatches.size(); ++i)
+    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
   return plan;
 }
 

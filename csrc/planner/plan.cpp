@@ -4,63 +4,80 @@
 #include <cstdlib>
 #include <iostream>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <sstream>
 
 #include "csrc/planner/builder.h"
+#include "csrc/planner/cost/cost.h"
 
 namespace marlin {
 
-Plan plan_dequantize(const DequantizeProblem& problem) {
+double seconds(const Plan& plan) {
+  return std::accumulate(plan.dispatches.begin(), plan.dispatches.end(), 0.0,
+                         [](double sum, const Dispatch& dispatch) { return sum + dispatch.seconds; });
+}
+
+Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
   check_weight("dequantize", weight);
-  return {.dispatches = {{.kernel = Kernel::dequantize,
-                          .function = host_name(Kernel::dequantize, weight.format, problem.out),
+  const double written = double(weight.K) * weight.N * element_bytes(problem.out);
+  return {.dispatches = {{.instance = {Kernel::dequantize, weight.format, problem.out},
                           .constants = weight_constants(weight),
                           .grid = elementwise_grid(weight.N, weight.K / kCodesPerWord),
                           .threads = kElementwiseThreads,
-                          .params = DequantizeParams{weight.N, weight.K, group_size(weight), 0}}}};
+                          .params = DequantizeParams{weight.N, weight.K, group_size(weight), 0},
+                          .seconds = traffic_seconds(weight_bytes(weight) + written, device)}}};
 }
 
-Plan plan_embedding(const EmbeddingProblem& problem) {
+Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
   check_weight("embedding", weight);
   if (problem.count == 0) refuse("embedding", "ids", "at least 1", "0");
-  return {.dispatches = {{.kernel = Kernel::embedding,
-                          .function = host_name(Kernel::embedding, weight.format, problem.out),
+  const double bytes_of_a_row = weight_bytes(weight) / weight.N + double(weight.K) * element_bytes(problem.out);
+  return {.dispatches = {{.instance = {Kernel::embedding, weight.format, problem.out},
                           .constants = weight_constants(weight),
                           .grid = elementwise_grid(weight.K / kCodesPerWord, problem.count),
                           .threads = kElementwiseThreads,
                           .params = EmbeddingParams{weight.N, weight.K, group_size(weight), problem.count,
-                                                    problem.wide_ids ? 8U : 4U}}}};
+                                                    problem.wide_ids ? 8U : 4U},
+                          .seconds = traffic_seconds(problem.count * bytes_of_a_row, device)}}};
 }
 
-Plan plan_repack(const RepackProblem& problem) {
+namespace {
+
+// Bytes that a thread of a repack kernel reads and writes; variants.h says what a thread does.
+double repacked_bytes(Kernel kernel) {
+  if (kernel == Kernel::gptq_repack) return 2 * sizeof(uint32_t);
+  if (kernel == Kernel::awq_repack) return 2 * kCodesPerWord * sizeof(uint32_t);
+  return sizeof(uint32_t) + kCodesPerWord;
+}
+
+}  // namespace
+
+Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
   const std::string_view op = info(problem.kernel).name;
   if (info(problem.kernel).library != "weights/repack")
     refuse("repack", "kernel", "one of weights/repack", std::string(op));
   if (problem.rows == 0) refuse(op, "rows", "at least 1", "0");
   if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
   Dispatch dispatch{
-      .kernel = problem.kernel,
-      .function = std::string(op),
+      .instance = {problem.kernel},
       .grid = elementwise_grid(problem.columns, problem.rows),
       .threads = kElementwiseThreads,
-      .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0}};
+      .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0},
+      .seconds = traffic_seconds(repacked_bytes(problem.kernel) * problem.rows * problem.columns, device)};
   dispatch.constants[kConstantHasPerm] = problem.has_perm;
   return {.dispatches = {std::move(dispatch)}};
 }
 
 Plan plan_probe() {
-  return {.dispatches = {{.kernel = Kernel::probe_half_subnormals,
-                          .function = std::string(info(Kernel::probe_half_subnormals).name)}}};
+  return {.dispatches = {{.instance = {Kernel::probe_half_subnormals}}}};
 }
 
 Plan plan_tensor_probe() {
-  return {.dispatches = {{.kernel = Kernel::probe_tensor_layout,
-                          .function = std::string(info(Kernel::probe_tensor_layout).name),
-                          .grid = {1, 1, 1},
-                          .threads = {kSimdWidth, 1, 1}}}};
+  return {
+      .dispatches = {{.instance = {Kernel::probe_tensor_layout}, .grid = {1, 1, 1}, .threads = {kSimdWidth, 1, 1}}}};
 }
 
 std::string tensor_layout_refusal(const int32_t* words) {
@@ -150,7 +167,7 @@ struct PrintParams {
 }  // namespace
 
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch) {
-  stream << dispatch.function << ": grid " << dispatch.grid << " of " << dispatch.threads << " threads, "
+  stream << host_name(dispatch.instance) << ": grid " << dispatch.grid << " of " << dispatch.threads << " threads, "
          << dispatch.threadgroup_bytes << " bytes of threadgroup memory";
   std::visit(PrintParams{stream}, dispatch.params);
   stream << ", constants";

@@ -12,7 +12,7 @@
 #include "csrc/planner/device.h"
 #include "csrc/planner/problem.h"
 #include "csrc/planner/tiling.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 
@@ -22,13 +22,13 @@ using KernelParams = std::variant<std::monostate, GemmParams, DequantizeParams, 
                                   RotaryParams, ActivationParams, CacheParams, MlstmParams>;
 
 struct Dispatch {
-  Kernel kernel;
-  std::string function;  // the kernel's host name in its library
+  KernelInstance instance;
   FunctionConstants constants{};
   Extent grid{};     // in threadgroups
   Extent threads{};  // per threadgroup
   uint32_t threadgroup_bytes = 0;
   KernelParams params{};
+  double seconds = 0;  // predicted time on the GPU
 };
 
 struct Plan {
@@ -37,21 +37,22 @@ struct Plan {
   uint32_t block_words = 0;          // words of workspace for kSlotBlocks
   // True for two_pass: the dispatches write the weight as [K, N] in the activations' type, and the caller multiplies.
   bool dense_product = false;
-  // Predicted time of the dispatches on the GPU; 0 if the cost model does not know their kernels.
-  double seconds = 0;
 };
+
+// Returns the predicted time of all dispatches on the GPU.
+double seconds(const Plan& plan);
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
 // The functions below throw std::invalid_argument if no kernel can compute the problem; see refuse() in builder.h for
 // the text. plan_gemm ranks all tilings and builds a plan for the chosen one only.
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
-Plan plan_dequantize(const DequantizeProblem& problem);
+Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device);
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device);
 // Returns true if a plan of plan_moe includes the gated activation of its problem.
 bool applies_gate(const Plan& plan);
-Plan plan_embedding(const EmbeddingProblem& problem);
-Plan plan_repack(const RepackProblem& problem);
+Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device);
+Plan plan_repack(const RepackProblem& problem, const GpuDevice& device);
 Plan plan_probe();
 Plan plan_tensor_probe();
 // Returns the reason why the kernels for tensor units cannot run on a GPU, from the kTensorProbed words that the plan

@@ -1,10 +1,8 @@
 #include "csrc/planner/plan_cache.h"
 
-#include <algorithm>
 #include <atomic>
-#include <bit>
 #include <map>
-#include <set>
+#include <mutex>
 #include <stdexcept>
 #include <tuple>
 
@@ -17,7 +15,7 @@ using Product = std::tuple<WeightFormat, ElementType, uint32_t, uint32_t, uint32
 struct Rows {
   uint32_t first;
   uint32_t last;
-  std::string_view variant;
+  NamedVariant variant;
 };
 
 using Table = std::map<Product, std::vector<Rows>>;
@@ -28,7 +26,6 @@ struct Tuned {
   std::atomic<uint64_t> generation{0};
   std::mutex mutex;
   Table table;
-  std::set<std::string> names;  // never shrinks, because problems that are being planned hold views of the names
 };
 
 Tuned& tuned() {
@@ -36,28 +33,19 @@ Tuned& tuned() {
   return *instance;
 }
 
-// Numbers the texts that gemm(variant=) accepts: 0 is "auto", then the variants, then each variant with a tile.
-uint64_t variant_index(std::string_view text) {
-  if (text == "auto") return 0;
-  const std::optional<GemmVariant> variant = variant_of(text);
-  if (variant && text == name(*variant)) return 1 + static_cast<uint64_t>(*variant);
-  const auto row = std::ranges::find_if(kGemmTiles, [&](const GemmTile& tile) { return names(text, tile); });
-  return 1 + kGemmVariants.size() + static_cast<uint64_t>(row - kGemmTiles.begin());
-}
-
 }  // namespace
 
-void set_tuned(std::vector<TunedRange> ranges) {
+void set_tuned(const std::vector<TunedRange>& ranges) {
   for (const TunedRange& range : ranges) {
     if (!variant_of(range.variant)) throw std::invalid_argument("tuned: no kernel variant '" + range.variant + "'");
   }
   Table table;
-  const std::lock_guard lock(tuned().mutex);
-  for (TunedRange& range : ranges) {
-    const std::string& name = *tuned().names.insert(std::move(range.variant)).first;
+  for (const TunedRange& range : ranges) {
+    // A table of an earlier version may have a tile that no longer exists. It counts as not measured.
     table[{range.format, range.activations, range.group_size, range.K, range.N}].push_back(
-        {range.first_M, range.last_M, name});
+        {range.first_M, range.last_M, NamedVariant::find(range.variant).value_or(NamedVariant{})});
   }
+  const std::lock_guard lock(tuned().mutex);
   tuned().table = std::move(table);
   tuned().unread = false;
   ++tuned().generation;
@@ -68,7 +56,7 @@ void set_tuned_loader(std::function<void()> loader) {
   tuned().unread = true;
 }
 
-std::string_view tuned_variant(const GemmProblem& problem) {
+NamedVariant tuned_variant(const GemmProblem& problem) {
   if (tuned().unread) {
     tuned().loader();
     tuned().unread = false;
@@ -83,7 +71,7 @@ std::string_view tuned_variant(const GemmProblem& problem) {
   return {};
 }
 
-std::string_view tuned_variant(const MoeProblem& problem) {
+NamedVariant tuned_variant(const MoeProblem& problem) {
   GemmProblem product = problem.product;
   product.M = rows_of_expert(problem);
   return tuned_variant(product);
@@ -91,64 +79,6 @@ std::string_view tuned_variant(const MoeProblem& problem) {
 
 uint64_t tuned_generation() {
   return tuned().generation;
-}
-
-namespace {
-
-// Packs small fields into one number, which is cheaper to compare than the fields.
-struct Options {
-  uint64_t bits = 0;
-
-  template <typename Value>
-  Options& add(Value value, uint32_t width) {
-    bits = bits << width | static_cast<uint64_t>(value);
-    return *this;
-  }
-  Options& add(const WeightProblem& weight) {
-    add(weight.format, 4).add(weight.scales, 2).add(weight.zeros, 2).add(weight.has_perm, 1);
-    return add(weight.has_global_scale, 1).add(weight.global_scale_per_column, 1).add(weight.vector_aligned, 1);
-  }
-};
-
-PlanKey weight_key(const WeightProblem& weight, uint32_t M, int64_t a_row_stride, const Options& options) {
-  return {a_row_stride, M, weight.N, weight.K, group_size(weight), options.bits};
-}
-
-}  // namespace
-
-PlanKey plan_key(const GemmProblem& problem) {
-  Options options;
-  options.add(variant_index(problem.variant), 8).add(problem.weight).add(problem.activations, 2);
-  options.add(problem.bias, 2).add(problem.has_bias, 1).add(problem.vector_aligned_a, 1);
-  return weight_key(problem.weight, problem.M, problem.a_row_stride, options);
-}
-
-PlanKey plan_key(const DequantizeProblem& problem) {
-  return weight_key(problem.weight, 0, 0, Options().add(problem.weight).add(problem.out, 2));
-}
-
-PlanKey plan_key(const EmbeddingProblem& problem) {
-  const Options options = Options().add(problem.weight).add(problem.out, 2).add(problem.wide_ids, 1);
-  return weight_key(problem.weight, problem.count, 0, options);
-}
-
-PlanKey plan_key(const RepackProblem& problem) {
-  const Options options = Options().add(problem.kernel, 8).add(problem.has_perm, 1).add(problem.stored_zeros, 2);
-  return {0, problem.rows, problem.columns, 0, 0, options.bits};
-}
-
-MoeKey plan_key(const MoeProblem& problem) {
-  Options options;
-  options.add(problem.wide_ids, 1).add(problem.row_weights, 2).add(problem.has_row_weights, 1).add(problem.reduce, 1);
-  const MoeGate gate = problem.gate.value_or(MoeGate{});
-  options.add(problem.gate.has_value(), 1).add(gate.activation, 3).add(gate.interleaved, 1);
-  return {plan_key(problem.product),
-          problem.a_slot_stride,
-          problem.experts,
-          problem.top_k,
-          std::bit_cast<uint32_t>(gate.limit),
-          std::bit_cast<uint32_t>(gate.alpha),
-          options.bits};
 }
 
 }  // namespace marlin

@@ -1,15 +1,33 @@
-// The problems that the planner plans.
+// The problems that the planner plans. A problem's bytes are its key in the cache of launches, so all its bytes are
+// values: it has no padding, and no floats, of which some differ in their bytes only.
 #pragma once
 
 #include <algorithm>
-#include <compare>
+#include <bit>
 #include <cstdint>
-#include <optional>
-#include <string_view>
 
-#include "kernels/shared/variants.h"
+#include "csrc/core/gemm_variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
+
+// A bool of four bytes.
+struct Flag {
+  constexpr Flag(bool value = false) : value(value ? 1 : 0) {}
+  constexpr operator bool() const { return value != 0; }
+
+ private:
+  uint32_t value;
+};
+
+// A float that compares by its bits.
+struct FloatBits {
+  constexpr FloatBits(float value = 0) : bits(std::bit_cast<uint32_t>(value)) {}
+  constexpr operator float() const { return std::bit_cast<float>(bits); }
+
+ private:
+  uint32_t bits;
+};
 
 struct WeightProblem {
   WeightFormat format{};
@@ -34,12 +52,29 @@ struct GemmProblem {
   int64_t a_row_stride = 0;  // elements
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;
-  bool has_bias = false;
-  bool vector_aligned_a = false;  // activations start aligned for loads of four elements
-  // "auto", a variant of core/gemm_variants.h, or a variant and a tile ("double_buffered:128x64x16").
-  std::string_view variant = "auto";
-  // The variant that a tuner measured to be best, which "auto" then uses; empty if nothing was measured.
-  std::string_view tuned{};
+  Flag has_bias{};
+  Flag vector_aligned_a{};  // activations start aligned for loads of four elements
+  NamedVariant variant{};
+  // The variant that a tuner measured to be best, which "auto" then uses; "auto" if nothing was measured.
+  NamedVariant tuned{};
+};
+
+// A MoeGate, or none.
+struct OptionalGate {
+  OptionalGate() = default;
+  OptionalGate(const MoeGate& gate)
+      : present(true),
+        activation(gate.activation),
+        interleaved(gate.interleaved != 0),
+        limit(gate.limit),
+        alpha(gate.alpha) {}
+  MoeGate value() const { return {activation, interleaved ? 1U : 0U, limit, alpha}; }
+
+  Flag present{};
+  int32_t activation = 0;
+  Flag interleaved{};
+  FloatBits limit{};
+  FloatBits alpha{};
 };
 
 // The products of tokens with the weights of their experts. Each token has top_k slots, and each slot names an expert.
@@ -50,12 +85,13 @@ struct MoeProblem {
   int64_t a_slot_stride = 0;  // elements; 0 if the slots of a token share one row
   uint32_t experts = 0;
   uint32_t top_k = 1;
-  bool wide_ids = true;  // int64, otherwise int32
+  Flag wide_ids = true;  // int64, otherwise int32
   ElementType row_weights = ElementType::float32;
-  bool has_row_weights = false;
-  bool reduce = false;
+  Flag has_row_weights{};
+  Flag reduce{};
   // A gated activation that the products need next. plan_moe includes it where one dispatch can compute both.
-  std::optional<MoeGate> gate{};
+  OptionalGate gate{};
+  uint32_t unused = 0;
 };
 
 inline uint32_t token_count(const MoeProblem& problem) {
@@ -75,15 +111,15 @@ struct DequantizeProblem {
 struct EmbeddingProblem {
   WeightProblem weight{};
   uint32_t count = 0;    // ids
-  bool wide_ids = true;  // int64, otherwise int32
+  Flag wide_ids = true;  // int64, otherwise int32
   ElementType out = ElementType::float16;
 };
 
 struct RepackProblem {
   Kernel kernel = Kernel::gptq_repack;  // one of the kernels in weights/repack.metal
-  uint32_t rows = 0;                    // rows and columns of the kernel's grid, see variants.h
+  uint32_t rows = 0;                    // rows and columns of the kernel's grid, see kernel_list.h
   uint32_t columns = 0;
-  bool has_perm = false;
+  Flag has_perm{};
   StoredZeros stored_zeros = StoredZeros::plain;
 };
 

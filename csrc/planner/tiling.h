@@ -16,7 +16,7 @@ struct Extent {
   uint32_t x = 1, y = 1, z = 1;
 };
 
-// A row of kGemmTiles, and how K and the rows are divided for one problem.
+// A tile of a variant, and how K and the rows are divided for one problem.
 struct Tiling : GemmTile {
   uint32_t simdgroups = 0;  // per threadgroup
   // the K of a slice, which a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit
@@ -45,16 +45,7 @@ constexpr RowBlocks row_blocks(const Tiling& tiling, uint32_t M, uint32_t launch
 }
 
 // Returns the bytes of threadgroup memory if a threadgroup computes `rows` rows.
-constexpr uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
-  if (tiling.variant == GemmVariant::gemv) {
-    return gemv_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
-  }
-  if (tiling.variant == GemmVariant::fused) {
-    return fused_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
-  }
-  if (tiling.variant == GemmVariant::tensor) return 0;
-  return tile_threadgroup_bytes(tiling.tile, problem.activations, tiling.stages);
-}
+uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows);
 
 constexpr bool writes_partials(const Tiling& tiling) {
   return tiling.splits > 1 || tiling.stripes_share_tiles;

@@ -102,7 +102,7 @@ py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
   if (dispatch != nullptr) text << *dispatch;
   py::dict entry;
   entry["kernel"] = cost.kernel;
-  entry["function"] = dispatch != nullptr ? dispatch->function : std::string(cost.kernel);
+  entry["function"] = dispatch != nullptr ? host_name(dispatch->instance) : std::string(cost.kernel);
   entry["text"] = dispatch != nullptr ? text.str() : std::string(cost.kernel);
   entry["grid"] = extent(dispatch != nullptr ? dispatch->grid : Extent{});
   entry["threads"] = extent(dispatch != nullptr ? dispatch->threads : Extent{});
@@ -204,7 +204,7 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
                      .top_k = top_k,
                      .has_row_weights = reduce,
                      .reduce = reduce,
-                     .gate = reduce ? std::nullopt : std::optional(MoeGate{})};
+                     .gate = reduce ? OptionalGate{} : OptionalGate(MoeGate{})};
   const GpuDevice device{cores, true, &chip_of(chip)};
   const Tiling tiling = moe_tiling(problem, device);
   const PlanCost total = experts_cost(tiling, problem, device);
@@ -264,7 +264,7 @@ void add_planner(py::module_& m) {
     for (const auto& [format, activations, group_size, K, N, first, last, variant] : rows) {
       ranges.push_back({weight_format(format), element(activations), group_size, K, N, first, last, variant});
     }
-    set_tuned(std::move(ranges));
+    set_tuned(ranges);
   });
   m.def("set_tuned_loader", [](py::function loader) {
     // The loader is never freed, because a product may be planned while the interpreter shuts down.

@@ -93,16 +93,15 @@ py::list tile_budgets(ElementType activations) {
     if (code_kind(counts.format) != CodeKind::integer) continue;  // the table has one such row for each tile
     if (info(counts.kernel).name.starts_with("moe_")) continue;   // gemv's and fused's tiles
     const auto row = std::ranges::find_if(
-        kGemmTiles, [&](const GemmTile& tile) { return tile.kernel == counts.kernel && tile.tile == counts.tile; });
-    if (row == kGemmTiles.end())
-      throw std::logic_error("tile_budgets: kKernelCounts has a tile that kGemmTiles does not have");
+        gemm_tiles(), [&](const GemmTile& tile) { return tile.kernel == counts.kernel && tile.tile == counts.tile; });
+    if (row == gemm_tiles().end()) throw std::logic_error("tile_budgets: kKernelCounts has a tile that no variant has");
     listed.insert(name(*row));
     const KernelCounts& with =
         *find_counts(counts.kernel, counts.format, counts.tile, activations, kGpuFamilies.front());
     budgets.append(row->stages == 0 ? budget_without_staging(*row, with, activations)
                                     : staged_budget(*row, activations, with.half_registers));
   }
-  for (const GemmTile& row : kGemmTiles) {
+  for (const GemmTile& row : gemm_tiles()) {
     if (row.variant == GemmVariant::tensor && has_tensor_kernel(WeightFormat{}, activations))
       budgets.append(tensor_budget(row, tensor_counts(WeightFormat{}, activations), activations));
   }

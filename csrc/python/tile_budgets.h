@@ -7,7 +7,7 @@
 
 namespace marlin {
 
-// Returns a dict for each tile in kGemmTiles, then one for each common shape that does not fit in threadgroup memory.
+// Returns a dict for each tile in gemm_tiles(), then one for each common shape that does not fit in threadgroup memory.
 // profiling.TileRow says what the entries mean.
 pybind11::list tile_budgets(ElementType activations);
 

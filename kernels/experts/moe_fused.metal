@@ -2,7 +2,7 @@
 // listed them in a table. Each threadgroup computes one block of this table. Threadgroups beyond the last block have no
 // rows. An expert's last block may have fewer rows than the others, and then the matrix unit takes less time for it:
 // the kernel has a loop for each number of row blocks, of eight rows each.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/rows.h"
 #include "kernels/gemm/fused.h"

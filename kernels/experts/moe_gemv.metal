@@ -1,6 +1,6 @@
 // Multiplies few rows with the weights of their experts. Each threadgroup reads the id of one pair's expert and
 // multiplies the pair's row with the weight of that expert.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
 #include "kernels/gemm/gemv.h"

@@ -1,7 +1,7 @@
 // Multiplies few rows with the gate and up projections of their experts, and applies the gated activation. Each
 // threadgroup computes some activated columns of one pair, from as many columns of gate and of up. Gate and up are
 // rounded in between, so the activation's input has the bits that moe_gemv with as many slices gives.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
 #include "kernels/gemm/gemv.h"

@@ -1,7 +1,7 @@
 // Multiplies few rows with the weights of their experts, and adds the results of each token, in one dispatch. Each
 // threadgroup computes some columns of one token. The simdgroups of a slot read the id of its expert and split K
 // between them. The result has the bits that moe_gemv with as many slices and moe_reduce give.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
 #include "kernels/gemm/gemv.h"

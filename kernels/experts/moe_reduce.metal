@@ -1,6 +1,6 @@
 // Adds the bias to each pair's product, multiplies the sum by the pair's row weight, adds the results of a token in the
 // order of its slots, and rounds once.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
 

@@ -4,7 +4,7 @@
 // Each simdgroup reads its part of the pairs twice, 32 at a time: first it counts the rows of each expert, then it
 // stores each pair in the next place of its expert. Lanes compare their experts, so no two of them write to one
 // address.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
 

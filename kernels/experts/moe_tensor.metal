@@ -2,7 +2,7 @@
 #include "kernels/gemm/tensor.h"
 
 #include "kernels/experts/rows.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 using namespace metal;
 using namespace marlin;

@@ -2,7 +2,7 @@
 // nibbles, k and k + 4, one from each 16-bit half of the word. The masked word is then read as a half2.
 #pragma once
 
-#include "kernels/gemm/options.h"
+#include "kernels/gemm/function_constants.h"
 
 namespace marlin {
 

@@ -77,7 +77,7 @@ struct FusedAccumulators {
   const device T* x_row[2];
   typename Rows::Offset row_offset[row_blocks][2];
   vec<T, 4> x[row_blocks][2];  // four k of each of the two rows
-  uint pair;                   // always 2, the offset of the second load_pair(); see load_activations()
+  uint opaque_two;             // always 2, the offset of the second load_pair(); see load_activations()
   const threadgroup float* table;
   Decode decode[kFusedColumnBlocks];
   Matrix sum[row_blocks][kFusedColumnBlocks];
@@ -96,7 +96,7 @@ struct FusedAccumulators {
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
-        const uint skipped = j == 0 ? 0 : pair;
+        const uint skipped = j == 0 ? 0 : opaque_two;
         const device T* start = x_row[e % Rows::pointers()] + (loads_pairs() && !has_perm ? skipped : 0);
         const device T* first = start + row_offset[i][e % Rows::offsets_per_block()];
         if (j == 0) x[i][e] = vec<T, 4>(T(0.0f));
@@ -203,7 +203,7 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   sums.word = place.column / 2;
   sums.quad = place.row * 4;
   sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord + sums.word) * N + sums.n;
-  sums.pair = min(params.K, 2u);
+  sums.opaque_two = min(params.K, 2u);
   sums.table = shared;
   MARLIN_UNROLL for (uint e = 0; e < Rows::pointers(); ++e) {
     sums.x_row[e] = rows.pointer(product.a, place.column + e) + (has_perm ? 0 : k_begin + sums.quad);

@@ -2,7 +2,7 @@
 // the block is padding. Their body is in fused.h.
 #include "kernels/gemm/fused.h"
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 using namespace metal;
 using namespace marlin;

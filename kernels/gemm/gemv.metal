@@ -1,7 +1,7 @@
 // For up to kGemvMaxRows activation rows; gemv.h has the body.
 #include "kernels/gemm/gemv.h"
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 using namespace metal;
 using namespace marlin;

@@ -6,7 +6,7 @@
 
 namespace marlin {
 
-// Parameters of gemv and of all gemm kernels. variants.h defines slices and splits of K.
+// Parameters of gemv and of all gemm kernels. kernel_list.h defines slices and splits of K.
 struct GemmParams {
   int64_t a_row_stride;  // elements
   uint32_t M;
@@ -59,7 +59,7 @@ struct StripedReduceParams {
 static_assert(sizeof(StripedReduceParams) == 24, "shared with the shaders");
 
 struct RepackParams {
-  uint32_t rows;     // rows of the kernel's grid, see variants.h
+  uint32_t rows;     // rows of the kernel's grid, see kernel_list.h
   uint32_t columns;  // columns of the kernel's grid
   int32_t stored_zeros;
   uint32_t unused;

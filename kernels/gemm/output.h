@@ -1,7 +1,7 @@
 // Stores sums: to the output, after adding the bias and rounding once, or to one split of the partial sums.
 #pragma once
 
-#include "kernels/gemm/options.h"
+#include "kernels/gemm/function_constants.h"
 
 namespace marlin {
 

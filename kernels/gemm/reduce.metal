@@ -1,5 +1,5 @@
 // Adds the partial sums of all splits of K in the order of k, adds the bias, and rounds once.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/gemm/output.h"
 

@@ -1,7 +1,7 @@
 // For many activation rows on GPUs with tensor units; tensor.h has the body. Needs Metal language version 4.0.
 #include "kernels/gemm/tensor.h"
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 using namespace metal;
 using namespace marlin;

@@ -1,5 +1,5 @@
 // The gated activation between the products of a feed-forward block. Each thread computes one element.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/layer/gated.h"
 

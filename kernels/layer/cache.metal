@@ -2,7 +2,7 @@
 // token is in device memory, so the host need not wait for it. If the tokens do not fit into the cache, NaNs are
 // written to its start, one for each element of the tokens. Attention with this cache then never gives a plausible
 // result.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/layer/params.h"
 

@@ -1,7 +1,7 @@
 // The gated activations, in fp32.
 #pragma once
 
-#include "kernels/gemm/options.h"
+#include "kernels/gemm/function_constants.h"
 #include "kernels/layer/params.h"
 
 namespace marlin {

@@ -1,8 +1,8 @@
 // Divides each row by its root mean square and multiplies it by a weight, in fp32. If there is a residual, it is first
 // added to the row; the sum is rounded, stored, and used in place of the row. One threadgroup computes a row.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
-#include "kernels/gemm/options.h"
+#include "kernels/gemm/function_constants.h"
 #include "kernels/layer/params.h"
 
 using namespace metal;

@@ -1,8 +1,8 @@
 // Rotates pairs of elements of q and k by the angles of their positions, in fp32. Each thread rotates one pair, or
 // copies one of the elements after the rotated part.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
-#include "kernels/gemm/options.h"
+#include "kernels/gemm/function_constants.h"
 #include "kernels/layer/params.h"
 
 using namespace metal;

@@ -9,7 +9,7 @@
 //
 // No decay is computed as a difference of two sums, so decays of any size keep their precision. A forget gate of minus
 // infinity resets the state.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
 

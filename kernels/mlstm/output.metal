@@ -5,7 +5,7 @@
 // The simdgroups of a threadgroup first compute all scores S_jl together, and then the sums. Scores pass through
 // threadgroup memory in the layout of the fragments, so that each lane loads the elements that its fragment needs.
 // mlstm_gates has computed the stabilisers m_j, so all products go to the same accumulators and none is rescaled.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
 

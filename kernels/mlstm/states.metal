@@ -1,7 +1,7 @@
 // Computes the state between chunks: C' = G C + sum_j A_j k_j v_j^T and n' = G n + sum_j A_j k_j over a chunk's tokens
 // j, where G is kChunkDecay and A_j is kGateWeight (params.h). A simdgroup keeps 32 x 32 elements of C in registers
 // through all chunks, so the kernel needs no threadgroup memory and no barrier.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
 

@@ -1,6 +1,6 @@
 // Computes one token. C is read once and C' = f C + i k v^T is written once. A lane owns four columns. The simdgroups
 // of a threadgroup divide the rows and add their sums in threadgroup memory, in a fixed order.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
 

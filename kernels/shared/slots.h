@@ -5,9 +5,9 @@
 
 namespace marlin {
 
-// All GEMM kernels use the same slot for the same buffer; variants.h says which slots each kernel declares. The host
-// binds every declared slot. If an optional tensor is absent, the host binds nil, and the kernel does not read the
-// slot.
+// All GEMM kernels use the same slot for the same buffer; kernel_list.h says which slots each kernel declares. The host
+// binds every declared slot. If an optional tensor is absent, the host binds a buffer of its own (encoder.mm), which
+// the kernel does not read.
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k; in embedding, the ids
   kSlotPacked = 1,       // int32 [K/8, N]; in the repack and unpack kernels, their input words

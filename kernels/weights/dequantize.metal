@@ -1,6 +1,6 @@
 // Writes the weight as [K, N] in the original order of k. Values are computed in fp32 and rounded once. Each thread
 // decodes one packed word.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/gemm/weight.h"
 

@@ -1,6 +1,6 @@
 // Looks up rows of an embedding table. The packed weight is [K/8, rows of the table]: each of its columns is one row of
 // the table. Each thread decodes one packed word.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/gemm/weight.h"
 

@@ -1,8 +1,8 @@
 // Repacks the words of GPTQ and AWQ checkpoints to [K/8, N], and unpacks their zero points to [G, N]. Only integers are
 // moved, so the results are exact.
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
-#include "kernels/gemm/options.h"
+#include "kernels/gemm/function_constants.h"
 
 using namespace metal;
 using namespace marlin;

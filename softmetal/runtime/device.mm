@@ -116,7 +116,8 @@ Device& Device::get() {
   return *device;
 }
 
-Device::Device() : checked(environment_flag("SOFTMETAL_CHECKED")), seed_(0) {
+Device::Device()
+    : checked(environment_flag("SOFTMETAL_CHECKED")), validates(environment_flag("MTL_DEBUG_LAYER")), seed_(0) {
   if (const char* text = std::getenv("SOFTMETAL_SEED")) seed_ = std::strtoull(text, nullptr, 0);
 }
 
@@ -287,6 +288,12 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
 }
 - (NSUInteger)currentAllocatedSize {
   return softmetal::allocated_bytes();
+}
+- (BOOL)shouldMaximizeConcurrentCompilation {
+  return softmetal::Device::get().compiles_concurrently;
+}
+- (void)setShouldMaximizeConcurrentCompilation:(BOOL)maximize {
+  softmetal::Device::get().compiles_concurrently = maximize;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
   const bool is_apple = family >= MTLGPUFamilyApple7 && family <= softmetal::apple_family();

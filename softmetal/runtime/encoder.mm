@@ -203,7 +203,11 @@ sm_uint3 narrow(MTLSize size) {
               " was bound by an earlier operator or for an earlier pipeline, not for this one");
   }
   sm_buffer& slot = command.dispatch.buffers[argument.index];
-  if (binding.kind == Binding::Kind::absent) return;
+  if (binding.kind == Binding::Kind::absent) {
+    if (!softmetal::Device::get().validates) return;
+    violation("missing buffer", "Compute Function(", kernel, "): missing Buffer binding at index ", argument.index,
+              " for ", argument.name, "[0]");
+  }
   if (binding.kind == Binding::Kind::bytes) {
     const std::vector<uint8_t>& copy = command.bytes.emplace_back(binding.bytes);
     slot.base = const_cast<uint8_t*>(copy.data());  // the executor reports any store, because the slot is read_only

@@ -148,6 +148,8 @@ class Device {
   static Device& get();
 
   std::atomic<bool> checked;
+  std::atomic<bool> validates;  // enforces the rules that only Metal's validation layer (MTL_DEBUG_LAYER) enforces
+  std::atomic<bool> compiles_concurrently = false;  // as the host asked; the device itself compiles alike in both cases
   // A test's hook sees every compile and can make it fail: softmetal_compile_hook.
   std::atomic<void (*)(int, const char*, char*, size_t)> compile_hook = nullptr;
   // Allocations of mps memory that succeed before one fails; negative: none fails.

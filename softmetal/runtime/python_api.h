@@ -15,6 +15,8 @@ SOFTMETAL_EXPORT size_t softmetal_autorelease_pools(void);  // how many pools of
 
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
+SOFTMETAL_EXPORT int softmetal_set_validates(int validates);  // as MTL_DEBUG_LAYER does; returns the previous value
+SOFTMETAL_EXPORT int softmetal_compiles_concurrently(void);   // the device's shouldMaximizeConcurrentCompilation
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
 SOFTMETAL_EXPORT uint32_t
 softmetal_set_thread_limit(uint32_t limit);  // threads per threadgroup; returns the previous limit

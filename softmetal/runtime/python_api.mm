@@ -60,6 +60,12 @@ void softmetal_set_checked(int checked) {
 int softmetal_is_checked(void) {
   return Device::get().checked;
 }
+int softmetal_compiles_concurrently(void) {
+  return Device::get().compiles_concurrently;
+}
+int softmetal_set_validates(int validates) {
+  return Device::get().validates.exchange(validates != 0);
+}
 void softmetal_set_seed(uint64_t seed) {
   Device::get().set_seed(seed);
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +36,7 @@ VIOLATIONS = {
     "empty threadgroup": r"\[zero-size dispatch\]: dispatchThreadgroups: .*threadgroups of \(16, 0, 1\)",
     "no pipeline": r"\[pipeline\]: dispatchThreads: no pipeline is set",
     "unbound argument": r"\[unbound argument\]: kernel 'scale', argument 'y' \[\[buffer\(1\)\]\] has nothing bound",
+    "nil for an argument": r"\[missing buffer\]: Compute Function\(scale\): missing Buffer binding at index 1 for y\[0\]",
     "binding of an earlier operator": r"\[stale binding\]: kernel 'scale', argument 'factor' \[\[buffer\(2\)\]\]",
     "binding of an earlier pipeline": r"\[stale binding\]: kernel 'narrow', argument 'y' \[\[buffer\(0\)\]\]",
     "threadgroup length of an earlier operator": r"\[threadgroup memory binding\]: .*no length was set",
@@ -126,7 +130,7 @@ def nothing_left_over() -> None:
 @pytest.mark.parametrize("mode", ["fast", "checked"])
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_host_code_runs(host: Host, name: str, mode: str) -> None:
-    with softmetal.checked(mode == "checked"):
+    with softmetal.validated(), softmetal.checked(mode == "checked"):
         assert host(name) == ""
 
 
@@ -136,13 +140,31 @@ RETURNED = ("constant of another type", "constant without a value", "36 KB decla
 
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_a_violation_is_reported(host: Host, name: str) -> None:
-    message = host(name)
+    with softmetal.validated():
+        message = host(name)
     assert re.search(VIOLATIONS[name], message), message
     assert message.startswith("Metal API violation [") != (name in RETURNED)
     # The device must still be usable.
     torch.mps.synchronize()
     assert (torch.ones(3, device="mps") + 1).tolist() == [2, 2, 2]
     assert host("correct") == ""
+
+
+def test_only_validation_refuses_nil(host: Host) -> None:
+    with softmetal.validated(False):
+        assert host("nil for an argument") == ""
+    with pytest.raises(RuntimeError, match=r"at address \(nil\).*kernel 'scale'"):
+        torch.mps.synchronize()
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("1", "1"), ("0", "0"), (None, "0")])
+def test_the_environment_turns_validation_on_as_on_a_mac(setting: str | None, expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MTL_DEBUG_LAYER"}
+    if setting is not None:
+        environment["MTL_DEBUG_LAYER"] = setting
+    program = "import softmetal; print(softmetal._library.set_validates(0))"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == expected, done.stderr
 
 
 def test_every_scenario_is_used() -> None:

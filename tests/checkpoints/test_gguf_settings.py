@@ -18,7 +18,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers as integration
-from torch_marlin_metal.integrations.transformers import gguf as gguf_integration
+from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.gguf import MODEL_TYPES
 from torch_marlin_metal.models.empty_model import ModelMismatchError
 from torch_marlin_metal.models.gguf_settings import SPECIAL, has_setting
@@ -249,7 +249,7 @@ def test_an_unknown_key_is_reported(tmp_path, monkeypatch) -> None:
         warnings.simplefilter("error")
         load_quantized(model_of("llama"), tmp_path / "m.gguf", ignore="llama.attention.wobble", progress=False)
     told: list[str] = []
-    monkeypatch.setattr(gguf_integration.logger, "warning", told.append)
+    monkeypatch.setattr(packed_checkpoint.logger, "warning", told.append)
     AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", device_map="cpu")
     assert len(told) == 1 and "the meaning of llama.attention.wobble is not known" in told[0]
 

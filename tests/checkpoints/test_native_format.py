@@ -353,8 +353,8 @@ def test_settings_that_do_not_fit(tmp_path, change, message) -> None:
     [
         ("packed_format", torch.tensor([1, 9, 32], dtype=torch.int32), r"\.packed_format': expected version 1"),
         ("packed_format", torch.tensor([1, 0], dtype=torch.int32), r"\.packed_format': expected shape \[3\]"),
-        ("scales", torch.ones(8, 63), r"\.scales': scales: expected shape \[8, 64\]"),
-        ("scales", torch.full((8, 64), torch.nan), r"\.scales': scales: expected finite"),
+        ("scales", torch.ones(8, 63).half(), r"\.scales': scales: expected shape \[8, 64\]"),
+        ("scales", torch.full((8, 64), torch.nan).half(), r"\.scales': scales: expected finite"),
         ("perm", torch.zeros(256, dtype=torch.int32), r"\.perm': perm: expected a permutation"),
         ("zeros", torch.zeros(8, 64, dtype=torch.uint8), r"\.zeros': zeros: expected None for uint4b8"),
     ],

@@ -17,7 +17,7 @@ from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.checkpoints.files import read_ahead
 from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, read_header, read_tensor
-from torch_marlin_metal.integrations.transformers import packed_checkpoint
+from torch_marlin_metal.load import loader
 
 SHAPES = [(3, 5), (64, 64), (0, 4), (1,), (700,), (2, 2, 2), (33, 7), (128,)]
 LIMIT = 9000
@@ -149,7 +149,7 @@ def test_layers_that_the_model_lacks_make_room_for_others(tmp_path, monkeypatch)
     model = LlamaForCausalLM(config)
     quantize_model(model, group_size=32)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(packed_checkpoint, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(loader, "AHEAD_BYTES", 1)
     monkeypatch.setattr(read_ahead, "BATCH_BYTES", 1)
     reader = convert.open_reader(tmp_path)
     head = reader.layer_names.index("lm_head")

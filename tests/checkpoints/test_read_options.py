@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.support.checkpoint_writers import LAYER, write_gptq
 from torch_marlin_metal import convert
 from torch_marlin_metal.cli.app import app
-from torch_marlin_metal.models.load import load_quantized
+from torch_marlin_metal.load.quantized import load_quantized
 
 
 def test_options_and_fields_say_the_same(tmp_path) -> None:

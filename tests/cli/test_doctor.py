@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,10 @@ def test_deep_needs_a_gpu(monkeypatch):
     assert "--deep: expected a torch with an mps device" in done.stderr
 
 
+# Checks of which other tests run a part, or which only measure times.
+UNUSED = ("first product again", "decode with commits", "concurrent compiles")
+
+
 def kinds(everything: bool) -> list[doctor_variants.Kind]:
     """Returns every kind of product that the check of variants compares, or each format with one dtype in turn."""
     in_turn = [(form, doctor_variants.DTYPES[i % 3]) for i, form in enumerate(WEIGHT_FORMATS)]
@@ -176,7 +181,7 @@ def test_every_kind_is_compared():
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if "again" not in name and "decode" not in name])
+@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if name not in UNUSED])
 def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypatch):
     monkeypatch.setattr(doctor_variants, "EVERY_KIND", kinds(everything))
     interval = tuning.commit_interval()
@@ -184,6 +189,22 @@ def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypat
         assert doctor_steps.STEPS[name]()
     finally:
         tuning.set_commit_interval(interval)
+
+
+def test_eight_threads_compile_other_kernels_than_one_thread(mps, monkeypatch):
+    seen = []
+    together = threading.Barrier(8, timeout=20)
+
+    def compile_kernels(weight, M, dtype):
+        if len(seen) >= 8:
+            together.wait()  # raises an exception if fewer than eight threads come
+        seen.append((weight.weight_format, M, dtype, threading.get_ident()))
+
+    monkeypatch.setattr(doctor_steps, "_compile", compile_kernels)
+    values = doctor_steps.concurrent_compiles()
+    assert set(values) == {"1_threads_ms", "8_threads_ms"}
+    assert len({one[:3] for one in seen}) == len(seen) == 16
+    assert (len({one[3] for one in seen[:8]}), len({one[3] for one in seen[8:]})) == (1, 8)
 
 
 def test_the_check_of_variants_names_each_wrong_product(monkeypatch):

@@ -156,8 +156,7 @@ def test_experts_benchmark_refuses_fewer_experts_than_top_k(experts, monkeypatch
 def test_training_products_are_those_of_the_same_weight(training, monkeypatch):
     monkeypatch.setattr("cpu_gemm.cold_bytes", lambda: 1)
     layer = training.Packed(64, 96, "nf4", 64)
-    words, scales = layer.packed[1]
-    exact = tmm.dequantize(words, scales, dtype=torch.float32, **layer.arguments).double()
+    exact = tmm.dequantize(layer.weights[1], torch.float32).double()
     x, gradient = torch.randn(5, 64), torch.randn(5, 96)
     for got, expected in (
         (layer.forward(x, 1), x.double() @ exact),

@@ -4,10 +4,7 @@ The toy format's codes are integers, as those of uint4b8, but its offset is 5. d
 go", names the same files.
 """
 
-import filecmp
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import cxx
+from tests.support.copied_tree import copy_tree, edit, run, touched_files
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +22,6 @@ TABLE = "torch_marlin_metal/formats_table.py"
 PAGE = "docs/formats/formats.md"
 REFERENCE = "tests/support/reference.py"
 MOST_FILES = 4
-
-
-def edit(root: Path, file: str, pattern: str, replacement: str) -> None:
-    """Replaces the one match of a pattern in a file."""
-    text, count = re.subn(pattern, replacement, (root / file).read_text(), flags=re.MULTILINE)
-    assert count == 1, f"{file}: {pattern} occurs {count} times"
-    (root / file).write_text(text)
 
 
 def add_format(root: Path) -> None:
@@ -50,34 +41,16 @@ def add_format(root: Path) -> None:
     subprocess.run([sys.executable, "-c", written], cwd=root, check=True)
 
 
-def tracked() -> list[str]:
-    """Returns the files that a copy of the repository needs, as git lists them."""
-    folders = ("build_support", "csrc", "kernels", "torch_marlin_metal", "tests", "docs")
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders, "setup.py", "pyproject.toml", "conftest.py",
-         "README.md", "LICENSE"], cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.splitlines()  # fmt: skip
-    return [name for name in listed if (ROOT / name).exists()]
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for name in tracked():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    return tmp_path
-
-
-def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
-    return subprocess.run([*command], cwd=copy, env=environment, check=False, capture_output=True, text=True)
+    return copy_tree(tmp_path)
 
 
 def test_a_format_of_known_kinds_is_added_in_four_files(copy: Path) -> None:
     toy = str(ROOT / "tests/dependencies/toy_format.py")
     add_format(copy)
-    touched = [name for name in tracked() if not filecmp.cmp(ROOT / name, copy / name, shallow=False)]
-    assert sorted(touched) == sorted([HEADER, TABLE, PAGE, REFERENCE]) and len(touched) <= MOST_FILES
+    touched = touched_files(copy)
+    assert touched == sorted([HEADER, TABLE, PAGE, REFERENCE]) and len(touched) <= MOST_FILES
     done = run(copy, sys.executable, toy, TOY, cxx.compiler())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip() == f"{TOY}: quantized, decoded and multiplied"
@@ -109,5 +82,9 @@ def test_the_whole_package_computes_with_an_added_format(copy: Path, everything:
     assert built.returncode == 0, built.stdout + built.stderr
     tests = ("tests/ops/test_gemm.py", "tests/ops/test_embedding.py", "tests/docs/test_docs.py")
     chosen = f"({TOY} and cpu) or format_table"
+    (copy / "softmetal").mkdir()  # the copy's tests have no Metal device
+    (copy / "softmetal/__init__.py").write_text(
+        "class Unavailable(RuntimeError): ...\n\n\nraise Unavailable('a copy')\n"
+    )
     done = run(copy, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", chosen)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Code asks for what a format is, not for its name: names of formats are compared with nothing outside the tables."""
+"""Code asks for what a format or a kernel is, not for its name: names are compared with nothing outside the tables."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import ALIASES, WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,23 @@ KINDS = {
             "csrc/planner/cost/activation_counts.h",
             "csrc/planner/cost/tensor_counts.h",
         ),
+    ),
+    "kernel variants": Names(
+        enumeration="GemmVariant",
+        names=frozenset(native.gemm_variants()),
+        # a file for each variant; kernels/shared/kernel_list.h lists them
+        tables=tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
+        left={
+            # the model of their times, and the page of their tiles
+            "csrc/planner/cost/cost.cpp": 15,
+            "csrc/planner/cost/experts_cost.cpp": 3,
+            "csrc/python/tile_budgets.cpp": 5,
+            "torch_marlin_metal/gpu/profiling/tiles.py": 1,
+            # the CPU's own meaning of two_pass, and what the tuner and the doctor leave out
+            "csrc/cpu/ops_cpu.cpp": 1,
+            "torch_marlin_metal/cli/doctor_variants.py": 1,
+            "torch_marlin_metal/gpu/tuning/tuner.py": 1,
+        },
     ),
 }
 
@@ -98,12 +116,15 @@ def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_compared_only_in_tables(kind: str) -> None:
     names = KINDS[kind]
-    found = {file: lines for file, lines in comparisons(ROOT, names).items() if len(lines) != names.left.get(file)}
-    assert not found, f"ask for a trait of the {kind} instead (kernels/shared/types.h): file and lines {found}"
+    found = comparisons(ROOT, names)
+    files = found.keys() | names.left.keys()
+    wrong = {file: found.get(file, []) for file in files if len(found.get(file, [])) != names.left.get(file, 0)}
+    traits = "kernels/shared/types.h, csrc/planner/builder.h"
+    assert not wrong, f"ask for a trait of the {kind} instead ({traits}), or lower `left`: file and lines {wrong}"
     assert all((ROOT / table).exists() for table in names.tables)
 
 
-PLANTED = {
+PLANTED_FORMATS = {
     "csrc/planner/a.cpp": "// WeightFormat::lut4\nbool f(WeightFormat x) { return x == WeightFormat::lut4; }\n",
     "csrc/mps/b.mm": 'bool f() {\n  return name(format) == "nvfp4";\n}\n',
     "kernels/gemm/c.h": "template <>\nstruct Operand<WeightFormat::uint4_bias> {};\n",
@@ -114,11 +135,20 @@ PLANTED = {
     "torch_marlin_metal/h.py": 'make(weight_format="uint4b8")\nif name.startswith("uint4"):\n    pass\n',
 }
 
+PLANTED_VARIANTS = {
+    "csrc/planner/a.cpp": "// GemmVariant::gemv\nbool f(GemmVariant x) { return x == GemmVariant::fused; }\n",
+    "csrc/ops/b.cpp": 'bool f() {\n  return name(variant) != "two_pass";\n}\n',
+    "torch_marlin_metal/c.py": 'x = plan(variant="gemv")\nsmall = chosen.variant in ("gemv", "fused")\n',
+}
 
-def test_a_planted_comparison_is_found(tmp_path: Path) -> None:
-    for file, text in PLANTED.items():
+
+@pytest.mark.parametrize(
+    ("kind", "planted"), [("weight formats", PLANTED_FORMATS), ("kernel variants", PLANTED_VARIANTS)]
+)
+def test_a_planted_comparison_is_found(kind: str, planted: dict[str, str], tmp_path: Path) -> None:
+    for file, text in planted.items():
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found = comparisons(tmp_path, KINDS["weight formats"])
-    assert {file: set(lines) for file, lines in found.items()} == {file: {2} for file in PLANTED}
+    found = comparisons(tmp_path, KINDS[kind])
+    assert {file: set(lines) for file, lines in found.items()} == {file: {2} for file in planted}

@@ -13,14 +13,15 @@ ALLOWED = {
     "checkpoints": {"base", "quantize", "layers"},
     "replace": {"base", "layers", "checkpoints"},
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
+    "load": {"base", "layers", "checkpoints", "models"},
     "gpu": {"base", "quantize", "checkpoints"},
     "trace": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu"},
     "xlstm": {"base"},
     "parallel": {"base", "layers", "checkpoints", "models"},
-    "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "parallel"},
-    "cli": {"base", "public", "checkpoints", "gpu", "trace", "xlstm"},
+    "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "load", "parallel"},
+    "cli": {"base", "public", "checkpoints", "models", "load", "gpu", "trace", "xlstm"},
     "run": {"integrations"},
-    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu", "trace", "xlstm"},
+    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "trace", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}

@@ -10,6 +10,8 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.gpu.tuning import chains
 from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, lazy_clock, product_chain, wall_clock
 
+OPS = torch.ops.torch_marlin_metal
+
 HOST, DEVICE, WAIT = 40.0, 28.0, 100.0
 
 
@@ -46,6 +48,33 @@ def test_each_device_has_its_clock() -> None:
     assert product_chain(torch.ones(1, 8), lambda state, index: state).clock is wall_clock
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_each_link_reads_its_product_and_keeps_the_activations(device, dtype) -> None:
+    """A NaN in any one product must reach the end. Finite products, even large ones, must leave no trace."""
+    a = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    largest = 1e4 * torch.ones(2, 4, dtype=dtype, device=device)
+    links = 5
+    end = product_chain(a, lambda state, index: largest).run(links, a)
+    assert torch.equal(end, a)
+    for poisoned in range(links):
+        chain = product_chain(a, lambda state, index, at=poisoned: largest * torch.nan if index == at else largest)
+        assert chain.run(links, a).isnan().all(), f"{poisoned}: the chain does not read this product"
+
+
+@pytest.mark.parametrize(("seconds", "calls", "measured"), [(0.06, 1, {1}), (0.04, 2, {1, 2}), (1e-3, 10, {1, 2})])
+def test_a_long_call_is_measured_alone(monkeypatch, seconds, calls, measured) -> None:
+    now, seen = [0.0], set()
+    monkeypatch.setattr(chains.time, "perf_counter", lambda: now[0])
+
+    def clock(chain, count):
+        seen.add(count)
+        now[0] += count * seconds
+        return chains.Measured(seconds, 0.0)
+
+    assert chains._calls(Chain(0, lambda state, index: index, lambda state: None, clock)) == calls
+    assert seen == measured
+
+
 @pytest.fixture
 def gpu_chain(mps):
     """Returns a chain of products only, because on the software device PyTorch's addition runs on the CPU."""
@@ -53,7 +82,7 @@ def gpu_chain(mps):
     a = torch.randn(2, 64, dtype=torch.float16, device="mps")
 
     def step(state, index):
-        return tmm.gemm(state, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=64)
+        return OPS.gemm(state, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=64)
 
     return Chain(a, step, lambda state: torch.mps.synchronize(), gpu_clock)
 

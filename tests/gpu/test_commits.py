@@ -13,6 +13,8 @@ from tests.support import reference
 from torch_marlin_metal import tuning
 from torch_marlin_metal.extension import native
 
+OPS = torch.ops.torch_marlin_metal
+
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counts")
 OPTIONS = {"weight_format": "uint4b8", "group_size": 64}
 
@@ -32,7 +34,7 @@ def product(mps):
     x = torch.randn(2, 512, dtype=torch.float16, device="mps")
 
     def run(**options):
-        return tmm.gemm(x, weight.b_packed, weight.scales, **OPTIONS, **options)
+        return OPS.gemm(x, weight.b_packed, weight.scales, **OPTIONS, **options)
 
     run()
     tuning.set_commit_interval(1e-9)
@@ -123,7 +125,7 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
 
     def run(rows=x):
         softmetal.faults()
-        y = tmm.gemm(rows, moved.b_packed, moved.scales, bias=bias, variant=variant, **moved.arguments).cpu()
+        y = OPS.gemm(rows, moved.b_packed, moved.scales, bias=bias, variant=variant, **moved.arguments).cpu()
         return y, sum("reduce" not in record.kernel for record in softmetal.counters())
 
     parts, start = [], 0
@@ -139,6 +141,50 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
     assert many >= math.ceil(M / 64) > few
     reference.check_gemm(divided, exact, bound)
     assert torch.equal(divided, torch.cat(parts)), "each part is planned like a product of its own"
+
+
+def test_every_operator_counts_its_work(mps):
+    """With an interval below the time of any kernel, each dispatch commits."""
+    weight = reference.make_weight("uint4b8", 128, 32, 64).to(mps)
+    x = torch.randn(3, 64, dtype=torch.float16, device=mps)
+    heads = torch.randn(1, 2, 4, 16, dtype=torch.float16, device=mps)
+    table = torch.randn(1, 4, 16, dtype=torch.float16, device=mps)
+    caches = torch.zeros(2, 1, 2, 8, 16, dtype=torch.float16, device=mps).unbind()
+    start, ids = torch.zeros(1, dtype=torch.int64, device=mps), torch.zeros(3, dtype=torch.int64, device=mps)
+    ones, row, gates = x[0].contiguous(), heads[:, :, 0].contiguous(), heads[:, :, 0, 0].contiguous()
+    states = [torch.zeros(size, device=mps) for size in ((1, 2, 16, 16), (1, 2, 16), (1, 2))]
+    words = torch.zeros(16, 32, dtype=torch.int32, device=mps)
+    operators = torch.ops.torch_marlin_metal
+    runs = {
+        "rms_norm": lambda: operators.rms_norm(x, ones, eps=1e-6),
+        "rotary": lambda: operators.rotary(heads, heads, table, table),
+        "gated_activation": lambda: operators.gated_activation(x, x),
+        "write_cache": lambda: operators.write_cache(*caches, heads, heads, start),
+        "dequantize": lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments),
+        "embedding": lambda: OPS.embedding(ids, weight.b_packed, weight.scales, **weight.arguments),
+        "gptq_repack": lambda: operators.gptq_repack(words),
+        "mlstm_step": lambda: operators.mlstm_step(row, row, row, gates, gates, *states),
+    }
+    for run in runs.values():
+        run()
+    tuning.set_commit_interval(1e-9)
+    commits(runs["rms_norm"], 1)  # commits the work of the calls above
+    assert {name: commits(run, 2) for name, run in runs.items()} == dict.fromkeys(runs, 2)
+
+
+def test_a_long_mlstm_is_divided_by_chunks(mps):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 100, 16, generator=generator) for _ in range(3))
+    i, f = (torch.randn(1, 2, 100, generator=generator) for _ in range(2))
+    mlstm = torch.ops.torch_marlin_metal.mlstm
+    expected = mlstm(q, k, v, i, f, chunk_size=32)[0]
+    native.set_longest_plan_seconds(1e-9)
+    moved = [tensor.to(mps) for tensor in (q, k, v, i, f)]
+    found = mlstm(*moved, chunk_size=32)[0].cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    tuning.set_commit_interval(1e-9)
+    # The gates of all tokens, and the states and the output of each of the four chunks.
+    assert commits(lambda: mlstm(*moved, chunk_size=32), 1) == 1 + 2 * 4
 
 
 def test_bad_intervals():

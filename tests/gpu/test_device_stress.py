@@ -16,6 +16,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device fail"),
@@ -39,7 +41,7 @@ def product(variant: str, M: int, K: int = 512, contiguous: bool = False, **opti
     true."""
     weight = reference.make_weight("uint4", K, 40, 64).to("mps")
     a = activations(M, K).to("mps") if contiguous else activations(K, M).to("mps").t()
-    return lambda: tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, variant=variant, **options)
+    return lambda: OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments, variant=variant, **options)
 
 
 def mlstm() -> Callable[[], torch.Tensor]:
@@ -57,7 +59,7 @@ def repack() -> Callable[[], torch.Tensor]:
 def dense() -> Callable[[], torch.Tensor]:
     weight = reference.make_weight("nvfp4", 64, 24, 16).to("mps")
     perm = torch.from_numpy(np.random.default_rng(0).permutation(64).astype(np.int32)).to("mps")
-    return lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
+    return lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
 
 
 # Calls, each with the fewest allocations that it makes: results, copies of operands, workspaces, PyTorch's own.
@@ -164,7 +166,7 @@ def test_a_failure_on_another_stream_and_of_a_whole_token(capfd) -> None:
         *(product(variant, 9, contiguous=True) for variant in ("gemv", "fused", "striped")),
         *(lambda op=op: op(words) for op in (tmm.gptq_repack, tmm.awq_repack, tmm.awq_unpack_zeros)),
         lambda: tmm.gptq_unpack_zeros(words, checkpoint_version=1),
-        lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments),
+        lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments),
     ]
     for call in calls:
         call()

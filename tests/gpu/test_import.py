@@ -100,7 +100,7 @@ tmm.tuning.save(tmm.tuning.TuningTable(tmm.tuning.Machine.current(), (entry,)))
 weight = product.make_weight("mps")
 a = torch.ones(1, 128, dtype=torch.float16, device="mps")
 def multiply():
-    tmm.gemm(a, weight_format=weight.weight_format, group_size=weight.group_size, **weight.tensors())
+    tmm.gemm(a, weight)
 threads = [threading.Thread(target=multiply) for _ in range(4)]
 softmetal.faults()
 [t.start() for t in threads]; [t.join() for t in threads]

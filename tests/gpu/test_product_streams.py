@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import torch_marlin_metal as tmm
 from tests.support import reference
 from torch_marlin_metal import tuning
+
+OPS = torch.ops.torch_marlin_metal
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="takes streams from the software Metal device")
 VARIANTS = (
@@ -37,7 +38,7 @@ def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], 
     a_mps, moved = a.to("mps"), weight.to("mps")
 
     def run() -> torch.Tensor:
-        return tmm.gemm(a_mps, moved.b_packed, moved.scales, variant=variant, **moved.arguments)
+        return OPS.gemm(a_mps, moved.b_packed, moved.scales, variant=variant, **moved.arguments)
 
     return run, lambda result: reference.check_gemm(result, exact, bound)
 

@@ -15,6 +15,8 @@ import torch_marlin_metal as tmm
 from torch_marlin_metal import profiling
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
+OPS = torch.ops.torch_marlin_metal
+
 
 def test_figures_have_sources():
     assert AppleSiliconGPU.names()[:3] == ("M1", "M1 Pro", "M1 Max")
@@ -232,7 +234,7 @@ def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
     tensors = {name: tensor.to(mps) for name, tensor in weight(N, K).items()}
     a = torch.rand(M, K).half().to(mps)
     softmetal.faults()
-    out = tmm.gemm(a, **tensors, weight_format="uint4b8", group_size=64, variant=variant)
+    out = OPS.gemm(a, **tensors, weight_format="uint4b8", group_size=64, variant=variant)
     assert torch.isfinite(out.cpu()).all()
     counted = [c for c in softmetal.counters() if c.kernel.startswith(("gem", "reduce"))]
     chosen = tmm.plan(M, N, K, group_size=64, gpu="M1", variant=variant.split(":")[0]).candidates

@@ -19,6 +19,8 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.gpu.tuning.tuner import MOST_CANDIDATES, candidates
 
+OPS = torch.ops.torch_marlin_metal
+
 PRODUCT = tuning.Product(N=64, K=128, weight_format="uint4b8", group_size=32)
 software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
 uses_mps = pytest.mark.usefixtures("mps")
@@ -48,7 +50,7 @@ def kernels_for(M: int, **changes) -> list[str]:
 
     def call():
         arguments = {"weight_format": weight.weight_format, "group_size": weight.group_size, **weight.tensors()}
-        return tmm.gemm(a, **arguments)
+        return OPS.gemm(a, **arguments)
 
     call()
     torch.mps.synchronize()
@@ -78,11 +80,11 @@ def test_a_tuned_product_is_right_and_a_variant_that_is_asked_for_is_taken():
     a = torch.randn(3, PRODUCT.K, generator=torch.Generator().manual_seed(0)).to(torch.float16)
     tuning.use(table_of((1, 64, "two_pass")))
     moved = weight.to("mps")
-    dense = tmm.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float16)
-    auto = tmm.gemm(a.to("mps"), moved.b_packed, moved.scales, **moved.arguments)
+    dense = OPS.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float16)
+    auto = OPS.gemm(a.to("mps"), moved.b_packed, moved.scales, **moved.arguments)
     assert torch.equal(auto, a.to("mps") @ dense)
     exact, bound = reference.gemm(a, weight, raw_codes=True)
-    named = tmm.gemm(a.to("mps"), moved.b_packed, moved.scales, **moved.arguments, variant="gemv")
+    named = OPS.gemm(a.to("mps"), moved.b_packed, moved.scales, **moved.arguments, variant="gemv")
     reference.check_gemm(named, exact, bound)
 
 

@@ -19,8 +19,8 @@ pytestmark = [
 def tuned_with_faults(monkeypatch, wrong) -> tuning.TunedRange:
     """Tunes 40 rows. The result of each variant that `wrong` accepts is 1.05 times too large, and these are the fastest."""
 
-    def gemm(a, *, variant, **options):
-        result = tmm.gemm(a, variant=variant, **options)
+    def gemm(a, weight, *, variant):
+        result = tmm.gemm(a, weight, variant=variant)
         if variant.startswith("striped"):
             raise RuntimeError("the kernel does not compile")
         return result * 1.05 if wrong(variant) else result

@@ -12,12 +12,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from tests.support.llama import IDS
 from tests.support.mixtures import SIZES, split_experts, stacked_experts
 from tests.support.models import same
-from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, convert, load_quantized
+from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, load_quantized
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
-from torch_marlin_metal.integrations.transformers import MarlinConfig, packed_checkpoint
-from torch_marlin_metal.integrations.transformers.experts import SeparateExperts
-from torch_marlin_metal.integrations.transformers.pending import PendingLinear
+from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.float_experts import ExpertFinder
+from torch_marlin_metal.load import loader
+from torch_marlin_metal.load.experts import SeparateExperts
+from torch_marlin_metal.load.placeholder import PendingLinear
+from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])
@@ -99,7 +101,7 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None
 
     monkeypatch.setattr(CheckpointReader, "read", counted_read)
     monkeypatch.setattr(ExpertWeights, "_fill", counted_fill)
-    monkeypatch.setattr(packed_checkpoint, "COPIED_AHEAD_BYTES", 0)
+    monkeypatch.setattr(loader, "COPIED_AHEAD_BYTES", 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     part = 64 * 96 // 2  # bytes of one matrix; `//` below drops the four bytes of an outline
     # Each of the two layers reads gate and up of its four experts, and then down of its four experts.
@@ -129,7 +131,7 @@ def test_an_expert_that_is_not_packed_is_named(kind, tmp_path) -> None:
     for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
         file.unlink()
     save_file(state, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(convert.CheckpointError, match=r"every expert .* got no .* for model\.layers\.1\..*\.3\.w1$"):
+    with pytest.raises(ModelMismatchError, match=r"every expert .* got no .* for model\.layers\.1\..*\.3\.w1$"):
         AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -138,7 +140,7 @@ def test_experts_whose_forward_was_changed_are_refused(tmp_path, monkeypatch) ->
     own = MixtralExperts.forward
     monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: 2 * own(self, *args))
     message = r"experts 'model\.layers\.0\.mlp\.experts': MixtralExperts computes something else than MarlinExperts"
-    with pytest.raises(convert.UnsupportedFormat, match=message):
+    with pytest.raises(ModelMismatchError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "source")
 
 

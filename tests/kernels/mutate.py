@@ -213,7 +213,7 @@ def main() -> int:
     shared_with_host = {
         "shared/types.h",
         "shared/slots.h",
-        "shared/variants.h",
+        "shared/kernel_list.h",
         "gemm/geometry.h",
         "experts/params.h",
         "layer/params.h",

@@ -179,7 +179,8 @@ def test_fused_sums_a_long_k_within_the_bound(p: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    "p", plain_problems(10, 40, 16384, TENSOR_FORMATS, TENSOR_FLOATS, group_size=128, all_positive=True)
+    "p",
+    plain_problems(10, 40, 16384, TENSOR_FORMATS, TENSOR_FLOATS, group_size=128, all_positive=True, bias_cancels=True),
 )
 def test_tensor_sums_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_tensor(p, tile="32x64x32", checked=False), raw_codes=False)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from softmetal.device import CompileError, compile
+from softmetal.device import CompileError
 from tests.support import reference
 from tests.support.kernels.cases import FLOATS, FORMATS, TENSOR_FORMATS, pairs, problem
 from tests.support.kernels.fused import run_fused
-from tests.support.kernels.launch import KERNELS, Buffer, compile_library, launch, number, place, place_output
+from tests.support.kernels.launch import Buffer, compile_library, launch, number, place, place_output
 from tests.support.kernels.problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
 from tests.support.kernels.tensor import run_tensor
 from tests.support.kernels.tiles import run_tiles
@@ -170,11 +170,7 @@ def test_probe_of_tensor_layout_in_every_order() -> None:
 
 def test_probe_of_the_elements_of_a_lane() -> None:
     """A lane has 8 elements of the left operand. A probe that expects 16 stores the number."""
-    path = KERNELS / "gemm/tensor_probe.metal"
-    text = path.read_text()
-    other = text.replace("compare<8>(a,", "compare<16>(a,")
-    assert other != text
-    compiled = compile(other, file_name=str(path), include_paths=[str(KERNELS.parent)], version=400)
+    compiled = compile_library("gemm/tensor_probe", replaced=("compare<8>(a,", "compare<16>(a,"))
     out = np.zeros(number("kTensorProbed"), np.uint32)
     compiled.kernel("probe_tensor_layout").launch(groups=1, group=32, buffers={number("kSlotOut"): out})
     assert out.tolist() == [number("kTensorCapacity") | 8, *[number("kTensorMatches")] * 2] * 2

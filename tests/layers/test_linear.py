@@ -13,8 +13,7 @@ from torch import nn
 from tests.support.linear_layers import GROUP, K, N, activations, layer_of, packed_of
 from tests.support.reference import FORMATS, check_gemm, dtypes_in_turn, gemm
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
-from torch_marlin_metal.packed_weight import PackedWeightError
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeightError
 from torch_marlin_metal.quantize.weight import quantize_weight
 
 
@@ -297,7 +296,7 @@ def test_from_packed_and_back_share_tensors(device):
     _, packed = packed_of("uint4", perm=True, device=device)
     layer = MarlinLinear.from_packed(packed)
     back = layer.to_packed().validate()
-    for name in WEIGHT_BUFFERS:
+    for name in WEIGHT_TENSORS:
         assert getattr(layer, name) is getattr(packed, name), name
         assert getattr(back, name) is getattr(packed, name), name
     assert (back.weight_format, back.group_size) == (packed.weight_format, packed.group_size)

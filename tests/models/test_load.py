@@ -110,12 +110,15 @@ def test_an_embedding_in_blocks_stays_packed_and_so_does_its_head(tmp_path) -> N
     torch.testing.assert_close(model(IDS).logits, dense(IDS).logits, rtol=1e-3, atol=1e-3)
 
 
-def test_the_head_of_a_packed_embedding_can_be_excluded(tmp_path) -> None:
+def test_modules_that_share_a_weight_become_floats_together(tmp_path) -> None:
     path, weights = write_gguf(tmp_path / "tiny.gguf", FOLDERS[0], "Q4_0", embedding="Q4_0")
     model = skeleton(FOLDERS[0])
     report = load_quantized(model, path, exclude=["lm_head"], progress=False)
-    assert [(entry.name, entry.reason) for entry in report.left] == [("lm_head", "excluded: decoded to floats")]
-    assert type(model.model.embed_tokens) is MarlinEmbedding
+    assert [(entry.name, entry.reason) for entry in report.left] == [
+        ("model.embed_tokens", "its weight is also that of lm_head: excluded: decoded to floats"),
+        ("lm_head", "its weight is that of model.embed_tokens"),
+    ]
+    assert model.model.embed_tokens.weight is model.lm_head.weight
     assert torch.equal(model.lm_head.weight, torch.from_numpy(weights["model.embed_tokens"]).to(torch.float32))
 
 
@@ -191,9 +194,22 @@ CASES = {
     "a bias": (lambda: Own(bias=True), {}, "layer 'net.down': the model's layer has a bias, the checkpoint's has none"),
     "another norm": (lambda: norm_of(16), {}, r"tensor 'norm.bias': expected shape \[16\].*got \[32\]"),
     "another kind": (lambda: with_layer(nn.LayerNorm(4)), {}, "layer 'net.down': expected nn.Linear .*got LayerNorm"),
-    "no such layer": (Own, {"rename": {"model.norm": "norm"}}, r"no place for model.layers.3.mlp.down_proj \(4-bit"),
-    "more tensors": (lambda: norm_of(None), {}, r"the model has no place for norm.bias, norm.weight$"),
-    "fewer tensors": (lambda: more(Own()), {}, r"the checkpoint lacks extra.bias, extra.weight$"),
+    "no such layer": (
+        Own,
+        {"rename": {"model.norm": "norm"}},
+        r"Own has no place for model.layers.3.mlp.down_proj \(4-bit layer\); its own Linear layers are for example "
+        r"net.down; ignore=.model.layers.3.mlp.down_proj. leaves",
+    ),
+    "more tensors": (
+        lambda: norm_of(None),
+        {},
+        r"Own has no place for model.norm.bias, model.norm.weight; .*; ignore=.norm.bias.",
+    ),
+    "fewer tensors": (
+        lambda: more(Own()),
+        {},
+        r"the checkpoint lacks extra.bias, extra.weight; keep=.extra.weight. keeps the model.s values$",
+    ),
     "integers": (lambda: integers(Own()), {}, r"tensor 'norm.weight': expected torch.int32 as in the model, got F32"),
 }
 
@@ -282,7 +298,8 @@ def test_buffers_that_no_checkpoint_holds(checkpoint) -> None:
         model = Own()
         model.register_buffer("table", torch.ones(3), persistent=False)
     with pytest.raises(
-        ModelMismatchError, match="the model's buffers table are on the meta device and in no checkpoint"
+        ModelMismatchError,
+        match=r"Own: the tensors table are in no checkpoint, and the model.s class does not compute them",
     ):
         load_quantized(model, checkpoint, rename=NAMES, progress=False)
     assert model.table.is_meta

@@ -8,6 +8,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 K, N = 64, 24
 
 
@@ -147,7 +149,7 @@ def test_perm_out_of_range_is_refused_on_the_cpu(index):
         call("cpu", perm=perm)
     weight = reference.make_weight("uint4b8", K, N, 32)
     with pytest.raises(IndexError, match="dequantize: " + message):
-        tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
+        OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
     with pytest.raises(IndexError, match="gptq_repack: " + message):
         tmm.gptq_repack(weight.b_packed, perm=perm)
 
@@ -155,18 +157,18 @@ def test_perm_out_of_range_is_refused_on_the_cpu(index):
 @pytest.mark.parametrize("shape", [(), (8,), (1, 8, N)])
 def test_words_of_another_rank_are_refused_if_the_group_is_all_of_k(shape, device):
     words = torch.zeros(shape, dtype=torch.int32, device=device)
-    scales = torch.ones(1, N, device=device)
+    weight = tmm.PackedWeight(words, torch.ones(1, N, device=device), "uint4b8", -1)
     message = re.escape(f"b_packed: expected int32 [K/8, N], got int32 {list(shape)}")
     with pytest.raises(ValueError, match="gemm: " + message):
-        tmm.gemm(torch.zeros(3, K, device=device), words, scales, weight_format="uint4b8", group_size=-1)
+        tmm.gemm(torch.zeros(3, K, device=device), weight)
     with pytest.raises(ValueError, match="dequantize: " + message):
-        tmm.dequantize(words, scales, weight_format="uint4b8", group_size=-1)
+        tmm.dequantize(weight)
 
 
 def test_dequantize_refuses_other_dtypes(device):
     weight = reference.make_weight("uint4b8", K, N, 32).to(device)
     with pytest.raises(ValueError, match="dequantize: dtype: expected float16, bfloat16 or float32, got int32"):
-        tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.int32)
+        OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.int32)
 
 
 def test_unknown_names_in_python_list_the_known_ones():

@@ -10,6 +10,8 @@ from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
 
+OPS = torch.ops.torch_marlin_metal
+
 
 def weight_of(weight_format: str, device: str, K: int = 64, N: int = 24) -> reference.Weight:
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
@@ -82,11 +84,11 @@ def test_compile_with_a_dynamic_number_of_rows_compiles_once(device):
 
     @torch.compile(fullgraph=True, dynamic=True, backend=compiled_graphs)
     def model(x):
-        return torch.nn.functional.silu(tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)) + 1
+        return torch.nn.functional.silu(OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)) + 1
 
     for M in (3, 17, 100, 5):
         x = torch.randn(M, 64, device=device)
-        expected = torch.nn.functional.silu(tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)) + 1
+        expected = torch.nn.functional.silu(OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)) + 1
         torch.testing.assert_close(model(x), expected)
     assert compiled_graphs.frame_count == 1
 
@@ -95,7 +97,7 @@ def test_compile_forward_and_backward(device):
     weight = weight_of("uint4b8", device)
 
     def loss(x, bias):
-        return tmm.gemm(x, weight.b_packed, weight.scales, bias=bias, **weight.arguments).square().sum()
+        return OPS.gemm(x, weight.b_packed, weight.scales, bias=bias, **weight.arguments).square().sum()
 
     x = torch.randn(5, 64, device=device, requires_grad=True)
     bias = torch.randn(24, device=device, requires_grad=True)
@@ -110,7 +112,7 @@ def test_export_keeps_the_operator_with_dynamic_rows(device):
 
     class Model(torch.nn.Module):
         def forward(self, x):
-            return tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+            return OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
 
     rows = torch.export.Dim("rows", min=1, max=4096)
     program = torch.export.export(Model(), (torch.randn(3, 64, device=device),), dynamic_shapes=({0: rows},))
@@ -133,7 +135,7 @@ def test_gradients_match_the_exact_weight(weight_format, use_perm, device):
     x = torch.randn(2, 3, 64, device=device, requires_grad=True)
     bias = torch.randn(24, device=device, requires_grad=True)
     upstream = torch.randn(2, 3, 24)
-    tmm.gemm(x, weight.b_packed, weight.scales, bias=bias, **weight.arguments).backward(upstream.to(device))
+    OPS.gemm(x, weight.b_packed, weight.scales, bias=bias, **weight.arguments).backward(upstream.to(device))
     expected = upstream.double().numpy() @ exact.T
     bound = 2.0**-20 * (np.abs(upstream.numpy()) @ np.abs(exact).T) + 1e-30
     assert (np.abs(reference.to_numpy(x.grad) - expected) <= bound).all()
@@ -144,10 +146,10 @@ def test_double_backward_is_linear_in_the_upstream_gradient(device):
     weight = weight_of("uint4b8", device)
     x = torch.randn(3, 64, device=device, requires_grad=True)
     upstream = torch.randn(3, 24, device=device, requires_grad=True)
-    y = tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+    y = OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
     (grad,) = torch.autograd.grad(y, x, upstream, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), upstream)
-    expected = tmm.gemm(torch.ones(3, 64, device=device), weight.b_packed, weight.scales, **weight.arguments)
+    expected = OPS.gemm(torch.ones(3, 64, device=device), weight.b_packed, weight.scales, **weight.arguments)
     torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -159,23 +161,23 @@ def test_other_tensors_that_require_grad_are_refused(argument, device):
     x = torch.randn(3, 64, device=device)
     message = f"torch_marlin_metal::gemm: {argument}: expected a tensor that does not require grad"
     with pytest.raises(ValueError, match=message):
-        tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+        OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
     with pytest.raises(ValueError, match=message.replace("gemm", "dequantize")):
-        tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
+        OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     with pytest.raises(ValueError, match=message.replace("gemm", "embedding")):
-        tmm.embedding(
+        OPS.embedding(
             torch.zeros(1, dtype=torch.int64, device=device), weight.b_packed, weight.scales, **weight.arguments
         )
     with torch.no_grad():
-        tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+        OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_over_the_activations(device):
     weight = weight_of("float4_e2m1", device)
     x = torch.randn(4, 3, 64, device=device)
-    mapped = torch.func.vmap(lambda row: tmm.gemm(row, weight.b_packed, weight.scales, **weight.arguments))(x)
-    torch.testing.assert_close(mapped, tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments))
+    mapped = torch.func.vmap(lambda row: OPS.gemm(row, weight.b_packed, weight.scales, **weight.arguments))(x)
+    torch.testing.assert_close(mapped, OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -183,45 +185,46 @@ def test_autocast_casts_the_activations(dtype, device):
     weight = weight_of("uint4b8", device)
     x = torch.randn(3, 64, device=device)
     with torch.autocast(device, dtype=dtype):
-        got = tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
-    assert torch.equal(got, tmm.gemm(x.to(dtype), weight.b_packed, weight.scales, **weight.arguments))
+        got = OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+    assert torch.equal(got, OPS.gemm(x.to(dtype), weight.b_packed, weight.scales, **weight.arguments))
 
 
 def test_inference_mode(device):
     weight = weight_of("uint4b8", device)
     x = torch.randn(3, 64, device=device)
     with torch.inference_mode():
-        got = tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+        got = OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
     assert got.is_inference()
-    assert torch.equal(got.cpu(), tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments).cpu())
+    assert torch.equal(got.cpu(), OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments).cpu())
 
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_meta_tensors(weight_format):
     weight = weight_of(weight_format, "cpu").to("meta")
-    out = tmm.gemm(
+    out = OPS.gemm(
         torch.empty(2, 5, 64, device="meta", dtype=torch.bfloat16), weight.b_packed, weight.scales, **weight.arguments
     )
     assert (out.shape, out.dtype, out.device.type) == ((2, 5, 24), torch.bfloat16, "meta")
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     assert (dense.shape, dense.dtype) == ((64, 24), torch.float16)
     assert tmm.awq_repack(torch.empty(64, 3, dtype=torch.int32, device="meta")).shape == (8, 24)
     assert tmm.transpose_words(torch.empty(24, 3, dtype=torch.int32, device="meta")).shape == (3, 24)
 
 
-@pytest.mark.parametrize("argument", ["a", "bias"])
+@pytest.mark.parametrize("argument", ["a", "bias", "scales"])
 def test_forward_mode_is_refused_by_name(argument, device):
     weight = weight_of("uint4b8", device)
     tensors = {"a": torch.randn(3, 64, device=device), "bias": torch.randn(24, device=device)}
+    tensors["scales"] = weight.scales
     message = f"torch_marlin_metal::gemm: {argument}: expected no forward-mode tangent"
     with torch.autograd.forward_ad.dual_level():
         primal = tensors[argument]
         dual = {**tensors, argument: torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal))}
         with pytest.raises(ValueError, match=message):
-            tmm.gemm(dual["a"], weight.b_packed, weight.scales, bias=dual["bias"], **weight.arguments)
+            OPS.gemm(dual["a"], weight.b_packed, dual["scales"], bias=dual["bias"], **weight.arguments)
     with pytest.raises((ValueError, RuntimeError), match=r"forward-mode tangent|functorch transforms"):
         torch.func.jvp(
-            lambda t: tmm.gemm(t, weight.b_packed, weight.scales, **weight.arguments),
+            lambda t: OPS.gemm(t, weight.b_packed, weight.scales, **weight.arguments),
             (tensors["a"],),
             (torch.ones_like(tensors["a"]),),
         )
@@ -230,13 +233,13 @@ def test_forward_mode_is_refused_by_name(argument, device):
 def test_copy_on_write_activations(device):
     weight = weight_of("uint4b8", device)
     x = torch.randn(3, 64, device=device)
-    expected = tmm.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
-    assert torch.equal(tmm.gemm(torch._lazy_clone(x), weight.b_packed, weight.scales, **weight.arguments), expected)
+    expected = OPS.gemm(x, weight.b_packed, weight.scales, **weight.arguments)
+    assert torch.equal(OPS.gemm(torch._lazy_clone(x), weight.b_packed, weight.scales, **weight.arguments), expected)
 
 
 def test_a_repeated_index_of_perm_leaves_the_other_rows_at_zero():
     # Tested on the CPU only: on mps the rows that share an index write the same output, which checked mode reports as a race.
     weight = weight_of("uint4b8", "cpu")
     perm = torch.zeros(64, dtype=torch.int32)
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
     assert not dense[1:].any()

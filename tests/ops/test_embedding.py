@@ -9,6 +9,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 
 def table(weight_format: str, K: int = 72, N: int = 41, **options) -> reference.Weight:
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
@@ -18,7 +20,7 @@ def table(weight_format: str, K: int = 72, N: int = 41, **options) -> reference.
 
 def look_up(ids: torch.Tensor, weight: reference.Weight, device: str, **options) -> torch.Tensor:
     moved = weight.to(device)
-    return tmm.embedding(ids.to(device), moved.b_packed, moved.scales, **{**moved.arguments, **options})
+    return OPS.embedding(ids.to(device), moved.b_packed, moved.scales, **{**moved.arguments, **options})
 
 
 # Each weight format once, and each dtype of rows and scales. More pairs would make the software device compile more
@@ -40,7 +42,7 @@ def test_rows_are_the_exact_weight_rounded_once(weight_format, dtype, device):
     bound = 2.0**-23 * magnitude.T[ids.numpy()]
     bound += reference.UNIT_ROUNDOFF[dtype] * np.abs(rows) + reference.TINY[dtype]
     reference.check_gemm(got, rows, bound)
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=torch.from_numpy(perm), dtype=dtype)
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=torch.from_numpy(perm), dtype=dtype)
     assert torch.equal(got.cpu(), dense.T[ids])
 
 
@@ -49,7 +51,7 @@ def test_rows_are_the_exact_weight_rounded_once(weight_format, dtype, device):
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_rows_have_the_bits_of_dequantize(weight_format, scales_dtype, dtype):
     weight = table(weight_format, scales_dtype=scales_dtype)
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=dtype)
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=dtype)
     assert torch.equal(look_up(torch.arange(41), weight, "cpu", dtype=dtype), dense.T)
 
 
@@ -59,7 +61,7 @@ def test_rows_have_the_bits_of_dequantize(weight_format, scales_dtype, dtype):
 ], ids=["scalar", "empty", "int32", "strided", "transposed", "no rows"])  # fmt: skip
 def test_ids_of_any_shape_and_strides(ids, device):
     weight = table("uint4")
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float32).T
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float32).T
     got = look_up(ids, weight, device, dtype=torch.float32)
     assert torch.equal(got.cpu(), dense[ids.long()])
 
@@ -97,12 +99,12 @@ def test_tensors_on_two_devices_are_refused(device):
         pytest.skip("the CPU is one device")
     weight = table("uint4b8")
     with pytest.raises(ValueError, match="embedding: b_packed: expected a tensor on mps"):
-        tmm.embedding(torch.tensor([1], device=device), weight.b_packed, weight.scales, **weight.arguments)
+        OPS.embedding(torch.tensor([1], device=device), weight.b_packed, weight.scales, **weight.arguments)
 
 
 def test_meta_tensors():
     weight = table("nvfp4").to("meta")
-    rows = tmm.embedding(torch.empty(2, 5, dtype=torch.int32, device="meta"), weight.b_packed, weight.scales,
+    rows = OPS.embedding(torch.empty(2, 5, dtype=torch.int32, device="meta"), weight.b_packed, weight.scales,
                          **weight.arguments, dtype=torch.bfloat16)  # fmt: skip
     assert (rows.shape, rows.dtype, rows.device.type) == ((2, 5, 72), torch.bfloat16, "meta")
 
@@ -110,5 +112,5 @@ def test_meta_tensors():
 def test_more_rows_than_one_thread_takes():
     weight = table("uint4_bias", K=256, N=512)
     ids = torch.randint(512, (3000,), generator=torch.Generator().manual_seed(0))
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float16).T
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float16).T
     assert torch.equal(look_up(ids, weight, "cpu"), dense[ids])

@@ -10,6 +10,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 M_ALL = (0, 1, 2, 3, 5, 6, 7, 8, 9, 11, 16, 17, 33, 64, 100)
 N_ALL = (1, 7, 24, 100, 129)
 K_ALL = (8, 16, 24, 40, 72, 136, 200, 264, 1000, 4096)
@@ -25,7 +27,7 @@ def activations(shape, dtype, seed=0) -> torch.Tensor:
 
 
 def run(a, weight, **extra) -> torch.Tensor:
-    return tmm.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **extra})
+    return OPS.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **extra})
 
 
 def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options):
@@ -181,7 +183,7 @@ def test_tensors_at_odd_offsets(dtype, device):
         return flat[1:].view(tensor.shape)
 
     zeros = shifted(weight.arguments["zeros"])
-    result = tmm.gemm(
+    result = OPS.gemm(
         shifted(a), shifted(weight.b_packed), shifted(weight.scales), **{**weight.arguments, "zeros": zeros}
     )
     reference.check_gemm(result, exact, bound)
@@ -328,7 +330,7 @@ def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
             expected = np.empty((K, N))
             expected[perm] = weight.exact
             moved = weight.to(device)
-            got = tmm.dequantize(
+            got = OPS.dequantize(
                 moved.b_packed, moved.scales, **moved.arguments, perm=torch.from_numpy(perm).to(device), dtype=dtype
             )
             # dequantize rounds at most twice in fp32, after a product and after a sum. It then rounds to the output's
@@ -352,7 +354,7 @@ def test_dequantize_to_float32_is_exact_if_the_product_is(weight_format, device)
         )
         weight.exact = (codes.astype(np.float64) - 5) * s
     moved = weight.to(device)
-    got = tmm.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float32)
+    got = OPS.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float32)
     assert np.array_equal(reference.to_numpy(got), weight.exact)
 
 
@@ -363,6 +365,6 @@ def test_a_weight_of_more_than_2_to_the_31_elements():
     b_packed[-1, -3:] = torch.tensor([0x10000000, 0x20000000, 0x30000000], dtype=torch.int32)
     a = torch.zeros(1, K)
     a[0, -1] = 2.0
-    result = tmm.gemm(a, b_packed, torch.ones(1, N), weight_format="uint4_bias", group_size=K, zeros=torch.zeros(1, N))
+    result = OPS.gemm(a, b_packed, torch.ones(1, N), weight_format="uint4_bias", group_size=K, zeros=torch.zeros(1, N))
     assert result[0, -3:].tolist() == [2.0, 4.0, 6.0]
     assert not result[0, :-3].any()

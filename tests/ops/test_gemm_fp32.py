@@ -9,6 +9,8 @@ from tests.ops.test_contract import utils
 from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 K, N = 200, 72
 
 

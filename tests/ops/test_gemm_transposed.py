@@ -10,6 +10,8 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 VARIABLE = "TORCH_MARLIN_METAL_GRADIENT_BYTES"
 K, N = 200, 24  # with groups of 32 the last group is short
 PART_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16, torch.float32: torch.float32}
@@ -27,7 +29,7 @@ def activations(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
 
 
 def run(a: torch.Tensor, weight: reference.Weight) -> torch.Tensor:
-    return tmm.gemm_transposed(a, weight.b_packed, weight.scales, **weight.arguments)
+    return OPS.gemm_transposed(a, weight.b_packed, weight.scales, **weight.arguments)
 
 
 def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +96,7 @@ def test_the_gradient_of_gemm_is_this_product(dtype, device):
     weight.arguments["perm"] = torch.arange(K - 1, -1, -1, dtype=torch.int32, device=device)
     a = torch.zeros(3, K, dtype=dtype, device=device, requires_grad=True)
     upstream = activations((3, N), dtype).to(device)
-    tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments).backward(upstream)
+    OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments).backward(upstream)
     assert a.grad.dtype == dtype
     assert torch.equal(a.grad.cpu(), run(upstream, weight).cpu())
 
@@ -109,12 +111,12 @@ def test_gradcheck_in_fp32(device):
     options = {"eps": 0.5, "atol": 1e-3, "rtol": 1e-3, "fast_mode": True, "check_forward_ad": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Input #0 requires gradient and is not a double precision")
-        assert torch.autograd.gradcheck(lambda a: tmm.gemm(a, *fixed, **weight.arguments), (wide,), **options)
+        assert torch.autograd.gradcheck(lambda a: OPS.gemm(a, *fixed, **weight.arguments), (wide,), **options)
         assert torch.autograd.gradcheck(
-            lambda a: tmm.gemm_transposed(a, *fixed, **weight.arguments), (narrow,), **options
+            lambda a: OPS.gemm_transposed(a, *fixed, **weight.arguments), (narrow,), **options
         )
     (second,) = torch.autograd.grad(
-        torch.autograd.grad(tmm.gemm(wide, *fixed, **weight.arguments), wide, narrow, create_graph=True)[0].sum(),
+        torch.autograd.grad(OPS.gemm(wide, *fixed, **weight.arguments), wide, narrow, create_graph=True)[0].sum(),
         narrow,
     )
     expected = np.ones((2, K)) @ weight.exact
@@ -160,7 +162,7 @@ def test_backward_allocates_no_copy_of_the_weight(dtype, group_size, mps, monkey
     whole = wide * columns * torch.finfo(dtype).bits // 8
     monkeypatch.setenv(VARIABLE, str(whole // 8))
     a = torch.randn(rows, wide, dtype=dtype, device="mps", requires_grad=True)
-    y = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
+    y = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
     upstream = torch.ones_like(y)
     kept = peak_bytes(lambda: torch.autograd.grad(y, a, upstream, retain_graph=True))
     activation_bytes = 6 * rows * (wide + columns) * 4  # the result and copies of rows
@@ -174,7 +176,7 @@ def test_backward_in_fp16_copies_no_whole_gradient_to_fp32(with_bias, mps, monke
     monkeypatch.setenv(VARIABLE, str(limit := 1 << 17))
     a = torch.randn(rows, wide, dtype=torch.float16, device="mps", requires_grad=not with_bias)
     bias = torch.zeros(columns, dtype=torch.float16, device="mps", requires_grad=with_bias)
-    y = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
+    y = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
     upstream = torch.randn(y.shape).half().to("mps")
     (wanted,) = (tensor for tensor in (a, bias) if tensor.requires_grad)
     result = torch.autograd.grad(y, wanted, upstream, retain_graph=True)[0]
@@ -203,7 +205,7 @@ def test_parts_on_the_cpu_have_at_most_16_mib(dtype, parts):
     packed = torch.zeros(rows // 8, columns, dtype=torch.int32)  # each code stands for -8
     a = torch.ones(1, columns, dtype=dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        y = tmm.gemm_transposed(
+        y = OPS.gemm_transposed(
             a, packed, torch.full((rows // 32, columns), 0.125), weight_format="uint4b8", group_size=32
         )
     assert sum(event.name == "aten::mm" for event in profile.events()) == parts
@@ -232,13 +234,13 @@ def test_bad_input_is_named(device):
             run(a.to(device) if a.dtype != torch.float64 or device == "cpu" else a, weight)
     a = torch.ones(2, N, device=device)
     with pytest.raises(ValueError, match=name + "group_size: expected one of"):
-        tmm.gemm_transposed(a, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=48)
+        OPS.gemm_transposed(a, weight.b_packed, weight.scales, weight_format="uint4b8", group_size=48)
     with pytest.raises(ValueError, match=name + "scales: expected a tensor that does not require grad"):
-        tmm.gemm_transposed(a, weight.b_packed, weight.scales.clone().requires_grad_(), **weight.arguments)
+        OPS.gemm_transposed(a, weight.b_packed, weight.scales.clone().requires_grad_(), **weight.arguments)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(a, torch.ones_like(a))
         with pytest.raises(ValueError, match=name + "a: expected no forward-mode tangent"):
             run(dual, weight)
     assert run(a[:0], weight).shape == (0, K)
     described = [t.to("meta") for t in (a, weight.b_packed, weight.scales)]
-    assert tmm.gemm_transposed(*described, **weight.arguments).shape == (2, K)
+    assert OPS.gemm_transposed(*described, **weight.arguments).shape == (2, K)

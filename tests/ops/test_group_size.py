@@ -8,6 +8,8 @@ import torch
 import torch_marlin_metal as tmm
 from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
 
+OPS = torch.ops.torch_marlin_metal
+
 K, N = 64, 8
 
 
@@ -15,12 +17,10 @@ def entry_points(weight_format: str, group_size: int) -> dict:
     good = tmm.quantize_weight(torch.ones(N, K), weight_format)
     floats = torch.ones(1, K)
     return {
-        "operator": lambda: torch.ops.torch_marlin_metal.gemm(
+        "operator": lambda: OPS.gemm(
             floats, good.b_packed, good.scales, weight_format=weight_format, group_size=group_size
         ),
-        "gemm": lambda: tmm.gemm(
-            floats, good.b_packed, good.scales, weight_format=weight_format, group_size=group_size
-        ),
+        "gemm": lambda: tmm.gemm(floats, replace(good, group_size=group_size)),
         "quantize_weight": lambda: tmm.quantize_weight(torch.ones(N, K), weight_format, group_size),
         "MarlinLinear": lambda: tmm.MarlinLinear(K, N, weight_format=weight_format, group_size=group_size),
         "PackedWeight": lambda: replace(good, group_size=group_size).validate(),

@@ -20,6 +20,8 @@ from tests.support.layer_reference import (
 )
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 UTILS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 

@@ -11,6 +11,8 @@ from tests.support import reference
 from tests.support.experts import Experts, experts_of, make_experts, random, run
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 PACKED, SCALES = 1, 2  # buffer slots
 
 
@@ -99,7 +101,7 @@ def test_layers_of_real_size(name):
     is_down = name.endswith("down")
     a = random(2, top_k, K) if is_down else random(2, K)
     options = {"row_weights": random(2, top_k, seed=3), "reduce": True} if is_down else {}
-    got = tmm.moe_gemm(a, words, scales, chosen.view(2, top_k), **known.arguments, **options)
+    got = OPS.moe_gemm(a, words, scales, chosen.view(2, top_k), **known.arguments, **options)
     assert got.isfinite().all()
     exact, bound = reference_experts.moe_gemm(a, known, torch.arange(2 * top_k).view(2, top_k), **options)
     reference.check_gemm(got[..., columns], exact, bound)
@@ -203,7 +205,7 @@ def test_compile_with_a_dynamic_number_of_tokens_compiles_once():
     torch._dynamo.reset()
 
     def block(a, ids, weights):
-        y = torch.nn.functional.silu(tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments))
+        y = torch.nn.functional.silu(OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments))
         return (y * weights[..., None]).sum(1)
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
@@ -238,7 +240,7 @@ def test_autocast_and_meta_tensors():
         got = run(random(2, 80), experts, ids)
     assert torch.equal(got, run(random(2, 80).bfloat16(), experts, ids))
     held = experts.to("meta")
-    out = tmm.moe_gemm(torch.empty(2, 80, device="meta"), held.b_packed, held.scales, ids.to("meta"),
+    out = OPS.moe_gemm(torch.empty(2, 80, device="meta"), held.b_packed, held.scales, ids.to("meta"),
                        **held.arguments, reduce=True)  # fmt: skip
     assert (out.shape, out.device.type) == ((2, 41), "meta")
 
@@ -285,7 +287,7 @@ def test_wrong_arguments_are_named(name, value, message):
     given |= {"ids": torch.zeros(3, 2, dtype=torch.int64), **experts.arguments, name: value}
     positional = [given.pop(key) for key in ("a", "b_packed", "scales", "ids")]
     with pytest.raises(ValueError, match=re.escape(f"torch_marlin_metal::moe_gemm: {message}")):
-        tmm.moe_gemm(*positional, **given)
+        OPS.moe_gemm(*positional, **given)
 
 
 def test_ids_that_disagree_with_rows_for_each_slot():
@@ -328,11 +330,11 @@ def dispatched(a: torch.Tensor, experts: Experts, ids: torch.Tensor, **options) 
 
     held, a, ids = experts.to("mps"), a.to("mps"), ids.to("mps")
     options = {k: v.to("mps") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    tmm.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)  # compiles
+    OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)  # compiles
     torch.mps.synchronize()
     softmetal.faults()  # empties the list of dispatches
     waits = softmetal.stream_counts().waits
-    tmm.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)
+    OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)
     assert softmetal.stream_counts().waits == waits
     return softmetal.counters()
 

@@ -13,6 +13,8 @@ from tests.support import reference
 from tests.support.experts import Experts, experts_of, random, run
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 CLAMPED = {"activation": "clamped_silu", "interleaved": True, "limit": 2.0, "alpha": 1.7}
 IDS = torch.tensor([[0, 4, 2], [4, 1, -1], [5, 2, 0]])  # -1 and 5 name no expert
 STEEPEST = 1.2  # no activation has a larger derivative (gelu: 1.129, silu: 1.0999)
@@ -21,7 +23,7 @@ STEEPEST = 1.2  # no activation has a larger derivative (gelu: 1.129, silu: 1.09
 def run_gated(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu", **options) -> torch.Tensor:
     held = experts.to(device)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    return tmm.moe_gemm_gated(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved})
+    return OPS.moe_gemm_gated(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved})
 
 
 def halves(products: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-import torch_marlin_metal as tmm
 from tests.support.experts import experts_of, make_experts, random, run
+
+OPS = torch.ops.torch_marlin_metal
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -19,7 +20,7 @@ def test_gradients(by_slot, reduce, device):
     leaves = [tensor.to(device).requires_grad_() for tensor in (a, weights)]
     held = experts.to(device)
     got = torch.autograd.grad(
-        tmm.moe_gemm(leaves[0], held.b_packed, held.scales, ids.to(device), bias=bias.to(device),
+        OPS.moe_gemm(leaves[0], held.b_packed, held.scales, ids.to(device), bias=bias.to(device),
                      row_weights=leaves[1], reduce=reduce, **held.arguments),
         leaves, upstream.to(device))  # fmt: skip
 
@@ -44,7 +45,7 @@ def test_autocast_does_not_round_the_gradients(reduce, device):
     for enabled in (False, True):
         a, weights = (leaf.clone().requires_grad_() for leaf in leaves)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
-            y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, row_weights=weights, reduce=reduce,
+            y = OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, row_weights=weights, reduce=reduce,
                              **experts.arguments)  # fmt: skip
             y.float().sum().backward()
         grads.append((a.grad, weights.grad))
@@ -57,7 +58,7 @@ def test_a_product_beyond_fp16_with_a_small_weight_has_a_gradient():
     a, weights = random(2, 80, dtype=torch.float16), torch.full((2, 2), 2.0**-12, requires_grad=True)
     ids = torch.tensor([[0, 4], [1, 2]])
     options = {**experts.arguments, "row_weights": weights, "reduce": True}
-    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **options)
+    y = OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **options)
     y.sum().backward()
     exact = torch.stack([torch.stack([a[t].double() @ torch.from_numpy(experts.weights[e].exact) for e in row])
                          for t, row in enumerate(ids.tolist())])  # fmt: skip
@@ -68,7 +69,7 @@ def test_a_product_beyond_fp16_with_a_small_weight_has_a_gradient():
 def test_second_derivatives_and_tangents_are_refused():
     experts = experts_of("uint4b8")
     a, ids = random(2, 80).requires_grad_(), torch.tensor([[0, 4], [1, 2]])
-    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
+    y = OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
     with pytest.raises(ValueError, match="moe_gemm_grad_a: grad: expected a tensor that does not require grad"):
         torch.autograd.grad(y.square().sum(), a, create_graph=True)
     with torch.autograd.forward_ad.dual_level():
@@ -103,7 +104,7 @@ def test_compile_forward_and_backward():
 
     def loss(a, weights):
         options = {**experts.arguments, "row_weights": weights, "reduce": True}
-        return tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **options).square().sum()
+        return OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **options).square().sum()
 
     leaves = [random(3, 96).requires_grad_(), random(3, 2).requires_grad_()]
     expected = torch.autograd.grad(loss(*leaves), leaves)
@@ -132,7 +133,7 @@ def test_backward_allocates_no_copy_of_an_expert(mps, monkeypatch):
     monkeypatch.setenv("TORCH_MARLIN_METAL_GRADIENT_BYTES", str(whole // 8))
     a = random(rows, wide).to(mps).requires_grad_()
     ids = torch.tensor([[0, 2]] * rows, device=mps)
-    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
+    y = OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
     upstream = torch.ones_like(y)
     torch.mps.synchronize()
     before = torch.mps.current_allocated_memory()
@@ -146,7 +147,7 @@ def test_backward_allocates_no_copy_of_an_expert(mps, monkeypatch):
 def test_flops_of_the_gradient():
     experts = experts_of("uint4b8")
     a = random(3, 80).requires_grad_()
-    y = tmm.moe_gemm(a, experts.b_packed, experts.scales, torch.tensor([[0, 4]] * 3), **experts.arguments)
+    y = OPS.moe_gemm(a, experts.b_packed, experts.scales, torch.tensor([[0, 4]] * 3), **experts.arguments)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         y.sum().backward()
     assert counter.get_total_flops() == 2 * 6 * 80 * 41

@@ -14,6 +14,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 pytestmark = pytest.mark.usefixtures("mps")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +28,7 @@ def activations(shape, dtype=torch.float16, seed=0) -> torch.Tensor:
 
 
 def run(a, weight, **extra) -> torch.Tensor:
-    return tmm.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **extra})
+    return OPS.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **extra})
 
 
 def kernels_of(call) -> list[str]:
@@ -181,8 +183,8 @@ def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
     plain = dict(weight.arguments, global_scale=None)
     moved = weight.to("mps")
     first = run(a.to("mps"), moved, bias=bias.to("mps"), perm=perm.to("mps"))
-    second = tmm.gemm(a.to("mps"), moved.b_packed, moved.scales, **plain)
-    assert torch.equal(second.cpu(), tmm.gemm(a, weight.b_packed, weight.scales, **plain))
+    second = OPS.gemm(a.to("mps"), moved.b_packed, moved.scales, **plain)
+    assert torch.equal(second.cpu(), OPS.gemm(a, weight.b_packed, weight.scales, **plain))
     exact, bound = reference.gemm(a, weight, bias, perm=perm.numpy(), raw_codes=True)
     reference.check_gemm(first, exact, bound)
 
@@ -241,8 +243,8 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
     cleared = whole.clone()
     cleared[j // 8] &= ~(15 << (4 * (j % 8)))
     assert torch.equal(words, cleared)
-    dense = tmm.dequantize(moved.b_packed, moved.scales, **weight.to("mps").arguments, perm=damaged.to("mps")).cpu()
-    expected = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=torch.from_numpy(codes))
+    dense = OPS.dequantize(moved.b_packed, moved.scales, **weight.to("mps").arguments, perm=damaged.to("mps")).cpu()
+    expected = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=torch.from_numpy(codes))
     rows = [k for k in range(K) if k != codes[j]]
     assert torch.equal(dense[rows], expected[rows])
 
@@ -263,7 +265,8 @@ def test_plans_are_printed_once_on_request():
     script = (
         "w = torch.zeros(8, 24, dtype=torch.int32, device='mps')\n"
         "s = torch.ones(4, 24, device='mps')\n"
-        "for _ in range(3): tmm.gemm(torch.ones(1, 64, device='mps'), w, s, weight_format='uint4b8', group_size=16)\n"
+        "weight = tmm.PackedWeight(w, s, 'uint4b8', 16)\n"
+        "for _ in range(3): tmm.gemm(torch.ones(1, 64, device='mps'), weight)\n"
     )
     done = run_process(script, TORCH_MARLIN_METAL_PRINT_PLAN="1")
     lines = [line for line in done.stderr.splitlines() if line.startswith("torch_marlin_metal plan: ")]
@@ -340,8 +343,8 @@ def test_dequantize_has_the_bits_of_the_cpu(weight_format, dtype):
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
     weight = reference.make_weight(weight_format, 72, 40, group_size, scales_dtype=torch.float32)
     moved = weight.to("mps")
-    got = tmm.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=dtype)
-    assert torch.equal(got.cpu(), tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=dtype))
+    got = OPS.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=dtype)
+    assert torch.equal(got.cpu(), OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=dtype))
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["marks", "waits"])
@@ -353,7 +356,7 @@ def test_products_of_several_dispatches_while_pytorch_profiles(mps, wait):
     def products():
         options = {"weight_format": "uint4b8", "group_size": 64}
         return [
-            tmm.gemm(x[:rows], weight.b_packed, weight.scales, variant=variant, **options).cpu()
+            OPS.gemm(x[:rows], weight.b_packed, weight.scales, variant=variant, **options).cpu()
             for rows, variant in ((1, "gemv"), (40, "fused"), (40, "striped"))
         ]
 
@@ -375,9 +378,9 @@ def test_products_on_a_stream_of_pytorchs_pool(mps):
     weight = tmm.quantize_weight(torch.randn(64, 512), "uint4b8", group_size=64).to("mps")
     x = torch.randn(40, 512, dtype=torch.float16, device="mps")
     options = {"weight_format": "uint4b8", "group_size": 64}
-    expected = tmm.gemm(x, weight.b_packed, weight.scales, **options).cpu()
+    expected = OPS.gemm(x, weight.b_packed, weight.scales, **options).cpu()
     before = softmetal.stream_counts()
     with softmetal.stream(1):
-        found = tmm.gemm(x, weight.b_packed, weight.scales, **options)
+        found = OPS.gemm(x, weight.b_packed, weight.scales, **options)
         assert softmetal.stream_counts().encoders == before.encoders + 1
     assert torch.equal(found.cpu(), expected)

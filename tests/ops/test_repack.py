@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 import torch_marlin_metal as tmm
 from tests.support.reference import pack
 
+OPS = torch.ops.torch_marlin_metal
+
 AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # column 8c + j lies in this nibble of word c
 
 
@@ -30,7 +32,7 @@ def pack_columns(values: np.ndarray, nibbles=range(8)) -> torch.Tensor:
 def test_packed_words_hold_k_from_the_lowest_nibble(device):
     column = np.array([15, 0, 8, 7, 3, 12, 1, 9], dtype=np.uint8)[:, None]
     assert torch.equal(pack(column), int32(0x91C3780F)[None])
-    dense = tmm.dequantize(
+    dense = OPS.dequantize(
         pack(column).to(device), torch.ones(1, 1, device=device), weight_format="uint4b8", group_size=8
     )
     assert dense.flatten().tolist() == [7, -8, 0, -1, -5, 4, -7, 1]
@@ -132,7 +134,7 @@ def test_every_code_in_every_position(device):
     q = np.stack([(np.arange(16) + shift) % 16 for shift in range(16)], axis=1).astype(np.uint8)
     awq = tmm.awq_repack(pack_columns(q, AWQ_NIBBLE).to(device))
     assert torch.equal(awq.cpu(), pack(q))
-    dense = tmm.dequantize(
+    dense = OPS.dequantize(
         awq, torch.ones(1, 16, device=device), weight_format="uint4b8", group_size=16, dtype=torch.float32
     )
     assert np.array_equal(dense.cpu().numpy(), q.astype(np.float32) - 8)

@@ -22,6 +22,8 @@ from tests.support.experts import make_experts, moe_gemm, random
 from tests.support.experts import run as run_experts
 from torch_marlin_metal.extension import native
 
+OPS = torch.ops.torch_marlin_metal
+
 ROOT = Path(__file__).resolve().parents[2]
 M5 = {"SOFTMETAL_FAMILY": "10"}
 ROWS = (1, 33, 67)
@@ -40,7 +42,7 @@ pytestmark = [
 
 
 def run(a: torch.Tensor, weight: reference.Weight, **options) -> torch.Tensor:
-    return tmm.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **options})
+    return OPS.gemm(a, weight.b_packed, weight.scales, **{**weight.arguments, **options})
 
 
 def kernels() -> list[str]:

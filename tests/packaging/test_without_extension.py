@@ -52,7 +52,7 @@ for name in interface.FUNCTIONS:
     if name != "torch_version":
         error_of(f"_C.{{name}}", getattr(tmm.extension.native, name))
 error_of("layer", lambda: tmm.MarlinLinear.from_packed(weight)(a))
-error_of("linear", lambda: tmm.linear(a, weight))
+error_of("function", lambda: tmm.gemm(a, weight))
 error_of("weight", weight.dequantize)
 error_of("quantize_model", lambda: tmm.quantize_model(torch.nn.Sequential(torch.nn.Linear(128, 64)), "uint4b8", 64))
 error_of("fuse_layers", lambda: tmm.fuse_layers(torch.nn.Linear(2, 2)))

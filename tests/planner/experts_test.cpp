@@ -124,10 +124,10 @@ void check_costs() {
         const PlanCost total = experts_cost(tiling, problem, device);
         const Plan plan = plan_moe(problem, device);
         subject = std::string(chip.name) + ", " + std::to_string(tokens) + " tokens: " + name(tiling);
-        expect(total.seconds == plan.seconds && total.dispatches.size() == plan.dispatches.size(),
+        expect(total.seconds == seconds(plan) && total.dispatches.size() == plan.dispatches.size(),
                "the plan has the dispatches that were predicted");
         for (size_t i = 0; i < plan.dispatches.size(); ++i)
-          expect(info(plan.dispatches[i].kernel).name == total.dispatches[i].kernel, "in the same order");
+          expect(info(plan.dispatches[i].instance.kernel).name == total.dispatches[i].kernel, "in the same order");
         const double experts = expected_routing(tokens, 4, 32, 8).experts;
         const double bytes = experts * weight_bytes(problem.product.weight);
         const double rate = dram_bytes_per_second(chip, chip.cores) * chip.dram_fraction.value;
@@ -135,7 +135,7 @@ void check_costs() {
         expect(total.seconds >= before / 1.02, "more tokens cost no less");
         for (const char* variant : {"gemv", "fused"}) {
           problem.product.variant = variant;
-          expect(plan_moe(problem, device).seconds >= plan.seconds, std::string("no slower than ") + variant);
+          expect(seconds(plan_moe(problem, device)) >= seconds(plan), std::string("no slower than ") + variant);
           const Tiling named = moe_tiling(problem, device);
           expect(named.splits == 1 && named.k_per_slice * named.simdgroups >= problem.product.weight.K,
                  "one threadgroup multiplies all of K");
@@ -192,7 +192,7 @@ void check_sum(const MoeProblem& problem, const Tiling& tiling, const GpuDevice&
   expect(plan.dispatches.size() == 1 && plan.partials.z == 0 && plan.block_words == 0, "one dispatch, no workspace");
   const Dispatch& dispatch = plan.dispatches[0];
   check_dispatch(dispatch);
-  expect(dispatch.kernel == Kernel::moe_gemv_reduce, "the kernel");
+  expect(dispatch.instance.kernel == Kernel::moe_gemv_reduce, "the kernel");
   expect(dispatch.threads.x == tiling.simdgroups * kSimdWidth, "threads");
   expect(dispatch.threadgroup_bytes == gemv_threadgroup_bytes(weight.format, 1, tiling.simdgroups), "memory");
   expect(dispatch.grid.x == problem.product.M / problem.top_k, "a threadgroup has a token");
@@ -240,7 +240,8 @@ void check_sums() {
     MoeProblem weighted = summed(1, 4, 2880, 2880);
     weighted.reduce = false;
     const Plan plan = plan_moe(weighted, device);
-    expect(plan.dispatches.size() == 2 && plan.dispatches[1].kernel == Kernel::moe_reduce, "row weights without a sum");
+    expect(plan.dispatches.size() == 2 && plan.dispatches[1].instance.kernel == Kernel::moe_reduce,
+           "row weights without a sum");
   }
 }
 
@@ -260,7 +261,8 @@ void check_gates() {
       expect(applies_gate(plan) == (tokens == 1 && N % kGemvColumns == 0), "the activation");
       const Dispatch& dispatch = plan.dispatches.back();
       check_dispatch(dispatch);
-      expect(plan.dispatches.size() == alone.dispatches.size() && plan.seconds == alone.seconds, "the product's plan");
+      expect(plan.dispatches.size() == alone.dispatches.size() && seconds(plan) == seconds(alone),
+             "the product's plan");
       const Dispatch& product = alone.dispatches.back();
       expect(dispatch.constants == product.constants && dispatch.grid.x == product.grid.x &&
                  dispatch.grid.y == product.grid.y && dispatch.threads.x == product.threads.x,

@@ -45,8 +45,8 @@ inline std::set<std::string> all_functions() {
   for (size_t kernel = 0; kernel < marlin::kKernels.size(); ++kernel) {
     for (int format = 0; format < marlin::kWeightFormatCount; ++format) {
       for (int type = 0; type < 3; ++type) {
-        names.insert(marlin::host_name(static_cast<marlin::Kernel>(kernel), static_cast<marlin::WeightFormat>(format),
-                                       static_cast<marlin::ElementType>(type)));
+        names.insert(marlin::host_name({static_cast<marlin::Kernel>(kernel), static_cast<marlin::WeightFormat>(format),
+                                        static_cast<marlin::ElementType>(type)}));
       }
     }
   }
@@ -56,7 +56,8 @@ inline std::set<std::string> all_functions() {
 // Checks what holds for each dispatch of a plan.
 inline void check_dispatch(const marlin::Dispatch& dispatch) {
   static const std::set<std::string> names = all_functions();
-  expect(names.contains(dispatch.function), "the kernel exists: " + dispatch.function);
+  const std::string function = host_name(dispatch.instance);
+  expect(names.contains(function), "the kernel exists: " + function);
   expect(dispatch.grid.x > 0 && dispatch.grid.y > 0 && dispatch.grid.z > 0, "the grid is not empty");
   const uint32_t threads = dispatch.threads.x * dispatch.threads.y * dispatch.threads.z;
   expect(threads > 0 && threads <= 1024, "1 to 1024 threads");

@@ -32,7 +32,7 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   const bool splits = product.grid.z > 1;
   check_reduction(problem, plan, splits);
   if (!splits) return;
-  expect(last.kernel == Kernel::reduce, "the second kernel reduces");
+  expect(last.instance.kernel == Kernel::reduce, "the second kernel reduces");
   expect(product.constants[kConstantHasBias] == 0, "the bias is added once");
   const auto& reduce = std::get<ReduceParams>(last.params);
   expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.splits == product.grid.z,
@@ -86,7 +86,7 @@ void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile,
   expect((product.constants[kConstantHasBias] != 0) == problem.has_bias, "whole tiles are stored with their bias");
   if (!shares) return;
   const Dispatch& last = plan.dispatches.back();
-  expect(last.kernel == Kernel::reduce_striped, "the second kernel reduces");
+  expect(last.instance.kernel == Kernel::reduce_striped, "the second kernel reduces");
   const auto& reduce = std::get<StripedReduceParams>(last.params);
   expect(reduce.M == problem.M && reduce.N == problem.weight.N && reduce.tile_M == tile.M && reduce.tile_N == tile.N &&
              reduce.slices == slices && reduce.stripes == stripes,
@@ -102,8 +102,8 @@ void check_two_pass(const GemmProblem& problem, const Plan& plan) {
   expect(plan.dense_product && plan.dispatches.size() == 1 && plan.partials.z == 0,
          "one dispatch, then a dense product");
   const Dispatch& dequantize = plan.dispatches.front();
-  const std::string function = host_name(Kernel::dequantize, problem.weight.format, problem.activations);
-  expect(dequantize.function == function, "the weight is decoded to the activations' type");
+  const KernelInstance instance{Kernel::dequantize, problem.weight.format, problem.activations};
+  expect(dequantize.instance == instance, "the weight is decoded to the activations' type");
   const auto& params = std::get<DequantizeParams>(dequantize.params);
   expect(params.N == problem.weight.N && params.K == problem.weight.K, "the weight's sizes");
 }

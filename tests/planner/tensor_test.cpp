@@ -106,10 +106,10 @@ void check_refusals() {
     GemmProblem tuned = problem;
     tuned.tuned = "tensor";
     const Plan plan = plan_gemm(tuned, device);
-    expect((plan.dispatches[0].kernel == Kernel::gemm_tensor) == has_units, "a table can select tensor");
+    expect((plan.dispatches[0].instance.kernel == Kernel::gemm_tensor) == has_units, "a table can select tensor");
     for (std::string_view variant : {"tensor", "tensor:64x128x32"}) {
       if (has_units) {
-        expect(plan_gemm(with_variant(problem, variant), device).dispatches[0].kernel == Kernel::gemm_tensor,
+        expect(plan_gemm(with_variant(problem, variant), device).dispatches[0].instance.kernel == Kernel::gemm_tensor,
                "a call can select tensor");
       } else {
         expect_refused("tensor", [&] { plan_gemm(with_variant(problem, variant), device); });
@@ -153,8 +153,9 @@ void check_operands() {
       expect(std::ranges::any_of(gemm_tilings(problem, m5), is_tensor) == has_kernel, "tensor is a candidate");
       problem.tuned = "tensor";
       MoeProblem experts{.product = problem, .experts = 8, .top_k = 2};
-      expect((plan_gemm(problem, m5).dispatches[0].kernel == Kernel::gemm_tensor) == has_kernel, "a table selects it");
-      expect((plan_moe(experts, m5).dispatches[1].kernel == Kernel::moe_tensor) == has_kernel,
+      expect((plan_gemm(problem, m5).dispatches[0].instance.kernel == Kernel::gemm_tensor) == has_kernel,
+             "a table selects it");
+      expect((plan_moe(experts, m5).dispatches[1].instance.kernel == Kernel::moe_tensor) == has_kernel,
              "a table selects it for experts");
       if (has_kernel) continue;
       experts.product = problem = with_variant(problem, "tensor");
@@ -198,7 +199,7 @@ void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevic
   const Dispatch& product = plan.dispatches.front();
   const auto& params = std::get<GemmParams>(product.params);
   const uint32_t group = std::min(weight.group_size, weight.K);
-  expect(product.function == host_name(Kernel::gemm_tensor, weight.format, problem.activations),
+  expect(product.instance == KernelInstance{Kernel::gemm_tensor, weight.format, problem.activations},
          "the kernel's instance");
   expect(product.threads.x == tile.M / 32 * (tile.N / 32) * 32 && product.threads.y == 1 && product.threads.z == 1,
          "a simdgroup for each 32 rows and 32 columns");
@@ -228,7 +229,7 @@ void check_plan(const GemmProblem& problem, const Tiling& tiling, const GpuDevic
   expect((last.constants[kConstantHasBias] != 0) == problem.has_bias, "the last kernel adds the bias");
   if (!splits) return;
   expect(constants[kConstantHasBias] == 0, "the bias is added once");
-  expect(last.kernel == Kernel::reduce && std::get<ReduceParams>(last.params).splits == product.grid.z,
+  expect(last.instance.kernel == Kernel::reduce && std::get<ReduceParams>(last.params).splits == product.grid.z,
          "the second kernel reduces all splits");
   expect(plan.partials.x == weight.N && plan.partials.y == problem.M && plan.partials.z == product.grid.z,
          "the workspace's sizes");
@@ -343,7 +344,7 @@ void check_automatic_choice() {
   for (const uint32_t M : {1U, 32U, 64U, 512U, 4096U}) {
     const Plan plan = plan_gemm(square(M, 4096, 4096, 128), whole("M5 Max"));
     subject = text(plan);
-    expect(plan.dispatches[0].kernel != Kernel::gemm_tensor, "auto does not take tensor");
+    expect(plan.dispatches[0].instance.kernel != Kernel::gemm_tensor, "auto does not take tensor");
   }
 }
 
@@ -362,7 +363,7 @@ void check_experts() {
     tuned.product.tuned = "tensor:64x64x32";
     const Plan by_table = plan_moe(tuned, device);
     subject = std::string(chip.name) + ": " + text(by_table);
-    const auto has_kernel = [](const Plan& plan) { return plan.dispatches[1].kernel == Kernel::moe_tensor; };
+    const auto has_kernel = [](const Plan& plan) { return plan.dispatches[1].instance.kernel == Kernel::moe_tensor; };
     expect(has_kernel(by_table) == device.tensor_units, "a table can select tensor");
     expect(!has_kernel(plan_moe(mixture("auto"), device)), "auto does not take tensor");
     tuned.product.tuned = "fused";
@@ -393,9 +394,11 @@ void check_experts() {
     const uint32_t rows = params.block_rows;
     const uint32_t columns = product.threads.x * kTensorColumns / (rows / kTensorRows * kSimdWidth);
     tiles.insert(rows * 1000 + columns);
-    expect(plan.dispatches[0].kernel == Kernel::moe_sort && product.kernel == Kernel::moe_tensor, "the kernels");
+    expect(plan.dispatches[0].instance.kernel == Kernel::moe_sort && product.instance.kernel == Kernel::moe_tensor,
+           "the kernels");
     expect(std::get<MoeParams>(plan.dispatches[0].params).block_rows == rows, "sort and product have the same blocks");
-    expect(product.function == host_name(Kernel::moe_tensor, weight.format, problem.product.activations), "instance");
+    expect(product.instance == KernelInstance{Kernel::moe_tensor, weight.format, problem.product.activations},
+           "instance");
     expect(product.threadgroup_bytes == 0, "no threadgroup memory");
     expect_tiling(product.grid.x, columns, weight.N, "columns");
     expect(product.grid.y == params.blocks && product.grid.z == 1, "a threadgroup for each block, and K is not split");

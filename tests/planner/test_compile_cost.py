@@ -1,4 +1,4 @@
-"""Tests that benchmarks/metal/compile_cost.py counts the kernel instances that the C++ compiler finds in variants.h."""
+"""Tests that benchmarks/metal/compile_cost.py counts the kernel instances that the C++ compiler finds in kernel_list.h."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = """
 #include <cstdio>
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 int main() {
   for (const marlin::KernelInfo& kernel : marlin::kKernels)
     std::printf("%.*s %d\\n", int(kernel.library.size()), kernel.library.data(), int(kernel.naming));

@@ -25,7 +25,7 @@ PROGRAMS = (
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-    sources = [*sorted((ROOT / "csrc/planner").rglob("*.cpp")), ROOT / "csrc/mlstm/gpu_plan.cpp"]
+    sources = [*sorted((ROOT / "csrc/planner").rglob("*.cpp")), *sorted((ROOT / "csrc").glob("*/gpu_plan.cpp"))]
     planner = cxx.of_extension(sources) or cxx.objects(run_folder, sources, command)
     test = cxx.objects(run_folder, [ROOT / f"tests/planner/{name}.cpp"], command)
     program = cxx.link(run_folder, [*test.values(), *planner.values()], command)

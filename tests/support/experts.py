@@ -8,6 +8,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 
 @dataclass
 class Experts:
@@ -107,4 +109,4 @@ def run(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu
     """Multiplies by `moe_gemm` on a device and returns the result on the CPU."""
     held = experts.to(device)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    return tmm.moe_gemm(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved}).cpu()
+    return OPS.moe_gemm(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved}).cpu()

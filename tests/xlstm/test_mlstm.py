@@ -12,6 +12,8 @@ from tests.support import mlstm_reference
 from tests.support.mlstm_cases import REGIMES, Problem, Regime, array, make, relative_to_max
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 CHUNKS = (16, 32, 64, 128, 256)
 NUMERATOR, STATE, HIDDEN, ILL_CONDITIONED, STABILISER = 5e-5, 1e-5, 2e-4, 1e-2, 2e-5
 

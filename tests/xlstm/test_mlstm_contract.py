@@ -11,6 +11,8 @@ import torch_marlin_metal as tmm
 from tests.support.mlstm_cases import REGIMES, Regime, array, make
 
 OPS = torch.ops.torch_marlin_metal
+
+OPS = torch.ops.torch_marlin_metal
 # In checked mode, inexact functions get a different error in every run. Tests that compare two runs therefore use fast
 # mode.
 repeatable = pytest.mark.large

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ class FloatModel:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        model = _empty_model(checkpoint)
+        model = empty_model(
+            checkpoint.path, checkpoint.config.get("architectures"), f"name the layers to quantize ({typed('include')})"
+        )
         self.model, self._names = model, ModelNames(model)
         modules, head = dict(model.named_modules()), model.get_output_embeddings()
         staying = {id(head), *staying_layers(model)}
@@ -231,20 +234,28 @@ def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     }
 
 
-def _empty_model(checkpoint: Checkpoint) -> Any:
-    advice = f"name the layers to quantize ({typed('include')})"
+def empty_model(path: Path, stated: Any, advice: str) -> Any:
+    """Makes the model of transformers that a config.json names, on the meta device. No code of a checkpoint runs.
+
+    Args:
+        path: a directory with config.json, or the file itself.
+        stated: the names under "architectures" in it.
+        advice: what the user can do if it fails.
+
+    Raises:
+        CheckpointError: transformers is not installed, does not know the model, or cannot make it.
+    """
     try:
         import transformers
     except ImportError as error:
-        raise CheckpointError(f"{checkpoint.path}: without transformers its layers are not known: {advice}") from error
-    stated = checkpoint.config.get("architectures")
+        raise CheckpointError(f"{path}: without transformers its layers are not known: {advice}") from error
     architecture = stated[0] if isinstance(stated, list) and stated else ""
     model_class = getattr(transformers, str(architecture), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        raise CheckpointError(f"{checkpoint.path}: transformers knows no model {stated!r}: {advice}")
+        raise CheckpointError(f"{path}: transformers knows no model {stated!r}: {advice}")
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             return model_class(config)
     except Exception as error:  # wrong settings can raise any exception in the model's own code
-        raise CheckpointError(f"{checkpoint.path}: {architecture} cannot be made of it ({error}): {advice}") from error
+        raise CheckpointError(f"{path}: {architecture} cannot be made of it ({error}): {advice}") from error

@@ -1,8 +1,11 @@
 """The names that the layers and tensors of a checkpoint have in a model of transformers."""
 
+from collections.abc import Callable
 from typing import Any
 
-from torch_marlin_metal.layers.float_experts import ExpertFinder
+from torch import nn
+
+from torch_marlin_metal.layers.float_experts import ExpertFinder, is_experts
 
 
 class ModelNames:
@@ -12,19 +15,25 @@ class ModelNames:
         model: a model of transformers into which nothing has been loaded yet. Names are looked up in the modules that
             the model has now.
         conversions: transformers' rules for renaming; None means the rules of the model's class.
+        fits: tells which modules are experts modules.
 
     Attributes:
         experts: finds the experts modules of the model.
     """
 
-    def __init__(self, model: Any, conversions: list[Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        conversions: list[Any] | None = None,
+        fits: Callable[[nn.Module | None], bool] = is_experts,
+    ) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         found = get_model_conversion_mapping(model) if conversions is None else conversions
         self._model, self._state = model, model.state_dict()
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self.experts = ExpertFinder(self._modules)
+        self.experts = ExpertFinder(self._modules, fits)
         self._renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in found if isinstance(entry, WeightConverter)]
 
@@ -46,10 +55,11 @@ class ModelNames:
 
     def find(self, name: str) -> str:
         """Returns the name in the model of a tensor or of a layer, or the name itself if the model has neither."""
-        if name in self._state or self._has(name):
-            return name
-        layer, tensor = self.layer(name), self.tensor(name)
-        return layer if self._has(layer) else tensor if tensor in self._state else name
+        layer = self.layer(name)
+        if self._has(layer):
+            return layer
+        tensor = self.tensor(name)
+        return tensor if tensor in self._state else name
 
     def _has(self, layer: str) -> bool:
         return self.has_module(layer) or self.experts.find(layer) is not None

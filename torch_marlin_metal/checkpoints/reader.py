@@ -49,15 +49,20 @@ class CheckpointReader(ABC):
         path: the directory or file.
         options: how the checkpoint is read.
         format: the description of the format that was found.
+        metadata: what a single file says about the model, or nothing.
+        tensors: the tensors of a single file by name, or nothing.
         calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
     """
 
     calculates = False
     format: Format
+    metadata: dict[str, Any]
+    tensors: dict[str, Any]
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.path = path
         self.options = options
+        self.metadata, self.tensors = {}, {}
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -81,10 +82,9 @@ def _products(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
     a = _activations(problem, max(ROWS.values()))
     expected = a.double() @ weight.dequantize().double()
     moved, rows = weight.to("mps"), a.to("mps")
-    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **moved.tensors()}
     for variant in variants:
         M = ROWS[variant]
-        yield variant, partial(gemm, rows[:M], variant=variant, **options), expected[:M]
+        yield variant, partial(gemm, rows[:M], moved, variant=variant), expected[:M]
     dense = weight.dequantize(problem.torch_dtype)
     yield "torch.matmul", partial(torch.matmul, rows, dense.to("mps")), a.double() @ dense.double()
 
@@ -105,11 +105,10 @@ def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
     for name, part in weight.tensors().items():
         both = part if name == "lut" else torch.stack([part, part[:, columns] if part.dim() > 1 else part])
         stacked[name] = both.to("mps")
-    rows, chosen = a.to("mps"), ids.to("mps")
-    options: Any = {"weight_format": weight.weight_format, "group_size": weight.group_size, **stacked}
+    stack, rows, chosen = replace(weight, **stacked), a.to("mps"), ids.to("mps")
 
     def multiply(variant: str, tokens: int = TOKENS, *, reduce: bool = False) -> Tensor:
-        return moe_gemm(rows[:tokens], expert_ids=chosen[:tokens], variant=variant, reduce=reduce, **options)
+        return moe_gemm(rows[:tokens], stack, chosen[:tokens], variant=variant, reduce=reduce)
 
     for variant in variants:
         yield f"{variant} with experts", partial(multiply, variant), expected

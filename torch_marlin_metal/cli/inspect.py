@@ -1,21 +1,31 @@
 """`torch-marlin-metal inspect`: describes a checkpoint layer by layer, and lists the layers that would be refused."""
 
+import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
-from torch_marlin_metal.checkpoints.float_layers import matrices
+from torch_marlin_metal.checkpoints.float_layers import empty_model, matrices
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, progress_bar, show, table
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, PackedWeight, UnsupportedFormat, open_reader
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.names import namer
+from torch_marlin_metal.load.plan import plan_load, shared_weights
+from torch_marlin_metal.models.empty_model import ModelMismatchError
+
+Unsupported = Literal["error", "dequantize"]
 
 
 def inspect(
     checkpoint: arguments.Checkpoint,
     layers: Annotated[bool, typer.Option(help="List every layer, not only the kinds of layers.")] = True,
+    model: Annotated[Path | None, typer.Option(help="A config.json, or its directory: show what goes where.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="With --model: patterns of what the model may lack.")] = None,
+    on_unsupported: Annotated[Unsupported, typer.Option(help="With --model: error, or dequantize.")] = "error",
     allow_pickle: arguments.AllowPickle = False,
     gguf_names: arguments.Names = "gguf",
     gptq_version: arguments.GptqVersion = None,
@@ -25,8 +35,12 @@ def inspect(
     """Describes a checkpoint: its format, its layers and their sizes, and the layers that cannot be read.
 
     Every layer is read and checked, one at a time. For a layer that cannot be read, the reason is shown, and the exit
-    code is 1.
+    code is 1. With --model, nothing but headers is read, and the plan of loading the checkpoint into that model of
+    transformers is shown; if it cannot be loaded, the reason is shown, and the exit code is 1.
     """
+    if model is not None:
+        reader = open_reader(checkpoint, allow_pickle=allow_pickle, gguf_names="hf", on_unsupported=on_unsupported)
+        return _inspect_plan(reader, model, ignore or [], as_json)
     try:
         reader = open_reader(
             checkpoint,
@@ -54,6 +68,25 @@ def inspect(
     text = _kinds(reader, found, len(others)) if not layers else _every_layer(reader, found, len(others))
     show(value, text, as_json)
     return ANSWER_IS_NO if value["refused"] else DONE
+
+
+def _inspect_plan(reader: CheckpointReader, config: Path, ignore: list[str], as_json: bool) -> int:
+    file = config / "config.json" if config.is_dir() else config
+    stated = json.loads(file.read_text()).get("architectures")
+    model = empty_model(config, stated, "--model takes a directory of transformers")
+    door = Door(op="inspect", find=namer(model, None), ties=shared_weights(model), ignore=ignore)
+    try:
+        plan = plan_load(model, reader, door)
+    except ModelMismatchError as error:
+        show({"path": str(reader.path), "model": type(model).__name__, "error": str(error)}, str(error), as_json)
+        return ANSWER_IS_NO
+    rows = list(plan.rows())
+    shown = table(f"{reader.path} in {type(model).__name__}", "in the checkpoint", "in the model", "what it becomes")
+    for row in rows:
+        shown.add_row(*row)
+    value = {"path": str(reader.path), "model": type(model).__name__, "prefix": plan.prefix, "plan": rows}
+    show(value, shown, as_json)
+    return DONE
 
 
 def _describe(reader: CheckpointReader, index: int, name: str) -> dict[str, Any]:

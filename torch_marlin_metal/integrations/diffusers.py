@@ -19,20 +19,30 @@ import diffusers.quantizers.auto as tables
 import torch
 from diffusers import ModelMixin
 from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.utils import logging
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.card import write_card
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter, empty_layer
+from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.pending import check_devices, inherit
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
+    check_devices,
+    check_files,
+    device_of,
+)
 from torch_marlin_metal.integrations.transformers.take_over import STOPS, takes_own
-from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
-from torch_marlin_metal.layers.packed_layer import GUARD
-from torch_marlin_metal.models.empty_model import linear_shape, packed_layer
+from torch_marlin_metal.load.decoded import float_module
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.loader import Loader
+from torch_marlin_metal.load.placeholder import inherit
+from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.models.empty_model import ModelMismatchError, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
@@ -40,6 +50,7 @@ from torch_marlin_metal.quantize.weight import quantize_weight
 __all__ = ["MarlinConfig", "MarlinDiffusersQuantizer"]
 
 OP = "from_pretrained"
+logger = logging.get_logger(__name__)
 
 
 class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
@@ -50,10 +61,8 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: MarlinConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        entries = quantization_config.source.get("layers", {}) if self.pre_quantized else {}
-        if not isinstance(entries, dict):
-            raise CheckpointError(f"{OP}: quantization settings: layers: expected an object, got {entries!r}")
-        self._entries: dict[str, Any] = entries
+        self._reader: CheckpointReader | None = None
+        self._loader: Loader | None = None
         self._chosen: set[str] = set()
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._saved: nn.Module | None = None
@@ -78,15 +87,41 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Removes tensors that exist only to stop other loaders, so that diffusers does not report them."""
-        guards = {f"{name}.{GUARD}" for name in self._entries}
-        return [key for key in loaded_keys if key not in guards]
+        """Opens the directory that diffusers found, and hides the tensors of packed layers from diffusers."""
+        if not self.pre_quantized:
+            return loaded_keys
+        self._reader = open_reader(Path(checkpoint_files[0]).parent, self.quantization_config.read_options())
+        check_files(self._reader, (Path(file).name for file in checkpoint_files))
+        packed = self._reader.tensor_files().keys() - {name for name, _, _ in self._reader.others()}
+        return [key for key in loaded_keys if key not in packed]
 
     def _process_model_before_weight_loading(
-        self, model: Any, keep_in_fp32_modules: list[str] | None = None, **kwargs: Any
+        self,
+        model: Any,
+        device_map: dict[str, Any] | None = None,
+        keep_in_fp32_modules: list[str] | None = None,
+        **kwargs: Any,
     ) -> None:
         if self.pre_quantized:
-            self._make_room(model)
+            assert self._reader is not None
+            door = Door(
+                op=OP,
+                find=lambda name: name,
+                ties=shared_weights(model),
+                exclude=self.quantization_config.modules_to_not_convert,
+                exclude_argument="modules_to_not_convert",
+                ignore=self.quantization_config.ignore,
+                hosted=True,
+                option="quantization_config=MarlinConfig({})",
+                device_of=lambda name: device_of(device_map, name),
+            )
+            self._loader = Loader(model, self._reader, door, logger.warning)
+            if prefix := self._loader.plan.prefix:
+                raise ModelMismatchError(
+                    f"{OP}: {self._reader.path}: all names begin with {prefix!r}, which {type(model).__name__} lacks; "
+                    "load_quantized removes it"
+                )
+            self._loader.place()
             return
         wide = set(keep_in_fp32_modules or ())
 
@@ -96,47 +131,17 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         chosen = choose_layers(OP, model, self.quantization_config, stays)
         self._chosen = {f"{name}.weight" for name in chosen}
 
-    def _make_room(self, model: Any) -> None:
-        """Replaces each layer of the model that is packed in the directory by an empty packed layer."""
-        for name, entry in self._entries.items():
-            try:
-                old = model.get_submodule(name)
-            except AttributeError as error:
-                raise CheckpointError(f"{OP}: {type(model).__name__} has no layer {name!r}") from error
-            table = old if isinstance(old, nn.Embedding) and not why_not_embedding(old) else None
-            layer = empty_layer(name, entry, table)
-            shape = linear_shape(old) if table is None else None
-            sizes = table.weight.shape if table is not None else (shape.N, shape.K) if shape is not None else ()
-            if (layer.out_features, layer.in_features) != tuple(sizes):
-                raise CheckpointError(
-                    f"{OP}: layer {name!r}: expected a Linear or an nn.Embedding of [{layer.out_features}, "
-                    f"{layer.in_features}] in {type(model).__name__}, got {old}"
-                )
-            layer.dtype = old.weight.dtype
-            model.set_submodule(name, layer)
-
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
-        """Refuses a directory that lacks a tensor of a packed layer, or a weight that was to be quantized."""
-        lost = sorted(key for key in missing_keys if self._is_packed(key) or key in self._chosen)
-        if lost:
+        """Refuses a directory that lacks a weight that was to be quantized."""
+        if lost := sorted(self._chosen.intersection(missing_keys)):
             raise CheckpointError(f"{OP}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
         return missing_keys
-
-    def _is_packed(self, name: str) -> bool:
-        layer, _, key = name.rpartition(".")
-        return layer in self._entries and key != "bias"
 
     def check_if_quantized_param(
         self, model: Any, param_value: Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
     ) -> bool:
         """Returns whether `create_quantized_param` takes a tensor."""
-        return self._is_packed(param_name) or param_name in self._chosen
-
-    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
-        """Refuses a tensor of another shape than the settings say."""
-        raise CheckpointError(
-            f"{OP}: tensor {param_name!r}: expected shape {list(current_param.shape)}, got {list(loaded_param.shape)}"
-        )
+        return param_name in self._chosen
 
     def create_quantized_param(
         self,
@@ -148,17 +153,9 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Keeps a packed layer's tensor with the file's dtype, or quantizes a weight."""
-        name, _, key = param_name.rpartition(".")
+        """Quantizes a weight."""
+        name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        if self.pre_quantized and key == GUARD:
-            return
-        if self.pre_quantized:
-            value, empty = state_dict[param_name], module._buffers[key]
-            if value.dtype != empty.dtype:
-                raise CheckpointError(f"{OP}: tensor {param_name!r}: expected {empty.dtype}, got {value.dtype}")
-            module._buffers[key] = value.to(target_device).contiguous()
-            return
         config = self.quantization_config
         try:
             packed = quantize_weight(
@@ -171,12 +168,9 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for name in self._entries:
-            layer = model.get_submodule(name)
-            try:
-                layer.load_state_dict(layer.state_dict(), assign=True)  # checks the values
-            except RuntimeError as error:
-                raise CheckpointError(f"{OP}: layer {name!r}: {error}") from error
+        if self._loader is not None:
+            self._loader.fill()
+            self._loader = self._reader = None
         for name, (packed, dtype) in self._made.items():
             linear = model.get_submodule(name)
             layer = packed_layer(linear, packed, dtype)
@@ -219,16 +213,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any) -> Any:
         for name, packed in list(unfused(model)):
             old = model.get_submodule(name)
-            new: nn.Embedding | nn.Linear
-            if isinstance(old, MarlinEmbedding):
-                new = nn.Embedding(packed.N, packed.K, old.padding_idx, device="meta")
-            else:
-                new = nn.Linear(packed.K, packed.N, bias=packed.bias is not None, device="meta")
-            new.weight = nn.Parameter(packed.dequantize(old.weight.dtype).T.contiguous())
-            if packed.bias is not None:
-                new.bias = nn.Parameter(packed.bias)
-            inherit(new, old)
-            model.set_submodule(name, new)
+            model.set_submodule(name, float_module(old, None, packed, old.weight.dtype))
         model._internal_dict = type(model.config)(
             {key: value for key, value in model.config.items() if key != "quantization_config"}
         )
@@ -258,6 +243,7 @@ def install() -> None:
     configs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING
     configs[METHOD] = MarlinConfig
     configs[STOPS] = takes_own(configs[STOPS])
+    _take_arguments()
     original = ModelMixin.save_pretrained
 
     @functools.wraps(original)
@@ -273,6 +259,22 @@ def install() -> None:
         return result
 
     ModelMixin.save_pretrained = save_pretrained
+
+
+def _take_arguments() -> None:
+    """Makes diffusers use the arguments of a `MarlinConfig` that a script passes for a packed directory."""
+    merge = tables.DiffusersAutoQuantizer.merge_quantization_configs.__func__
+
+    def merge_quantization_configs(cls: Any, settings: Any, given: Any) -> Any:
+        if not isinstance(given, MarlinConfig):
+            return merge(cls, settings, given)
+        merged = merge(cls, settings, None)
+        if isinstance(merged, MarlinConfig):
+            for name, value in given.get_loading_attributes().items():
+                setattr(merged, name, value)
+        return merged
+
+    tables.DiffusersAutoQuantizer.merge_quantization_configs = classmethod(merge_quantization_configs)
 
 
 install()

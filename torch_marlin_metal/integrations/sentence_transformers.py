@@ -9,14 +9,16 @@ module for models of sentence-transformers.
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 from sentence_transformers.base.modules.module import Module
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401  for the model inside
-from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.formats.native import packed_weights
-from torch_marlin_metal.models.empty_model import fit_layer, fit_table, linear_shape, why_not_table
+from torch_marlin_metal.checkpoints.formats.native import StateReader
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.load.quantized import load_all
 
 OP = "SentenceTransformer"
 
@@ -34,19 +36,8 @@ def install() -> None:
         state = original(cls, model_name_or_path, *args, **kwargs)
         if not any(key.endswith(".b_packed") for key in state):
             return original(cls, model_name_or_path, *args, model=model, **kwargs)
-        for weight in packed_weights(state):
-            try:
-                old = model.get_submodule(weight.name)
-            except AttributeError as error:
-                raise CheckpointError(f"{OP}: {type(model).__name__} has no layer {weight.name!r}") from error
-            shape = linear_shape(old)
-            if shape is not None:
-                model.set_submodule(weight.name, fit_layer(OP, weight.name, shape, weight))
-            elif reason := why_not_table(old):
-                raise CheckpointError(f"{OP}: {weight.name!r} is 4 bit in the file, but in the model: {reason}")
-            else:
-                model.set_submodule(weight.name, fit_table(OP, weight.name, old, weight))
-        model.load_state_dict(state)
+        door = Door(op=OP, find=lambda name: name, ties=shared_weights(model), progress=False)
+        load_all(model, StateReader(Path(model_name_or_path), state), door)
         return model
 
     load_torch_weights.loads_packed_layers = True  # type: ignore[attr-defined]

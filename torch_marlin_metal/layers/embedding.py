@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.ops import given
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
@@ -97,16 +96,8 @@ class MarlinEmbedding(MarlinLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns `[..., embedding_dim]` in the layer's dtype for int32 or int64 `ids [...]`."""
-        buffers = self._weight_buffers()
-        result: Tensor = _embedding(
-            ids,
-            buffers["b_packed"],
-            buffers["scales"],
-            weight_format=self.weight_format,
-            group_size=self.group_size,
-            dtype=self.dtype,
-            **given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"]),
-        )
+        tensors, named = self._arguments()
+        result: Tensor = _embedding(ids, *tensors, dtype=self.dtype, **named)
         return result
 
     def tied_linear(self, bias: Tensor | None = None) -> MarlinLinear:

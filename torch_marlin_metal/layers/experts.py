@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
-from torch_marlin_metal.ops import given
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
 _moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
@@ -183,16 +182,13 @@ class ExpertWeights(PackedLayer):
         """
         if activation is not None and (row_weights is not None or reduce):
             raise ValueError("ExpertWeights: activation: expected none with row_weights or reduce")
-        buffers = self._weight_buffers()
-        options = given(buffers["zeros"], buffers["global_scale"], buffers["lut"], buffers["perm"], self.bias)
-        options |= {"weight_format": self.weight_format, "group_size": self.group_size}
+        tensors, named = self._arguments(self.bias)
         if activation is not None:
-            options |= activation.options()
-            gated: Tensor = _moe_gemm_gated(a, buffers["b_packed"], buffers["scales"], expert_ids, **options)
+            gated: Tensor = _moe_gemm_gated(a, *tensors, expert_ids, **named, **activation.options())
             return gated
         if row_weights is not None:
-            options["row_weights"] = row_weights
-        result: Tensor = _moe_gemm(a, buffers["b_packed"], buffers["scales"], expert_ids, reduce=reduce, **options)
+            named["row_weights"] = row_weights
+        result: Tensor = _moe_gemm(a, *tensors, expert_ids, reduce=reduce, **named)
         return result
 
     def to_packed(self, index: int, part: int | None = None, *, copy: bool = True) -> PackedWeight:
@@ -213,7 +209,7 @@ class ExpertWeights(PackedLayer):
         tensors = dict(self._weight_buffers()) | {"bias": self.bias}
         own: dict[str, Any] = {
             name: tensors[name] if tensors[name] is None or name == "lut" else tensors[name][index]
-            for name in (*WEIGHT_BUFFERS, "bias")
+            for name in (*WEIGHT_TENSORS, "bias")
         }
         whole = PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **own)
         if part is None or len(self.sizes) == 1:

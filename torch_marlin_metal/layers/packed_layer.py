@@ -11,11 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.huge_pages import prefer_huge_pages
-from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, PackedWeightError, operator_arguments
 
 FORMAT_VERSION = 1
 # The tensors that define the weight. They move between devices but are never converted to another dtype.
-WEIGHT_BUFFERS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
 # The state_dict has a tensor of one element under the name of the float weight. Without it, a loader that ignores
 # unknown tensors would leave a float layer at its initial values. With it, the loader finds a wrong size and stops.
 GUARD = "weight"
@@ -103,16 +102,20 @@ class PackedLayer(nn.Module):
     def _weight_buffers(self) -> Mapping[str, Any]:
         """Returns a mapping that holds the weight's tensors by name."""
         if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class
-            return {name: getattr(self, name) for name in WEIGHT_BUFFERS}
+            return {name: getattr(self, name) for name in WEIGHT_TENSORS}
         # Reads the dictionary, because nn.Module.__getattr__ for each buffer would cost about 2 us per call.
         return self._buffers
+
+    def _arguments(self, bias: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """Returns the operators' arguments for the weight and a bias: those by position, and those by name."""
+        return operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, bias)
 
     def _describe(self, device: torch.device | str | None) -> Tensor:
         format_id = list(WEIGHT_FORMATS).index(self.weight_format)
         return torch.tensor([FORMAT_VERSION, format_id, self.group_size], dtype=torch.int32, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLayer":
-        before = {name: self._buffers[name] for name in WEIGHT_BUFFERS if name in self._buffers}
+        before = {name: self._buffers[name] for name in WEIGHT_TENSORS if name in self._buffers}
         packed_format = self.packed_format
         self.dtype = _activation_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.b_packed.device)).dtype)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -149,9 +152,9 @@ class PackedLayer(nn.Module):
         if words is not None and not words.is_contiguous():  # gemm refuses strides; assign=True would keep them
             state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
         found = self._differences(state_dict, prefix)
-        given = {name for name in WEIGHT_BUFFERS if prefix + name in state_dict}
+        given = {name for name in WEIGHT_TENSORS if prefix + name in state_dict}
         # A tensor with a parametrization is no buffer, so it is not compared here.
-        own = {name for name in WEIGHT_BUFFERS if self._buffers.get(name) is not None}
+        own = {name for name in WEIGHT_TENSORS if self._buffers.get(name) is not None}
         # Refused even with strict=False: tensors of the state and of the layer would mix two weights.
         if given and given != own and not found:
             missing_keys.extend(prefix + name for name in sorted(own - given))
@@ -176,7 +179,7 @@ class PackedLayer(nn.Module):
             if got != mine:
                 return [f"{prefix}packed_format: expected {_in_words(mine)}, got {_in_words(got)}"]
         found = []
-        for name in (*WEIGHT_BUFFERS, "bias"):
+        for name in (*WEIGHT_TENSORS, "bias"):
             mine, other = getattr(self, name), state_dict.get(prefix + name)
             if mine is None or other is None:
                 continue
@@ -184,8 +187,8 @@ class PackedLayer(nn.Module):
                 found.append(f"{prefix}{name}: expected shape {list(mine.shape)}, got {list(other.shape)}")
             elif name != "bias" and mine.dtype != other.dtype:
                 found.append(f"{prefix}{name}: expected {mine.dtype}, got {other.dtype}")
-        tensors: dict[str, Any] = {name: state_dict.get(prefix + name) for name in WEIGHT_BUFFERS}
-        complete = all((getattr(self, name) is None) == (tensors[name] is None) for name in WEIGHT_BUFFERS)
+        tensors: dict[str, Any] = {name: state_dict.get(prefix + name) for name in WEIGHT_TENSORS}
+        complete = all((getattr(self, name) is None) == (tensors[name] is None) for name in WEIGHT_TENSORS)
         if complete and not found and not tensors["scales"].is_meta:
             try:
                 for weight in self._weights(tensors):

@@ -1,7 +1,7 @@
 """Helpers to fill a model from a checkpoint: its tensors by name, and the layer that takes a packed weight."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,6 @@ COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weig
 # Subclasses of nn.Linear in transformers that compute what nn.Linear computes, except that they round twice: after
 # the product, and after adding the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
-
-Rename = Callable[[str], str | None] | Mapping[str, str]
 
 
 class ModelMismatchError(ValueError):
@@ -233,88 +231,8 @@ def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) 
     return found
 
 
-def renamer(rename: Rename | None) -> Callable[[str], str | None]:
-    """Returns the function that maps names in the checkpoint to names in the model.
-
-    Args:
-        rename: a function, which returns None to leave a tensor out; or a dictionary of prefixes and replacements, of
-            which the longest matching prefix is used.
-    """
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    prefixes = sorted(rename.items(), key=lambda item: -len(item[0]))
-
-    def by_prefix(name: str) -> str | None:
-        for old, new in prefixes:
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
-
-    return by_prefix
-
-
 def listing(names: Iterable[str]) -> str:
     """Returns names for an error message, at most eight of them."""
     names = sorted(names)
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
-
-
-class Slots:
-    """A model's parameters and buffers by name. A tensor with several names counts once.
-
-    `set` remembers the former tensors, so that `undo` can restore the model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
-        self._names: dict[int, list[str]] = {}
-        self._undo: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-        self.persistent: set[str] = set()
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        name = f"{prefix}.{key}" if prefix else key
-                        self._owners[name] = module, key
-                        self._names.setdefault(id(tensor), []).append(name)
-                        if key not in module._non_persistent_buffers_set:
-                            self.persistent.add(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._owners
-
-    def get(self, name: str) -> Tensor:
-        """Returns the tensor that has the name now."""
-        module, key = self._owners[name]
-        tensor = module._parameters.get(key)
-        found = module._buffers[key] if tensor is None else tensor
-        assert found is not None
-        return found
-
-    def names_of(self, name: str) -> list[str]:
-        """Returns all names of a tensor, given one of them. A tied tensor has several."""
-        return self._names[id(self.get(name))]
-
-    def set(self, names: Iterable[str], tensor: Tensor) -> None:
-        """Sets one tensor under all these names; parameters stay parameters and keep `requires_grad`."""
-        shared: nn.Parameter | None = None
-        for name in names:
-            module, key = self._owners[name]
-            old = self.get(name)
-            held = module._parameters if module._parameters.get(key) is not None else module._buffers
-            self._undo.append((held, key, old))  # type: ignore[arg-type]
-            if isinstance(old, nn.Parameter):
-                gradient = old.requires_grad and tensor.is_floating_point()
-                shared = nn.Parameter(tensor, requires_grad=gradient) if shared is None else shared
-                module._parameters[key] = shared
-            else:
-                module._buffers[key] = tensor
-
-    def undo(self) -> None:
-        """Restores everything that `set` replaced."""
-        while self._undo:
-            held, key, old = self._undo.pop()
-            held[key] = old

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,16 @@ from tqdm.auto import tqdm
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS, PackedLayer
-from torch_marlin_metal.ops import given
+from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
 ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may need different kernels
 MOST_THREADS = 8  # a thread that compiles only waits for one of Metal's compiler processes
+# Before torch 2.15, two threads that use kernels of PyTorch for the first time can crash the process: they change one
+# table without a lock.
+TORCH_LOCKS_ITS_KERNELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+Tasks = dict[tuple[Any, ...], Callable[[], None]]
 
 
 def prepare(
@@ -50,7 +55,8 @@ def prepare(
     if not listed or not all(isinstance(M, int) and M >= 1 for M in listed):
         raise ValueError(f"prepare: rows: expected numbers of at least 1, got {listed or rows!r}")
     rows = sorted(set(listed))
-    products: dict[tuple[Any, ...], Callable[[], None]] = {}
+    mixtures: Tasks = {}
+    products: Tasks = {}
     for experts in model.modules():
         if isinstance(experts, MarlinExperts) and experts.top_k and experts.down.b_packed.device.type == "mps":
             for M in rows:
@@ -58,7 +64,7 @@ def prepare(
                     is_down, kind = stack is experts.down, dtype or stack.dtype
                     kind = experts.down_dtype or kind if is_down else kind
                     task = partial(_run_without_experts, experts, M, experts.top_k, kind, is_down)
-                    products[(is_down, experts.top_k, *_kind(stack, M, kind))] = task
+                    mixtures[(is_down, experts.top_k, *_kind(stack, M, kind))] = task
     for layer in model.modules():
         if isinstance(layer, MarlinEmbedding) or not isinstance(layer, MarlinLinear):
             continue
@@ -66,36 +72,37 @@ def prepare(
             kind = layer.product_dtype or dtype or layer.dtype
             for M in rows:
                 products[_kind(layer, M, kind)] = partial(_compile, layer, M, kind)
-    with (
-        tqdm(total=len(products), desc="Compiling Metal kernels", unit="product", disable=not progress) as bar,
-        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
-    ):
-        futures = [threads.submit(task) for task in products.values()]
-        for future in futures:
-            future.add_done_callback(lambda _: bar.update())
+    count, most = len(mixtures) + len(products), min(MOST_THREADS, os.cpu_count() or 1)
+    with tqdm(total=count, desc="Compiling Metal kernels", unit="product", disable=not progress) as bar:
+        # The tasks of mixtures use kernels of PyTorch. Those of products use none, except for the probe of the GPU, for
+        # which they wait for each other.
+        futures = _run(mixtures, most if TORCH_LOCKS_ITS_KERNELS else 1, bar.update)
+        futures += _run(products, most, bar.update)
     for future in futures:
         future.result()
-    return len(products)
+    return count
+
+
+def _run(tasks: Tasks, threads: int, ended: Callable[[], object]) -> list[Future[None]]:
+    """Runs tasks in threads and calls `ended` after each; returns when all have ended."""
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(task) for task in tasks.values()]
+        for future in futures:
+            future.add_done_callback(lambda _: ended())
+    return futures
 
 
 def _kind(layer: PackedLayer, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """Returns a key for the layer's product with M rows. Products with equal keys use the same kernels."""
-    tensors = [*(layer._buffers[name] for name in WEIGHT_BUFFERS), layer.bias]
+    tensors = [*(layer._buffers[name] for name in WEIGHT_TENSORS), layer.bias]
     kinds = [None if t is None else (t.shape, t.dtype, t.storage_offset() % 4) for t in tensors]
     return (M, dtype, layer.weight_format, layer.group_size, *kinds)
 
 
 def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
-    packed = layer.to_packed()
-    torch.ops.torch_marlin_metal.compile_gemm(
-        packed.b_packed,
-        packed.scales,
-        weight_format=packed.weight_format,
-        group_size=packed.group_size,
-        **given(packed.zeros, packed.global_scale, packed.lut, packed.perm, packed.bias),
-        M=M,
-        dtype=dtype,
-    )
+    """Compiles the kernels of a layer's product with M rows of activations of a dtype. Uses no kernel of PyTorch."""
+    tensors, named = layer._arguments(layer.bias)
+    torch.ops.torch_marlin_metal.compile_gemm(*tensors, **named, M=M, dtype=dtype)
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:

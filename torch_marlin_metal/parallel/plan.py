@@ -1,6 +1,6 @@
 """A plan that splits the packed layers of a model, while it loads or later."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -71,7 +71,14 @@ class SplitPlan:
                     raise type(error)(f"layer {name!r}: {error}") from error
         return model
 
-    def begin(self, op: str, model: nn.Module, layers: Iterable[str], reader: CheckpointReader) -> None:
+    def begin(
+        self,
+        op: str,
+        model: nn.Module,
+        layers: Mapping[str, LinearShape],
+        whole: Collection[str],
+        reader: CheckpointReader,
+    ) -> None:
         """Refuses a plan that `load` cannot follow, and processes with another package or checkpoint.
 
         Raises:
@@ -82,7 +89,6 @@ class SplitPlan:
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         self._check_names(op, modules)
-        known = set(layers)
         for name, module in modules.items():
             style = self.style_of(name) if name else None
             if style is None:
@@ -92,7 +98,7 @@ class SplitPlan:
                     f"{op}: split: layer {name!r}: expected MarlinColwiseParallel or MarlinRowwiseParallel, got "
                     f"{type(style).__name__}; SplitPlan.apply takes other styles after loading"
                 )
-            if name not in known:
+            if name not in layers:
                 raise TypeError(
                     f"{op}: split: layer {name!r}: expected a Linear layer that the checkpoint holds in 4 bit, got a "
                     f"{type(module).__name__} that is not"

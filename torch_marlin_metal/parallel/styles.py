@@ -19,9 +19,8 @@ from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
 from torch_marlin_metal.models.empty_model import LinearShape, ModelMismatchError, fit_layer
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
 from torch_marlin_metal.parallel.agreement import check_weight, gather, number_of
 from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
@@ -143,7 +142,7 @@ class LinearStyle(PackedStyle):
         check_weight(style, weight, group)
         part = self._part(weight, dist.get_world_size(group), dist.get_rank(group))
         layer = MarlinLinear.from_packed(part, dtype=module.dtype)
-        for name in (*WEIGHT_BUFFERS, "packed_format"):
+        for name in (*WEIGHT_TENSORS, "packed_format"):
             module._buffers[name] = layer._buffers[name]
         module.bias = layer.bias
         module.in_features, module.out_features = layer.in_features, layer.out_features
@@ -309,7 +308,7 @@ class MarlinExpertParallel(PackedStyle):
                 f"{count}"
             )
         for stack in (module.gate_up, module.down):
-            tensors: dict[str, Any] = {name: stack._buffers[name] for name in WEIGHT_BUFFERS}
+            tensors: dict[str, Any] = {name: stack._buffers[name] for name in WEIGHT_TENSORS}
             check_weight(
                 "MarlinExpertParallel",
                 PackedWeight(

@@ -238,7 +238,7 @@ Tensor neighbours(const Tensor& tensor) {
   return with_unit_stride(as_rows(tensor));
 }
 
-Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, c10::string_view activation,
+Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, std::string_view activation,
                             std::optional<double> limit, std::optional<double> alpha) {
   const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);
   Tensor out = at::empty(gate.sizes(), gate.options());

@@ -217,7 +217,7 @@ const KernelCounts& counts_of(const GemmTile& row, const GemmProblem& problem, c
                                    ? &tensor_counts(format, problem.activations)
                                    : find_counts(row.kernel, format, row.tile, problem.activations, family);
   if (counts != nullptr) return *counts;
-  throw std::logic_error("cost: no instruction counts of " + host_name(row.kernel, format, problem.activations) +
+  throw std::logic_error("cost: no instruction counts of " + host_name({row.kernel, format, problem.activations}) +
                          " for a tile of " + name(row.tile));
 }
 

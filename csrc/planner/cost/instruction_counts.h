@@ -7,7 +7,7 @@
 #include <array>
 #include <cstdint>
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "csrc/core/math.h"
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 namespace marlin {
 
@@ -104,6 +104,12 @@ DispatchCost kernel_cost(const KernelLoad& load, const GpuDevice& device) {
   cost.compute_seconds = (double(on_a_core / most) * wave(most) + wave(on_a_core % most)) / hertz;
   finish(cost, load.threadgroups, load.weight_bytes, device);
   return cost;
+}
+
+double traffic_seconds(double bytes, const GpuDevice& device) {
+  DispatchCost cost{.dram_bytes = bytes, .l2_bytes = bytes, .launch_seconds = kDispatchSeconds};
+  finish(cost, device.cores, bytes, device);
+  return cost.seconds;
 }
 
 uint32_t largest_threadgroup(uint32_t half_registers) {

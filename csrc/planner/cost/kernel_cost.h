@@ -50,7 +50,7 @@ Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgr
 // "launch", "dram", "l2", "issue", "complex", "matrix", "dense" (a dense product), or "occupancy" if simdgroups wait or
 // cores idle for more than a fifth of the time.
 struct DispatchCost {
-  std::string_view kernel{};  // a name from variants.h, or "torch.matmul"
+  std::string_view kernel{};  // a name from kernel_list.h, or "torch.matmul"
   Occupancy occupancy{};
 #define MARLIN_COST_FIELD(field) double field = 0;
   MARLIN_DISPATCH_COSTS(MARLIN_COST_FIELD)
@@ -102,6 +102,9 @@ double simdgroups_in_flight(const Occupancy& held, uint64_t threadgroups, const 
 
 // Sets the times of memory and L2, the total time and the bound of a cost whose other figures are known.
 void finish(DispatchCost& cost, uint64_t threadgroups, double weight_bytes, const GpuDevice& device);
+
+// Returns the time of a kernel that only moves `bytes` from and to memory.
+double traffic_seconds(double bytes, const GpuDevice& device);
 
 // The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Three
 // sources: llama.cpp discussion 4167 lists times per token. Without the time to read the weights, and divided by the

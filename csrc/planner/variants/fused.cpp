@@ -18,6 +18,8 @@ Tiling fused_split(const GemmTile& row, const WeightProblem& weight, uint32_t re
   return tiling;
 }
 
+namespace {
+
 std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t rows = row.tile.M;
   const uint32_t rounded_M = round_up(problem.M, 8);
@@ -35,22 +37,50 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
 }
 
 Plan build_fused(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  const auto [N, K] = std::pair(problem.weight.N, problem.weight.K);
-  const uint32_t group = group_size(problem.weight);
+  const uint32_t N = problem.weight.N;
   Plan plan;
   for (uint32_t launch = 0; launch < launches(tiling); ++launch) {
     const RowBlocks blocks = row_blocks(tiling, problem.M, launch);
     Dispatch dispatch =
         product_dispatch(tiling, problem, blocks, {ceil_divide(N, kFusedColumns), blocks.count, tiling.splits});
-    dispatch.constants[kConstantRows] = static_cast<int32_t>(blocks.rows);
-    dispatch.constants[kConstantSubnormalCodes] = device.half_subnormals;
-    dispatch.constants[kConstantShortGroupSize] = group < kFusedK && group < K ? static_cast<int32_t>(group) : 0;
-    dispatch.constants[kConstantRaggedK] = K % kFusedK != 0;
-    dispatch.constants[kConstantRaggedN] = N % kFusedColumns != 0;
+    set_direct_constants(dispatch.constants, tiling, problem.weight, blocks.rows, device);
     plan.dispatches.push_back(std::move(dispatch));
   }
   add_reduction(plan, tiling, problem);
   return plan;
 }
+
+Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& device) {
+  row.kernel = Kernel::moe_fused;
+  const WeightProblem& weight = problem.product.weight;
+  uint32_t most = std::clamp<uint32_t>(weight.K / kFusedMinSlice, 1, kFusedMaxSimdgroups);
+  while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
+    --most;
+  return cheapest_split(problem, device, std::min(most, kFusedMinSlices), most,
+                        [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
+}
+
+constexpr GemmTile fused_tile(uint32_t rows) {
+  return {GemmVariant::fused, Kernel::gemm_fused, {rows, kFusedColumns, kFusedK}, 0};
+}
+
+constexpr std::array kTiles{fused_tile(32), fused_tile(24), fused_tile(16), fused_tile(8)};
+static_assert(kTiles.front().tile.M == kFusedMaxRows, "every number of rows that the kernel has");
+
+}  // namespace
+
+constinit const VariantRules fused_variant{
+    .tiles = kTiles,
+    .tiling = fused_tiling,
+    .build = build_fused,
+    .threadgroup_bytes =
+        [](const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
+          return fused_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
+        },
+    .add_expert_tilings = [](std::vector<Tiling>& tilings, const GemmTile& row, const MoeProblem& problem,
+                             const GpuDevice& device) { tilings.push_back(fused_candidate(row, problem, device)); },
+    .has_32_bit_offsets = true,
+    .simdgroup_columns = kFusedColumns,
+};
 
 }  // namespace marlin

@@ -6,6 +6,7 @@
 
 #include "csrc/planner/builder.h"
 #include "csrc/planner/cost/cost.h"
+#include "csrc/planner/cost/experts_cost.h"
 
 namespace marlin {
 
@@ -78,6 +79,16 @@ Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint3
   return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
     const PlanCost total = cost(tiling, problem, device);
     return SplitCost{total.seconds, total.dispatches.front().in_flight};
+  });
+}
+
+// The same for a product with experts.
+template <typename Make>
+Tiling cheapest_split(const MoeProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
+                      const Make& make) {
+  return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
+    const PlanCost total = experts_cost(tiling, problem, device);
+    return SplitCost{total.seconds, total.dispatches[sorts_pairs(tiling) ? 1 : 0].in_flight};
   });
 }
 

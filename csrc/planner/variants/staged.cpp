@@ -10,8 +10,6 @@ namespace {
 // The shortest slice of K. The reduction of shorter slices would cost more than splitting K gains.
 constexpr uint32_t kMinSlice = 256;
 
-}  // namespace
-
 std::optional<Tiling> staged_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
   const uint64_t resident = resident_threadgroups(row, problem, device);
@@ -32,5 +30,22 @@ Plan build_staged(const Tiling& tiling, const GemmProblem& problem, const GpuDev
   add_reduction(plan, tiling, problem);
   return plan;
 }
+
+uint32_t staged_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t) {
+  return tile_threadgroup_bytes(tiling.tile, problem.activations, tiling.stages);
+}
+
+#define MARLIN_STAGED_TILE(M, N, K, variant, stages) \
+  GemmTile{GemmVariant::variant, Kernel::gemm_##variant##_##M##x##N##x##K, {M, N, K}, stages},
+constexpr std::array kDoubleBufferedTiles{MARLIN_TILES(MARLIN_STAGED_TILE, double_buffered, 2)};
+constexpr std::array kSingleStageTiles{MARLIN_TILES(MARLIN_STAGED_TILE, single_stage, 1)};
+#undef MARLIN_STAGED_TILE
+
+}  // namespace
+
+constinit const VariantRules double_buffered_variant{
+    .tiles = kDoubleBufferedTiles, .tiling = staged_tiling, .build = build_staged, .threadgroup_bytes = staged_bytes};
+constinit const VariantRules single_stage_variant{
+    .tiles = kSingleStageTiles, .tiling = staged_tiling, .build = build_staged, .threadgroup_bytes = staged_bytes};
 
 }  // namespace marlin

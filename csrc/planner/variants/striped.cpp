@@ -26,8 +26,6 @@ bool some_stripe_starts_within_a_tile(uint32_t units, uint32_t stripes, uint32_t
   return false;
 }
 
-}  // namespace
-
 std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t K = problem.weight.K;
   const uint64_t resident = resident_threadgroups(row, problem, device);
@@ -51,13 +49,29 @@ Plan build_striped(const Tiling& tiling, const GemmProblem& problem, const GpuDe
   const TileShape& tile = tiling.tile;
   const uint32_t slices = stripe_slices(problem.weight.K, tiling.k_per_slice);
   plan.dispatches.push_back(
-      {.kernel = Kernel::reduce_striped,
-       .function = host_name(Kernel::reduce_striped, problem.activations),
+      {.instance = {.kernel = Kernel::reduce_striped, .element = problem.activations},
        .constants = bias_constants(problem),
        .grid = reduction_grid(tiling, problem),
        .threads = kElementwiseThreads,
        .params = StripedReduceParams{problem.M, problem.weight.N, tile.M, tile.N, slices, tiling.stripes}});
   return plan;
 }
+
+#define MARLIN_STRIPED_TILE(M, N, K, stages) \
+  GemmTile{GemmVariant::striped, Kernel::gemm_striped_##M##x##N##x##K, {M, N, K}, stages},
+constexpr std::array kTiles{MARLIN_STRIPED_TILES(MARLIN_STRIPED_TILE, 2)};
+#undef MARLIN_STRIPED_TILE
+
+}  // namespace
+
+constinit const VariantRules striped_variant{
+    .tiles = kTiles,
+    .tiling = striped_tiling,
+    .build = build_striped,
+    .threadgroup_bytes =
+        [](const Tiling& tiling, const GemmProblem& problem, uint32_t) {
+          return tile_threadgroup_bytes(tiling.tile, problem.activations, tiling.stages);
+        },
+};
 
 }  // namespace marlin

@@ -5,7 +5,7 @@
 //   double_buffered, tiles larger than 64 x 64:  barrier | fetch next | store next | multiply this
 #pragma once
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 #include "kernels/gemm/product.h"
 #include "kernels/gemm/tiles/tile.h"

@@ -11,6 +11,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -288,12 +289,23 @@ bool takes_generator(const c10::Type& type) {
   return type.kind() == c10::TypeKind::GeneratorType;
 }
 
+// Before torch 2.15, `add` and `sub` on mps copy `self` if alpha is 0, and do not read `other`: its NaN, for example,
+// do not reach the result.
+void drop_what_is_not_read(const std::string& name, at::ArrayRef<c10::IValue> values, c10::IValue* other) {
+  constexpr bool kReads = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15;
+  const bool is_sum = name == "aten::add" || name == "aten::add_" || name == "aten::sub" || name == "aten::sub_";
+  if (kReads || !is_sum || values.size() < 3 || !values[1].isTensor() || !values[2].isScalar()) return;
+  if (values[2].toScalar().equal(0)) *other = at::zeros_like(values[1].toTensor());
+}
+
 // A CPU operator needs a CPU generator. The operator gets a copy of the mps generator that was passed, or of the
 // default mps generator. Afterwards the state of the copy is copied back.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   synchronize();
   const auto& arguments = op.schema().arguments();
   require_one_device(op.schema().name(), torch::jit::last(*stack, arguments.size()));
+  drop_what_is_not_read(op.schema().name(), torch::jit::last(*stack, arguments.size()),
+                        stack->data() + (stack->size() - arguments.size() + 1));
   at::Generator device, host;
   for (size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& value = (*stack)[stack->size() - arguments.size() + i];

@@ -148,6 +148,14 @@ const bool added = add({
          dispatch(e, 16, 16);
        });
      }},
+    {"nil for an argument",
+     [] {
+       encode([](Encoder e) {
+         bind_scale(e, buffer(64), buffer(64), 1);
+         [e setBuffer:nil offset:0 atIndex:1];
+         dispatch(e, 16, 16);
+       });
+     }},
     {"binding of an earlier operator",
      [] {
        encode([](Encoder e) {

@@ -55,6 +55,7 @@ PARTS = {
         Part("conversions", 3, limit=600),
         Part("allocations", 2, limit=600),
         Part("threads", 1),
+        Part("models", 2, needs=("transformers",)),
         Part("device", 2, limit=600, needs=("softmetal",)),
         Part("sanitizers", 2, limit=1800),
     )

@@ -22,6 +22,8 @@ from tests.support import reference
 from tests.support.experts import make_experts
 from torch_marlin_metal import convert
 
+OPS = torch.ops.torch_marlin_metal
+
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).parents[1] / "failing_allocations.c"
 MOST = 400
@@ -49,8 +51,8 @@ def product(rng: random.Random, work: Path) -> Callable[[], Any]:
         rng.choice(reference.DTYPES)
     )
     if rng.random() < 0.3:
-        return lambda: tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
-    return lambda: tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
+        return lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments)
+    return lambda: OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
 
 
 def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
@@ -62,7 +64,7 @@ def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
     ids = torch.tensor([[rng.randrange(-1, 4), rng.randrange(4)] for _ in range(rng.choice((1, 3, 40)))])
     a = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(1)).to(rng.choice(reference.DTYPES))
     factors = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) if rng.random() < 0.5 else None
-    return lambda: tmm.moe_gemm(
+    return lambda: OPS.moe_gemm(
         a, stack.b_packed, stack.scales, ids, **stack.arguments, row_weights=factors, reduce=factors is not None
     )
 

@@ -11,6 +11,8 @@ import softmetal  # noqa: F401  makes mps ready
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 CALLS = 20
 
 
@@ -42,7 +44,7 @@ def multiply_in_threads(
     def multiply() -> None:
         try:
             for turn in range(CALLS):
-                result = tmm.gemm(moved, weight.b_packed, weight.scales, **weight.arguments)
+                result = OPS.gemm(moved, weight.b_packed, weight.scales, **weight.arguments)
                 if turn % 10 == 9:
                     reference.check_gemm(result, exact, bound)
                     torch.mps.empty_cache()

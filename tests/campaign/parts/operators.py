@@ -8,6 +8,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 
 def case(rng: random.Random, work: Path) -> str:
     """Multiplies and dequantizes. The memory around the operands is NaN, so that a read outside of them shows."""
@@ -40,9 +42,9 @@ def case(rng: random.Random, work: Path) -> str:
     # largest activation.
     largest = float(a.float().abs().max()) if M else 0.0
     bound = bound + 16 * 2.0**-24 * largest * weight.magnitude.sum(0)
-    result = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
+    result = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)
     if float(abs(weight.exact).max()) * largest * K < 2.0**100:
         reference.check_gemm(result, exact, bound)
-    dense = tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float32)
+    dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=torch.float32)
     assert torch.isfinite(dense).all() or float(abs(weight.exact).max()) > 2.0**127
     return name

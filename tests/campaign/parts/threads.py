@@ -9,6 +9,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 
+OPS = torch.ops.torch_marlin_metal
+
 THREADS, CALLS = 5, 20
 
 
@@ -36,9 +38,9 @@ def case(rng: random.Random, work: Path) -> str:
             for turn in range(CALLS):
                 if number == 0:
                     torch.set_num_threads(1 + turn % 3)
-                result = tmm.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
+                result = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
                 reference.check_gemm(result, exact, bound)
-                tmm.dequantize(weight.b_packed, weight.scales, **weight.arguments)
+                OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments)
         except Exception as error:
             wrong.append(f"{weight.arguments['weight_format']}: {type(error).__name__} {error}")
 

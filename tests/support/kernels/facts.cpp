@@ -1,8 +1,9 @@
-// Prints the constants and tables of kernels/shared/variants.h that tests need, as JSON, so that no test repeats them.
+// Prints the constants and tables of kernels/shared/kernel_list.h that tests need, as JSON, so that no test repeats
+// them.
 #include <cstddef>
 #include <cstdio>
 
-#include "kernels/shared/variants.h"
+#include "kernels/shared/kernel_list.h"
 
 using namespace marlin;
 

@@ -42,7 +42,7 @@ ELEMENT_NAMES = {
 
 @functools.cache
 def facts() -> dict:
-    """Returns the constants, structs and kernels of kernels/shared/variants.h."""
+    """Returns the constants, structs and kernels of kernels/shared/kernel_list.h."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "facts"
         source = Path(__file__).with_name("facts.cpp")
@@ -120,11 +120,18 @@ def absent() -> Buffer:
     return place_output((4,), torch.int32)
 
 
-def compile_library(library: str, constants: Mapping[str, int | bool] | None = None, **options) -> Library:
-    """Compiles a file of `kernels/` in the version of the language that the host asks for."""
+def compile_library(
+    library: str, constants: Mapping[str, int | bool] | None = None, *, replaced: tuple[str, str] = ("", ""), **options
+) -> Library:
+    """Compiles a file of `kernels/` in the version of the language that the host asks for.
+
+    `replaced` is a text that the file has, and what takes its place.
+    """
     path = KERNELS / f"{library}.metal"
+    text = path.read_text()
+    assert replaced[0] in text
     return compile(
-        path.read_text(),
+        text.replace(*replaced) if replaced[0] else text,
         constants=dict(constants or {}),
         file_name=str(path),
         include_paths=[str(KERNELS.parent)],

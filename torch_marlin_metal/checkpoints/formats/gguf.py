@@ -122,6 +122,9 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
 class GgufReader(CheckpointReader):
     """Reads a GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
 
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
     def __init__(self, path: Path, options: ReadOptions) -> None:
         super().__init__(path, options)
         self.format = FORMAT

@@ -3,28 +3,29 @@
 docs/formats/on-disk-format.md is its specification.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.checkpoints.settings import OWN_METHOD, Settings
 from torch_marlin_metal.formats import WEIGHT_FORMATS
-from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD, WEIGHT_BUFFERS
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
+from torch_marlin_metal.layers.packed_layer import FORMAT_VERSION, GUARD
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, PackedWeightError
 
 METHOD = OWN_METHOD
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, *FLOAT_DTYPES)}
+LAYER_TENSORS = ("bias", "packed_format", GUARD)  # of a layer, beside its weight
 # A loader that lacks this package shows this advice in its error; see `NativeExporter.settings`.
 ADVICE = (
     "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
@@ -90,52 +91,52 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
     return entry
 
 
-def empty_layer(name: str, entry: Any, embedding: nn.Embedding | None = None) -> MarlinLinear:
-    """Makes the empty layer, on the meta device, that an entry of the settings describes.
+class StateReader(CheckpointReader):
+    """Reads the packed layers of a plain state_dict.
+
+    The `packed_format` tensor of a layer gives its format and group size, because a state_dict has no settings.
 
     Args:
-        name: the layer's name, for the error.
-        entry: the entry.
-        embedding: the model's module of this name, if it is an embedding.
-
-    Raises:
-        CheckpointError: the entry does not describe a layer of this format.
+        path: where the state_dict was found, for errors.
+        state: the tensors.
     """
-    try:
-        given = {key: value for key, value in entry.items() if not key.endswith("_dtype")}
-        dtypes: dict[str, Any] = {key: DTYPES[value] for key, value in entry.items() if key.endswith("_dtype")}
-        if embedding is None:
-            return MarlinLinear(**given, **dtypes, device="meta")
-        K, N, has_bias = (given.pop(key) for key in ("in_features", "out_features", "bias"))
-        if has_bias:
-            raise ValueError("an embedding has no bias")
-        return MarlinEmbedding(N, K, embedding.padding_idx, **given, **dtypes, device="meta")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"quantization settings: layer {name!r}: expected an entry, got {entry!r}") from error
 
+    def __init__(self, path: Path, state: Mapping[str, Tensor]) -> None:
+        super().__init__(path, ReadOptions())
+        self.format = FORMAT
+        self._state = state
 
-def packed_weights(state: Mapping[str, Tensor]) -> Iterator[PackedWeight]:
-    """Yields the weight of each packed layer of a plain state_dict.
+    def names(self) -> list[str]:
+        """Returns the names of the layers."""
+        return [key.removesuffix(".b_packed") for key in self._state if key.endswith(".b_packed")]
 
-    The layer's `packed_format` tensor gives format and group size.
-
-    Raises:
-        CheckpointError: the tensors of a layer do not make a weight.
-    """
-    for name in (key.removesuffix(".b_packed") for key in state if key.endswith(".b_packed")):
-        tensors = {role: state.get(f"{name}.{role}") for role in (*WEIGHT_BUFFERS, "bias")}
-        described = state.get(f"{name}.packed_format")
+    def convert(self, index: int) -> PackedWeight:
+        """Makes one layer and validates it."""
+        name = self.layer_names[index]
+        tensors = {role: self._state.get(f"{name}.{role}") for role in (*WEIGHT_TENSORS, "bias")}
+        described = self._state.get(f"{name}.packed_format")
         version, number, group_size = (
             described.tolist() if described is not None and described.numel() == 3 else (0,) * 3
         )
         if version != FORMAT_VERSION or not 0 <= number < len(FORMAT_NAMES) or tensors["scales"] is None:
-            raise CheckpointError(f"state_dict: layer {name!r}: expected scales and packed_format, version 1")
+            raise CheckpointError(f"{self.path}: layer {name!r}: expected scales and packed_format, version 1")
         given: dict[str, Any] = tensors
         weight = PackedWeight(weight_format=FORMAT_NAMES[number], group_size=group_size, name=name, **given)
         try:
-            yield weight.validate()
+            return weight.validate()
         except PackedWeightError as error:
-            raise CheckpointError(f"state_dict: layer {name!r}: {error}") from error
+            raise CheckpointError(f"{self.path}: layer {name!r}: {error}") from error
+
+    def bias(self, index: int) -> Tensor | None:
+        """Returns the bias of a layer."""
+        return self._state.get(f"{self.layer_names[index]}.bias")
+
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, function that returns it, dtype) for each tensor outside the layers."""
+        packed = {f"{name}.{role}" for name in self.layer_names for role in (*WEIGHT_TENSORS, *LAYER_TENSORS)}
+        for name, tensor in self._state.items():
+            if name not in packed:
+                yield name, partial(self._state.__getitem__, name), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -161,10 +162,16 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error(
             "packed_format", f"{FORMAT_NAMES[format_id]}, {group_size} does not agree with the settings' {stated}"
         )
-    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_BUFFERS, "bias") if role in layer}
+    tensors: dict[str, Any] = {role: layer.read(role) for role in (*WEIGHT_TENSORS, "bias") if role in layer}
     if "scales" not in tensors:
         raise layer.error("b_packed", "scales are missing")
-    return PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
+    weight = PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
+    found = _describe(weight)
+    for key, value in entry.items():  # sizes are those of the model's layer; one process may read a part of it
+        if key.endswith("_dtype") and found.get(key) != value:
+            role = "zeros" if key == "zeros_dtype" and "zeros" in layer else "scales"
+            raise layer.error(role, f"{key}: expected {value!r} as in the settings, got {found.get(key)!r}")
+    return weight
 
 
 FORMAT = DirectoryFormat(
@@ -175,7 +182,7 @@ FORMAT = DirectoryFormat(
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
     roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),
-    fields={name: name for name in (*WEIGHT_BUFFERS, "bias")},
+    fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
         "scales": ("G", "N"),

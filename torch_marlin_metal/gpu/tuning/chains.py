@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,12 @@ COLD_BYTES = 256 * 2**20
 CHAIN_SECONDS = 0.01  # the least work of a chain, because a synchronisation costs tens of microseconds
 WARM_SECONDS = 0.2  # work before measuring, because an idle GPU needs tens of milliseconds to reach its full clock
 MOST_CALLS = 256
+# A measured chain is one command buffer, and macOS may kill one that takes some tenths of a second. If a call takes
+# longer than this, each measurement has only one.
+LONG_SECONDS = 0.05
+# The factor of a product's result in the activations of the next product. It is so small that the sum rounds to the
+# activations. It is not 0, because PyTorch before 2.15 then does not read the result: on mps it copies the activations.
+LINK = 1e-30
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ def lazy_clock(chain: Chain, calls: int) -> Measured:
 def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
     """Makes a chain of products: the activations of each depend on the result of the one before.
 
+    The values of the activations do not change, but the device must wait for each result.
+
     Args:
         a: activations of the first product, `[M, K]`.
         product: takes activations and the number of the call, and returns `[M, N]`; the number selects the weight.
@@ -125,8 +133,7 @@ def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
 
     def step(state: object, index: int) -> object:
         assert isinstance(state, Tensor)
-        # Zero times the result is added: the values do not change, but the GPU must wait for the result.
-        return torch.add(state, product(state, index)[:, :1], alpha=0)
+        return torch.add(state, product(state, index)[:, :1], alpha=LINK)
 
     clock = gpu_clock if a.device.type == "mps" else wall_clock
     return Chain(a, step, lambda state: synchronize(a.device), clock)
@@ -145,20 +152,19 @@ def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]
 
 
-def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], dict[str, object]]:
-    """Returns a function that maps the number of a call to `gemm`'s arguments; each call gets another copy."""
+def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], PackedWeight]:
+    """Returns a function that maps the number of a call to a weight; each call gets another copy of the tensors."""
     tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
-    fixed = {"weight_format": weight.weight_format, "group_size": weight.group_size}
-    arguments: list[dict[str, object]] = [{**fixed, **dict(zip(tensors, copy, strict=True))} for copy in copies]
-    return lambda index: arguments[index % len(arguments)]
+    weights = [replace(weight, **dict(zip(tensors, copy, strict=True))) for copy in copies]  # type: ignore[arg-type]
+    return lambda index: weights[index % len(weights)]
 
 
-def gemm_chain(a: Tensor, arguments: Callable[[int], dict[str, object]], variant: str = "auto") -> Chain:
-    """Makes a chain of calls of `gemm` with the arguments that `rotating` returns."""
+def gemm_chain(a: Tensor, weights: Callable[[int], PackedWeight], variant: str = "auto") -> Chain:
+    """Makes a chain of calls of `gemm` with the weights that `rotating` returns."""
 
     def product(state: Tensor, index: int) -> Tensor:
-        return gemm(state, **arguments(index), variant=variant)  # type: ignore[arg-type]
+        return gemm(state, weights(index), variant=variant)
 
     return product_chain(a, product)
 
@@ -191,7 +197,8 @@ def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
 
 def _calls(chain: Chain) -> int:
     chain.measure(1)  # compiles the kernels
+    least = 1 if chain.measure(1).seconds > LONG_SECONDS else 2
     begin = time.perf_counter()
     while time.perf_counter() - begin < WARM_SECONDS:
-        seconds = chain.measure(2).seconds
-    return max(2, min(MOST_CALLS, round(CHAIN_SECONDS / max(seconds, 1e-7))))
+        seconds = chain.measure(least).seconds
+    return max(least, min(MOST_CALLS, round(CHAIN_SECONDS / max(seconds, 1e-7))))

@@ -43,8 +43,8 @@ def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tup
     Returns:
         The chains by name, this package first; and, by name, the reasons why alternatives are missing.
     """
-    arguments = rotating(weight, cold_bytes)
-    chains = {OURS: gemm_chain(a, arguments)}
+    weights = rotating(weight, cold_bytes)
+    chains = {OURS: gemm_chain(a, weights)}
     missing = {}
     makers: dict[str, Callable[[PackedWeight, Tensor, int], Chain]] = {
         "torch dense": _dense,

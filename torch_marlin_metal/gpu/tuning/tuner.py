@@ -74,17 +74,17 @@ def tune(
         for product in products:
             weight = product.make_weight("cpu")
             expected = ExactProduct(weight)
-            arguments = rotating(weight.to("mps"), cold_bytes)
+            weights = rotating(weight.to("mps"), cold_bytes)
             for M in rows:
                 bar.set_description(f"{product} M={M}")
                 tried, model = candidates(product, M)
                 a = torch.randn(M, product.K, dtype=product.torch_dtype, device="mps")
-                faults = expected.faults(a, arguments(0), tried) if compare else {}
+                faults = expected.faults(a, weights(0), tried) if compare else {}
                 for name, fault in faults.items():
                     warnings.warn(f"tune: {product} M={M}: {name} is left out: {fault}", stacklevel=2)
                 if len(faults) == len(tried):
                     raise RuntimeError(f"tune: {product} M={M}: no candidate is right: {faults[model]}")
-                chains = {name: gemm_chain(a, arguments, name) for name in tried if name not in faults}
+                chains = {name: gemm_chain(a, weights, name) for name in tried if name not in faults}
                 found.append(_winner(product, M, model, timer(chains), faults))
                 bar.update()
     return TuningTable(machine, tuple(found))
@@ -98,12 +98,12 @@ class ExactProduct:
         self.columns = torch.randperm(weight.N, generator=generator, device="cpu")[:COMPARED_COLUMNS]
         self.dense = weight.dequantize()[:, self.columns].double()
 
-    def faults(self, a: Tensor, arguments: dict[str, object], names: Sequence[str]) -> dict[str, str]:
+    def faults(self, a: Tensor, weight: PackedWeight, names: Sequence[str]) -> dict[str, str]:
         """Returns why results are wrong, by the names of the variants; those that are right are not listed.
 
         Args:
             a: activations `[M, K]`.
-            arguments: the other arguments of `gemm`.
+            weight: on the device of `a`.
             names: the variants.
         """
         expected = a.cpu().double() @ self.dense
@@ -111,7 +111,7 @@ class ExactProduct:
         found = {}
         for name in names:
             try:
-                check(gemm(a, **arguments, variant=name)[:, columns], expected, "its product")  # type: ignore[arg-type]
+                check(gemm(a, weight, variant=name)[:, columns], expected, "its product")
             except RuntimeError as error:
                 found[name] = str(error).splitlines()[0]
         return found

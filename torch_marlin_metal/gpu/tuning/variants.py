@@ -47,14 +47,14 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
         a: activations `[M, K]` on mps.
         cold_bytes: total bytes of the weight's copies, which are used in turn.
     """
-    arguments = rotating(weight, cold_bytes)
+    weights = rotating(weight, cold_bytes)
     found, cheapest = planned_variants(product, a.shape[0])
     cheapest.sort(key=lambda candidate: candidate.name != found.chosen.name)
 
     return [
         VariantRow(
             candidate.name,
-            gemm_chain(a, arguments, candidate.name),
+            gemm_chain(a, weights, candidate.name),
             candidate.seconds,
             sum(dispatch.dram_bytes for dispatch in candidate.dispatches),
         )

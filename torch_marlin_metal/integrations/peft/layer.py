@@ -11,8 +11,7 @@ from torch import nn
 from torch_marlin_metal.integrations.peft.dora import MarlinDoraVariant
 from torch_marlin_metal.integrations.peft.merging import PackedMerging, check_finite, quantize_sum
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
 
 # Other initializations read or change the weight of the base layer as a float tensor.
 INITIALIZATIONS = (True, False, "gaussian")
@@ -63,7 +62,7 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
     def _set_weight(self, weight: PackedWeight) -> None:
         layer: MarlinLinear = self.get_base_layer()
         made = MarlinLinear.from_packed(weight.to(layer.b_packed.device), dtype=layer.dtype)
-        for name in (*WEIGHT_BUFFERS, "packed_format"):
+        for name in (*WEIGHT_TENSORS, "packed_format"):
             setattr(layer, name, getattr(made, name))
         layer.group_size = made.group_size
         layer.bias = made.bias

@@ -14,12 +14,11 @@ from transformers.utils.quantization_config import GgufConfig, QuantizationMetho
 
 from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
-from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
-from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP, PackedCheckpoint
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.models.empty_model import COMPUTED
-from torch_marlin_metal.models.gguf_settings import check_settings, corrected, unknown_keys
+from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.patterns import selects
 
 logger = logging.get_logger(__name__)
@@ -66,19 +65,6 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         if told := reader.mixture():
             logger.warning(told)
         self._packed = PackedCheckpoint(reader, self.quantization_config)
-
-    def _process_model_before_weight_loading(
-        self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> None:
-        """Refuses a file that the model's config does not reflect, and makes place for the packed layers."""
-        assert self._packed is not None
-        reader = self._packed.reader
-        assert isinstance(reader, GgufReader)
-        ignore = self.quantization_config.ignore or ()
-        unknown = check_settings(OP, reader.path, model, reader.metadata, reader.tensors, ignore)
-        if unknown:
-            logger.warning(unknown_keys(reader.path, unknown))
-        super()._process_model_before_weight_loading(model, device_map, checkpoint_files, **kwargs)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns `dtype`, or torch's default dtype if it is None."""

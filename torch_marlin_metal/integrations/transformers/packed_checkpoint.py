@@ -1,51 +1,31 @@
-"""Puts the packed layers of a checkpoint into a model while transformers loads everything else.
+"""Opens the loader to transformers: it supplies names and devices, and loads everything but the packed layers.
 
-Before transformers loads, a `PendingLinear` replaces every Linear that the checkpoint holds in 4 bit. The placeholder
-has no tensors, so transformers neither reports a missing weight nor makes one. When transformers has loaded everything
-else, the packed layers replace the placeholders, one at a time. Packed embeddings, and layers that are tied to them,
-get no placeholder: they stay in the model, but without a weight, until then.
+`place` puts placeholders into the model before transformers loads, so that transformers neither reports a missing
+weight nor makes one. When transformers has loaded everything else, `fill` puts the packed layers into their places.
 """
 
 import re
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from tqdm.auto import tqdm
+from transformers.core_model_loading import PrefixChange
+from transformers.integrations.accelerate import get_device
 from transformers.utils import logging
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import SeparateExperts, make_room
 from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import split_of
-from torch_marlin_metal.integrations.transformers.pending import (
-    PendingLinear,
-    device_of,
-    hollow_out,
-    ignored_patterns,
-    inherit,
-    make_layer,
-    make_table,
-    matcher,
-    share_weight,
-)
-from torch_marlin_metal.layers.embedding import why_not_embedding
-from torch_marlin_metal.layers.experts import StackError
-from torch_marlin_metal.layers.float_experts import find_module
-from torch_marlin_metal.models.empty_model import LinearShape, fit_weight, is_linear, linear_shape, listing
-from torch_marlin_metal.models.taken import taken_weights
-from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.patterns import check_patterns, selects
+from torch_marlin_metal.layers.float_experts import is_stack
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.loader import EXPERT, Loader, read_ahead
+from torch_marlin_metal.models.empty_model import listing
 
 OP = "from_pretrained"
-EXPERT = re.compile(r"\.experts\.\d+\.")
-AHEAD_BYTES = 1 << 28  # that are read ahead of tensors that become part of the model
-COPIED_AHEAD_BYTES = 1 << 25  # the same of tensors that are copied into it, which exist twice for a while
+DEVICES = ("cpu", "mps")
 logger = logging.get_logger(__name__)
 
 
@@ -60,216 +40,117 @@ class PackedCheckpoint:
     def __init__(self, reader: CheckpointReader, config: MarlinConfig) -> None:
         self.reader = reader
         self._config = config
-        self._pending: dict[str, tuple[int, PendingLinear]] = {}
-        self._experts: dict[str, tuple[SeparateExperts, dict[str, int]]] = {}  # with each layer's index in the reader
-        self._tables: dict[str, tuple[int, nn.Embedding]] = {}
-        self._tied: dict[str, str] = {}
+        self._loader: Loader | None = None
+        self._device_map: dict[str, Any] | None = None
+        self._prefix_change: list[Any] = []
 
     def read_ahead(self, device_map: dict[str, Any] | None) -> None:
-        """Starts to read the layers in threads, in the order of `fill`, while transformers prepares the model."""
-        names = self.reader.layer_names
-        others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
-        experts = sorted(set(range(len(names))) - set(others))
-        moves = any(torch.device(place).type != "cpu" for place in (device_map or {}).values())
-        self.reader.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)
+        """Starts to read the layers in threads while transformers prepares the model."""
+        read_ahead(self.reader, any(torch.device(place).type != "cpu" for place in (device_map or {}).values()))
 
-    def stop_reading_ahead(self) -> None:
-        """Ends the threads and frees what they read for nothing."""
-        self.reader.stop_reading_ahead()
-
-    def _tensors(self) -> set[str]:
-        """Returns the names of all tensors of a checkpoint directory. Of a GGUF file transformers asks for none."""
-        return set(self.reader.tensor_files())
-
-    def place(self, model: Any, conversions: list[Any]) -> None:
+    def place(self, model: Any, conversions: list[Any]) -> list[Any]:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.
 
         Args:
             model: changed in place.
             conversions: transformers' changes of names between the checkpoint and the model.
 
-        Raises:
-            CheckpointError: the model has no layer for a packed weight, or a mixture is packed only in part.
-        """
-        if self._pending or self._experts:
-            return
-        reader = self.reader
-        names = ModelNames(model, conversions)
-        unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
-        for index, source in enumerate(reader.layer_names):
-            name = names.layer(source)
-            if selects(self._config.ignore, name) or selects(self._config.ignore, source):
-                continue
-            if (found := names.experts.find(name)) and self._place_expert(model, index, name, *found):
-                continue
-            module = find_module(model, name)
-            if (unused(names.tensor(f"{source}.weight")) and module is None) or not hasattr(model, name.split(".")[0]):
-                continue  # this model class has no such head; transformers reports it
-            if module is None:
-                raise UnsupportedFormat(
-                    f"{reader.path}: layer {source!r}: {type(model).__name__} has no layer {name!r}"
-                )
-            if isinstance(module, nn.Embedding):
-                self._check_table(f"{reader.path}: layer {source!r}", module)
-                hollow_out(module)
-                self._tables[name] = index, module
-                continue
-            shape = linear_shape(module)
-            if shape is None:
-                raise UnsupportedFormat(
-                    f"{reader.path}: layer {source!r}: expected nn.Linear in the model for a 4-bit layer, "
-                    f"got {type(module).__name__}"
-                )
-            pending = PendingLinear(shape)
-            inherit(pending, module)
-            model.set_submodule(name, pending)
-            self._pending[name] = index, pending
-            model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
-        unfilled = [
-            f"{prefix}.{inner}"
-            for prefix, (experts, indexes) in self._experts.items()
-            for inner in experts.shapes.keys() - indexes
-        ]
-        if unfilled:
-            raise CheckpointError(
-                f"{reader.path}: expected every expert of a mixture in 4 bit or none, got no packed weight for "
-                f"{listing(unfilled)}"
-            )
-        dense = {name for name, _, _ in reader.others()}
-        packed = {EXPERT.sub(".experts.0.", name) for name in self._tensors() - dense}  # patterns take any number
-        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
-        self._tie(model, {names.tensor(name).removesuffix(".weight") for name in dense if name.endswith(".weight")})
+        Returns:
+            The changes of names that transformers must make.
 
-    def _place_expert(self, model: Any, index: int, name: str, prefix: str, parts: tuple[str, ...]) -> bool:
-        """Notes the layer of an expert, and replaces its experts module. Returns False if it has no such layer."""
-        if prefix not in self._experts:
-            experts = make_room(model, prefix, parts)
-            if experts.why_unknown:
-                raise UnsupportedFormat(f"{self.reader.path}: experts {prefix!r}: {experts.why_unknown}")
-            self._experts[prefix] = experts, {}
-        experts, indexes = self._experts[prefix]
-        inner = name.removeprefix(f"{prefix}.")
-        if inner in experts.shapes:
-            indexes[inner] = index
-        return inner in experts.shapes
+        Raises:
+            ModelMismatchError: the plan of the load fails.
+        """
+        if self._loader is not None:
+            return [*self._prefix_change, *conversions]
+        names = ModelNames(model, conversions, is_stack)
+        unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
+        door = Door(
+            op=OP,
+            find=names.find,
+            ties=tied_modules(model.all_tied_weights_keys),
+            exclude=self._config.modules_to_not_convert,
+            ignore=self._config.ignore,
+            exclude_argument="modules_to_not_convert",
+            hosted=True,
+            unused=lambda source: unused(names.tensor(f"{source}.weight")),
+            option="quantization_config=MarlinConfig({})",
+            device_of=lambda name: device_of(self._device_map, name),
+        )
+        self._loader = Loader(model, self.reader, door, logger.warning)
+        plan = self._loader.plan
+        for source, reason in plan.left_out.items():
+            logger.warning(f"{self.reader.path}: layer {source} is left out: {reason}")
+        if plan.prefix:
+            logger.warning(f"{self.reader.path}: all names begin with {plan.prefix!r}, which is removed")
+            self._prefix_change = [PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))]
+        self._loader.place()
+        for place in plan.places:
+            for name in place.spot.target.names:
+                model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
+        for name in plan.settled:
+            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        dense = {name for name, _, _ in self.reader.others()}
+        kept = {name.removeprefix(plan.prefix) for name in self.reader.tensor_files().keys() - dense}
+        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number
+        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
+        return [*self._prefix_change, *conversions]
 
     def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
         """Reads the packed layers, one at a time, and puts each in the place of its placeholder."""
-        reader = self.reader
-        keep_dense = self._config.modules_to_not_convert
-        inside = {
-            f"{prefix}.{inner}": shape
-            for prefix, (experts, _) in self._experts.items()
-            for inner, shape in experts.shapes.items()
-        }
-        check_patterns(OP, [*self._tables, *self._pending, *inside], modules_to_not_convert=keep_dense)
-        users: dict[str, list[str]] = {}
-        for user, source in self._tied.items():
-            users.setdefault(source, []).append(user)
-        taken = taken_weights(model)
-        split, styles = split_of(OP, model), {}
+        assert self._loader is not None
+        self._device_map = device_map
+        model._weight_conversions = [
+            change for change in getattr(model, "_weight_conversions", ()) if change not in self._prefix_change
+        ]
+        split = split_of(OP, model)
         if split is not None:
-            floats = [n for n in self._pending if selects(keep_dense, n) or _why_dense(model, n, taken)]
-            whole = {*self._tables, *self._tied, *floats, *(n for n in inside if selects(keep_dense, n))}
-            places = {n: m for n, (_, m) in self._pending.items()} | {n: PendingLinear(s) for n, s in inside.items()}
-            styles = split.styles([(n, m) for n, m in places.items() if n not in whole], whole)
-            split.begin(reader)
-            for name in (*self._tables, *self._tied):  # hooks of the style "replicate", which do nothing
-                model.get_submodule(name).__dict__.pop("forward", None)
-        used = {index for index, _ in (*self._tables.values(), *self._pending.values())}
-        used |= {index for _, indexes in self._experts.values() for index in indexes.values()}
-        reader.leave_out(set(range(len(reader))) - used)
-        with keep_file_open():
-            self._fill_stacks(model, device_map)
-        waiting: dict[str, tuple[int, nn.Module]] = {**self._tables, **self._pending}
-        in_order = sorted(waiting.items(), key=lambda item: item[1][0])
-        for name, (index, place) in tqdm(in_order, desc="Loading 4-bit layers", unit="layer"):
-            if split is not None and name in styles and isinstance(place, PendingLinear):
-                device = device_of(device_map, name)
-                part = split.load(name, styles[name], place.shape, reader, index, device)
-                inherit(part, place)
-                model.set_submodule(name, part)
-                continue
-            weight = reader.read(index)
-            assert weight is not None  # on_unsupported is not "skip"
-            names = [name, *users.get(name, ())]
-            why = next((reason for user in names if (reason := _why_dense(model, user, taken))), "")
-            if why:
-                logger.warning(f"{name} is decoded to floats: {why}")
-            dense = bool(why) or any(selects(keep_dense, user) for user in names)
-            device = device_of(device_map, name)
-            if isinstance(place, PendingLinear):
-                layer = make_layer(OP, name, place.shape, weight, device, dense)
-                inherit(layer, place)
-            else:
-                assert isinstance(place, nn.Embedding)
-                layer = make_table(OP, name, place, weight, device, dense)
-            model.set_submodule(name, layer)
-            for user in users.get(name, ()):
-                share_weight(model, user, layer)
-        self._pending.clear()
-        self._experts.clear()
-        self._tables.clear()
-        self._tied.clear()
+            for place in self._loader.plan.places:  # hooks of the style "replicate", which do nothing
+                for spot in place.spots():
+                    spot.target.module.__dict__.pop("forward", None)
+        try:
+            self._loader.fill(split)
+        finally:
+            self.reader.stop_reading_ahead()
 
-    def _check_table(self, where: str, module: nn.Embedding) -> None:
-        reason = why_not_embedding(module)
-        if reason and self.reader.options.on_unsupported == "error":
-            raise UnsupportedFormat(
-                f"{where}: the checkpoint stores this embedding in 4 bit, but {reason}; "
-                "MarlinConfig(on_unsupported='dequantize') decodes it to floats"
+
+def check_files(reader: CheckpointReader, asked: Iterable[str]) -> None:
+    """Refuses a directory in which the host library has found other files than the reader."""
+    files, names = {file.name for file in reader.tensor_files().values()}, set(asked)
+    if files != names:
+        raise UnsupportedFormat(
+            f"{reader.path}: the library asks for {listing(names)}, the checkpoint's tensors are in {listing(files)}"
+        )
+
+
+def check_devices(op: str, device_map: dict[str, Any]) -> None:
+    """Refuses a device map with the disk or with devices that have no kernels."""
+    for module, place in device_map.items():
+        kind = place if isinstance(place, str) and place == "disk" else torch.device(place).type
+        if kind not in DEVICES:
+            raise ValueError(
+                f"{op}: device_map: expected {' or '.join(DEVICES)}, got {place!r} for {module or 'the model'!r}"
             )
 
-    def _tie(self, model: Any, dense: set[str]) -> None:
-        """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
 
-        transformers itself cannot find them, because it looks for tensors that packed layers do not have.
-        """
-        packed = self._pending.keys() | self._tables.keys()
-        groups: dict[str, list[str]] = {}
-        for name, source in tied_modules(model.all_tied_weights_keys).items():
-            groups.setdefault(source, [source]).append(name)
-        for source, names in groups.items():
-            held = [name for name in names if name in packed]
-            if not held:
-                continue
-            stays = source in dense and source not in packed  # transformers ties the others to it
-            for name in names:
-                if name != source and (name in packed or not stays):
-                    del model.all_tied_weights_keys[f"{name}.weight"]
-                if name not in packed | dense and not stays:
-                    hollow_out(model.get_submodule(name))
-                    self._tied[name] = held[0]
+def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
+    """Returns the device on which to load a layer.
 
-    def _fill_stacks(self, model: Any, device_map: dict[str, Any] | None) -> None:
-        """Reads the experts of mixtures into stacks. The layers of experts that cannot be stacked become pending ones.
-
-        Weights are copied into the stack as they are read, so that only those of one expert exist beside it.
-        """
-
-        def read(prefix: str, indexes: dict[str, int], inner: str, shape: LinearShape) -> PackedWeight:
-            name = f"{prefix}.{inner}"
-            if selects(self._config.modules_to_not_convert, name):
-                raise StackError(f"{name} stays in floats")
-            weight = self.reader.read(indexes[inner])
-            if not isinstance(weight, PackedWeight):
-                raise StackError(f"{name} has no 4-bit weight that the operators take")
-            return fit_weight(OP, name, shape, weight, device=device_of(device_map, name))
-
-        for prefix, (experts, indexes) in self._experts.items():
-            try:
-                stack = experts.stacked(partial(read, prefix, indexes))
-            except StackError as error:
-                logger.warning(f"{prefix} runs one expert after the other: {error.reason}")
-                for inner, pending in experts.separate():
-                    self._pending[f"{prefix}.{inner}"] = indexes[inner], pending
-                continue
-            model.set_submodule(prefix, stack)
+    If a map contains both mps and cpu, accelerate also runs the modules of the CPU on mps. It copies their parameters
+    to mps for each call, but keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps at once.
+    """
+    if device_map is None:
+        return torch.device("cpu")
+    main = [torch.device(place) for place in device_map.values() if torch.device(place).type != "cpu"]
+    return main[0] if main else torch.device(get_device(device_map, name, valid_torch_device=True))
 
 
-def _why_dense(model: Any, name: str, taken: dict[int, str]) -> str:
-    module = model.get_submodule(name)
-    if isinstance(module, nn.Embedding):
-        return taken.get(id(module)) or why_not_embedding(module)
-    fits = isinstance(module, PendingLinear) or is_linear(module)
-    return taken.get(id(module)) or ("" if fits else f"{type(module).__name__} shares its weight")
+def ignored_patterns(names: Iterable[str]) -> set[str]:
+    """Returns regular expressions for tensors of packed layers, so that transformers does not report them."""
+    return {"^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$" for name in names}
+
+
+def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Returns a function that tells whether one of the regular expressions occurs in a name."""
+    expressions = [re.compile(pattern) for pattern in patterns]
+    return lambda name: any(expression.search(name) for expression in expressions)

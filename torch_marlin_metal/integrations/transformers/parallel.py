@@ -5,7 +5,7 @@ the placeholders. The layers that replace the placeholders are those of `torch_m
 hooks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,30 +65,34 @@ class TransformersSplit:
     def __init__(self, op: str, model: Any) -> None:
         self._op, self._plan = op, dict(model.tp_plan)
         self._group = model._mesh_manager.get_mesh("tp").get_group()
+        self._styles: dict[str, LinearStyle] = {}
 
-    def begin(self, reader: CheckpointReader) -> None:
-        """Refuses processes with another package or checkpoint."""
-        from torch_marlin_metal.parallel.agreement import check_checkpoint
-
-        check_checkpoint(self._op, reader, self._group)
-
-    def styles(self, layers: Iterable[tuple[str, nn.Module]], whole: Iterable[str]) -> "dict[str, LinearStyle]":
-        """Returns the styles of packed layers by name.
+    def begin(
+        self,
+        op: str,
+        model: nn.Module,
+        layers: Mapping[str, LinearShape],
+        whole: Collection[str],
+        reader: CheckpointReader,
+    ) -> None:
+        """Finds the styles of packed layers, and refuses processes with another package or checkpoint.
 
         Args:
-            layers: names and placeholders of packed Linear layers.
+            op: the caller's name, for errors.
+            model: the model.
+            layers: packed Linear layers.
             whole: names of layers that cannot be split: packed embeddings, layers tied to them, and layers that become
                 floats.
+            reader: the checkpoint.
 
         Raises:
             NotImplementedError: the plan has a style that this package does not have for the layer, or the plan splits
                 a layer of `whole`.
         """
+        from torch_marlin_metal.parallel.agreement import check_checkpoint
         from torch_marlin_metal.parallel.styles import MarlinColwiseParallel, MarlinRowwiseParallel
 
-        always = set(whole)
-        found: dict[str, LinearStyle] = {}
-        for name, place in [*layers, *((name, nn.Module()) for name in always)]:
+        for name in [*layers, *whole]:
             parents = name.split(".")
             for depth in range(1, len(parents)):
                 if (style := self._style_of(parent := ".".join(parents[:depth]))) not in (None, WHOLE):
@@ -96,26 +100,31 @@ class TransformersSplit:
             style = self._style_of(name)
             if style in (None, WHOLE):
                 continue
-            if name in always or style not in _STYLES:
-                known = WHOLE if name in always else f"{', '.join(_STYLES)} or {WHOLE}"
+            if name in whole or style not in _STYLES:
+                known = WHOLE if name in whole else f"{', '.join(_STYLES)} or {WHOLE}"
                 raise self._error(name, style, f"{known} for this packed layer")
             options = dict(_STYLES[style])
             if count := options.get("parts"):
-                options["parts"] = [place.out_features // count] * count
-            found[name] = (MarlinRowwiseParallel if style == "rowwise" else MarlinColwiseParallel)(**options)
-        return found
+                options["parts"] = [layers[name].N // count] * count
+            self._styles[name] = (MarlinRowwiseParallel if style == "rowwise" else MarlinColwiseParallel)(**options)
+        check_checkpoint(op, reader, self._group)
 
     def load(
         self,
-        name: str,
-        style: "LinearStyle",
+        op: str,
+        names: Sequence[str],
         shape: LinearShape,
         reader: CheckpointReader,
         index: int,
-        device: torch.device,
-    ) -> nn.Module:
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module | None:
         """Makes this process's part of a layer; see `LinearStyle.load`."""
-        return style.load(self._op, name, shape, reader, index, self._group, device=device)
+        style = next((self._styles[name] for name in names if name in self._styles), None)
+        if style is None:
+            return None
+        return style.load(op, names[0], shape, reader, index, self._group, device=device, dtype=dtype)
 
     def _style_of(self, name: str) -> Any:
         return self._plan.get(name, self._plan.get(replace_layer_number_by_wildcard(name)))

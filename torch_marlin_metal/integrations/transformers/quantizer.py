@@ -23,32 +23,26 @@ from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
 from torch_marlin_metal.integrations.choice import choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import decode_stacks
 from torch_marlin_metal.integrations.transformers.float_experts import FloatExperts, MergedOneByOne
 from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
-from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP, PackedCheckpoint
-from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
-from torch_marlin_metal.integrations.transformers.pending import (
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
+    OP,
+    PackedCheckpoint,
     check_devices,
-    float_layer,
-    inherit,
-    initialized,
-    make_layer,
-    make_table,
+    check_files,
 )
-from torch_marlin_metal.integrations.transformers.stored import empty_model, stored_layers
+from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
+from torch_marlin_metal.integrations.transformers.stored import decode_stacks, empty_model, stored_layers
 from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
-from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
-from torch_marlin_metal.models.empty_model import (
-    LinearShape,
-    is_transposed,
-    listing,
-    packed_layer,
-)
+from torch_marlin_metal.load.decoded import float_module
+from torch_marlin_metal.load.model_tensors import initialized
+from torch_marlin_metal.load.placeholder import inherit
+from torch_marlin_metal.load.unset import watch
+from torch_marlin_metal.models.empty_model import is_transposed, packed_layer
 from torch_marlin_metal.models.experts import NamedExperts
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -92,6 +86,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._device_map = device_map
+        watch(model, OP)
         has_parts = check_sizes(OP, model, self.pre_quantized)
         if self.pre_quantized:
             self._open(checkpoint_files)
@@ -111,21 +106,16 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if names_no_layer(self.quantization_config.source):
                 return  # transformers loads the floats
             raise
-        files = {file.name for file in reader.tensor_files().values()}
-        asked = {Path(file).name for file in checkpoint_files}
-        if files != asked:
-            raise UnsupportedFormat(
-                f"{directory}: transformers asks for {listing(asked)}, the checkpoint's tensors are in {listing(files)}"
-            )
         self._packed = PackedCheckpoint(reader, self.quantization_config)
+        check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Finds the modules of packed layers by transformers' renamings; `MergedOneByOne` replaces some conversions."""
         self._conversions = weight_conversions
         if self._packed is not None:
-            self._packed.place(model, weight_conversions)
+            self._conversions = self._packed.place(model, weight_conversions)
         if self.float_experts is not None:
-            self._conversions = [MergedOneByOne.instead_of(conversion) for conversion in weight_conversions]
+            self._conversions = [MergedOneByOne.instead_of(conversion) for conversion in self._conversions]
         return self._conversions
 
     def _choose(self, model: Any) -> None:
@@ -201,10 +191,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.
         model.is_quantized = False
         if self._packed is not None:
-            try:
-                self._packed.fill(model, self._device_map)
-            finally:
-                self._packed.stop_reading_ahead()
+            self._packed.fill(model, self._device_map)
             self._packed = None
         self._place_made(model)
         if self.float_experts is not None:
@@ -275,30 +262,16 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        dtype = _dtype(dtype)
-        original = empty_model(model)  # knows which layers hold their weight transposed
-        decode_stacks(model, dtype or torch.float32)
-        weights: dict[tuple[int, int, bool], nn.Parameter] = {}  # layers that share words share the decoded weight
+        original = empty_model(model)
+        floats = _dtype(dtype) or torch.float32
+        decode_stacks(model, floats)
+        weights: dict[tuple[int, int], nn.Parameter] = {}  # layers that share words share the decoded weight
         for name, packed in list(unfused(model)):
-            old, device = model.get_submodule(name), packed.b_packed.device
-            held = find_module(original, name)
-            transposed = held is not None and is_transposed(held)
-            key = (id(packed.b_packed), id(packed.scales), transposed)
-            layer: nn.Module
-            if isinstance(old, MarlinEmbedding):
-                layer = nn.Embedding(packed.N, packed.K, old.padding_idx, device="meta")
-                if key not in weights:
-                    layer = make_table(OP, name, layer, packed, device, True, dtype)
-            else:
-                shape = LinearShape(packed.N, packed.K, dtype or torch.float32, device, packed.bias, transposed)
-                if key in weights:
-                    layer = float_layer(OP, name, shape, weights[key], packed.bias)
-                else:
-                    layer = make_layer(OP, name, shape, packed, device, True)
-            assert isinstance(layer.weight, nn.Parameter)
-            layer.weight = weights.setdefault(key, layer.weight)
-            inherit(layer, old)
-            model.set_submodule(name, layer)
+            key = (id(packed.b_packed), id(packed.scales))
+            new = float_module(model.get_submodule(name), find_module(original, name), packed, floats, weights.get(key))
+            assert isinstance(new.weight, nn.Parameter)
+            weights[key] = new.weight
+            model.set_submodule(name, new)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

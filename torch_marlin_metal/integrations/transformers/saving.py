@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
-from torch_marlin_metal.integrations.transformers.experts import packed_layers
 from torch_marlin_metal.integrations.transformers.names import rearranges
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
+from torch_marlin_metal.integrations.transformers.stored import packed_layers
 from torch_marlin_metal.replace.detect import is_packed_linear
 
 

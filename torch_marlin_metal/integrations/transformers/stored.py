@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from torch_marlin_metal.integrations.transformers.experts import expert_layers
 from torch_marlin_metal.integrations.transformers.names import tied_modules
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.load.placeholder import inherit
+from torch_marlin_metal.models.experts import NamedExperts
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
@@ -39,6 +41,34 @@ def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, Packe
             copies: dict[str, Any] = {key: tensor.clone() for key, tensor in weight.tensors().items() if key != "bias"}
             yield name, replace(weight, **copies)
     yield from expert_layers(model, copy=copy)
+
+
+def packed_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every packed layer of a model, as checkpoints have them.
+
+    Args:
+        model: the model.
+        copy: see `ExpertWeights.to_packed`.
+    """
+    yield from unfused(model)
+    yield from expert_layers(model, copy=copy)
+
+
+def expert_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
+    """Yields the name and weight of every layer of a model's stacked experts, as `packed_layers` does."""
+    for name, module in model.named_modules():
+        if isinstance(module, NamedExperts):
+            for inner, weight in module.named_layers(copy=copy):
+                yield f"{name}.{inner}" if name else inner, weight
+
+
+def decode_stacks(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces each stack of experts of a model by transformers' module with floats."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, NamedExperts):
+            experts = module.to_floats(dtype)
+            inherit(experts, module)
+            model.set_submodule(name, experts)
 
 
 def empty_model(model: Any) -> Any:

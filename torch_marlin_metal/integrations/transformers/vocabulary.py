@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from torch_marlin_metal.integrations.transformers.names import tied_modules
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.layers.packed_layer import WEIGHT_BUFFERS
+from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
 
 def install() -> None:
@@ -79,7 +79,7 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
                 stacklevel=3,
             )
         elif one.b_packed is not other.b_packed:
-            for buffer in (*WEIGHT_BUFFERS, "packed_format"):
+            for buffer in (*WEIGHT_TENSORS, "packed_format"):
                 setattr(one, buffer, getattr(other, buffer))
             one.weight_format, one.group_size = other.weight_format, other.group_size
         del rest[f"{name}.weight"]
@@ -92,7 +92,7 @@ def _differ(one: MarlinLinear, other: MarlinLinear) -> bool:
         return False
     if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):
         return True
-    for name in WEIGHT_BUFFERS:
+    for name in WEIGHT_TENSORS:
         mine, theirs = getattr(one, name), getattr(other, name)
         if (mine is None) != (theirs is None) or (mine is not None and not torch.equal(mine, theirs.to(mine.device))):
             return True

@@ -146,6 +146,7 @@ STAND_IN_STATE
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @property(readonly) NSUInteger maxBufferLength;
 @property(readonly) NSUInteger currentAllocatedSize;
+@property(atomic) BOOL shouldMaximizeConcurrentCompilation;
 - (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily;
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;

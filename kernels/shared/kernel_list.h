@@ -26,60 +26,12 @@
 //                                           activations of tensor units, and no format with a table
 // slots are the BufferSlots that the kernel declares.
 //
-// Launch sizes. Grids are counted in threadgroups. `rows` is the number of rows of M that one threadgroup computes. K
-// may be divided. A split is the part of K that the threadgroups at one position along grid z sum. A slice is a part of
-// k_per_slice, whose products are summed in one place. In gemv and gemm_fused, a simdgroup sums a slice, and a split
-// has several. In the staged kernels and gemm_tensor, a threadgroup sums a slice, so slice and split are the same. None
-// may be empty.
-//   repack.metal, dequantize.metal, embedding.metal, reduce.metal: threads (kElementwiseWidth, kElementwiseHeight, 1),
-//     grid (ceil(columns / width), ceil(rows / height), 1) over these columns and rows:
-//       gptq_repack        columns N,   rows K/8     (one thread per output word)
-//       awq_repack         columns N/8, rows K/8     (one thread per 8 input words)
-//       *_unpack_zeros     columns N/8, rows G       (one thread per input word)
-//       dequantize         columns N,   rows K/8     (one thread per packed word)
-//       embedding          columns K/8, rows of ids  (one thread per packed word of each id)
-//       reduce             columns N,   rows M       (one thread per output)
-//   gemv: threads (32 * simdgroups, 1, 1), grid (ceil(M / rows), ceil(N / kGemvColumns), splits), so that threadgroups
-//     that read the same weights start side by side;
-//     slice = z * simdgroups + simdgroup; k_per_slice a multiple of kGemvK, splits * simdgroups * k_per_slice >= K;
-//     threadgroup memory gemv_threadgroup_bytes(format, rows, simdgroups); partials [splits, M, N] if splits > 1.
-//   gemm_fused: threads (32 * simdgroups, 1, 1), grid (ceil(N / kFusedColumns), ceil(M / rows), splits);
-//     slices as in gemv, k_per_slice a multiple of kFusedK; threadgroup memory fused_threadgroup_bytes(format, rows,
-//     simdgroups); partials [splits, M, N] if splits > 1.
-//   gemm_double_buffered_*, gemm_single_stage_*: the name ends with the tile MxNxK; threads (tile_threads(tile), 1, 1),
-//     grid (ceil(N / tile N), ceil(M / tile M), splits); k_per_slice a multiple of the tile's K,
-//     splits * k_per_slice >= K; threadgroup memory tile_threadgroup_bytes(tile, activations, stages);
-//     partials [splits, M, N] if splits > 1.
-//   gemm_striped_*: threads and threadgroup memory as gemm_double_buffered_*; grid (stripes, 1, 1); k_per_slice a
-//     multiple of the tile's K; partials [2 * stripes, tile M, tile N] if a tile has several slices.
-//   gemm_tensor: threads (tensor_threads(tile), 1, 1), grid (ceil(N / tile N), ceil(M / tile M), splits); k_per_slice a
-//     multiple of kTensorK, splits * k_per_slice >= K; no threadgroup memory; partials [splits, M, N] if
-//     splits > 1. The library needs Metal language version 4.0 and a GPU with tensor units.
-//   reduce_striped: threads as reduce; grid (tile N / width, tile M / height, stripes - 1), where z numbers the borders
-//     between stripes; width and height divide the tile's N and M.
-//   probe_half_subnormals: one thread. In: the word 1 in kSlotPacked. Out: uint32, 1 if subnormal halves survive.
-//   probe_tensor_layout: threads (32, 1, 1), grid (1, 1, 1). Out: uint32 [kTensorProbed], see geometry.h. The library
-//     needs what gemm_tensor needs.
-//   moe_gemv: as gemv with one row per threadgroup; grid (pairs, ceil(N / kGemvColumns), 1); partials [1, pairs, N].
-//   moe_gemv_reduce: threads (32 * slices * top_k, 1, 1), grid (tokens, ceil(N / kGemvColumns), 1); simdgroup = slot *
-//     slices + slice; k_per_slice a multiple of kGemvK, slices * k_per_slice >= K; threadgroup memory as gemv.
-//   moe_gemv_gated: as moe_gemv; N a multiple of kGemvColumns; out [pairs, N / 2]; no partials.
-//   moe_gemv_blocks: as gemv; grid (moe_blocks(pairs, experts, rows), ceil(N / kGemvColumns), 1); partials
-//     [1, pairs, N].
-//   moe_sort: threads (kMoeSortThreads, 1, 1), grid (1, 1, 1).
-//   moe_fused: as gemm_fused; grid (ceil(N / kFusedColumns), moe_blocks(pairs, experts, rows), 1); partials
-//     [1, pairs, N].
-//   moe_tensor: as gemm_tensor; grid (ceil(N / tile N), moe_blocks(pairs, experts, tile M), 1); k_per_slice at least K;
-//     partials [1, pairs, N].
-//   moe_reduce: threads as reduce; columns N, rows of the output.
-//   rms_norm, rotary, gated_activation, write_cache: see kernels/layer/params.h.
-//   mlstm_gates: threads (32 * simdgroups, 1, 1), grid (blocks of chunks, heads); one block unless kMlstmGivenM.
-//   mlstm_states: threads (kMlstmStateThreads, 1, 1), grid (ceil(DV / kMlstmStateTile), ceil(DK / kMlstmStateTile),
-//     heads).
-//   mlstm_output: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_output_bytes(chunk_size),
-//     grid (ceil(DV / (kMlstmSimdColumns * simdgroups)), segment_chunks * ceil(chunk_size / kMlstmBlock), heads).
-//   mlstm_step: threads (32 * simdgroups, 1, 1), threadgroup memory mlstm_step_bytes(simdgroups),
-//     grid (ceil(DV / kMlstmStepColumns), heads).
+// The functions that plan a kernel say how it is launched: csrc/planner/variants/ has a file for each way to compute a
+// product, csrc/planner/moe.cpp plans the products with experts, csrc/planner/plan.cpp the kernels with one thread per
+// element, csrc/layer/gpu_plan.cpp and csrc/mlstm/gpu_plan.cpp those of their folders. All divide K in this way: a
+// split is the part of K that the threadgroups at one position along grid z sum. A slice is a part of k_per_slice,
+// whose products are summed in one place. In gemv and gemm_fused, a simdgroup sums a slice, and a split has several. In
+// the staged kernels and gemm_tensor, a threadgroup sums a slice, so slice and split are the same. None may be empty.
 #define MARLIN_KERNELS_REPACK(X)                                                \
   X("weights/repack", gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
   X("weights/repack", awq_repack, plain, kMaskRepack)                           \
@@ -96,9 +48,9 @@
 #define MARLIN_KERNELS_PROBE(X) \
   X("gemm/probe", probe_half_subnormals, plain, MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut))
 
-#define MARLIN_KERNELS_GEMV(X) X("gemm/gemv", gemv, format_element, kMaskAll)
+#define MARLIN_KERNELS_GEMV(X) X("gemm/gemv", gemv, format_element, kMaskProduct)
 
-#define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskAll)
+#define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskProduct)
 
 // MARLIN_TILES calls X(M, N, K, ...) for each tile of the double-buffered and single-stage kernels.
 // MARLIN_STRIPED_TILES does the same, but only for those of these tiles that gemm_striped also has.
@@ -107,10 +59,11 @@
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
   X(128, 64, 16, __VA_ARGS__) X(128, 128, 16, __VA_ARGS__)
 
-#define MARLIN_STAGED_ROWS(M, N, K, X)                                                   \
-  X("gemm/tiles/staged", gemm_double_buffered_##M##x##N##x##K, format_element, kMaskAll) \
-  X("gemm/tiles/staged", gemm_single_stage_##M##x##N##x##K, format_element, kMaskAll)
-#define MARLIN_STRIPED_ROWS(M, N, K, X) X("gemm/tiles/striped", gemm_striped_##M##x##N##x##K, format_element, kMaskAll)
+#define MARLIN_STAGED_ROWS(M, N, K, X)                                                       \
+  X("gemm/tiles/staged", gemm_double_buffered_##M##x##N##x##K, format_element, kMaskProduct) \
+  X("gemm/tiles/staged", gemm_single_stage_##M##x##N##x##K, format_element, kMaskProduct)
+#define MARLIN_STRIPED_ROWS(M, N, K, X) \
+  X("gemm/tiles/striped", gemm_striped_##M##x##N##x##K, format_element, kMaskProduct)
 
 #define MARLIN_KERNELS_GEMM_STAGED(X) MARLIN_TILES(MARLIN_STAGED_ROWS, X)
 
@@ -119,7 +72,7 @@
 // The tiles M x N x K of gemm_tensor, as X(M, N, K).
 #define MARLIN_TENSOR_TILES(X) X(32, 64, 32) X(32, 128, 32) X(64, 64, 32) X(64, 128, 32)
 
-#define MARLIN_KERNELS_GEMM_TENSOR(X) X("gemm/tensor", gemm_tensor, tensor_operands, kMaskAll)
+#define MARLIN_KERNELS_GEMM_TENSOR(X) X("gemm/tensor", gemm_tensor, tensor_operands, kMaskProduct)
 
 #define MARLIN_KERNELS_TENSOR_PROBE(X) X("gemm/tensor_probe", probe_tensor_layout, plain, MARLIN_SLOT(kSlotOut))
 
@@ -132,23 +85,23 @@
     MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotBlocks) | MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_MOE_GEMV(X) \
-  X("experts/moe_gemv", moe_gemv, format_element, kMaskAll | MARLIN_SLOT(kSlotExpertIds))
+  X("experts/moe_gemv", moe_gemv, format_element, kMaskProduct | MARLIN_SLOT(kSlotExpertIds))
 
 #define MARLIN_KERNELS_MOE_GEMV_REDUCE(X)                       \
   X("experts/moe_gemv_reduce", moe_gemv_reduce, format_element, \
-    kMaskAll | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
+    kMaskProduct | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
 
 #define MARLIN_KERNELS_MOE_GEMV_GATED(X) \
-  X("experts/moe_gemv_gated", moe_gemv_gated, format_element, kMaskAll | MARLIN_SLOT(kSlotExpertIds))
+  X("experts/moe_gemv_gated", moe_gemv_gated, format_element, kMaskProduct | MARLIN_SLOT(kSlotExpertIds))
 
 #define MARLIN_KERNELS_MOE_GEMV_BLOCKS(X) \
-  X("experts/moe_gemv_blocks", moe_gemv_blocks, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+  X("experts/moe_gemv_blocks", moe_gemv_blocks, format_element, kMaskProduct | MARLIN_SLOT(kSlotBlocks))
 
 #define MARLIN_KERNELS_MOE_FUSED(X) \
-  X("experts/moe_fused", moe_fused, format_element, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+  X("experts/moe_fused", moe_fused, format_element, kMaskProduct | MARLIN_SLOT(kSlotBlocks))
 
 #define MARLIN_KERNELS_MOE_TENSOR(X) \
-  X("experts/moe_tensor", moe_tensor, tensor_operands, kMaskAll | MARLIN_SLOT(kSlotBlocks))
+  X("experts/moe_tensor", moe_tensor, tensor_operands, kMaskProduct | MARLIN_SLOT(kSlotBlocks))
 
 #define MARLIN_KERNELS_MOE_REDUCE(X) \
   X("experts/moe_reduce", moe_reduce, element, kMaskReduce | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
@@ -202,6 +155,10 @@
   MARLIN_KERNELS_MLSTM_OUTPUT(X)    \
   MARLIN_KERNELS_MLSTM_STEP(X)
 
+// The ways to compute a product on a GPU, as X(name), in the order in which the planner tries them. Of two that cost
+// the same, it takes the earlier one. csrc/planner/variants/ defines <name>_variant for each.
+#define MARLIN_GEMM_VARIANTS(X) X(gemv) X(fused) X(double_buffered) X(single_stage) X(striped) X(tensor) X(two_pass)
+
 #ifdef __METAL_VERSION__
 
 #define MARLIN_INSTANTIATE_AS(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
@@ -237,6 +194,7 @@
 #else
 
 #include <array>
+#include <compare>
 #include <string>
 #include <string_view>
 
@@ -244,13 +202,17 @@ namespace marlin {
 
 enum class KernelNaming { plain, element, format_element, tensor_operands };
 
+constexpr bool names_format(KernelNaming naming) {
+  return naming == KernelNaming::format_element || naming == KernelNaming::tensor_operands;
+}
+
 #define MARLIN_SLOT(slot) (1U << (slot))
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
                                         MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm);
 inline constexpr uint32_t kMaskReduce =
     MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams);
-inline constexpr uint32_t kMaskAll = (2U << kSlotParams) - 1;
+inline constexpr uint32_t kMaskProduct = (2U << kSlotParams) - 1;
 inline constexpr uint32_t kMaskGates = MARLIN_SLOT(kSlotGates) | MARLIN_SLOT(kSlotChunks);
 
 struct KernelInfo {
@@ -295,18 +257,41 @@ constexpr std::string_view name(ElementType type) {
   return names[static_cast<size_t>(type)];
 }
 
-// Each returns the name under which the host finds a kernel. A part that the name does not contain is ignored. The
-// second is for kernels whose names contain no format.
-inline std::string host_name(Kernel kernel, WeightFormat format, ElementType element) {
-  const KernelInfo& row = info(kernel);
+constexpr std::string_view metal_type(ElementType activations) {
+#define MARLIN_METAL_TYPE(name, type, ...) \
+  if (activations == ElementType::name) return #type;
+  MARLIN_FOR_EACH_ACTIVATION(MARLIN_METAL_TYPE, )
+#undef MARLIN_METAL_TYPE
+  return {};
+}
+
+// A function that the host can compile: a kernel and, if its naming has them, the format and the element type.
+struct KernelInstance {
+  Kernel kernel{};
+  WeightFormat format{};
+  ElementType element{};
+
+  auto operator<=>(const KernelInstance&) const = default;
+};
+
+// Returns the name under which the host finds a function. A part that the name does not contain is ignored.
+inline std::string host_name(const KernelInstance& instance) {
+  const KernelInfo& row = info(instance.kernel);
   std::string result(row.name);
-  if (row.naming != KernelNaming::plain && row.naming != KernelNaming::element) result.append("_").append(name(format));
-  if (row.naming != KernelNaming::plain) result.append("_").append(name(element));
+  if (names_format(row.naming)) result.append("_").append(name(instance.format));
+  if (row.naming != KernelNaming::plain) result.append("_").append(name(instance.element));
   return result;
 }
 
-inline std::string host_name(Kernel kernel, ElementType element) {
-  return host_name(kernel, WeightFormat{}, element);
+// Returns the template instance with this host name, such as gemv<WeightFormat::uint4b8, half>; an empty text if the
+// kernel is not a template.
+inline std::string template_instance(const KernelInstance& instance) {
+  const KernelInfo& row = info(instance.kernel);
+  if (row.naming == KernelNaming::plain) return {};
+  std::string result(row.name);
+  result.append("<");
+  if (names_format(row.naming)) result.append("WeightFormat::").append(name(instance.format)).append(", ");
+  return result.append(metal_type(instance.element)).append(">");
 }
 
 }  // namespace marlin

@@ -1,0 +1,111 @@
+"""A kernel for products is added in four files, and the planner plans it.
+
+The toy kernel is gemv with one row per threadgroup and K undivided. docs/inside/architecture.md, "Where things go", names
+the same files.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support import cxx
+from tests.support.copied_tree import ROOT, copy_tree, edit, run, touched_files
+
+TOY = "toy"
+LIST = "kernels/shared/kernel_list.h"
+SHADER = f"kernels/gemm/{TOY}.metal"
+PLAN = f"csrc/planner/variants/{TOY}.cpp"
+COUNTS = "csrc/planner/cost/instruction_counts.h"
+
+PLAN_TEXT = """#include "csrc/planner/builder.h"
+
+namespace marlin {
+
+namespace {
+
+constexpr std::array kTiles{GemmTile{GemmVariant::toy, Kernel::toy, {1, kGemvColumns, kGemvK}, 0}};
+
+std::optional<Tiling> toy_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice&) {
+  Tiling tiling{row};
+  tiling.simdgroups = 1;
+  tiling.k_per_slice = round_up(problem.weight.K, kGemvK);
+  return tiling;
+}
+
+Plan build_toy(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
+  const RowBlocks blocks = row_blocks(tiling, problem.M, 0);
+  Dispatch dispatch =
+      product_dispatch(tiling, problem, blocks, {blocks.count, ceil_divide(problem.weight.N, kGemvColumns), 1});
+  set_direct_constants(dispatch.constants, tiling, problem.weight, blocks.rows, device);
+  return {.dispatches = {dispatch}};
+}
+
+}  // namespace
+
+constinit const VariantRules toy_variant{
+    .tiles = kTiles,
+    .tiling = toy_tiling,
+    .build = build_toy,
+    .threadgroup_bytes = [](const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
+      return gemv_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
+    },
+    .simdgroup_columns = kGemvColumns,
+};
+
+}  // namespace marlin
+"""
+
+PROGRAM = """#include <iostream>
+#include "csrc/planner/builder.h"
+using namespace marlin;
+int main() {
+  GemmProblem problem{.M = 3, .a_row_stride = 48, .variant = "toy"};
+  problem.weight = {.K = 48, .N = 132, .group_size = 16};
+  const Plan plan = plan_gemm(problem, {});
+  const Dispatch& dispatch = plan.dispatches.front();
+  std::cout << host_name(dispatch.instance) << " " << template_instance(dispatch.instance) << " " << dispatch.grid.x
+            << "x" << dispatch.grid.y << " " << is_gemm_variant("toy:1x128x16", ElementType::float16)
+            << computes_experts(GemmVariant::toy) << (seconds(plan) > 0) << "\\n";
+}
+"""
+
+
+def add_kernel(root: Path) -> None:
+    """Adds the toy kernel to a copy of the repository, as a person would."""
+    shader = (root / "kernels/gemm/gemv.metal").read_text()
+    (root / SHADER).write_text(shader.replace(" gemv(", f" {TOY}(").replace("KERNELS_GEMV", "KERNELS_TOY"))
+    row = f'#define MARLIN_KERNELS_TOY(X) X("gemm/{TOY}", {TOY}, format_element, kMaskProduct)\n\n'
+    edit(root, LIST, r"^(#define MARLIN_KERNELS_GEMV\(X\))", rf"{row}\1")
+    edit(root, LIST, r"^(  MARLIN_KERNELS_GEMV\(X\) +\\)$", r"  MARLIN_KERNELS_TOY(X) \\\n\1")
+    edit(root, LIST, r"X\(two_pass\)", rf"X({TOY}) X(two_pass)")
+    (root / PLAN).write_text(PLAN_TEXT)
+    count = r"^(    KernelCounts\{Kernel::)gemv(, WeightFormat::uint4b8, \{1, 128, 16\}.*\n)"
+    edit(root, COUNTS, count, rf"\1gemv\2\1{TOY}\2")
+
+
+def test_a_kernel_is_added_in_four_files(tmp_path: Path) -> None:
+    copy = copy_tree(tmp_path)
+    add_kernel(copy)
+    assert touched_files(copy) == sorted([LIST, SHADER, PLAN, COUNTS])
+    main = copy / "main.cpp"
+    main.write_text(PROGRAM)
+    sources = [*sorted((copy / "csrc/planner").rglob("*.cpp")), main]
+    command = [cxx.compiler(), "-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", f"-I{copy}"]
+    program = cxx.link(copy, cxx.objects(copy, sources, command).values(), command)
+    planned = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    assert planned == f"{TOY}_uint4b8_float16 {TOY}<WeightFormat::uint4b8, half> 3x2 101\n"
+    done = run(copy, sys.executable, str(ROOT / "tests/dependencies/toy_kernel.py"), TOY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == f"{TOY}: multiplied"
+
+
+def test_the_map_names_the_files_of_a_kernel() -> None:
+    page = (ROOT / "docs/inside/architecture.md").read_text()
+    (row,) = re.findall(r"^\| a GPU kernel for products .*$", page, re.MULTILINE)
+    named = set(re.findall(r"`([\w/]+(?:\.\w+|/))`", row)) - {
+        "tests/dependencies/test_adding_a_kernel.py",
+        "benchmarks/metal/kernel_counts.py",
+    }
+    assert named == {LIST, os.path.dirname(SHADER) + "/", os.path.dirname(PLAN) + "/", COUNTS}

@@ -1,0 +1,54 @@
+"""Copies of the repository, to which a test adds something as a person would."""
+
+import filecmp
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def edit(root: Path, file: str, pattern: str, replacement: str) -> None:
+    """Replaces the one match of a pattern in a file."""
+    text, count = re.subn(pattern, replacement, (root / file).read_text(), flags=re.MULTILINE)
+    assert count == 1, f"{file}: {pattern} occurs {count} times"
+    (root / file).write_text(text)
+
+
+def copied_files() -> list[str]:
+    """Returns the files that a copy of the repository needs, as git lists them."""
+    folders = ("build_support", "csrc", "kernels", "torch_marlin_metal", "tests", "docs")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders, "setup.py", "pyproject.toml", "conftest.py",
+         "README.md", "LICENSE"], cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    return [name for name in listed if (ROOT / name).exists()]
+
+
+def copy_tree(target: Path) -> Path:
+    """Copies the repository, without what git ignores, and returns the copy."""
+    for name in copied_files():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, target / name)
+    return target
+
+
+def touched_files(copy: Path) -> list[str]:
+    """Returns the files of the product, its tests and pages that differ from the repository's, or that it lacks."""
+    found = {
+        path.relative_to(copy).as_posix()
+        for folder in ("csrc", "kernels", "torch_marlin_metal", "tests", "docs")
+        for path in (copy / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    return sorted(
+        name for name in found if not (ROOT / name).exists() or not filecmp.cmp(ROOT / name, copy / name, shallow=False)
+    )
+
+
+def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the copy, without the settings of this run of the tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+    return subprocess.run([*command], cwd=copy, env=environment, check=False, capture_output=True, text=True)

@@ -1,0 +1,41 @@
+"""Makes a module of floats of a packed layer that is in a model."""
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.load.placeholder import inherit
+from torch_marlin_metal.models.empty_model import is_transposed
+from torch_marlin_metal.packed_weight import PackedWeight
+
+
+def float_module(
+    held: nn.Module, own: nn.Module | None, packed: PackedWeight, dtype: torch.dtype, weight: nn.Parameter | None = None
+) -> nn.Module:
+    """Returns the module of floats that takes the place of a packed layer.
+
+    Args:
+        held: the packed layer, whose mode and hooks the new one gets.
+        own: the module that the model's class puts there, on the meta device; None means an nn.Linear or nn.Embedding.
+        packed: the layer's weight.
+        dtype: dtype of the floats.
+        weight: the values, if they have been decoded for another layer that shares the weight.
+    """
+    new: nn.Module
+    if own is not None and own._parameters.get("weight") is not None:
+        new = own
+    elif isinstance(held, MarlinEmbedding):
+        new = nn.Embedding(packed.N, packed.K, held.padding_idx, device="meta")
+    else:
+        new = nn.Linear(packed.K, packed.N, bias=packed.bias is not None, device="meta")
+    if weight is None:
+        rows = packed.dequantize(dtype)
+        weight = nn.Parameter(rows.contiguous() if is_transposed(new) else rows.T.contiguous())
+    new._parameters["weight"] = weight
+    bias: Tensor | None = packed.bias
+    if bias is None and new._parameters.get("bias") is not None:
+        bias = torch.zeros(packed.N, device=weight.device)
+    if bias is not None:
+        new._parameters["bias"] = nn.Parameter(bias.detach().to(weight.device, dtype))
+    inherit(new, held)
+    return new

@@ -1,0 +1,325 @@
+"""Carries out the plan of a load: placeholders first, then packed layers one at a time."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
+from torch_marlin_metal.layers.experts import StackError
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.load.door import Door, Split
+from torch_marlin_metal.load.experts import SeparateExperts
+from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
+from torch_marlin_metal.load.placeholder import PendingLinear, inherit
+from torch_marlin_metal.load.plan import EXCLUDED, ExpertsPlace, Place, Spot, plan_load
+from torch_marlin_metal.load.unset import initialize
+from torch_marlin_metal.models.decode_experts import decode_experts
+from torch_marlin_metal.models.empty_model import (
+    ModelMismatchError,
+    fit_bias,
+    fit_layer,
+    fit_table,
+    fit_weight,
+    is_transposed,
+    real_device,
+)
+from torch_marlin_metal.models.gguf_settings import unknown_keys
+from torch_marlin_metal.models.report import LayerReport, module_bytes
+from torch_marlin_metal.models.swap import Target
+from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.patterns import selects
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
+AHEAD_BYTES = 1 << 28  # that are read ahead of tensors that become part of the model
+COPIED_AHEAD_BYTES = 1 << 25  # the same of tensors that are copied into it, which exist twice for a while
+
+
+class Loader:
+    """Loads a checkpoint into a model: makes a plan, then `place` and `fill` carry it out.
+
+    Args:
+        model: changed in place.
+        reader: the checkpoint.
+        door: the caller's choices.
+        warn: tells the user about a layer that does not become what its file promises.
+
+    Attributes:
+        plan: the plan.
+        changes: what was changed, for callers that undo it.
+    """
+
+    def __init__(self, model: nn.Module, reader: CheckpointReader, door: Door, warn: Callable[[str], None]) -> None:
+        self._model, self._reader, self._door, self._warn = model, reader, door, warn
+        self._tensors = ModelTensors(model)
+        self._before = {id(module): module_bytes(module) for module in model.modules()} if not door.hosted else {}
+        self.plan = plan_load(model, reader, door)
+        if self.plan.unknown_settings:
+            warn(f"{door.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
+        self.changes = Changes(model)
+        self._back: list[Target] = []
+
+    def place(self) -> None:
+        """Puts placeholders into the model, so that a host library neither reports nor makes the packed weights."""
+        for place in self.plan.places:
+            for spot in place.spots():
+                if spot.shape is not None and spot is place.spot:
+                    self._replace(spot.target, PendingLinear(spot.shape))
+                elif spot.target.module._parameters.get("weight") is not None:
+                    self.changes.hollow_out(spot.target.module)
+        for experts in self.plan.experts.values():
+            self._replace(experts.target, SeparateExperts(experts.layers))
+
+    def fill(self, split: Split | None = None) -> list[LayerReport]:
+        """Reads the packed layers and puts them into their places. Returns a report of each.
+
+        Args:
+            split: loads this process's part of some layers.
+        """
+        plan, reader = self.plan, self._reader
+        used = {place.index for place in plan.places}
+        used |= {index for experts in plan.experts.values() for index in experts.indexes.values()}
+        reader.leave_out(set(range(len(reader))) - used)
+        if split is not None:
+            self._begin_split(split)
+        report: list[LayerReport] = []
+        total = len(plan.places) + len(plan.experts)
+        with tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress) as bar:
+            separate: list[Place] = []
+            with keep_file_open():
+                for experts in plan.experts.values():
+                    report.append(self._fill_experts(experts, separate))
+                    bar.update()
+            bar.total += len(separate)
+            for place in sorted([*plan.places, *separate], key=lambda place: place.index):
+                with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
+                    report += self._fill(place, split)
+                bar.update()
+        self._complete()
+        return report
+
+    def _complete(self) -> None:
+        """Lets the classes of modules that came back into the model compute what they have beside the weight."""
+        names = [
+            f"{target.name}.{key}"
+            for target in self._back
+            for held in (target.module._parameters, target.module._buffers)
+            for key, tensor in held.items()
+            if tensor is not None and tensor.is_meta
+        ]
+        device = self._door.device_of(names[0] if names else "") or torch.device("cpu")
+        initialize(self._door.op, self._model, self._tensors, names, device, self.changes)
+
+    def fill_floats(self) -> None:
+        """Loads the tensors outside the packed layers, and lets the model's classes compute what no file has."""
+        door = self._door
+        for tensor in self.plan.floats or ():
+            old = self._tensors.get(tensor.names[0])
+            device = door.device_of(tensor.names[0]) or real_device(old.device)
+            dtype = (door.dtype if old.is_floating_point() else None) or old.dtype
+            self.changes.set_tensors(self._tensors, tensor.names, tensor.read().to(device, dtype))
+        device = door.device_of("") or torch.device("cpu")
+        initialize(door.op, self._model, self._tensors, self.plan.initialized, device, self.changes)
+
+    def _replace(self, target: Target, new: nn.Module) -> None:
+        inherit(new, target.module)
+        self.changes.replace(target.names, new)
+
+    def _begin_split(self, split: Split) -> None:
+        places = self.plan.places
+        layers = {n: place.spot.shape for place in places for n in place.spot.target.names}
+        whole = {name for place in places if place.dense for name in place.names()}
+        whole |= {name for place in places for spot in place.users for name in spot.target.names}
+        whole |= {name for name, shape in layers.items() if shape is None}
+        for prefix, experts in self.plan.experts.items():
+            named = {f"{prefix}.{inner}": shape for inner, shape in experts.shapes.items()}
+            layers |= named
+            whole |= {name for name in named if experts.dense or selects(self._door.exclude, name)}
+        parts = {name: shape for name, shape in layers.items() if shape is not None and name not in whole}
+        split.begin(self._door.op, self._model, parts, whole, self._reader)
+
+    def _fill(self, place: Place, split: Split | None) -> Iterator[LayerReport]:
+        spot, door = place.spot, self._door
+        device = door.device_of(spot.name)
+        if split is not None and spot.shape is not None and not place.dense:
+            names = spot.target.names
+            part = split.load(door.op, names, spot.shape, self._reader, place.index, device=device, dtype=door.dtype)
+            if isinstance(part, MarlinLinear):
+                self._put(spot.target, part)
+                yield self._report(spot, part)
+                return
+        weight = self._reader.read(place.index)
+        if weight is None:
+            yield from self._skip(place)
+        elif isinstance(weight, DenseWeight) or place.dense:
+            reason = place.dense or getattr(weight, "reason", "")
+            if place.dense and not place.dense.endswith(EXCLUDED):
+                self._warn(f"{spot.name} is decoded to floats: {reason}")
+            self._decode(place, weight, device)
+            for one in place.spots():
+                why = reason if one is spot else f"its weight is that of {spot.name}"
+                yield self._report(one, one.target.module, why)
+        else:
+            first = self._pack(spot, weight, device)
+            yield self._report(spot, first)
+            for user in place.users:
+                shared = replace(first.to_packed(), bias=user.target.module._parameters.get("bias"))
+                yield self._report(user, self._pack(user, shared, first.b_packed.device))
+
+    def _pack(self, spot: Spot, weight: PackedWeight, device: torch.device | None) -> MarlinLinear:
+        """Puts a packed weight into the place of a Linear or an embedding."""
+        door = self._door
+        layer: MarlinLinear
+        if spot.shape is None:
+            layer = fit_table(door.op, spot.name, spot.target.module, weight, device=device, dtype=door.dtype)
+        else:
+            layer = fit_layer(door.op, spot.name, spot.shape, weight, device=device, dtype=door.dtype)
+        self._put(spot.target, layer)
+        return layer
+
+    def _put(self, target: Target, layer: nn.Module) -> None:
+        """Replaces what is in a place now."""
+        inherit(layer, self._model.get_submodule(target.name))
+        self.changes.replace(target.names, layer)
+        if layer is target.module:
+            self._back.append(target)
+
+    def _held(self, target: Target) -> Tensor | None:
+        """Returns the weight that a module of the model had first."""
+        name = f"{target.name}.weight"
+        if name in self._tensors:
+            return self._tensors.get(name)
+        return target.module._parameters.get("weight")  # of an expert that has just been made
+
+    def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> None:
+        """Puts the model's own module back into its place, with decoded values, and shares these with the users."""
+        target, door = place.spot.target, self._door
+        module, old = target.module, self._held(target)
+        where = f"{door.op}: layer {target.name!r}"
+        if old is None:
+            raise ModelMismatchError(
+                f"{where}: expected a layer with a weight to decode into, got {type(module).__name__}"
+            )
+        rows = weight.dequantize(door.dtype or old.dtype)
+        values = rows if is_transposed(module) else rows.T.contiguous()
+        if values.shape != old.shape:
+            raise ModelMismatchError(
+                f"{where}: expected a weight of {list(old.shape)} as in the model, the checkpoint's is "
+                f"{list(values.shape)}"
+            )
+        place_on, held = device or real_device(old.device), module._parameters.get("bias")
+        bias = fit_bias(door.op, target.name, held, weight.bias)
+        self._put(target, module)
+        shared = self.changes.set_parameter(module, "weight", values.to(place_on), old)
+        if bias is not None and held is not None:
+            self.changes.set_parameter(module, "bias", bias.to(place_on, door.dtype or held.dtype), held)
+        for user in place.users:
+            self.changes.set_parameter(user.target.module, "weight", shared, old)
+
+    def _skip(self, place: Place) -> Iterator[LayerReport]:
+        """Leaves the model's layer as it was (`on_unsupported="skip"`)."""
+        for spot in place.spots():
+            old = self._held(spot.target)
+            if old is None or old.is_meta:
+                raise ModelMismatchError(
+                    f"{self._door.op}: layer {spot.name!r}: it cannot be packed and on_unsupported='skip' leaves it "
+                    "out, but the model's own layer has no values either"
+                )
+            self._put(spot.target, spot.target.module)
+            self.changes.set_parameter(spot.target.module, "weight", old, old)
+            yield self._report(spot, spot.target.module, "not read (on_unsupported='skip')")
+
+    def _report(self, spot: Spot, layer: nn.Module, reason: str = "") -> LayerReport:
+        shape = None if spot.shape is None else (spot.shape.N, spot.shape.K)
+        before, kind = self._before.get(id(spot.target.module), 0), type(spot.target.module).__name__
+        after = module_bytes(layer)
+        if not isinstance(layer, MarlinLinear):
+            return LayerReport(spot.name, kind, shape, bytes_before=before, bytes_after=after, reason=reason)
+        sizes = (layer.out_features, layer.in_features)
+        return LayerReport(spot.name, kind, sizes, layer.weight_format, layer.group_size, before, after)
+
+    def _fill_experts(self, experts: ExpertsPlace, separate: list[Place]) -> LayerReport:
+        """Reads the experts of a mixture into stacks.
+
+        Weights are copied into the stack as they are read, so that only those of one expert exist beside it. Adds the
+        places of experts that cannot be stacked to `separate`.
+        """
+        target, door = experts.target, self._door
+        kind = type(target.module).__name__
+        entry = LayerReport(target.name, kind, bytes_before=self._before.get(id(target.module), 0))
+        if experts.dense:
+            self._decode_experts(experts)
+            return replace(entry, reason=experts.dense, bytes_after=module_bytes(target.module))
+
+        def read(inner: str) -> PackedWeight:
+            name = f"{target.name}.{inner}"
+            if selects(door.exclude, name):
+                raise StackError(f"{name} stays in floats")
+            weight = self._reader.read(experts.indexes[inner])
+            if not isinstance(weight, PackedWeight):
+                raise StackError(f"{name}: {weight.reason if weight is not None else 'it is skipped'}")
+            return fit_weight(
+                door.op, name, experts.shapes[inner], weight, device=door.device_of(name), dtype=door.dtype
+            )
+
+        try:
+            with torch.inference_mode(False):
+                stack = experts.layers.pack(read, door.dtype)
+        except StackError as error:
+            self._warn(f"{target.name} runs one expert after the other: {error.reason}")
+            room = self._model.get_submodule(target.name)
+            assert isinstance(room, SeparateExperts)
+            for inner, linear, shape in room.separate():
+                name = f"{target.name}.{inner}"
+                dense = EXCLUDED if selects(door.exclude, name) else ""
+                separate.append(Place(experts.indexes[inner], name, Spot(Target([name], linear), shape), dense=dense))
+            return replace(entry, reason=f"runs one expert after the other: {error.reason}")
+        self._put(target, stack)
+        entry = replace(entry, weight_format=stack.down.weight_format, group_size=stack.down.group_size)
+        return replace(entry, bytes_after=module_bytes(stack))
+
+    def _decode_experts(self, experts: ExpertsPlace) -> None:
+        """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""
+        target, door = experts.target, self._door
+        module, path = target.module, self._reader.path
+        held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+        dtypes = {name: door.dtype or tensor.dtype for name, tensor in held.items()}
+        if experts.dense != EXCLUDED:
+            self._warn(f"{target.name} is decoded to floats: {experts.dense}")
+
+        def read(inner: str) -> PackedWeight | DenseWeight:
+            weight = self._reader.read(experts.indexes[inner])
+            if weight is None:
+                raise StackError(f"{inner} is skipped")
+            return weight
+
+        try:
+            for name, values in decode_experts(experts.layers, read, dtypes):
+                old = held[name]
+                if values.shape != old.shape:
+                    raise StackError(
+                        f"expected {name} of {list(old.shape)} as in the model, the checkpoint's is "
+                        f"{list(values.shape)}"
+                    )
+                device = door.device_of(target.name) or real_device(old.device)
+                self.changes.set_parameter(module, name, values.to(device), old)
+        except StackError as error:
+            raise ModelMismatchError(f"{door.op}: {path}: experts {target.name!r}: {error.reason}") from error
+        self._put(target, module)
+
+
+def read_ahead(reader: CheckpointReader, moves: bool) -> None:
+    """Starts to read layers in threads, in the order of `Loader.fill`, while a host library prepares the model.
+
+    Args:
+        reader: the checkpoint.
+        moves: whether the layers go to another device than the CPU.
+    """
+    names = reader.layer_names
+    others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
+    experts = sorted(set(range(len(names))) - set(others))
+    reader.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)

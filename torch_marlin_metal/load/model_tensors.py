@@ -1,0 +1,119 @@
+"""A model's tensors by name, and changes to a model that can be undone."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ModelTensors:
+    """A model's parameters and buffers by name, as they are now. A tensor with several names counts once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._names: dict[int, list[str]] = {}
+        self._held: dict[str, Tensor] = {}
+        self.persistent: set[str] = set()
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        self._owners[name], self._held[name] = (module, key), tensor
+                        self._names.setdefault(id(tensor), []).append(name)
+                        if key not in module._non_persistent_buffers_set:
+                            self.persistent.add(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
+
+    def __iter__(self) -> Any:
+        return iter(self._owners)
+
+    def get(self, name: str) -> Tensor:
+        """Returns the tensor that had the name first."""
+        return self._held[name]
+
+    def owner(self, name: str) -> tuple[nn.Module, str]:
+        """Returns the module that holds a tensor, and the tensor's key in it."""
+        return self._owners[name]
+
+    def names_of(self, name: str) -> list[str]:
+        """Returns all names of a tensor, given one of them. A tied tensor has several."""
+        return self._names[id(self._held[name])]
+
+
+class Changes:
+    """Changes to a model that `undo` takes back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._undo: list[Callable[[], None]] = []
+        self._remembered: set[int] = set()
+
+    def replace(self, names: Iterable[str], module: nn.Module) -> None:
+        """Puts a module into the model under all these names."""
+        for name in names:
+            self._undo.append(partial(self._model.set_submodule, name, self._model.get_submodule(name)))
+            self._model.set_submodule(name, module)
+
+    def remember(self, module: nn.Module) -> None:
+        """Notes a module's own tensors, which will be changed."""
+        if id(module) in self._remembered:
+            return
+        self._remembered.add(id(module))
+        parameters, buffers, kept = dict(module._parameters), dict(module._buffers), dict(module.__dict__)
+
+        def restore() -> None:
+            module.__dict__.pop("weight", None)
+            module.__dict__.update({key: kept[key] for key in ("weight",) if key in kept})
+            for held, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                held.clear()
+                held.update(before)  # type: ignore[arg-type]
+
+        self._undo.append(restore)
+
+    def hollow_out(self, module: nn.Module) -> None:
+        """Removes the weight of a module until it is loaded, so that a host library neither reports nor makes it.
+
+        A tensor without values stays in its place, for models that access the weights of their submodules. The mark
+        that it is initialized is on this tensor: the module may have other tensors, which its class initializes.
+        """
+        self.remember(module)
+        weight = module._parameters["weight"]
+        assert weight is not None
+        module._parameters["weight"] = None
+        module.__dict__["weight"] = initialized(torch.empty_like(weight, device="meta"))
+
+    def set_parameter(self, module: nn.Module, key: str, values: Tensor, like: Tensor) -> nn.Parameter:
+        """Sets a parameter of a module, which keeps `requires_grad` of the tensor that it replaces."""
+        self.remember(module)
+        module.__dict__.pop(key, None)
+        if not isinstance(values, nn.Parameter):
+            values = nn.Parameter(values, requires_grad=like.requires_grad and values.is_floating_point())
+        module._parameters[key] = values
+        return values
+
+    def set_tensors(self, tensors: ModelTensors, names: Iterable[str], values: Tensor) -> None:
+        """Sets one tensor under all these names; parameters stay parameters."""
+        for name in names:
+            (module, key), old = tensors.owner(name), tensors.get(name)
+            if isinstance(old, nn.Parameter):
+                values = self.set_parameter(module, key, values, old)
+            else:
+                self.remember(module)
+                module._buffers[key] = values
+
+    def undo(self) -> None:
+        """Takes back all changes, the last first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def initialized(tensor: Tensor) -> Tensor:
+    """Marks a tensor that transformers must not initialize."""
+    marked: Any = tensor
+    marked._is_hf_initialized = True
+    return tensor

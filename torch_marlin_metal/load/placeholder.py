@@ -1,0 +1,53 @@
+"""What holds the place of a packed layer in a model until the layer is read."""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.load.model_tensors import initialized
+from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.swap import HOOKS
+
+
+class PendingLinear(nn.Module):
+    """Holds the place of a packed layer while a host library loads everything else; it has no parameters.
+
+    If a checkpoint lacks tensors, the model initializes them, and some models also initialize tensors of their children
+    (`module.q.weight.normal_`). For such models, the placeholder has attributes that are meta tensors, which have no
+    values to initialize.
+    """
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.in_features, self.out_features = shape.K, shape.N
+
+    @property
+    def weight(self) -> Tensor:
+        """Returns a tensor of the weight's shape without values."""
+        size = (self.shape.K, self.shape.N) if self.shape.transposed else (self.shape.N, self.shape.K)
+        return initialized(torch.empty(size, dtype=self.shape.dtype, device="meta"))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Returns a tensor of the bias' shape without values, or None."""
+        return None if self.shape.bias is None else initialized(torch.empty_like(self.shape.bias, device="meta"))
+
+    def forward(self, a: Tensor) -> NoReturn:
+        """Raises an error, because the model is not loaded yet."""
+        raise RuntimeError("a model was used before its 4-bit layers were loaded")
+
+
+def inherit(new: nn.Module, old: nn.Module) -> None:
+    """Copies the training mode and the hooks, including accelerate's, from a module to its replacement."""
+    if new is old:
+        return
+    new.train(old.training)
+    for name in HOOKS:
+        setattr(new, name, getattr(old, name))
+    hook = getattr(old, "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, hook)

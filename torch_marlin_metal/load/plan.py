@@ -1,0 +1,399 @@
+"""The plan of a load: where each layer and tensor of a checkpoint goes, and who sets each tensor of the model."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.float_experts import ExpertFinder, is_stack
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.model_tensors import ModelTensors
+from torch_marlin_metal.load.names import shared_prefix
+from torch_marlin_metal.models.empty_model import (
+    COMPUTED,
+    LinearShape,
+    ModelMismatchError,
+    linear_shape,
+    listing,
+    why_not_table,
+)
+from torch_marlin_metal.models.experts import ExpertLayers
+from torch_marlin_metal.models.gguf_settings import check_settings
+from torch_marlin_metal.models.swap import Target
+from torch_marlin_metal.models.taken import taken_weights
+from torch_marlin_metal.patterns import check_patterns, selects
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+EXCLUDED = "excluded: decoded to floats"
+EXAMPLES = 3  # the model's own layers that an error names
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A module of the model that gets a weight.
+
+    Attributes:
+        target: the module.
+        shape: the shape of a Linear, which a new layer replaces. None for an embedding, and for a module that keeps its
+            class and gets decoded values.
+    """
+
+    target: Target
+    shape: LinearShape | None
+
+    @property
+    def name(self) -> str:
+        """Returns the module's first name."""
+        return self.target.name
+
+
+@dataclass
+class Place:
+    """The place of one packed layer of the checkpoint in the model.
+
+    Attributes:
+        index: the layer's index in the reader.
+        source: the layer's name in the checkpoint.
+        spot: the module that the checkpoint names.
+        users: modules that share the weight and that the checkpoint lacks, so that the loader fills them, too.
+        dense: why the layer becomes floats, or "".
+    """
+
+    index: int
+    source: str
+    spot: Spot
+    users: list[Spot] = field(default_factory=list)
+    dense: str = ""
+
+    def spots(self) -> list[Spot]:
+        """Returns all modules that get this weight."""
+        return [self.spot, *self.users]
+
+    def names(self) -> list[str]:
+        """Returns all names of these modules."""
+        return [name for spot in self.spots() for name in spot.target.names]
+
+
+@dataclass
+class ExpertsPlace:
+    """An experts module, with the shape of each of its layers and the layer's index in the reader.
+
+    `dense` is why the whole module becomes floats, or "".
+    """
+
+    target: Target
+    layers: ExpertLayers
+    shapes: dict[str, LinearShape]
+    indexes: dict[str, int] = field(default_factory=dict)
+    dense: str = ""
+
+
+@dataclass
+class FloatTensor:
+    """A tensor outside the packed layers: its names in the model, and the function that reads and checks it."""
+
+    source: str
+    names: list[str]
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class LoadPlan:
+    """What each part of a checkpoint becomes in a model.
+
+    Attributes:
+        prefix: the beginning of all names in the checkpoint that the model does not have, or "".
+        places: the packed layers outside mixtures.
+        experts: the experts of mixtures, by the name of their module.
+        left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
+        settled: modules whose ties to another module the loader carries out instead of a host library.
+        floats: the tensors that this package loads, or None if a host library does it.
+        unknown_settings: keys of a GGUF file whose meaning for the model is not known.
+        initialized: tensors of the model that no file sets, so that the model's class must.
+    """
+
+    prefix: str = ""
+    places: list[Place] = field(default_factory=list)
+    experts: dict[str, ExpertsPlace] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+    floats: list[FloatTensor] | None = None
+    initialized: list[str] = field(default_factory=list)
+    unknown_settings: list[str] = field(default_factory=list)
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yields (name in the checkpoint, name in the model, what becomes of it) for reports."""
+        for place in self.places:
+            what = f"decoded: {place.dense}" if place.dense else "packed"
+            for spot in place.spots():
+                yield place.source, spot.name, what if spot is place.spot else f"{what}, tied"
+        for name, experts in self.experts.items():
+            what = f"decoded: {experts.dense}" if experts.dense else "packed"
+            yield f"{len(experts.indexes)} layers", name, what
+        for tensor in self.floats or ():
+            yield tensor.source, ", ".join(tensor.names), "loaded unchanged"
+        for name in self.initialized:
+            yield "", name, "computed by the model's class"
+        for source, reason in self.left_out.items():
+            yield source, "", f"left out: {reason}"
+
+
+def plan_load(model: nn.Module, reader: CheckpointReader, door: Door) -> LoadPlan:
+    """Makes the plan. Reads only names and headers of the checkpoint, and changes nothing.
+
+    Args:
+        model: the model, which may be on the meta device.
+        reader: the checkpoint.
+        door: the caller's choices.
+
+    Raises:
+        ModelMismatchError: a layer or tensor has no place in the model, the model has tensors that nothing sets, only a
+            part of a mixture is packed, or a GGUF file says another setting than the model.
+        ValueError: a pattern of `exclude` matches nothing.
+    """
+    return _Planner(model, reader, door).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, reader: CheckpointReader, door: Door) -> None:
+        self._model, self._reader, self._door = model, reader, door
+        self._plan = LoadPlan()
+        self._targets: dict[str, Target] = {}
+        by_module: dict[int, Target] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._targets[name] = by_module.setdefault(id(module), Target([], module))
+            self._targets[name].names.append(name)
+        self._finder = ExpertFinder({name: target.module for name, target in self._targets.items()}, is_stack)
+        self._taken = taken_weights(model)
+        self._others = [(source, read, kind) for source, read, kind in reader.others()]
+
+    def plan(self) -> LoadPlan:
+        plan = self._plan
+        if self._reader.metadata:
+            plan.unknown_settings = check_settings(
+                self._door.op,
+                self._reader.path,
+                self._model,
+                self._reader.metadata,
+                self._reader.tensors,
+                self._door.ignore or (),
+            )
+        names = [name for name, _, _ in self._others]
+        plan.prefix = shared_prefix(self._reader.layer_names, names, lambda name: self._has(self._door.find(name)))
+        self._layers()
+        self._whole_experts()
+        dense = {self._find(name) for name in names}
+        self._tie({name.removesuffix(".weight") for name in dense if name is not None and name.endswith(".weight")})
+        excludable = [name for place in plan.places for name in place.names()]
+        for prefix, experts in plan.experts.items():
+            excludable += [*experts.target.names, *(f"{prefix}.{inner}" for inner in experts.shapes)]
+        check_patterns(self._door.op, excludable, **{self._door.exclude_argument: self._door.exclude})
+        for place in plan.places:
+            place.dense = self._why_dense(place)
+        if not self._door.hosted:
+            self._float_tensors()
+        return plan
+
+    def _find(self, source: str) -> str | None:
+        return self._door.find(source.removeprefix(self._plan.prefix))
+
+    def _has(self, name: str | None) -> bool:
+        return name is not None and (name in self._targets or self._finder.find(name) is not None)
+
+    def _error(self, message: str) -> ModelMismatchError:
+        return ModelMismatchError(f"{self._door.op}: {self._reader.path}: {message}")
+
+    def _layers(self) -> None:
+        """Finds the place of each packed layer."""
+        lost, absent = {}, {}
+        taken: dict[int, str] = {}
+        for index, source in enumerate(self._reader.layer_names):
+            name = self._find(source)
+            if name is None:
+                self._plan.left_out[source] = "rename gives it no name"
+            elif name in self._targets:
+                target = self._targets[name]
+                if id(target) in taken:
+                    raise self._error(f"{taken[id(target)]} and {source} are one module of the model, {name}")
+                taken[id(target)] = source
+                self._plan.places.append(Place(index, source, Spot(target, linear_shape(target.module))))
+            elif found := self._finder.find(name):
+                self._add_expert(index, source, name, *found)
+            elif selects(self._door.ignore, name) or selects(self._door.ignore, source):
+                self._plan.left_out[source] = "ignore"
+            elif self._door.hosted and (self._door.unused(source) or name.split(".")[0] not in self._targets):
+                absent[source] = name
+            else:
+                lost[source] = name
+        if absent and not self._plan.places and not self._plan.experts:  # then the names as a whole do not fit
+            lost |= absent
+        if lost:
+            raise self._no_place([f"{source} (4-bit layer)" for source in lost], next(iter(lost.values())))
+        self._plan.left_out |= dict.fromkeys(absent, f"{type(self._model).__name__} has no such part")
+
+    def _no_place(self, lost: list[str], example: str) -> ModelMismatchError:
+        own = [name for name, target in self._targets.items() if linear_shape(target.module) is not None]
+        like = f" for example {', '.join(own[:EXAMPLES])}" if own else " none"
+        return self._error(
+            f"{type(self._model).__name__} has no place for {listing(lost)}; its own Linear layers are{like}; "
+            f"{self._door.says('ignore', example)} leaves a layer or tensor out"
+        )
+
+    def _add_expert(self, index: int, source: str, name: str, prefix: str, parts: tuple[str, ...]) -> None:
+        target = self._targets[prefix]
+        experts = self._plan.experts.get(target.name)
+        if experts is None:
+            layers = ExpertLayers.of(target.module, parts)
+            experts = self._plan.experts[target.name] = ExpertsPlace(target, layers, dict(layers.all_names()))
+        inner = name.removeprefix(f"{prefix}.")
+        if inner in experts.indexes or inner not in experts.shapes:
+            raise self._error(f"layer {source!r}: the model has no place for it beside other experts' layers")
+        experts.indexes[inner] = index
+
+    def _whole_experts(self) -> None:
+        """Refuses mixtures that are packed only in part, and decides which ones become floats as a whole."""
+        lost = [
+            f"{name}.{inner}"
+            for name, experts in self._plan.experts.items()
+            for inner in experts.shapes.keys() - experts.indexes
+        ]
+        if lost:
+            raise self._error(
+                f"expected every expert of a mixture in 4 bit or none, got no packed weight for {listing(lost)}"
+            )
+        decodes = self._reader.options.on_unsupported == "dequantize"
+        for name, experts in self._plan.experts.items():
+            if any(selects(self._door.exclude, own, experts.target.module) for own in experts.target.names):
+                experts.dense = EXCLUDED
+            elif experts.layers.why_unknown and decodes:
+                experts.dense = experts.layers.why_unknown
+            elif experts.layers.why_unknown:
+                raise self._error(f"experts {name!r}: {experts.layers.why_unknown}; {self._decodes()}")
+
+    def _decodes(self) -> str:
+        return f"{self._door.says('on_unsupported', 'dequantize')} decodes it to floats"
+
+    def _tie(self, dense: set[str]) -> None:
+        """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
+
+        Args:
+            dense: the modules whose weight is in the checkpoint as floats.
+        """
+        packed = {name: place for place in self._plan.places for name in place.spot.target.names}
+        groups: dict[str, list[str]] = {}
+        for name, source in self._door.ties.items():
+            groups.setdefault(source, [source]).append(name)
+        for source, names in groups.items():
+            held = [name for name in names if name in packed]
+            if not held:
+                continue
+            stays = source in dense and source not in packed  # then the others are tied to it
+            for name in names:
+                if name != source and (name in packed or not stays):
+                    self._plan.settled.add(name)
+                user = self._targets.get(name)
+                if user is None or name in packed or name in dense or stays:
+                    continue
+                users = packed[held[0]].users
+                if all(user is not spot.target for spot in users):
+                    users.append(Spot(user, linear_shape(user.module)))
+
+    def _why_dense(self, place: Place) -> str:
+        """Returns why a weight becomes floats, or "". Modules that share a weight become floats together."""
+        for spot in place.spots():
+            target = spot.target
+            if any(selects(self._door.exclude, name, target.module) for name in target.names):
+                reason = EXCLUDED
+            else:
+                reason = self._why_floats(place, spot)
+            if reason:
+                return reason if spot is place.spot else f"its weight is also that of {spot.name}: {reason}"
+        return ""
+
+    def _why_floats(self, place: Place, spot: Spot) -> str:
+        module = spot.target.module
+        if (reason := self._taken.get(id(module), "")) or spot.shape is not None:
+            return reason
+        if isinstance(module, (nn.Embedding, MarlinEmbedding)):
+            reason = why_not_table(module)
+        else:
+            reason = f"{type(module).__name__} is no nn.Linear"
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, Tensor) or weight.dim() != 2:
+                raise self._error(
+                    f"layer {spot.name!r}: expected nn.Linear in the model for a 4-bit layer, got "
+                    f"{type(module).__name__}"
+                )
+        if reason and spot is place.spot and self._reader.options.on_unsupported == "error":
+            raise self._error(
+                f"layer {spot.name!r}: it is 4 bit in the checkpoint, but in the model: {reason}; {self._decodes()}"
+            )
+        return reason
+
+    def _float_tensors(self) -> None:
+        """Finds the place of every other tensor, and checks that each tensor of the model is set."""
+        tensors, plan, door = ModelTensors(self._model), self._plan, self._door
+        filled = {f"{name}.weight" for place in plan.places for name in place.names()}
+        replaced = [place.spot.target for place in plan.places if _is_replaced(place.spot)]
+        replaced += [experts.target for experts in plan.experts.values()]
+        gone = tuple(f"{name}." for target in replaced for name in target.names)
+        filled |= {name for name in tensors if name.startswith(gone)}
+        found: set[str] = set()
+        lost: dict[str, str] = {}
+        plan.floats = []
+        for source, read, kind in self._others:
+            name = self._find(source)
+            if name is None or selects(COMPUTED, name):
+                plan.left_out[source] = "the model computes it" if name is not None else "rename gives it no name"
+            elif name not in tensors:
+                if not (selects(door.ignore, name) or selects(door.ignore, source)):
+                    lost[source] = name
+                plan.left_out[source] = "ignore"
+            elif name not in found:
+                names = [other for other in tensors.names_of(name) if other == name or other not in filled]
+                plan.floats.append(FloatTensor(source, names, _checked(door.op, name, tensors.get(name), read, kind)))
+                found.update(names)
+        if lost:
+            raise self._no_place(list(lost), next(iter(lost.values())))
+        others = [name for name in tensors if name not in found and name not in filled]
+        kept = {name for name in others if selects(door.keep, name)}
+        if missing := [name for name in others if name in tensors.persistent and name not in kept]:
+            raise self._error(
+                f"the checkpoint lacks {listing(missing)}; {door.says('keep', missing[0])} keeps the model's values"
+            )
+        plan.initialized = [name for name in others if tensors.get(name).is_meta]
+
+
+def _is_replaced(spot: Spot) -> bool:
+    """Returns whether a new layer with all its tensors takes a module's place."""
+    return spot.shape is not None or isinstance(spot.target.module, MarlinLinear)
+
+
+def _checked(op: str, name: str, old: Tensor, read: Callable[[], Tensor], kind: str) -> Callable[[], Tensor]:
+    def read_checked() -> Tensor:
+        tensor = read()
+        if tensor.shape != old.shape:
+            raise ModelMismatchError(
+                f"{op}: tensor {name!r}: expected shape {list(old.shape)} as in the model, got {list(tensor.shape)}"
+            )
+        if (kind not in FLOATS) if old.is_floating_point() else (tensor.dtype != old.dtype):
+            raise ModelMismatchError(f"{op}: tensor {name!r}: expected {old.dtype} as in the model, got {kind}")
+        return tensor
+
+    return read_checked
+
+
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """Returns the modules of a model that hold the same weight as an earlier one: name -> name of that module."""
+    first: dict[int, tuple[str, nn.Module]] = {}
+    ties = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            source, owner = first.setdefault(id(weight), (name, module))
+            if owner is not module:
+                ties[name] = source
+    return ties

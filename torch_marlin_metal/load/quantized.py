@@ -1,0 +1,122 @@
+"""Loads a checkpoint of 4-bit layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
+
+import os
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_marlin_metal.checkpoints.directory import open_reader
+from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.layers.fuse import fuse_projections
+from torch_marlin_metal.load.door import Door, Split
+from torch_marlin_metal.load.loader import Loader
+from torch_marlin_metal.load.names import Rename, namer
+from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.models.report import Report, module_bytes
+from torch_marlin_metal.patterns import Filter, NameFilter
+
+OP = "load_quantized"
+
+
+def load_quantized(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    options: ReadOptions | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    exclude: Filter = (),
+    ignore: NameFilter = (),
+    keep: NameFilter = (),
+    fuse: bool = False,
+    split: Split | None = None,
+    progress: bool = True,
+    **fields: Any,
+) -> Report:
+    """Loads a checkpoint into a model.
+
+    Every 4-bit layer becomes a `MarlinLinear`; every other tensor is loaded under its name.
+
+    The experts of a mixture, which transformers stacks in `gate_up_proj` and `down_proj`, become one `MarlinExperts`.
+    Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
+    error occurs, the model is not changed; for this, the former tensors are kept until the end.
+
+    Args:
+        model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place. If all names
+            of the checkpoint begin with a prefix that the model lacks, such as "module.", it is removed.
+        path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
+        options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
+            `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
+            "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
+            Most .gguf files also hold matrices that are not 4 bit, so the default for them is "dequantize". Before such
+            matrices are read, a warning states their share.
+        device: device of every loaded tensor. None means the device of the replaced tensor, or the CPU if that tensor
+            is on the meta device.
+        dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
+        rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
+            dictionary of prefixes and replacements, for example `{"model.": ""}`. None means the same names, and for a
+            model of transformers also the names that its `from_pretrained` accepts.
+        exclude: layers that become floats: their weight is decoded to the dtype of the replaced weight. They are chosen
+            by their names in the model, as in `quantize_model`; modules that share a weight become floats together. The
+            name of a mixture's experts module chooses all experts in it.
+        ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
+            model. Also keys of a .gguf file, for example "llama.rope.*", that a model of transformers may contradict.
+        keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
+        fuse: compute q, k and v projections in one call, and gate and up projections in another; see
+            `fuse_projections`.
+        split: a `torch_marlin_metal.parallel.SplitPlan`: this process reads and holds only its part of some layers.
+        progress: show a progress bar.
+        **fields: fields of `ReadOptions`, which override those of `options`.
+
+    Returns:
+        A report, which prints as a table.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
+        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
+            tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
+    """
+    mixed: OnUnsupported = "dequantize" if str(os.fspath(path)).endswith(".gguf") else "error"
+    reader = open_reader(path, options or ReadOptions(gguf_names="hf", on_unsupported=mixed), **fields)
+    if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
+        warnings.warn(f"{OP}: {told}", stacklevel=2)
+    place = torch.device(device) if device is not None else None
+    door = Door(
+        op=OP,
+        find=namer(model, rename),
+        ties=shared_weights(model),
+        exclude=exclude,
+        ignore=ignore,
+        keep=keep,
+        device_of=lambda name: place,
+        dtype=dtype,
+        progress=progress,
+    )
+    return load_all(model, reader, door, split, fuse)
+
+
+def load_all(
+    model: nn.Module, reader: CheckpointReader, door: Door, split: Split | None = None, fuse: bool = False
+) -> Report:
+    """Loads everything of a checkpoint into a model, or changes nothing.
+
+    Arguments are those of `Loader`, of `Loader.fill` and of `load_quantized`.
+    """
+    report = Report("load 4-bit layers", bytes_before=module_bytes(model))
+    loader = Loader(model, reader, door, partial(warnings.warn, stacklevel=3))
+    try:
+        loader.place()
+        loader.fill_floats()
+        report.layers = loader.fill(split)
+        if fuse:
+            fuse_projections(model)
+    except BaseException:
+        loader.changes.undo()
+        raise
+    report.bytes_after = module_bytes(model)
+    return report
