@@ -12,7 +12,7 @@ from torch_marlin_metal import interrupt  # noqa: F401  before the imports that 
 from torch_marlin_metal.extension import CpuCapability, cpu_capability  # before the modules that use operators
 
 # isort: split
-from torch_marlin_metal import convert
+from torch_marlin_metal import convert, extension
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
 from torch_marlin_metal.gpu.planning import plan
@@ -96,6 +96,18 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torch_marlin_metal import profiling, tuning
+
+
+def _read_saved_choices() -> None:
+    from torch_marlin_metal.gpu.tuning.table import use_saved_once
+
+    use_saved_once()
+
+
+# The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this machine's
+# GPU, never at import.
+if extension.refusal is None:
+    extension.native.set_tuned_loader(_read_saved_choices)
 
 LAZY = ("profiling", "tuning")  # imported on first use, because few programs need them
 

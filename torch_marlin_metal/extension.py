@@ -77,20 +77,11 @@ def _load() -> Any:
     return compiled
 
 
-def _read_saved_choices() -> None:
-    from torch_marlin_metal.gpu.tuning.table import use_saved_once
-
-    use_saved_once()
-
-
 native: Any
 #: Why the extension cannot be used, or None if it is loaded.
 refusal: str | None = None
 try:
     native = _load()
-    # The tuner's table is a file in the user's home. It is read when the planner first chooses a kernel for this
-    # machine's GPU, never at import.
-    native.set_tuned_loader(_read_saved_choices)
     _refusals = layouts.install()
 except ExtensionError as error:
     refusal = str(error)
