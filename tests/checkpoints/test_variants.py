@@ -384,3 +384,21 @@ def test_compressed_tensors_with_one_scale_and_zero_point_for_the_tensor(tmp_pat
     (weight,) = convert.read_layers(tmp_path)
     assert (weight.weight_format, weight.group_size) == ("uint4", K)
     np.testing.assert_array_equal(weight.dequantize().t(), expected)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", None])
+def test_compressed_tensors_with_one_packed_zero_point_for_the_tensor(tmp_path, rng, strategy) -> None:
+    codes, zero, scale = rng.integers(-8, 8, (16, 16)), 3, 0.25
+    nibbles = (codes + 8).astype(np.uint64).reshape(16, 2, 8)
+    words = (nibbles << (4 * np.arange(8, dtype=np.uint64))).sum(-1).astype(np.uint32)
+    tensors = {
+        f"{LAYER}.weight_packed": words.view(np.int32),
+        f"{LAYER}.weight_scale": torch.tensor([scale]),
+        f"{LAYER}.weight_zero_point": torch.tensor([[zero + 8]], dtype=torch.int32),
+        f"{LAYER}.weight_shape": torch.tensor([16, 16]),
+    }
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": strategy}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    writers.save(tmp_path, tensors, {"quantization_config": settings})
+    (weight,) = convert.read_layers(tmp_path)
+    np.testing.assert_array_equal(weight.dequantize().t(), (codes - zero) * scale)

@@ -76,7 +76,8 @@ def test_the_interface_lists_every_name_of_the_extension() -> None:
     mps backend has are not compared.
     """
     sources = (Path(__file__).parents[2] / "csrc").rglob("*.mm")
-    for_macs = {name for source in sources for name in re.findall(r'm\.def\(\s*"(\w+)\(', source.read_text())}
+    definition = r'm\.def\(\s*(?:weight_schema\()?"(\w+)\('
+    for_macs = {name for source in sources for name in re.findall(definition, source.read_text())}
     assert "compile_gemm" in for_macs
     prefix = "torch_marlin_metal::"
     registered = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if prefix in name}

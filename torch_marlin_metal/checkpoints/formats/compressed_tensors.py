@@ -161,7 +161,7 @@ FORMAT = DirectoryFormat(
     methods=("compressed-tensors",),
     variants=(
         ("pack-quantized int4, symmetric; per group, channel or tensor; act-order", "uint4b8"),
-        ("pack-quantized int4, asymmetric; per group or channel; act-order", "uint4"),
+        ("pack-quantized int4, asymmetric; per group, channel or tensor; act-order", "uint4"),
         ("nvfp4-pack-quantized", "nvfp4"),
         ("mxfp4-pack-quantized", "mxfp4"),
         ("mixed-precision: the layers of the kinds above", "each layer its own"),
