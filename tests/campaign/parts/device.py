@@ -24,7 +24,9 @@ def case(rng: random.Random, work: Path) -> str:
     host = reference.make_weight(name, 64, 40, group, seed=rng.randrange(9))
     a = torch.randn(rng.choice((1, 5)), 64, generator=torch.Generator().manual_seed(4)).half()
     exact, bound = reference.gemm(a, host, raw_codes=True)
+    multiply_in_threads(1, a, host, exact, bound)  # the first product binds a buffer that the process keeps
     torch.mps.synchronize()
+    torch.mps.empty_cache()
     before = torch.mps.current_allocated_memory()
     count = rng.choice((1, 3))
     multiply_in_threads(count, a, host, exact, bound)
