@@ -61,6 +61,9 @@ struct VariantRules {
   bool has_rows_along_x = false;    // in products with experts, the grid's x counts rows, otherwise columns
   bool has_32_bit_offsets = false;  // between the activations of products with experts
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles
+  // The rows in which decisions.inc counts: it has decisions for the variant, and "auto" compares them. 0 if it has none.
+  uint32_t row_unit = 0;
+  bool has_tensor_products = false;
 };
 
 #define MARLIN_DECLARE_VARIANT(name) extern const VariantRules name##_variant;

@@ -2,7 +2,6 @@
 // rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
 // products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
 // also add a token's products, or apply a gated activation to them.
-#include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
@@ -105,7 +104,7 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   if (tilings.empty()) {
     refuse("moe_gemm", "variant", expert_variants() + " on mps", "'" + variant.text() + "'");
   }
-  const auto seconds = [&](const Tiling& tiling) { return experts_cost(tiling, problem, device).seconds; };
+  const auto seconds = [&](const Tiling& tiling) { return estimate(tiling, problem, device).total(); };
   return *std::ranges::min_element(tilings, {}, seconds);
 }
 
@@ -118,7 +117,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
   Dispatch products = moe_dispatch(tiling, problem, device);
-  // The activation changes neither the tiling nor the predicted time: it adds little to the end of a threadgroup.
+  // The activation changes neither the tiling nor the estimated time: it adds little to the end of a threadgroup.
   if (problem.gate.present && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
     products.instance.kernel = Kernel::moe_gemv_gated;
   }
@@ -133,9 +132,9 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
     plan.partials = {product.weight.N, product.M, 1};
     plan.dispatches.push_back(reduce_dispatch(problem));
   }
-  const PlanCost predicted = experts_cost(tiling, problem, device);
+  const Estimate found = estimate(tiling, problem, device);
   for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
+    plan.dispatches[i].seconds = found.seconds.at(i);
   return plan;
 }
 

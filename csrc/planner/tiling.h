@@ -83,10 +83,15 @@ constexpr bool sorts_pairs(const Tiling& tiling) {
   return tiling.kernel != Kernel::moe_gemv && tiling.kernel != Kernel::moe_gemv_reduce;
 }
 
+// Returns true if a threadgroup computes all slots of a token, and adds them.
+constexpr bool adds_slots(const Tiling& tiling) {
+  return tiling.kernel == Kernel::moe_gemv_reduce;
+}
+
 // Returns true if a second kernel, moe_reduce, multiplies the pairs' fp32 products by row weights, or adds them up for
 // each token.
 constexpr bool combines(const Tiling& tiling, const MoeProblem& problem) {
-  return (problem.reduce || problem.has_row_weights) && tiling.kernel != Kernel::moe_gemv_reduce;
+  return (problem.reduce || problem.has_row_weights) && !adds_slots(tiling);
 }
 
 // Returns the cheapest tiling of a product with experts. Throws like gemm_tilings.

@@ -27,7 +27,7 @@ bool has_kernel(const GemmProblem& problem, const GpuDevice& device) {
 
 std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (!has_kernel(problem, device) || row.tile.M > round_up(problem.M, uint32_t{kTensorRows})) return std::nullopt;
-  return cheapest_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
+  return best_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
                         [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
 }
 
@@ -71,6 +71,7 @@ constinit const VariantRules tensor_variant{
     .refusal = refusal,
     .is_automatic = false,  // no time of tensor units is known on any GPU
     .simdgroup_columns = kTensorColumns,
+    .has_tensor_products = true,
 };
 
 }  // namespace marlin
