@@ -1,6 +1,7 @@
 // Plans a problem: makes a tiling for each tile that can compute it, chooses the one with the least estimated time, and
 // builds a plan for that.
 #include "csrc/planner/builder.h"
+#include "csrc/planner/decisions.h"
 #include "csrc/planner/estimate.h"
 
 namespace marlin {
@@ -96,6 +97,13 @@ const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& prob
     found = best_of(tilings, problem, device, [](const Tiling&) { return true; });
   }
   return *found;
+}
+
+std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device) {
+  if (!problem.variant.is_auto()) return "the call names its variant";
+  if (problem.tuned.names_row(chosen)) return "the tuner measured it as the fastest";
+  const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
+  return std::string(find_decision(chosen.variant, type, problem.weight.format)->reason);
 }
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {

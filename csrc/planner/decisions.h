@@ -55,6 +55,17 @@ constexpr const Decision* find_decision(GemmVariant kernel, Arithmetic arithmeti
   return found;
 }
 
+static_assert(
+    [] {
+      for (int32_t format = 0; format < kWeightFormatCount; ++format) {
+        for (const Decision& row : kDecisions) {
+          if (find_decision(row.kernel, row.arithmetic, static_cast<WeightFormat>(format)) == nullptr) return false;
+        }
+      }
+      return true;
+    }(),
+    "a kind of codes without decisions: python -m lab.decisions --write");
+
 constexpr uint32_t registers_of(Kernel kernel) {
   for (const KernelRegisters& row : kKernelRegisters) {
     if (row.kernel == kernel) return row.half_registers;

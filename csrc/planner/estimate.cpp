@@ -18,8 +18,6 @@ constexpr double kOverlapLoss = 0.05;
 // byte from there costs as much as half a byte from memory.
 constexpr double kCachedFraction = 0.5;
 constexpr double kCacheCost = 0.5;
-// Weights of fewer bytes are read at the chip's small_read_share of its rate.
-constexpr double kSmallRead = 50e6;
 // Clocks outside of the loops, and those that the kernels for experts need in addition.
 constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
@@ -32,12 +30,6 @@ constexpr uint32_t kManyRows = 64;
 
 double hertz(const GpuDevice& device) {
   return device.chip->clock_ghz.value * 1e9;
-}
-
-double memory_seconds(double bytes, double weight_bytes, const GpuDevice& device) {
-  const Chip& chip = *device.chip;
-  const double share = weight_bytes < kSmallRead ? chip.small_read_share.value : 1;
-  return bytes / (dram_bytes_per_second(chip, device.cores) * chip.dram_fraction.value * share);
 }
 
 double together(double memory, double core) {
@@ -162,14 +154,6 @@ double combine_seconds(const MoeProblem& problem, const GpuDevice& device) {
 
 }  // namespace
 
-Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const GpuFamily& family) {
-  const double by_threads = family.most_threads.value / threads;
-  const double by_registers = family.half_registers.value / (double(half_registers) * threads);
-  const double by_memory = threadgroup_bytes == 0 ? by_threads : family.threadgroup_bytes.value / threadgroup_bytes;
-  const auto held = static_cast<uint32_t>(std::max(std::min({by_threads, by_registers, by_memory}), 1.0));
-  return {held, held * ceil_divide(threads, uint32_t{kSimdWidth})};
-}
-
 uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32_t rows, const GpuDevice& device) {
   const uint32_t unit = rules_of(tile.variant).row_unit;
   if (unit == 0) return registers_of(tile.kernel);
@@ -192,15 +176,13 @@ double weight_bytes(const WeightProblem& weight) {
          (weight.has_perm ? 4.0 * weight.K : 0);
 }
 
-double traffic_seconds(double bytes, const GpuDevice& device) {
-  return kDispatchSeconds + memory_seconds(bytes, bytes, device);
-}
-
 Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   const double weight = weight_bytes(problem.weight);
   if (tiling.tile == TileShape{}) {  // a kernel decodes the weight, and PyTorch multiplies
     const double written = double(problem.weight.K) * problem.weight.N * element_bytes(problem.activations);
-    return {.seconds = {traffic_seconds(weight + written, device)}};
+    const double rate = family_of(*device.chip).fp32_flop_per_clock.value * device.cores * hertz(device);
+    const double flop = 2.0 * problem.M * problem.weight.N * problem.weight.K;
+    return {.seconds = {traffic_seconds(weight + written, device), kDispatchSeconds + flop / rate}};
   }
   const uint32_t columns = ceil_divide(problem.weight.N, tiling.tile.N);
   Estimate found;

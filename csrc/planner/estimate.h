@@ -1,31 +1,19 @@
-// Estimates the time of dispatches on a GPU: bytes and clocks over the chip's rates. The planner compares blocks of rows
-// and splits of K by it (docs/inside/tile-sizing.md), and decides with it when to commit.
+// Estimates the time of products on a GPU: bytes over the rate of memory, and clocks of the busiest core, from the table
+// of decisions. The planner compares blocks of rows and splits of K by it (docs/inside/tile-sizing.md).
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
+#include "csrc/planner/rates.h"
 #include "csrc/planner/tiling.h"
 
 namespace marlin {
 
-// The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Published
-// figures are 3 to 10 us (docs/inside/tile-sizing.md).
-inline constexpr double kDispatchSeconds = 6e-6;
-
-// How many threadgroups and simdgroups of a kernel a core holds at once.
-struct Occupancy {
-  uint32_t threadgroups;
-  uint32_t simdgroups;
-};
-
-Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const GpuFamily& family);
-
 // Returns the 16-bit registers of a thread of the kernel, if a threadgroup computes `rows` rows.
 uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32_t rows, const GpuDevice& device);
 
-// The time of each dispatch of a plan, and how full the cores are while the products are computed.
+// The time of each dispatch of a plan, and of PyTorch's product in two_pass, and how full the cores are while the products are computed.
 struct Estimate {
   std::vector<double> seconds;
   double in_flight = 0;  // simdgroups that a core holds on average
@@ -47,8 +35,5 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
 
 // Returns the bytes of a weight with its scales, zero points and permutation.
 double weight_bytes(const WeightProblem& weight);
-
-// Returns the time of a kernel that only moves `bytes` from and to memory.
-double traffic_seconds(double bytes, const GpuDevice& device);
 
 }  // namespace marlin

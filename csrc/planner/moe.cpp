@@ -22,7 +22,7 @@ NamedVariant wanted_variant(const MoeProblem& problem, const GpuDevice& device) 
   const std::optional<GemmVariant> tuned = product.tuned.variant();
   if (!product.variant.is_auto() || !tuned || !computes_experts(*tuned)) return product.variant;
   const VariantRules& rules = rules_of(*tuned);
-  const bool counts = !rules.is_automatic && (rules.refusal == nullptr || rules.refusal(product, device).empty());
+  const bool counts = rules.row_unit == 0 && (rules.refusal == nullptr || rules.refusal(product, device).empty());
   return counts ? NamedVariant(*tuned) : product.variant;
 }
 
@@ -98,7 +98,7 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   for (const GemmTile& row : gemm_tiles()) {
     const VariantRules& rules = rules_of(row.variant);
     if (!computes_experts(row.variant) || (rules.has_32_bit_offsets && !fits_32_bits)) continue;
-    if (variant.is_auto() ? !rules.is_automatic : variant != row.variant) continue;
+    if (variant.is_auto() ? rules.row_unit == 0 : variant != row.variant) continue;
     rules.add_expert_tilings(tilings, row, problem, device);
   }
   if (tilings.empty()) {

@@ -23,12 +23,12 @@ ALLOWED = {
     "csrc/mps": ["csrc/core", "csrc/ops", "csrc/planner"],
     "csrc/layer": [
         *("csrc/core", "csrc/ops", "csrc/cpu", "csrc/planner/plan.h", "csrc/mps/encoder.h", "csrc/mps/experts.h"),
-        *("csrc/planner/cost/kernel_cost.h", "kernels/layer"),
+        *("csrc/planner/rates.h", "kernels/layer"),
     ],
     # The mLSTM may use parts of the GEMM; nothing may use the mLSTM.
     "csrc/mlstm": [
         *("csrc/core", "csrc/ops", "csrc/planner/plan.h", "csrc/planner/launch_cache.h", "csrc/mps/encoder.h"),
-        *("csrc/planner/commit_policy.h", "csrc/planner/cost/kernel_cost.h", "csrc/cpu"),
+        *("csrc/planner/commit_policy.h", "csrc/planner/rates.h", "csrc/cpu"),
     ],
     "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/cpu/huge_pages.h", "csrc/planner", "kernels/shared"],
 }
@@ -97,11 +97,11 @@ def test_every_entry_of_the_table_is_needed() -> None:
 
 def test_a_wrong_include_is_found(tmp_path: Path) -> None:
     planted = {
-        "csrc/planner/cost/cost.cpp": '#include "csrc/mps/encoder.h"',
+        "csrc/planner/estimate.cpp": '#include "csrc/mps/encoder.h"',
         "csrc/planner/plan.h": "#include <ATen/core/Tensor.h>",
         "csrc/ops/argument_rules.h": '  #  include "csrc/cpu/api.h"',
         "csrc/cpu/gemm/gemm.h": '#include "csrc/mlstm/problem.h"',
-        "csrc/mlstm/gpu_plan.h": '#include "csrc/planner/cost/cost.h"',
+        "csrc/mlstm/gpu_plan.h": '#include "csrc/planner/estimate.h"',
         "csrc/mps/ops_mps.mm": "#import <ATen/mps/MPSStream.h>",
         "kernels/gemm/fused.metal": '#include "csrc/core/math.h"',
     }

@@ -36,24 +36,17 @@ KINDS = {
     "weight formats": Names(
         enumeration="WeightFormat",
         names=frozenset((*WEIGHT_FORMATS, *ALIASES)),
-        tables=(
-            "kernels/shared/types.h",
-            # counts of instructions: a row for each kernel, format and tile
-            "csrc/planner/cost/instruction_counts.h",
-            "csrc/planner/cost/activation_counts.h",
-            "csrc/planner/cost/tensor_counts.h",
-        ),
+        tables=("kernels/shared/types.h",),
     ),
     "kernel variants": Names(
         enumeration="GemmVariant",
         names=frozenset(native.gemm_variants()),
         # a file for each variant; kernels/shared/kernel_list.h lists them
-        tables=tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
+        tables=(
+            "csrc/planner/decisions.inc",
+            *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
+        ),
         left={
-            # the model of their times, and the page of their tiles
-            "csrc/planner/cost/cost.cpp": 15,
-            "csrc/planner/cost/experts_cost.cpp": 3,
-            "csrc/python/tile_budgets.cpp": 5,
             "torch_marlin_metal/gpu/profiling/tiles.py": 1,
             # the CPU's own meaning of two_pass, and what the tuner and the doctor leave out
             "csrc/cpu/ops_cpu.cpp": 1,
@@ -101,7 +94,7 @@ def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
     """Returns the lines of each file of the product that depend on a name."""
     found = {}
     for room, readers in (
-        ("csrc", {".h": in_cpp, ".cpp": in_cpp, ".mm": in_cpp}),
+        ("csrc", {".h": in_cpp, ".inc": in_cpp, ".cpp": in_cpp, ".mm": in_cpp}),
         ("kernels", {".h": in_cpp, ".metal": in_cpp}),
         ("torch_marlin_metal", {".py": in_python}),
     ):

@@ -69,7 +69,6 @@ constinit const VariantRules tensor_variant{
     .add_expert_tilings = [](std::vector<Tiling>& tilings, const GemmTile& row, const MoeProblem& problem,
                              const GpuDevice&) { tilings.push_back(tensor_candidate(row, problem)); },
     .refusal = refusal,
-    .is_automatic = false,  // no time of tensor units is known on any GPU
     .simdgroup_columns = kTensorColumns,
     .has_tensor_products = true,
 };
