@@ -50,7 +50,9 @@ def test_a_packed_head_with_other_labels_is_initialized(bert) -> None:
 
 
 def test_the_error_names_the_flag(bert) -> None:
-    with pytest.raises(ModelMismatchError, match=r"'classifier': expected a weight of \[5, 64\].*is \[2, 64\]; ignore_mis"):
+    with pytest.raises(
+        ModelMismatchError, match=r"'classifier': expected a weight of \[5, 64\].*is \[2, 64\]; ignore_mis"
+    ):
         BertForSequenceClassification.from_pretrained(bert[1], num_labels=5)
 
 

@@ -174,14 +174,12 @@ class Loader:
 
     def _has_size(self, spot: Spot, weight: PackedWeight | DenseWeight) -> bool:
         """Returns whether a weight has the size of its place, or raises an error if the door stops at other sizes."""
-        N, K = weight.weight.shape if isinstance(weight, DenseWeight) else (weight.N, weight.K)
-        old = self._held(spot.target)
-        if spot.shape is None and old is None:
+        found = list(weight.weight.shape) if isinstance(weight, DenseWeight) else [weight.N, weight.K]
+        old, shape = self._held(spot.target), spot.shape
+        expected = [shape.N, shape.K] if shape is not None else found if old is None else list(old.shape)
+        if found == expected:
             return True
-        expected = list(old.shape) if spot.shape is None and old is not None else [spot.shape.N, spot.shape.K]
-        if [N, K] == expected:
-            return True
-        where = f"layer {spot.name!r}: expected a weight of {expected} as in the model, the checkpoint's is {[N, K]}"
+        where = f"layer {spot.name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"
         if self._door.reinitializes:
             self._warn(f"{where}, so the model's class initializes the layer")
             return False
@@ -195,9 +193,10 @@ class Loader:
         self._put(target, module)
         self.changes.set_parameter(module, "weight", old, old)
         names = [name for key in module._parameters if (name := f"{target.name}.{key}") in tensors]
-        initialize(self._door.op, self._model, tensors, names, self._door.device_of(target.name), self.changes)
+        device = self._door.device_of(target.name) or real_device(old.device)
+        initialize(self._door.op, self._model, tensors, names, device, self.changes)
         for user in place.users:
-            self.changes.set_parameter(user.target.module, "weight", module._parameters["weight"], old)
+            self.changes.set_parameter(user.target.module, "weight", module.get_parameter("weight"), old)
         for spot in place.spots():
             yield self._report(spot, spot.target.module, "it has another size in the checkpoint")
 
