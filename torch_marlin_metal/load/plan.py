@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import ExpertFinder, is_stack
@@ -243,7 +244,7 @@ class _Planner:
         like = f" for example {', '.join(own[:EXAMPLES])}" if own else " none"
         return self._error(
             f"{type(self._model).__name__} has no place for {listing(lost)}; its own Linear layers are{like}; "
-            f"{self._door.says('ignore', example)} leaves a layer or tensor out"
+            f"{typed('ignore', example)} leaves a layer or tensor out"
         )
 
     def _add_expert(self, index: int, source: str, name: str, prefix: str, parts: tuple[str, ...]) -> None:
@@ -278,7 +279,7 @@ class _Planner:
                 raise self._error(f"experts {name!r}: {experts.layers.why_unknown}; {self._decodes()}")
 
     def _decodes(self) -> str:
-        return f"{self._door.says('on_unsupported', 'dequantize')} decodes it to floats"
+        return f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
 
     def _tie(self, dense: set[str]) -> None:
         """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
@@ -366,7 +367,7 @@ class _Planner:
         kept = {name for name in others if selects(door.keep, name)}
         if missing := [name for name in others if name in tensors.persistent and name not in kept]:
             raise self._error(
-                f"the checkpoint lacks {listing(missing)}; {door.says('keep', missing[0])} keeps the model's values"
+                f"the checkpoint lacks {listing(missing)}; {typed('keep', missing[0])} keeps the model's values"
             )
         plan.initialized = [name for name in others if tensors.get(name).is_meta]
 

@@ -159,3 +159,8 @@ def set_loading_defaults(values: dict[str, Any]) -> None:
     MarlinConfig(**values)
     _defaults.clear()
     _defaults.update(values)
+
+
+def as_config(option: str, value: object) -> str:
+    """Spells an option of a load as users of the `from_pretrained` of transformers and diffusers type it."""
+    return f"quantization_config=MarlinConfig({option if value is None else f'{option}={value!r}'})"

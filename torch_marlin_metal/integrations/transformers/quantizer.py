@@ -67,6 +67,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._failure: Exception | None = None
         self.float_experts: FloatExperts | None = None
+        self.reinitializes = False  # `ignore_mismatched_sizes` of from_pretrained
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses devices that have no kernels, and every device without the compiled extension."""
@@ -116,7 +117,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         """Finds the modules of packed layers by transformers' renamings; `MergedOneByOne` replaces some conversions."""
         self._conversions = weight_conversions
         if self._packed is not None:
-            self._conversions = self._packed.place(model, weight_conversions)
+            self._conversions = self._packed.place(model, weight_conversions, self.reinitializes)
         if self.float_experts is not None:
             self._conversions = [MergedOneByOne.instead_of(conversion) for conversion in self._conversions]
         return self._conversions

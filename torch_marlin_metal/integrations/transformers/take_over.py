@@ -41,7 +41,12 @@ from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, CONFIG_KEYS, find_settings
-from torch_marlin_metal.integrations.transformers.config import MarlinConfig, loading_defaults, set_loading_defaults
+from torch_marlin_metal.integrations.transformers.config import (
+    MarlinConfig,
+    as_config,
+    loading_defaults,
+    set_loading_defaults,
+)
 from torch_marlin_metal.integrations.transformers.gguf import MarlinGgufQuantizer, reads_all_settings
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
@@ -68,6 +73,7 @@ class _Load:
         insists: whether this package must load the checkpoint or raise its error.
         settings: the checkpoint's settings, if the class's configuration lacks them.
         floats: whether the checkpoint's settings do not count, because all its weights are floats.
+        reinitializes: whether the caller passes `ignore_mismatched_sizes=True`.
     """
 
     path: Any = None
@@ -77,6 +83,7 @@ class _Load:
     insists: bool = False
     settings: dict[str, Any] | None = None
     floats: bool = False
+    reinitializes: bool = False
 
 
 _active = False
@@ -153,11 +160,11 @@ def _tries_twice(original: Any) -> Any:
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        load = _Load(by_transformers=not _active)
+        load = _Load(by_transformers=not _active, reinitializes=bool(kwargs.get("ignore_mismatched_sizes")))
         token = _load.set(load)
         try:
             try:
-                with spelled(_as_config):
+                with spelled(as_config):
                     return original(cls, *args, **kwargs)
             except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
                 load.floats = isinstance(error, NothingPacked)
@@ -185,11 +192,6 @@ def _tries_twice(original: Any) -> Any:
             _load.reset(token)
 
     return from_pretrained
-
-
-def _as_config(option: str, value: object) -> str:
-    argument = option if value is None else f"{option}={value!r}"
-    return f"quantization_config=MarlinConfig({argument})"
 
 
 def _notes_path(original: Any) -> Any:
@@ -234,6 +236,7 @@ def _chooses(original: Any) -> Any:
                 config.quantization_config = GgufConfig(gguf_file=gguf_file)
         if quantizer is None:
             return original(config, quantization_config, device_map, weights_only, user_agent, gguf_file=gguf_file)
+        quantizer.reinitializes = load is not None and load.reinitializes
         quantizer.validate_environment(device_map=device_map, weights_only=weights_only)
         user_agent["quant"] = METHOD
         return quantizer, quantizer.update_attn_implementation(config), quantizer.update_device_map(device_map)
