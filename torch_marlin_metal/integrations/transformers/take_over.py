@@ -186,7 +186,7 @@ def _tries_twice(original: Any) -> Any:
                     ) from error
             logger.warning(f"{OP}: transformers itself does not load {load.path} ({theirs})")
             load.by_transformers, load.insists = False, True
-            with spelled(_as_config):
+            with spelled(as_config):
                 return original(cls, *args, **kwargs)
         finally:
             _load.reset(token)
