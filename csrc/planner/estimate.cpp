@@ -21,6 +21,8 @@ constexpr double kCacheCost = 0.5;
 // Clocks outside of the loops, and those that the kernels for experts need in addition.
 constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
+// The instructions of kernels without decisions, as a fraction of the time of their matrix products.
+constexpr double kUnlistedIssue = 0.8;
 // What moe_sort takes for each pair: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
 // A sum of probabilities may exceed a whole number by less than this fraction, because its terms are rounded.
@@ -85,8 +87,7 @@ struct Blocks {
   double alone;  // clocks from start to end if nothing else runs on the core
 };
 
-// Returns the blocks of a launch whose threadgroups compute `rows` rows, of which `used` are not empty on average. Of
-// kernels that no table ranks, only the matrix products are counted.
+// Returns the blocks of a launch whose threadgroups compute `rows` rows, of which `used` are not empty on average.
 Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
                  double start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);
@@ -99,6 +100,7 @@ Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t thre
   double wait = family.dram_latency_ns.value * device.chip->clock_ghz.value;
   if (rules.row_unit == 0) {
     products /= tiling.simdgroups;
+    issue = kUnlistedIssue * steps * products * family.matrix_clocks_fp32.value;
   } else {
     const Decision& cost = *find_decision(tiling.variant, arithmetic(problem.activations, family), weight.format);
     const double units = used / rules.row_unit;

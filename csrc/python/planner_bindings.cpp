@@ -88,7 +88,9 @@ py::list dispatch_list(const Plan& plan, const Tiling& tiling, const GemmProblem
     dispatches.append(dispatch_dict(dispatch, computes ? half_registers(tiling, problem, rows, device) : 0));
   }
   if (plan.dense_product) {  // which PyTorch launches
-    py::dict entry = dispatch_dict({.seconds = estimate(tiling, problem, device).seconds.at(1)}, 0);
+    Dispatch dense;
+    dense.seconds = estimate(tiling, problem, device).seconds.at(1);
+    py::dict entry = dispatch_dict(dense, 0);
     for (const char* key : {"kernel", "function", "text"})
       entry[key] = "torch.matmul";
     dispatches.append(entry);

@@ -30,7 +30,7 @@ ALLOWED = {
         *("csrc/core", "csrc/ops", "csrc/planner/plan.h", "csrc/planner/launch_cache.h", "csrc/mps/encoder.h"),
         *("csrc/planner/commit_policy.h", "csrc/planner/rates.h", "csrc/cpu"),
     ],
-    "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/cpu/huge_pages.h", "csrc/planner", "kernels/shared"],
+    "csrc/python": ["csrc/core", "csrc/cpu/capability.h", "csrc/cpu/huge_pages.h", "csrc/planner"],
 }
 EXCEPTIONS = {
     # kernel_list.h lists the kernels of all folders of kernels/, so it includes their parameters.
