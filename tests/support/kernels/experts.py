@@ -18,7 +18,7 @@ from tests.support.kernels.launch import (
     place,
     place_output,
 )
-from tests.support.kernels.layer import ACTIVATIONS
+from tests.support.kernels.decoder import ACTIVATIONS
 from tests.support.kernels.tensor import check_tensor_reads
 
 PAIR_KERNELS = (
