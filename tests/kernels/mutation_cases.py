@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import test_kernel_decoder as decoder
 import test_kernel_embedding as embedding
 import test_kernel_experts as experts
-import test_kernel_decoder as decoder
 import test_kernel_mlstm
 import test_kernel_repack as repack
 import test_kernel_values as values
