@@ -50,7 +50,6 @@ FUNCTIONS = (
     "gemm_variants",
     "gpu_device",
     "gpu_families",
-    "half_registers",
     "longest_plan_seconds",
     "moe_plan",
     "prefer_huge_pages",
@@ -58,6 +57,7 @@ FUNCTIONS = (
     "set_longest_plan_seconds",
     "set_tuned",
     "set_tuned_loader",
+    "tiles",
     "torch_version",
 )
 

@@ -62,6 +62,7 @@ struct VariantRules {
   // The rows in which decisions.inc counts what a block costs. 0 if it has no rows for the variant: "auto" then takes it
   // only if a tuner measured it as the fastest.
   uint32_t row_unit = 0;
+  uint32_t most_simdgroups = 0;  // of a threadgroup, which divide K between them; 0 if the tile fixes the number
   bool has_tensor_products = false;
 };
 

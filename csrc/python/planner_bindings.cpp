@@ -148,13 +148,30 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
 }
 
-// Returns the registers of a thread of a variant with a tile, such as "gemv:4x128x16", for integer codes.
-uint32_t registers_of_tile(const std::string& tile, const std::string& activations, const std::string& chip) {
+// Returns variant, tile, simdgroups, bytes of threadgroup memory and half-registers of each tile that a chip can run; of
+// gemv and fused, with as many simdgroups as the preferred threadgroup memory allows.
+py::list tiles(const std::string& activations, const std::string& chip) {
+  GpuDevice device{.cores = 1, .half_subnormals = true, .chip = &chip_of(chip)};
+  set_system(device, supposed_system(*device.chip));
+  py::list rows;
   for (const GemmTile& row : gemm_tiles()) {
-    if (name(row) != tile) continue;
-    return half_registers(row, {.activations = element(activations)}, row.tile.M, {.chip = &chip_of(chip)});
+    if (row.tile == TileShape{} || !fits(row, element(activations))) continue;
+    const GemmProblem problem{.weight = {.K = 4096, .N = row.tile.N, .group_size = 128},
+                              .M = row.tile.M,
+                              .activations = element(activations)};
+    const VariantRules& rules = rules_of(row.variant);
+    std::optional<Tiling> tiling = rules.tiling(row, problem, device);
+    if (!tiling) continue;
+    if (rules.row_unit != 0) {
+      tiling->simdgroups = rules.most_simdgroups;
+      while (threadgroup_bytes(*tiling, problem, row.tile.M) > kPreferredThreadgroupBytes)
+        --tiling->simdgroups;
+    }
+    rows.append(py::make_tuple(name(row.variant), tile_tuple(row.tile), tiling->simdgroups,
+                               threadgroup_bytes(*tiling, problem, row.tile.M),
+                               half_registers(row, problem, row.tile.M, device)));
   }
-  throw std::invalid_argument("half_registers: expected a variant with a tile, got '" + tile + "'");
+  return rows;
 }
 
 // Returns the tiling's name and the dispatches of a product with experts, and whether a gated activation needs no
@@ -202,7 +219,7 @@ void add_planner(py::module_& m) {
     const GpuDevice device = gpu_device(name, cores, this_system().family);
     return py::make_tuple(device.chip->name, device.cores);
   });
-  m.def("half_registers", &registers_of_tile, py::arg("tile"), py::arg("activations"), py::arg("chip"));
+  m.def("tiles", &tiles, py::arg("activations"), py::arg("chip"));
   m.def("dispatch_seconds", [] { return kDispatchSeconds; });
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),

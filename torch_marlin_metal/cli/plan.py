@@ -6,7 +6,8 @@ import typer
 
 from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
 from torch_marlin_metal.cli.output import DONE, Json, show
-from torch_marlin_metal.gpu import planning
+from torch_marlin_metal.gpu.planning import PlanCandidate
+from torch_marlin_metal.gpu.planning import plan as make_plan
 
 
 def plan(
@@ -22,7 +23,7 @@ def plan(
     as_json: Json = False,
 ) -> int:
     """Shows how a GPU would compute a product [M, K] x [K, N], why, and the alternatives."""
-    found = planning.plan(
+    found = make_plan(
         rows,
         columns,
         depth,
@@ -44,7 +45,7 @@ def plan(
     return DONE
 
 
-def _candidate(candidate: planning.PlanCandidate) -> dict[str, Any]:
+def _candidate(candidate: PlanCandidate) -> dict[str, Any]:
     return {
         "variant": candidate.variant,
         "tile": list(candidate.tile),

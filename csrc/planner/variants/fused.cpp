@@ -82,6 +82,7 @@ constinit const VariantRules fused_variant{
     .has_32_bit_offsets = true,
     .simdgroup_columns = kFusedColumns,
     .row_unit = kBlock,
+    .most_simdgroups = kFusedMaxSimdgroups,
 };
 
 }  // namespace marlin

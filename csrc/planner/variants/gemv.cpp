@@ -97,6 +97,7 @@ constinit const VariantRules gemv_variant{
     .has_rows_along_x = true,  // threadgroups that read the same weights start side by side
     .simdgroup_columns = kGemvColumns,
     .row_unit = 1,
+    .most_simdgroups = kGemvMaxSimdgroups,
 };
 
 }  // namespace marlin
