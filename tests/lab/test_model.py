@@ -11,6 +11,7 @@ import pytest
 import torch_marlin_metal as tmm
 from lab import model
 from lab.model import counts, geometry
+from tests.support.pages import blocks
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
@@ -137,6 +138,12 @@ def test_the_best_is_the_cheapest_but_for_equal_times() -> None:
     assert compute < seconds < 2 * compute
     one = model.best(model.Problem(1, 4096, 4096), M1)[1]
     assert one == pytest.approx(6e-6 + 4096**2 * (0.5 + 2 / 128) / 60.06e9, rel=0.1)
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks(Path(geometry.__file__).parents[1] / "README.md", "python")
+    exec(example, {})
+    assert "fused" in capsys.readouterr().out
 
 
 def test_what_no_kernel_computes_is_named() -> None:
