@@ -96,11 +96,12 @@ Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t thre
   const double k = k_of_simdgroup(tiling, problem);
   const double steps = std::ceil(k / tiling.tile.K);
   double products = used * tiling.tile.N * tiling.tile.K / (kBlock * kBlock * kBlock);
+  const Figure& clocks = rules.has_tensor_products ? tensor_clocks(family) : family.matrix_clocks_fp32;
   double issue = 0;
   double wait = family.dram_latency_ns.value * device.chip->clock_ghz.value;
   if (rules.row_unit == 0) {
     products /= tiling.simdgroups;
-    issue = kUnlistedIssue * steps * products * family.matrix_clocks_fp32.value;
+    issue = kUnlistedIssue * steps * products * clocks.value;
   } else {
     const Decision& cost = *find_decision(tiling.variant, arithmetic(problem.activations, family), weight.format);
     const double units = used / rules.row_unit;
@@ -109,7 +110,6 @@ Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t thre
     wait += steps * cost.wait.at(static_cast<size_t>(std::ceil(units)) - 1);
     if (rules.row_unit < kBlock) products = 0;
   }
-  const Figure& clocks = rules.has_tensor_products ? tensor_clocks(family) : family.matrix_clocks_fp32;
   const double matrix = steps * products * clocks.value;
   const double busy = issue + matrix - family.matrix_overlap.value * std::min(issue, matrix);
   return {.threadgroups = threadgroups,

@@ -8,7 +8,6 @@
 #include <tuple>
 #include <vector>
 
-#include "csrc/core/weight_format.h"
 #include "csrc/planner/builder.h"
 #include "csrc/planner/commit_policy.h"
 #include "csrc/planner/decisions.h"

@@ -47,7 +47,6 @@ KINDS = {
             *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
         ),
         left={
-            "torch_marlin_metal/gpu/profiling/tiles.py": 1,
             # the CPU's own meaning of two_pass, and what the tuner and the doctor leave out
             "csrc/gemm/cpu/ops_cpu.cpp": 1,
             "torch_marlin_metal/cli/doctor_variants.py": 1,
