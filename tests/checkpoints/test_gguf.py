@@ -169,13 +169,6 @@ def test_hf_names_and_the_row_order_of_llama(tmp_path, per_layer) -> None:
     np.testing.assert_array_equal(plain["blk.1.attn_q"].dequantize().t().numpy(), as_stored)
 
 
-def test_an_architecture_without_a_table_of_names_is_refused(tmp_path) -> None:
-    data = random_blocks(np.random.default_rng(0), "Q4_0", 8)
-    path = Writer(tmp_path / "m.gguf", "mamba").add("w.weight", data, "Q4_0").write()
-    with pytest.raises(convert.UnsupportedFormat, match=r"architecture 'mamba'; known: llama"):
-        convert.open_reader(path, gguf_names="hf")
-
-
 def test_split_files_are_read_together_and_a_missing_part_is_named(tmp_path) -> None:
     data = [random_blocks(np.random.default_rng(part), "Q4_0", 8) for part in range(2)]
     for part, blocks in enumerate(data):
