@@ -5,7 +5,7 @@ Every number comes from the planner's own tables and model: `chips.h`, `cost/ins
 """
 
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, Figure
-from torch_marlin_metal.gpu.planning import Occupancy
+from torch_marlin_metal.gpu.occupancy import Occupancy
 from torch_marlin_metal.gpu.profiling.explain import ASSUMPTIONS, Explanation, explain
 from torch_marlin_metal.gpu.profiling.roofline import Roofline, RooflinePoint, roofline
 from torch_marlin_metal.gpu.profiling.tiles import Choice, TileRow, TileTable, occupancy, selection_guide, tile_table

@@ -12,24 +12,10 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.gpu.occupancy import Occupancy
 from torch_marlin_metal.printing import RichText
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "uint8"}
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """How many threadgroups of a kernel a core holds at once.
-
-    Attributes:
-        threadgroups: threadgroups that are resident on a core.
-        simdgroups: simdgroups of all these threadgroups.
-        limit: the resource that runs out first: "threads", "registers" or "threadgroup memory".
-    """
-
-    threadgroups: int
-    simdgroups: int
-    limit: str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.gpu.planning import Occupancy, element_name, plan
+from torch_marlin_metal.gpu.occupancy import Occupancy
+from torch_marlin_metal.gpu.planning import element_name, plan
 from torch_marlin_metal.printing import RichText
 
 

@@ -1,0 +1,141 @@
+"""How many instructions a simdgroup of each kernel executes: the rows of `counts.csv`.
+
+They are counted in code that Mesa's compiler makes for the M1's GPU (-O1; aligned tensors, no options). The counts are
+static: an instruction that only some steps execute, such as one at the end of a group in a staged kernel, is counted in
+every step. Only gemv, fused and their forms for experts are counted with other activations than float16; the other
+kernels are taken to need as much as with float16. `lab/counting/kernel_counts.py --write` makes the table, except the
+rows of gemm_tensor: no tool compiles for tensor units. `lab/counting/tensor_instructions.py --write` makes those from
+code in which other instructions replace each product and are subtracted again; their registers include them.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from lab.model.geometry import GEMV_MAX_LOADS_FIRST_ROWS
+from lab.model.problems import Problem, Tiling
+from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+TABLE = Path(__file__).with_name("counts.csv")
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """What one simdgroup executes.
+
+    A simdgroup executes the step for each step along K. It also executes `outer_issue` instructions each time it has
+    passed `outer_k` elements of K; 0 means at the end of every group or chain (gemv) or of every unit (striped).
+
+    Attributes:
+        activations: dtype of the activations.
+        kernel: the kernel's name.
+        weight_format: the counted format; formats with the same codes that have no row use this one.
+        M: rows of the tile.
+        N: columns of the tile.
+        K: k of a step.
+        issue: issue slots of a scheduler in a step.
+        complex: clocks of the unit for slow integer and complex instructions in a step, which runs beside it.
+        matrix: 8x8x8 products of a step.
+        outer_issue: issue slots of the iterations of the outer loop.
+        outer_k: see above.
+        fixed_issue: issue slots outside all loops.
+        half_registers: 16-bit registers of a thread.
+        waits: how often a step waits for loads.
+    """
+
+    activations: str
+    kernel: str
+    weight_format: str
+    M: int
+    N: int
+    K: int
+    issue: int
+    complex: int
+    matrix: int
+    outer_issue: int
+    outer_k: int
+    fixed_issue: int
+    half_registers: int
+    waits: int
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """Returns the tile."""
+        return self.M, self.N, self.K
+
+    @property
+    def step_waits(self) -> tuple[int, int]:
+        """Returns how often a step waits for memory, and how often for a cache.
+
+        gemv waits for memory once if it loads a step's words first, and twice otherwise. fused waits for memory twice.
+        Their other waits are for activations. The kernels for experts have the same loops. The tool counts no waits of
+        gemm_tensor. The staged kernels load ahead, so the model does not add their wait to their instructions. Waits at
+        the end of a group or chain are not counted.
+        """
+        if self.kernel == "gemv" or self.kernel.startswith("moe_gemv"):
+            loads_first = not WEIGHT_FORMATS[self.weight_format].has_lut and self.M <= GEMV_MAX_LOADS_FIRST_ROWS
+            return (1, self.waits - 1) if loads_first else (2, self.waits - 2)
+        if self.kernel in ("gemm_fused", "moe_fused"):
+            return 2, self.waits - 2
+        return (1, 1) if self.kernel == "gemm_tensor" else (1, 0)
+
+
+class NotCounted(LookupError):
+    """A kernel's instructions have not been counted. The message names the kernel and its operands."""
+
+
+@cache
+def rows() -> tuple[KernelCounts, ...]:
+    """Returns the table."""
+    with TABLE.open(newline="") as file:
+        return tuple(
+            KernelCounts(**{  # type: ignore[arg-type]
+                field.name: row[field.name] if field.type == "str" else int(row[field.name])
+                for field in fields(KernelCounts)
+            })
+            for row in csv.DictReader(file)
+        )  # fmt: skip
+
+
+@cache
+def _find(activations: str, kernel: str, weight_format: str, tile: tuple[int, int, int]) -> KernelCounts | None:
+    """Returns the row of the format, or else of another format with the same codes."""
+    wanted = WEIGHT_FORMATS[weight_format]
+    found = [row for row in rows() if (row.activations, row.kernel, row.tile) == (activations, kernel, tile)]
+    exact = [row for row in found if row.weight_format == weight_format]
+    alike = [
+        row
+        for row in found
+        if (WEIGHT_FORMATS[row.weight_format].code_kind, WEIGHT_FORMATS[row.weight_format].code_bits)
+        == (wanted.code_kind, wanted.code_bits)
+    ]
+    return next(iter((*exact, *alike)), None)
+
+
+def counts_of(tiling: Tiling, rows_of_tile: int, problem: Problem, gpu: AppleSiliconGPU) -> KernelCounts:
+    """Returns the counts of a tiling whose threadgroups compute `rows_of_tile` rows.
+
+    On GPUs with bfloat arithmetic, bfloat is taken to cost as much as float16.
+
+    Raises:
+        NotCounted: the kernel has not been counted.
+    """
+    if tiling.variant == "tensor":
+        found = _find(problem.activations, "gemm_tensor", problem.weight_format, (32, 32, 32))
+    else:
+        tile = (rows_of_tile, *tiling.tile[1:])
+        emulated = problem.activations == "bfloat16" and not gpu.has_bfloat
+        own = problem.activations if problem.activations == "float32" or emulated else "float16"
+        found = _find(own, tiling.kernel, problem.weight_format, tile) or _find(
+            "float16", tiling.kernel, problem.weight_format, tile
+        )
+    if found is None:
+        raise NotCounted(
+            f"counts_of: expected a kernel that was counted, got {tiling.kernel} of {tiling.name} with {rows_of_tile} "
+            f"rows, {problem.weight_format} weights and {problem.activations} activations"
+        )
+    return found

@@ -1,0 +1,199 @@
+"""The products that the model can predict, and the ways to compute one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.model import geometry
+from lab.model.geometry import ELEMENT_BYTES, ceil_divide
+from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
+
+Ints = int | NDArray[np.int64]
+# The variants that "auto" may take without a measurement: two_pass rounds the weights, and no time of tensor units is
+# known on any GPU.
+AUTOMATIC = ("gemv", "fused", "double_buffered", "single_stage", "striped")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product of activations `[M, K]` with a weight of one of the product's formats.
+
+    Attributes:
+        M: rows of the activations.
+        N: columns of the weight.
+        K: rows of the weight, a multiple of 8.
+        weight_format: name of the weight's format; its traits are those of `torch_marlin_metal.WEIGHT_FORMATS`.
+        group_size: group size of the weight; if larger than K, it counts as K.
+        activations: "float16", "bfloat16" or "float32".
+        scales: dtype of the scales; None means that of the activations, or a byte if the format stores codes.
+        zeros: dtype of zero points or biases, ignored if the format has none; None means that of the scales.
+        has_perm: whether the weight has an act-order permutation.
+    """
+
+    M: int
+    N: int
+    K: int
+    weight_format: str = "uint4b8"
+    group_size: int = 128
+    activations: str = "float16"
+    scales: str | None = None
+    zeros: str | None = "uint8"
+    has_perm: bool = False
+
+    @cached_property
+    def traits(self) -> WeightFormat:
+        """Returns the format's row."""
+        return WEIGHT_FORMATS[self.weight_format]
+
+    @property
+    def group(self) -> int:
+        """Returns the group size, at most K."""
+        return min(self.group_size, self.K)
+
+    @property
+    def scales_type(self) -> str:
+        """Returns the dtype of the scales."""
+        return "uint8" if self.traits.has_coded_scales else self.scales or self.activations
+
+    @property
+    def zeros_type(self) -> str:
+        """Returns the dtype of zero points or biases."""
+        return self.zeros or self.scales_type
+
+    @property
+    def element_bytes(self) -> int:
+        """Returns the bytes of an activation."""
+        return ELEMENT_BYTES[self.activations]
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Returns the bytes of the weight with its scales, zero points and permutation."""
+        per_group = ELEMENT_BYTES[self.scales_type]
+        if self.traits.zeros_role != "none":
+            per_group += ELEMENT_BYTES[self.zeros_type]
+        groups = -(-self.K // self.group)
+        codes = self.traits.code_bits / 8 * self.K * self.N
+        return codes + groups * self.N * per_group + (4 * self.K if self.has_perm else 0)
+
+    @property
+    def has_tensor_kernel(self) -> bool:
+        """Returns whether a kernel for tensor units multiplies these operands."""
+        return not self.traits.has_lut and self.activations != "float32"
+
+
+@dataclass(frozen=True)
+class ExpertsProblem:
+    """The products of tokens with the weights of their experts. A pair is a token and one of its slots.
+
+    Attributes:
+        product: the product with one expert's weight; its M is the number of pairs.
+        experts: number of experts.
+        top_k: experts of each token.
+        rows_by_slot: whether the slots of a token have rows of their own, as the second product of a layer has.
+        reduce: whether the products of a token are added up.
+        has_row_weights: whether each product is multiplied by a weight of its row.
+        has_bias: whether a bias is added.
+        wide_ids: whether expert ids have 8 bytes, otherwise 4.
+    """
+
+    product: Problem
+    experts: int
+    top_k: int = 1
+    rows_by_slot: bool = False
+    reduce: bool = False
+    has_row_weights: bool = False
+    has_bias: bool = False
+    wide_ids: bool = True
+
+    @classmethod
+    def of_tokens(
+        cls, tokens: int, top_k: int, experts: int, N: int, K: int, *, reduce: bool = False,
+        rows_by_slot: bool = False, **weight: object,
+    ) -> ExpertsProblem:  # fmt: skip
+        """Returns the problem of so many tokens; a sum over a token's products has weights. `weight`: see `Problem`."""
+        fields = {"zeros": None, **weight}
+        product = Problem(tokens * top_k, N, K, **fields)  # type: ignore[arg-type]
+        return cls(product, experts, top_k, rows_by_slot, reduce, has_row_weights=reduce)
+
+    @property
+    def tokens(self) -> int:
+        """Returns the number of tokens."""
+        return self.product.M // self.top_k
+
+    @property
+    def combines_products(self) -> bool:
+        """Returns whether products are multiplied by row weights or added up."""
+        return self.reduce or self.has_row_weights
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One way to compute a product: a tile of a variant, and how K and the rows are divided.
+
+    The model evaluates many tilings at once, so the numbers may be arrays of the same length.
+
+    Attributes:
+        variant: the kernel variant, as `gemm(variant=)` names it.
+        kernel: the kernel's name.
+        tile: M, N and K of a threadgroup's step; (0, 0, 0) in two_pass.
+        stages: copies of the tile's operands in threadgroup memory; 0 if none are staged.
+        simdgroups: simdgroups of a threadgroup.
+        k_per_slice: the K that a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit.
+        splits: threadgroups that share a tile's K; each writes partial sums if there are several.
+        rest_rows: in fused, the rows of a smaller last block; 0 if the last rows are padded.
+        stripes: in striped, the number of threadgroups.
+        stripes_share_tiles: in striped, whether stripes share the K of a tile and write partial sums.
+    """
+
+    variant: str
+    kernel: str
+    tile: tuple[int, int, int]
+    stages: int = 0
+    simdgroups: Ints = 0
+    k_per_slice: Ints = 0
+    splits: Ints = 1
+    rest_rows: int = 0
+    stripes: int = 0
+    stripes_share_tiles: bool = False
+
+    @property
+    def name(self) -> str:
+        """Returns the text that selects the variant and tile in `gemm(variant=)`."""
+        return self.variant if self.tile == (0, 0, 0) else f"{self.variant}:{'x'.join(map(str, self.tile))}"
+
+    @property
+    def sorts_pairs(self) -> bool:
+        """Returns whether, in a product with experts, moe_sort first divides the pairs into blocks of rows."""
+        return self.kernel not in ("moe_gemv", "moe_gemv_reduce")
+
+    def threadgroup_bytes(self, problem: Problem, rows: int) -> Any:
+        """Returns the bytes of threadgroup memory if a threadgroup computes `rows` rows."""
+        return geometry.threadgroup_bytes(self.variant, self.tile, self.stages, self.simdgroups, problem, rows)
+
+    def row_blocks(self, M: int) -> list[tuple[int, int, int]]:
+        """Returns first row, rows and number of the row blocks of each launch."""
+        rows = self.tile[0]
+        if self.rest_rows == 0:
+            return [(0, rows, ceil_divide(M, rows))]
+        return [(0, rows, M // rows), (M - M % rows, self.rest_rows, 1)]
+
+    def __len__(self) -> int:
+        """Returns the number of tilings."""
+        return 1 if np.ndim(self.splits) == 0 else len(self.splits)  # type: ignore[arg-type]
+
+    def at(self, index: int) -> Tiling:
+        """Returns one of the tilings, with plain numbers."""
+        if np.ndim(self.splits) == 0:
+            return self
+        columns = (np.broadcast_to(column, len(self)) for column in (self.simdgroups, self.k_per_slice, self.splits))
+        simdgroups, k_per_slice, splits = (int(column[index]) for column in columns)
+        return replace(self, simdgroups=simdgroups, k_per_slice=k_per_slice, splits=splits)
+
+    def each(self) -> list[Tiling]:
+        """Returns the tilings one by one, each once: slices consist of whole steps or groups, so some may be alike."""
+        return list(dict.fromkeys(self.at(index) for index in range(len(self))))
