@@ -23,6 +23,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
     partner,
 )
 from torch_marlin_metal.checkpoints.formats.gguf_orders import column_order, permute_columns, restored, row_order
+from torch_marlin_metal.checkpoints.formats.gguf_small import decode
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
@@ -195,13 +196,23 @@ class GgufReader(CheckpointReader):
             return weight.validate()
         except PackedWeightError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        except ImportError as error:
+            raise _needs_gguf(tensor) from error
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Returns the row order that restores transformers' order of a tensor, or None if it is unchanged."""
-        return row_order(tensor.name, self.architecture, self.metadata, tensor.shape[0]) if self.hf else None
+        return self._order(row_order, tensor, tensor.shape[0])
 
     def _column_order(self, tensor: GgufTensor) -> Tensor | None:
-        return column_order(tensor.name, self.architecture, self.metadata, tensor.shape[-1]) if self.hf else None
+        return self._order(column_order, tensor, tensor.shape[-1])
+
+    def _order(self, order_of: Callable[..., Tensor | None], tensor: GgufTensor, count: int) -> Tensor | None:
+        if not self.hf:
+            return None
+        try:
+            return order_of(tensor.name, self.architecture, self.metadata, count)
+        except CheckpointError as error:
+            raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {error}") from error
 
     def _scale(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
         """Returns NVFP4's scale for the whole tensor, which llama.cpp stores as a separate tensor."""
@@ -282,33 +293,35 @@ def _alternate(first: Tensor, second: Tensor) -> Tensor:
 
 def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
     """Decodes any block type with the optional package `gguf`."""
-    where = f"{tensor.file}: tensor {tensor.name!r}"
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)") from error
     blocks: Any = tensor.read(expert).numpy()
     try:
-        return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[tensor.type_name])).float()
+        return decode(blocks, tensor.type_name)
+    except ImportError as error:
+        raise _needs_gguf(tensor) from error
     except (NotImplementedError, KeyError) as error:
+        where = f"{tensor.file}: tensor {tensor.name!r}"
         raise UnsupportedFormat(f"{where}: the package gguf does not decode {tensor.type_name}") from error
+
+
+def _needs_gguf(tensor: GgufTensor) -> UnsupportedFormat:
+    where = f"{tensor.file}: tensor {tensor.name!r}"
+    return UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)")
 
 
 FORMAT = Format(
     name="gguf",
     title="GGUF (llama.cpp)",
     variants=(
-        ("Q4_0", "uint4b8"),
-        ("Q4_1, Q4_K", "uint4_bias"),
-        ("IQ4_NL, IQ4_XS", "lut4"),
+        ("Q4_0, Q3_K, TQ1_0, TQ2_0", "uint4b8"),
+        ("Q4_1, Q4_K, Q2_K", "uint4_bias"),
+        ("IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M", "lut4"),
         ("MXFP4", "mxfp4"),
         ("NVFP4, with its scale tensor", "nvfp4"),
     ),
     refused=(
         (
-            "Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q5_K, Q6_K, other IQ types, TQ1_0, TQ2_0",
-            "not 4 bit; dequantized on request, and in models by default",
+            "Q5_0, Q5_1, Q8_0, Q5_K, Q6_K",
+            "more than 16 values in a group; dequantized on request, and in models by default",
         ),
         ("big-endian files, GGUF version 1", "not written any more"),
         ("gguf_names='hf' for architectures without a table of names", "see the page on GGUF files"),

@@ -5,12 +5,14 @@ of n bytes: the low nibbles hold the first n codes of the run, and the high nibb
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
-from torch_marlin_metal.checkpoints.layer import as_words
+from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES
+from torch_marlin_metal.checkpoints.layer import as_words, words_of_codes
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
@@ -47,6 +49,17 @@ def _q4_k(blocks: Tensor) -> PackedWeight:
     minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
     scales, minimums = _per_sub_block(d, sc), _per_sub_block(dmin, minimum)
     return PackedWeight(_codes(blocks[..., 16:], 32), scales, "uint4_bias", 32, zeros=-minimums)
+
+
+def _q2_k(blocks: Tensor) -> PackedWeight:
+    """Converts Q2_K, whose scales d * sc and minimums dmin * m are products of 11 and 4 bits."""
+    factors = blocks[..., :16]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu").reshape(4, 1)
+    runs = blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32)
+    codes = ((runs >> shifts) & 3).reshape(blocks.shape[0], -1)
+    scales = _per_sub_block(_float16(blocks[..., 80:82]).float(), factors & 15)
+    minimums = _per_sub_block(_float16(blocks[..., 82:84]).float(), factors >> 4)
+    return PackedWeight(words_of_codes(codes), scales, "uint4_bias", 16, zeros=-minimums)
 
 
 def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
@@ -96,4 +109,6 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
     "IQ4_XS": (136, _iq4_xs),
     "MXFP4": (17, _mxfp4),
     "NVFP4": (36, _nvfp4),
+    "Q2_K": (84, _q2_k),
+    **{name: (size, partial(kind.read, type_name=name)) for name, (size, kind) in SMALL_TYPES.items()},
 }

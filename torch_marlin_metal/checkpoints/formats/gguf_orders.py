@@ -48,7 +48,7 @@ def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: i
     if known.reorders and base in HEADS and block is not None:
         key = HEADS[base]
         heads = numbers.get(key if f"{architecture}.{key}" in metadata else HEADS[".attn_q"], int(block[1]))
-        _check(name, rows, heads, 2 * heads)
+        _check(rows, heads, 2 * heads)
         return rotary_order(rows, heads)
     if not known.tiles_values or base not in (*ONE_ROW, *ALL_ROWS):
         return None
@@ -56,8 +56,8 @@ def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: i
     size = 1 if base in ONE_ROW else numbers.get("ssm.inner_size") // values
     others = 0 if base in (*ONE_ROW, ".attn_gate") else 2 * keys * numbers.get("ssm.state_size")
     if rows != others + values * size:
-        raise CheckpointError(f"tensor {name!r}: {rows} rows, but {values} value heads need {others + values * size}")
-    return torch.cat((torch.arange(others, device="cpu"), others + value_order(name, keys, values, size)))
+        raise CheckpointError(f"{rows} rows, but {values} value heads need {others + values * size}")
+    return torch.cat((torch.arange(others, device="cpu"), others + value_order(keys, values, size)))
 
 
 def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
@@ -66,13 +66,13 @@ def column_order(name: str, architecture: str, metadata: Mapping[str, Any], colu
     if block is None or block[2] != f"{COLUMNS}.weight" or not ARCHITECTURES[architecture].tiles_values:
         return None
     keys, values = numbers.get("ssm.group_count"), numbers.get("ssm.time_step_rank")
-    _check(name, columns, values, values)
-    return value_order(name, keys, values, columns // values)
+    _check(columns, values, values)
+    return value_order(keys, values, columns // values)
 
 
-def _check(name: str, rows: int, heads: int, divisor: int) -> None:
+def _check(rows: int, heads: int, divisor: int) -> None:
     if rows % divisor:
-        raise CheckpointError(f"tensor {name!r}: {rows} rows do not hold {heads} heads")
+        raise CheckpointError(f"{rows} rows do not hold {heads} heads")
 
 
 def rotary_order(rows: int, heads: int) -> Tensor:
@@ -80,10 +80,10 @@ def rotary_order(rows: int, heads: int) -> Tensor:
     return torch.arange(rows, device="cpu").reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def value_order(name: str, keys: int, values: int, size: int) -> Tensor:
+def value_order(keys: int, values: int, size: int) -> Tensor:
     """Returns int64 `[values * size]`, the order by key heads, from an order by the number within a key head."""
     if values % keys:
-        raise CheckpointError(f"tensor {name!r}: {values} value heads do not belong to {keys} key heads")
+        raise CheckpointError(f"{values} value heads do not belong to {keys} key heads")
     return torch.arange(values * size, device="cpu").reshape(values // keys, keys, size).transpose(0, 1).reshape(-1)
 
 
