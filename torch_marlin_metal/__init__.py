@@ -13,10 +13,7 @@ from torch_marlin_metal.extension import CpuCapability, cpu_capability  # before
 
 # isort: split
 from torch_marlin_metal import convert, extension
-from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
-from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
-from torch_marlin_metal.gpu.planning import plan
-from torch_marlin_metal.layer_ops import (
+from torch_marlin_metal.decoder_ops import (
     add_rms_norm,
     gated_activation,
     moe_gemm_gated,
@@ -24,6 +21,9 @@ from torch_marlin_metal.layer_ops import (
     rotary,
     write_cache,
 )
+from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
+from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
+from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections

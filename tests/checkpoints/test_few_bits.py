@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hqq.core.quantize import Quantizer
 from safetensors.torch import load_file
 
@@ -146,19 +147,22 @@ def test_torchao(tmp_path, rng, bits) -> None:
         list(convert.read_layers(tmp_path))
 
 
+@pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("sym", [False, True])
-def test_compressed_tensors_of_2_bits(tmp_path, rng, sym) -> None:
-    codes, G = rng.integers(0, 4, (K, N)), K // 32
-    zeros = np.full((G, N), 2) if sym else rng.integers(0, 4, (G, N))
-    scales = writers.random_floats(rng, (G, N), "fp16")
-    tensors = {"weight_packed": bit_string(codes, 2).T, "weight_scale": scales.T, "weight_shape": np.array([N, K])}
+def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
+    """compressed-tensors packs signed codes and zero points; these along N."""
+    top, G = 1 << bits - 1, K // 32
+    codes, points = rng.integers(-top, top, (N, K)), rng.integers(-top, top, (N, G)) * (not sym)
+    scales = writers.random_floats(rng, (N, G), "fp16")
+    tensors = {"weight_packed": pack_to_int32(torch.from_numpy(codes).to(torch.int8), bits), "weight_scale": scales}
+    tensors["weight_shape"] = torch.tensor([N, K])
     if not sym:
-        tensors["weight_zero_point"] = bit_string(zeros.T, 2)
-    weights = {"num_bits": 2, "type": "int", "symmetric": sym, "strategy": "group", "group_size": 32}
+        tensors["weight_zero_point"] = pack_to_int32(torch.from_numpy(points).to(torch.int8), bits, packed_dim=0)
+    weights = {"num_bits": bits, "type": "int", "symmetric": sym, "strategy": "group", "group_size": 32}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     config |= {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": config})
-    expected = writers.affine(codes, zeros, scales, writers.groups_of(K, 32))
+    expected = (codes - points.repeat(32, 1)).astype(np.float32) * scales.float().numpy().repeat(32, 1)
     assert_equal(tmp_path, expected, "uint4b8" if sym else "uint4")
 
 

@@ -136,6 +136,13 @@ def test_types_of_few_bits_are_equal_bit_for_bit(tmp_path, type_name) -> None:
     np.testing.assert_array_equal(found.view(np.uint32), reference.view(np.uint32))
 
 
+def test_the_page_says_the_sizes_of_types_of_few_bits() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats" / "gguf.md").read_text()
+    for name, (weight_format, group_size, bits) in SMALL.items():
+        count, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+        assert f"| {name} | {8 * size / count:g} | {weight_format} | {group_size} | {bits:g} |\n" in page
+
+
 def test_types_whose_tables_are_in_gguf_say_that_they_need_it(tmp_path, monkeypatch) -> None:
     data = random_blocks(np.random.default_rng(0), "IQ2_XS", 8)
     path = Writer(tmp_path / "m.gguf").add("w.weight", data, "IQ2_XS").write()

@@ -3,7 +3,6 @@
 `python -m tests.load.test_doors` writes the table of docs/use/what-loads.md.
 """
 
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -13,11 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers.distributed import DistributedConfig
 
+from tests.integrations.test_beside_transformers import packed, scheme
 from tests.support import doors
 from tests.support.doors import DOORS, IDS, UNTIED, Saved, quietly, saved
-from torch_marlin_metal import MarlinEmbedding, MarlinLinear
+from tests.support.processes import meshes, run
+from torch_marlin_metal import MarlinEmbedding, MarlinExperts, MarlinLinear
+from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel, SplitPlan
+from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
 
 PAGE = Path(__file__).parents[2] / "docs/use/what-loads.md"
 BEGIN, END = "<!-- table of doors -->", "<!-- end of the table -->"
@@ -33,10 +38,12 @@ class Case:
         what: the case, for the page.
         change: changes the checkpoint before it is written.
         sentence: what happens, for the page.
-        message: a regular expression for the errors of all doors at which the load stops.
+        message: a regular expression for the errors of all doors at which the load stops. "WAY(argument)" stands for
+            what a user types at the door.
         ends: how the load ends at each door that differs from "loads"; "*" stands for all others.
         options: arguments, for the doors that take arguments.
         floats: the layers that are floats afterwards.
+        written: changes the files.
     """
 
     what: str
@@ -46,6 +53,7 @@ class Case:
     ends: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     floats: tuple[str, ...] = ()
+    written: Callable[[Path], None] = lambda path: None
 
     def end(self, door: str) -> str:
         return self.ends.get(door, self.ends.get("*", LOADS))
@@ -59,12 +67,56 @@ def shape(made: Saved) -> None:
     made.pack("block.up", 64, 64)
 
 
+def part_of_a_stack(made: Saved) -> None:
+    made.drop("experts.1.w2")
+
+
+def eight_bit_layer(made: Saved) -> None:
+    """Stores two layers as compressed-tensors has them: one in 4 bit, one in 8 bit."""
+    widths = {"block.up": 4, "block.down": 8}
+    bias = {"block.up.bias": made.weights["block.up"].bias}
+    made.floats |= bias | {name: value.float().contiguous() for name, value in stacks(made).items()}
+    made.weights.clear()
+    for name, bits in widths.items():
+        made.floats |= {f"{name}.{key}": value for key, value in packed(made.exact[name].float(), bits).items()}
+    groups = [scheme("pack-quantized", bits, targets=[f"re:.*{name}"]) for name, bits in widths.items()]
+    numbered = {f"group_{i}": group["config_groups"]["group_0"] for i, group in enumerate(groups)}
+    made.settings = groups[0] | {"config_groups": numbered}
+
+
+def stacks(made: Saved) -> dict[str, torch.Tensor]:
+    """Returns the floats of the table, the head and the experts."""
+    exact = made.exact
+    both = [torch.cat([exact[f"experts.{i}.w1"], exact[f"experts.{i}.w3"]]) for i in range(doors.EXPERTS)]
+    down = [exact[f"experts.{i}.w2"] for i in range(doors.EXPERTS)]
+    named = {"experts.gate_up_proj": torch.stack(both), "experts.down_proj": torch.stack(down)}
+    return named | {"table.weight": exact["table"]}
+
+
+def lacks_a_shard(path: Path) -> None:
+    doors.in_shards(path, lambda shard, table: table.update({"norm.bias": shard.name}))
+
+
+def has_another_shard(path: Path) -> None:
+    doors.in_shards(path, lambda shard, table: save_file({"norm.extra": torch.zeros(3)}, shard, {"format": "pt"}))
+
+
 def drop_float(made: Saved) -> None:
     del made.floats["norm.bias"]
 
 
 NO_ARGUMENT = {"sentence-transformers": NONE}
-LOST = r"has no place for block.mtp \(4-bit layer\); its own Linear layers are for example .*ignore[= ]'?block.mtp'?\)? leaves"
+NO_DEVICE = NO_ARGUMENT | {"inspect --model": NONE}
+MAPPED = {"*": NONE, "from_pretrained": STOPS, "diffusers": STOPS}
+LOST = r"has no place for block.mtp \(4-bit layer\); its own Linear layers are for example .*WAY(ignore='block.mtp') leaves"
+CONFIG = "quantization_config=MarlinConfig({})"
+WAYS = {
+    "from_pretrained": CONFIG,
+    "diffusers": CONFIG,
+    "sentence-transformers": "load_quantized(model, path, {})",
+    "load_quantized": "{}",
+    "load_quantized, meta": "{}",
+}
 CASES = {
     "fits": Case(
         "everything fits",
@@ -81,7 +133,9 @@ CASES = {
     "names": Case(
         "no packed layer has a place",
         lambda made: made.renamed(
-            lambda name: name.replace("block", "blk").replace("table", "tab").replace("head", "out")
+            lambda name: (
+                name.replace("block", "blk").replace("table", "tab").replace("head", "out").replace("experts", "mix")
+            )
         ),
         "The load stops and names layers of both sides.",
         r"has no place for .*blk.down \(4-bit layer\).*its own Linear layers are for example",
@@ -111,16 +165,46 @@ CASES = {
     "lost layer": Case(
         "the checkpoint lacks a layer",
         lambda made: made.drop("block.down"),
-        "The load stops, or the library reports and initializes the layer as it does for floats.",
-        r"the checkpoint lacks block.down.weight",
+        "The load stops, or the library treats the layer like one of floats that is missing.",
+        "the checkpoint lacks block.down.weight",
         {"*": STOPS, "from_pretrained": HOST, "diffusers": HOST},
     ),
     "other shape": Case(
         "a layer has another shape",
         shape,
         "The load stops with both shapes. `inspect --model` does not see it, because it reads only headers.",
-        r"layer 'block.up': expected a weight of \[96, 64\] as in the model, the checkpoint's is \[64, 64\]",
+        r"layer 'block.up': expected a weight of \[128, 64\] as in the model, the checkpoint's is \[64, 64\]",
         {"*": STOPS, "inspect --model": NONE},
+    ),
+    "partly packed": Case(
+        "a mixture that is packed in part",
+        part_of_a_stack,
+        "The load stops and names the experts' layers that are not packed.",
+        r"expected every expert of a mixture in 4 bit or none, got no packed weight for experts.1.w2",
+        {"*": STOPS},
+    ),
+    "unsupported width": Case(
+        'a layer of an unsupported width, such as 8 bit, and `on_unsupported="error"`',
+        eight_bit_layer,
+        "The load stops and names the layer. Without the argument, the layer becomes floats, with a warning.",
+        r"layer 'block.down'.*8.*WAY(on_unsupported='dequantize') decodes it to floats",
+        {"*": STOPS, "inspect --model": NONE, "diffusers": NONE, "sentence-transformers": NONE},
+        {"on_unsupported": "error"},
+    ),
+    "lost shard": Case(
+        "the checkpoint lacks a shard",
+        lambda made: None,
+        "The load stops and names the shard.",
+        r"00002-of-00002.safetensors",
+        {"*": STOPS, "sentence-transformers": NONE},
+        written=lacks_a_shard,
+    ),
+    "further shard": Case(
+        "a shard that the index does not list",
+        lambda made: None,
+        "The file is not read.",
+        ends={"sentence-transformers": NONE},
+        written=has_another_shard,
     ),
     "more floats": Case(
         "a tensor of floats that the model lacks",
@@ -132,8 +216,8 @@ CASES = {
     "lost floats": Case(
         "the checkpoint lacks a tensor of floats",
         drop_float,
-        "The load stops, or the library reports and initializes it.",
-        r"the checkpoint lacks norm.bias",
+        "The load stops, or the library treats it as in a checkpoint of floats.",
+        "the checkpoint lacks norm.bias",
         {"*": STOPS, "from_pretrained": HOST, "diffusers": HOST},
     ),
     "excluded": Case(
@@ -159,86 +243,138 @@ CASES = {
         ends=NO_ARGUMENT | {"inspect --model": NONE},
         options={"dtype": torch.bfloat16},
     ),
+    "device": Case(
+        '`device="mps"`, `device_map={"": "mps"}`',
+        lambda made: None,
+        "Layers and tensors are loaded to that device.",
+        ends=NO_DEVICE,
+        options={"device": "mps"},
+    ),
+    "offload": Case(
+        "`device_map` with the disk or with a device that has no kernels",
+        lambda made: None,
+        "The load stops and names both kinds of device that it expects.",
+        r"device_map: expected cpu or mps, got 'disk' for 'block'",
+        MAPPED,
+        {"device_map": dict.fromkeys(("table", "norm", "experts", "head"), "cpu") | {"block": "disk"}},
+    ),
 }
+
+# Rows whose cells have tests of their own.
+TENSOR_PARALLEL = Case(
+    "`DistributedConfig(tp_size=2)`, `split=SplitPlan(...)`",
+    lambda made: None,
+    "Each process reads its parts of the layers that the plan splits.",
+    ends={"*": NONE, "from_pretrained": LOADS, "load_quantized": LOADS, "load_quantized, meta": LOADS},
+)
+THREADS = Case(
+    "`load_quantized` loads another model in a second thread",
+    lambda made: None,
+    "Both models are right.",
+    ends={"inspect --model": NONE},
+)
 
 
 def outcome(door: str, case: Case, path: Path) -> nn.Module:
     made = saved(tied=door not in UNTIED)
     case.change(made)
     made.write(path)
+    case.written(path)
     return quietly(lambda: DOORS[door](path, **case.options))
+
+
+def message(case: Case, door: str) -> str:
+    """Returns the regular expression for the error at a door."""
+
+    def way(found: re.Match[str]) -> str:
+        name, value = found[1].split("=")
+        words = (
+            f"--{name.replace('_', '-')} {value.strip(chr(39))}" if door not in WAYS else WAYS[door].format(found[1])
+        )
+        return re.escape(words)
+
+    return re.sub(r"WAY\((.*?)\)", way, case.message).replace("\\ ", " ").replace(" ", r"\s+")
 
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_ends_as_the_page_says(name, door, tmp_path) -> None:
+def test_a_case_ends_as_the_page_says(name, door, tmp_path, request) -> None:
     case = CASES[name]
     if case.end(door) == NONE:
         pytest.skip("the case cannot occur at this door")
     if case.end(door) == STOPS:
-        with pytest.raises(ValueError, match=case.message.replace(" ", r"\s+")):
+        with pytest.raises((ValueError, OSError), match=message(case, door)):
             outcome(door, case, tmp_path / "saved")
         return
+    device = request.getfixturevalue("mps") if "device" in case.options else "cpu"
     model = outcome(door, case, tmp_path / "saved")
     assert type(model.block["up"]) is MarlinLinear
+    empty = {tensor for tensor, value in model.state_dict().items() if value.is_meta}
     if case.end(door) == HOST:
+        assert empty == ({case.message.rpartition(" ")[2]} if door == "diffusers" else set())
         return
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
     floats = [name for name in case.floats if name != "head" or door not in UNTIED]
     for layer in doors.PACKED:
         kind = (MarlinEmbedding, nn.Embedding) if layer == "table" else (MarlinLinear, nn.Linear)
         assert type(model.get_submodule(layer)) is kind[layer in floats]
+    assert isinstance(model.experts, MarlinExperts)
     if door not in UNTIED:
         table, head = model.table, model.head
         assert head.weight is table.weight if floats else head.b_packed is table.b_packed
     with torch.no_grad():
-        found, expected = model.eval()(IDS).double(), saved(tied=door not in UNTIED).logits()
+        found, expected = model.eval()(IDS.to(device)).cpu().double(), saved(tied=door not in UNTIED).logits()
     assert float((found - expected).norm() / expected.norm()) < (0.02 if "dtype" in case.options else 1e-5)
 
 
-def test_two_loads_in_two_threads_give_the_same(tmp_path) -> None:
-    made = saved(tied=True)
-    path = made.write(tmp_path / "saved")
-    # transformers replaces torch's functions while it makes a model, in all threads: these models are made before.
-    own, other = (doors.DoorsNet(doors.net_config(path)).float() for _ in range(2))
-    loads = {
-        "first": lambda: doors.from_pretrained(path),
-        "second": lambda: doors.into(own, path, {}),
-        "third": lambda: doors.into(other, path, {}),
-    }
-    found: dict[str, torch.Tensor] = {}
+@pytest.mark.parametrize("door", [door for door in DOORS if THREADS.end(door) == LOADS])
+def test_two_loads_in_two_threads_give_the_same(door, tmp_path) -> None:
+    made, other = saved(tied=door not in UNTIED), saved(tied=True)
+    path, second = made.write(tmp_path / "first"), other.write(tmp_path / "second")
+    # Libraries replace functions of torch while they make a model, in all threads: this model is made before.
+    own = doors.DoorsNet(doors.net_config(second)).float()
+    loads = [(lambda: DOORS[door](path), made), (lambda: doors.into(own, second, {}), other)]
+    found: dict[int, torch.Tensor] = {}
 
-    def load(name: str) -> None:
+    def load(index: int) -> None:
         with torch.no_grad():
-            found[name] = loads[name]()(IDS)
+            found[index] = loads[index][0]().eval()(IDS).double()
 
-    threads = [threading.Thread(target=load, args=(name,)) for name in loads]
+    threads = [threading.Thread(target=load, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found.keys() == loads.keys()
-    for result in found.values():
-        assert float((result.double() - made.logits()).norm() / made.logits().norm()) < 1e-5
+    for index, (_, source) in enumerate(loads):
+        assert float((found[index] - source.logits()).norm() / source.logits().norm()) < 1e-5
 
 
-def test_a_shard_that_is_missing_stops_the_load(tmp_path) -> None:
-    path = saved(tied=True).write(tmp_path / "saved") / "model"
-    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
-    index = {
-        "metadata": {},
-        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+def in_parts(rank: int, world: int, path: Path, expected: torch.Tensor) -> None:
+    """Runs in each process."""
+    styles = {"block.up": MarlinColwiseParallel(), "block.down": MarlinRowwiseParallel()}
+    options = {
+        "from_pretrained": {"distributed_config": DistributedConfig(tp_size=world)},
+        "load_quantized": {"split": SplitPlan(meshes(world)[-1], styles)},
+        "load_quantized, meta": {"split": SplitPlan(meshes(world)[-1], styles)},
     }
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for door in ("from_pretrained", "load_quantized", "load_quantized, meta", "inspect --model"):
-        with pytest.raises((ValueError, OSError), match=r"model-00002-of-00002.safetensors"):
-            quietly(lambda door=door: DOORS[door](path.parent))
+    assert options.keys() == {door for door in DOORS if TENSOR_PARALLEL.end(door) == LOADS}
+    for door, given in options.items():
+        model = DOORS[door](path, **given)
+        assert (type(model.block["up"]), type(model.block["down"])) == (ColumnPart, RowPart)
+        with torch.no_grad():
+            assert float((model.eval()(IDS).double() - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_processes_load_parts(tmp_path) -> None:
+    made = saved(tied=True)
+    run(in_parts, 2, tmp_path, made.write(tmp_path / "saved"), made.logits())
 
 
 def table() -> str:
     """Returns the table of the page."""
     shown = [door for door in DOORS if door != "load_quantized, meta"]
     lines = [f"| case | {' | '.join(shown)} | what happens |", "|---" * (len(shown) + 2) + "|"]
-    for case in CASES.values():
+    for case in (*CASES.values(), TENSOR_PARALLEL, THREADS):
         ends = [case.end(door) for door in shown]
         lines.append(f"| {case.what} | {' | '.join(ends)} | {case.sentence} |")
     return "\n".join(lines)

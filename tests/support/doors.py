@@ -13,10 +13,11 @@ import diffusers
 import torch
 import transformers
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules.module import Module
 from torch import nn
-from transformers import initialization
+from transformers import MixtralConfig, initialization
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from typer.testing import CliRunner
 
 import torch_marlin_metal.integrations.diffusers
@@ -30,17 +31,26 @@ from torch_marlin_metal.integrations.transformers import MarlinConfig
 IDS = torch.tensor([[3, 9, 27, 5]])
 SCALE = 3.0
 PACKED = ("table", "block.up", "block.down", "head")
+SIZES = {"table": (32, 64), "block.up": (128, 64), "block.down": (64, 128), "head": (32, 64)}
+EXPERTS = 2
+SIZES |= {
+    f"experts.{i}.{part}": (64, 32) if part == "w2" else (32, 64) for i in range(EXPERTS) for part in ("w1", "w2", "w3")
+}
 
 
 def build(self: nn.Module) -> None:
     self.table, self.norm, self.head = nn.Embedding(32, 64), nn.LayerNorm(64), nn.Linear(64, 32, bias=False)
-    self.block = nn.ModuleDict({"up": nn.Linear(64, 96), "down": nn.Linear(96, 64, bias=False)})
+    self.block = nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64, bias=False)})
+    self.experts = MixtralExperts(MixtralConfig(hidden_size=64, intermediate_size=32, num_local_experts=EXPERTS))
     self.register_buffer("scale", torch.tensor(SCALE), persistent=False)
 
 
 def compute(self: Any, ids: torch.Tensor) -> torch.Tensor:
     x = self.table(ids)
-    return self.head(self.norm(x + self.block["down"](torch.relu(self.block["up"](x))))) * self.scale
+    x = x + self.block["down"](torch.relu(self.block["up"](x)))
+    every = torch.arange(EXPERTS, device=ids.device).expand(ids.numel(), -1)
+    x = x + self.experts(x.flatten(0, 1), every, torch.ones_like(every, dtype=x.dtype)).view(x.shape)
+    return self.head(self.norm(x)) * self.scale
 
 
 class NetConfig(transformers.PretrainedConfig):
@@ -49,6 +59,7 @@ class NetConfig(transformers.PretrainedConfig):
 
 class DoorsNet(transformers.PreTrainedModel):
     config_class = NetConfig
+    _tp_plan = {"block.up": "colwise", "block.down": "rowwise"}  # noqa: RUF012
     _tied_weights_keys = {"head.weight": "table.weight"}  # noqa: RUF012  transformers reads it as a dictionary
 
     def __init__(self, config: NetConfig) -> None:
@@ -98,8 +109,9 @@ class Saved:
     weights: dict[str, PackedWeight] = field(default_factory=dict)
     floats: dict[str, torch.Tensor] = field(default_factory=dict)
     exact: dict[str, torch.Tensor] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
-    def pack(self, name: str, N: int, K: int) -> None:
+    def pack(self, name: str, N: int = 64, K: int = 64) -> None:
         weight = quantize_weight(torch.randn(N, K), "uint4b8", 32, scale_dtype=torch.float32)
         weight.name = name
         self.weights[name], self.exact[name] = weight, torch.from_numpy(decoded(weight))
@@ -115,7 +127,9 @@ class Saved:
         """Returns the result in fp64 from the decoded weights."""
         x = self.exact["table"][IDS]
         up = torch.relu(x @ self.exact["block.up"].T + self.exact["block.up.bias"])
-        x = x + up @ self.exact["block.down"].T
+        x = x0 = x + up @ self.exact["block.down"].T
+        for w1, w3, w2 in ([self.exact[f"experts.{i}.{part}"] for part in ("w1", "w3", "w2")] for i in range(EXPERTS)):
+            x = x + (nn.functional.silu(x0 @ w1.T) * (x0 @ w3.T)) @ w2.T
         x = nn.functional.layer_norm(x, (64,), self.exact["norm.weight"], self.exact["norm.bias"])
         return x @ self.exact["table" if self.tied else "head"].T * SCALE
 
@@ -125,7 +139,7 @@ class Saved:
             state |= {f"{name}.{key}": tensor for key, tensor in exporter.own_tensors(weight, name).items()}
         path.mkdir()
         config = {"model_type": "doors_net", "_class_name": "DiffusersNet", "architectures": ["DoorsNet"]}
-        config |= {"tie_word_embeddings": self.tied, "quantization_config": exporter.settings()}
+        config |= {"tie_word_embeddings": self.tied, "quantization_config": self.settings or exporter.settings()}
         (path / "config.json").write_text(json.dumps(config))
         for file in ("model", "diffusion_pytorch_model"):
             (path / file).mkdir()
@@ -137,10 +151,10 @@ class Saved:
 def saved(tied: bool) -> Saved:
     torch.manual_seed(0)
     made = Saved(tied)
-    for name, N, K in (("table", 32, 64), ("block.up", 96, 64), ("block.down", 64, 96), ("head", 32, 64)):
+    for name, (N, K) in SIZES.items():
         if name != "head" or not tied:
             made.pack(name, N, K)
-    bias = torch.randn(96)
+    bias = torch.randn(SIZES["block.up"][0])
     made.weights["block.up"].bias = bias
     made.floats = {"norm.weight": torch.rand(64), "norm.bias": torch.randn(64)}
     made.exact |= {name: value.double() for name, value in made.floats.items()} | {"block.up.bias": bias.double()}
@@ -148,8 +162,15 @@ def saved(tied: bool) -> Saved:
 
 
 def from_pretrained(path: Path, **options: Any) -> nn.Module:
-    dtype = options.pop("dtype", None)
-    return DoorsNet.from_pretrained(path / "model", quantization_config=config_of(options), dtype=dtype)
+    hosts = library_options(options)
+    return DoorsNet.from_pretrained(path / "model", quantization_config=config_of(options), **hosts)
+
+
+def library_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes out the options that a library itself has."""
+    names = ("dtype", "device_map", "distributed_config")
+    taken = {name: options.pop(name) for name in names if name in options}
+    return taken | ({"device_map": {"": options.pop("device")}} if "device" in options else {})
 
 
 def config_of(options: dict[str, Any]) -> MarlinConfig:
@@ -166,6 +187,16 @@ def load_quantized_meta(path: Path, **options: Any) -> nn.Module:
     return into(model, path, options)
 
 
+def in_shards(path: Path, last: Callable[[Path, dict[str, str]], None]) -> None:
+    """Makes the file of each library the first of two shards. `last` makes the second one, or changes the index."""
+    for name in ("model", "diffusion_pytorch_model"):
+        file = path / name / f"{name}.safetensors"
+        first = file.rename(path / name / f"{name}-00001-of-00002.safetensors")
+        table = dict.fromkeys(load_file(first), first.name)
+        last(first.with_name(first.name.replace("00001", "00002", 1)), table)
+        file.with_suffix(".safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+
+
 def into(model: nn.Module, path: Path, options: dict[str, Any]) -> nn.Module:
     load_quantized(model, path / "model", progress=False, **options)
     return model
@@ -176,10 +207,10 @@ def net_config(path: Path) -> NetConfig:
 
 
 def diffusers_door(path: Path, **options: Any) -> nn.Module:
-    dtype = options.pop("dtype", None)
-    config = config_of(options) if options else None
-    given = {} if config is None else {"quantization_config": config}
-    return DiffusersNet.from_pretrained(path / "diffusion_pytorch_model", torch_dtype=dtype, **given)
+    given = library_options(options)
+    given = {{"dtype": "torch_dtype"}.get(name, name): value for name, value in given.items()}
+    given |= {"quantization_config": config_of(options)} if options else {}
+    return DiffusersNet.from_pretrained(path / "diffusion_pytorch_model", **given)
 
 
 def sentence_transformers_door(path: Path) -> nn.Module:

@@ -26,10 +26,11 @@ from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
+from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.integrations.choice import choose_layers
-from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig, as_config
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
     check_devices,
     check_files,
@@ -112,7 +113,6 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 exclude_argument="modules_to_not_convert",
                 ignore=self.quantization_config.ignore,
                 hosted=True,
-                option="quantization_config=MarlinConfig({})",
                 device_of=lambda name: device_of(device_map, name),
             )
             self._loader = Loader(model, self._reader, door, logger.warning)
@@ -236,7 +236,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Registers the quantizer and wraps `ModelMixin.save_pretrained`; a second call does nothing."""
+    """Registers the quantizer and wraps two methods of `ModelMixin`; a second call does nothing."""
     if METHOD in tables.AUTO_QUANTIZER_MAPPING:
         return
     tables.AUTO_QUANTIZER_MAPPING[METHOD] = MarlinDiffusersQuantizer
@@ -244,6 +244,14 @@ def install() -> None:
     configs[METHOD] = MarlinConfig
     configs[STOPS] = takes_own(configs[STOPS])
     _take_arguments()
+    load = ModelMixin.from_pretrained.__func__
+
+    @functools.wraps(load)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with spelled(as_config):
+            return load(cls, *args, **kwargs)
+
+    ModelMixin.from_pretrained = classmethod(from_pretrained)
     original = ModelMixin.save_pretrained
 
     @functools.wraps(original)

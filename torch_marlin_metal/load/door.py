@@ -1,13 +1,15 @@
-"""What a caller of the loader supplies: `load_quantized`, or an integration with another library."""
+"""What a caller of the loader supplies: `load_quantized`, or an integration with another library.
+
+Callers whose users do not type Python arguments of `load_quantized` run the loader in a block of `spelled`.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.patterns import Filter, NameFilter
@@ -66,7 +68,8 @@ class Door:
         hosted: whether the host library loads the tensors outside the packed layers. It then also reports parts of the
             checkpoint that the model's class lacks, such as another class's head, and these are left out.
         unused: tells which tensors the model's class leaves out, for a host library.
-        option: how a user passes an argument, with "{}" for the argument and its value; "" as `typed` says it.
+        reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
+            means False at a door without this choice.
         device_of: the device of a loaded module; None means that of the replaced one, or the CPU for the meta device.
         dtype: dtype of floating tensors that are not packed; None means that of the replaced ones.
         progress: whether to show a progress bar.
@@ -81,11 +84,7 @@ class Door:
     keep: NameFilter | None = ()
     hosted: bool = False
     unused: Callable[[str], bool] = lambda name: False
-    option: str = ""
+    reinitializes: bool | None = None
     device_of: Callable[[str], torch.device | None] = lambda name: None
     dtype: torch.dtype | None = None
     progress: bool = True
-
-    def says(self, argument: str, value: Any) -> str:
-        """Returns what the user can type at this door to pass an argument."""
-        return self.option.format(f"{argument}={value!r}") if self.option else typed(argument, value)

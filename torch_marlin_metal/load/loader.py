@@ -17,6 +17,7 @@ from torch_marlin_metal.load.experts import SeparateExperts
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
 from torch_marlin_metal.load.placeholder import PendingLinear, inherit
 from torch_marlin_metal.load.plan import EXCLUDED, ExpertsPlace, Place, Spot, plan_load
+from torch_marlin_metal.load.share import FloatShare
 from torch_marlin_metal.load.unset import initialize
 from torch_marlin_metal.models.decode_experts import decode_experts
 from torch_marlin_metal.models.empty_model import (
@@ -62,6 +63,7 @@ class Loader:
             warn(f"{door.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
         self.changes = Changes(model)
         self._back: list[Target] = []
+        self._share = FloatShare(reader)
 
     def place(self) -> None:
         """Puts placeholders into the model, so that a host library neither reports nor makes the packed weights."""
@@ -100,6 +102,8 @@ class Loader:
                     report += self._fill(place, split)
                 bar.update()
         self._complete()
+        if told := self._share.sentence():
+            self._warn(f"{self._door.op}: {told}")
         return report
 
     def _complete(self) -> None:
@@ -155,11 +159,17 @@ class Loader:
         weight = self._reader.read(place.index)
         if weight is None:
             yield from self._skip(place)
+        elif not self._has_size(spot, weight):
+            yield from self._reinitialize(place)
         elif isinstance(weight, DenseWeight) or place.dense:
             reason = place.dense or getattr(weight, "reason", "")
-            if place.dense and not place.dense.endswith(EXCLUDED):
+            chosen = place.dense.endswith(EXCLUDED)
+            if place.dense and not (chosen or place.no_layer):
                 self._warn(f"{spot.name} is decoded to floats: {reason}")
-            self._decode(place, weight, device)
+            values = self._decode(place, weight, device)
+            if not chosen and (isinstance(weight, DenseWeight) or place.no_layer):
+                kind = weight.kind if isinstance(weight, DenseWeight) else type(spot.target.module).__name__
+                self._share.add(place.index, kind, values.nbytes)
             for one in place.spots():
                 why = reason if one is spot else f"its weight is that of {spot.name}"
                 yield self._report(one, one.target.module, why)
@@ -169,6 +179,34 @@ class Loader:
             for user in place.users:
                 shared = replace(first.to_packed(), bias=user.target.module._parameters.get("bias"))
                 yield self._report(user, self._pack(user, shared, first.b_packed.device))
+
+    def _has_size(self, spot: Spot, weight: PackedWeight | DenseWeight) -> bool:
+        """Returns whether a weight has the size of its place, or raises an error if the door stops at other sizes."""
+        found = list(weight.weight.shape) if isinstance(weight, DenseWeight) else [weight.N, weight.K]
+        old, shape = self._held(spot.target), spot.shape
+        expected = [shape.N, shape.K] if shape is not None else found if old is None else list(old.shape)
+        if found == expected:
+            return True
+        where = f"layer {spot.name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"
+        if self._door.reinitializes:
+            self._warn(f"{where}, so the model's class initializes the layer")
+            return False
+        way = "" if self._door.reinitializes is None else "; ignore_mismatched_sizes=True initializes the model's layer"
+        raise ModelMismatchError(f"{self._door.op}: {where}{way}")
+
+    def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
+        """Leaves a layer of the checkpoint out: the model's class initializes its own module."""
+        target, tensors = place.spot.target, self._tensors
+        module, old = target.module, tensors.get(f"{target.name}.weight")
+        self._put(target, module)
+        self.changes.set_parameter(module, "weight", old, old)
+        names = [name for key in module._parameters if (name := f"{target.name}.{key}") in tensors]
+        device = self._door.device_of(target.name) or real_device(old.device)
+        initialize(self._door.op, self._model, tensors, names, device, self.changes)
+        for user in place.users:
+            self.changes.set_parameter(user.target.module, "weight", module.get_parameter("weight"), old)
+        for spot in place.spots():
+            yield self._report(spot, spot.target.module, "it has another size in the checkpoint")
 
     def _pack(self, spot: Spot, weight: PackedWeight, device: torch.device | None) -> MarlinLinear:
         """Puts a packed weight into the place of a Linear or an embedding."""
@@ -195,22 +233,17 @@ class Loader:
             return self._tensors.get(name)
         return target.module._parameters.get("weight")  # of an expert that has just been made
 
-    def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> None:
+    def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> Tensor:
         """Puts the model's own module back into its place, with decoded values, and shares these with the users."""
         target, door = place.spot.target, self._door
         module, old = target.module, self._held(target)
-        where = f"{door.op}: layer {target.name!r}"
         if old is None:
             raise ModelMismatchError(
-                f"{where}: expected a layer with a weight to decode into, got {type(module).__name__}"
+                f"{door.op}: layer {target.name!r}: expected a layer with a weight to decode into, got "
+                f"{type(module).__name__}"
             )
         rows = weight.dequantize(door.dtype or old.dtype)
         values = rows if is_transposed(module) else rows.T.contiguous()
-        if values.shape != old.shape:
-            raise ModelMismatchError(
-                f"{where}: expected a weight of {list(old.shape)} as in the model, the checkpoint's is "
-                f"{list(values.shape)}"
-            )
         place_on, held = device or real_device(old.device), module._parameters.get("bias")
         bias = fit_bias(door.op, target.name, held, weight.bias)
         self._put(target, module)
@@ -219,6 +252,7 @@ class Loader:
             self.changes.set_parameter(module, "bias", bias.to(place_on, door.dtype or held.dtype), held)
         for user in place.users:
             self.changes.set_parameter(user.target.module, "weight", shared, old)
+        return shared
 
     def _skip(self, place: Place) -> Iterator[LayerReport]:
         """Leaves the model's layer as it was (`on_unsupported="skip"`)."""

@@ -1,10 +1,11 @@
 """The plan of a load: where each layer and tensor of a checkpoint goes, and who sets each tensor of the model."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import ExpertFinder, is_stack
@@ -60,6 +61,7 @@ class Place:
         spot: the module that the checkpoint names.
         users: modules that share the weight and that the checkpoint lacks, so that the loader fills them, too.
         dense: why the layer becomes floats, or "".
+        no_layer: whether that is because the model's class takes only floats there, as for a router.
     """
 
     index: int
@@ -67,6 +69,7 @@ class Place:
     spot: Spot
     users: list[Spot] = field(default_factory=list)
     dense: str = ""
+    no_layer: bool = False
 
     def spots(self) -> list[Spot]:
         """Returns all modules that get this weight."""
@@ -154,6 +157,8 @@ def plan_load(model: nn.Module, reader: CheckpointReader, door: Door) -> LoadPla
             part of a mixture is packed, or a GGUF file says another setting than the model.
         ValueError: a pattern of `exclude` matches nothing.
     """
+    if reader.options.on_unsupported is None:
+        reader.options = replace(reader.options, on_unsupported="dequantize")
     return _Planner(model, reader, door).plan()
 
 
@@ -239,7 +244,7 @@ class _Planner:
         like = f" for example {', '.join(own[:EXAMPLES])}" if own else " none"
         return self._error(
             f"{type(self._model).__name__} has no place for {listing(lost)}; its own Linear layers are{like}; "
-            f"{self._door.says('ignore', example)} leaves a layer or tensor out"
+            f"{typed('ignore', example)} leaves a layer or tensor out"
         )
 
     def _add_expert(self, index: int, source: str, name: str, prefix: str, parts: tuple[str, ...]) -> None:
@@ -274,7 +279,7 @@ class _Planner:
                 raise self._error(f"experts {name!r}: {experts.layers.why_unknown}; {self._decodes()}")
 
     def _decodes(self) -> str:
-        return f"{self._door.says('on_unsupported', 'dequantize')} decodes it to floats"
+        return f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
 
     def _tie(self, dense: set[str]) -> None:
         """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
@@ -320,7 +325,7 @@ class _Planner:
         if isinstance(module, (nn.Embedding, MarlinEmbedding)):
             reason = why_not_table(module)
         else:
-            reason = f"{type(module).__name__} is no nn.Linear"
+            reason, place.no_layer = f"{type(module).__name__} is no nn.Linear", True
             weight = getattr(module, "weight", None)
             if not isinstance(weight, Tensor) or weight.dim() != 2:
                 raise self._error(
@@ -362,7 +367,7 @@ class _Planner:
         kept = {name for name in others if selects(door.keep, name)}
         if missing := [name for name in others if name in tensors.persistent and name not in kept]:
             raise self._error(
-                f"the checkpoint lacks {listing(missing)}; {door.says('keep', missing[0])} keeps the model's values"
+                f"the checkpoint lacks {listing(missing)}; {typed('keep', missing[0])} keeps the model's values"
             )
         plan.initialized = [name for name in others if tensors.get(name).is_meta]
 

@@ -206,14 +206,9 @@ def fit_table(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> MarlinEmbedding:
-    """Makes the packed layer that replaces an embedding; the arguments and errors are those of `fit_layer`."""
+    """Makes the packed layer that replaces an embedding of the same size; arguments are those of `fit_layer`."""
     held: Any = module
     old = held.weight
-    if tuple(old.shape) != (weight.N, weight.K):
-        raise ModelMismatchError(
-            f"{op}: layer {name!r}: expected a table of {list(old.shape)} as in the model, the checkpoint's is "
-            f"[{weight.N}, {weight.K}]"
-        )
     fit_bias(op, name, None, weight.bias)
     device = real_device(old.device) if device is None else device
     packed = replace(weight, bias=None).to(device)

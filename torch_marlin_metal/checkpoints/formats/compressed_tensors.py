@@ -19,8 +19,16 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The weights of "dense" are floats, with quantization parameters beside them.
-READ_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense")
+# The weights of "dense" are floats, with quantization parameters beside them. Those of `EIGHT_BIT` become floats.
+EIGHT_BIT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
+READ_FORMATS = (
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+    *EIGHT_BIT,
+)
 OFFSET = 8
 
 
@@ -60,8 +68,8 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         offset = float(1 << (bits - 1)) if zeros is None else zeros.float()[groups]
         return ((codes - offset) * scales.float()[groups]).t()
 
-    if bits not in (2, 4):
-        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize if bits == 8 else None)
+    if bits > 4:
+        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
@@ -72,7 +80,9 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if bits == 4:
         words_of_ours = as_words(stored)
     else:
-        middle = 0 if zeros is not None else 6  # makes the symmetric zero point that of codes of 4 bits
+        middle = (
+            0 if zeros is not None else 8 - (1 << bits - 1)
+        )  # makes the symmetric zero point that of codes of 4 bits
         words_of_ours = in_four_bits(stored.t(), K, lambda piece: unpack(piece, bits, K) + middle)
     return PackedWeight(
         b_packed=words_of_ours if perm is None else permuted(words_of_ours, perm),
@@ -165,18 +175,17 @@ FORMAT = DirectoryFormat(
     title="compressed-tensors (llm-compressor)",
     methods=("compressed-tensors",),
     variants=(
-        ("pack-quantized of 2 and 4 bit, symmetric; per group, channel or tensor; act-order", "uint4b8"),
-        ("pack-quantized of 2 and 4 bit, asymmetric; per group, channel or tensor; act-order", "uint4"),
+        ("pack-quantized of 2, 3 and 4 bit, symmetric; per group, channel or tensor; act-order", "uint4b8"),
+        ("pack-quantized of 2, 3 and 4 bit, asymmetric; per group, channel or tensor; act-order", "uint4"),
         ("nvfp4-pack-quantized", "nvfp4"),
         ("mxfp4-pack-quantized", "mxfp4"),
         ("mixed-precision: the layers of the kinds above", "each layer its own"),
     ),
     refused=(
-        ("pack-quantized of 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; 8 bit dequantized on request"),
-        ("float-quantized, int-quantized, naive-quantized, mxfp8-quantized", "8-bit weights"),
+        ("pack-quantized of 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         (
-            "8-bit layers of mixed-precision",
-            "8-bit weights; E4M3 with a scale for each row or in all dequantized on request",
+            "float-quantized, int-quantized, naive-quantized, mxfp8-quantized; such layers of mixed-precision",
+            "8-bit weights; dequantized on request",
         ),
         ("marlin-24 and sparse formats", "2:4 sparsity"),
         ("transform_config", "layers that rotate their input"),
@@ -197,5 +206,5 @@ FORMAT = DirectoryFormat(
     check=_check,
     read=_read,
     extras=(".input_scale", ".input_global_scale", ".input_zero_point"),
-    unread={".weight_scale": "its weight is not packed (weight_scale without weight_packed): not 4 bit wide"},
+    unread={".weight_scale": "8-bit weights (weight_scale without weight_packed) are not 4 bit wide"},
 )

@@ -21,6 +21,7 @@ PACKINGS = {
     2: ("2bit_u8", torch.uint8, 4),
     3: ("3bit_32", torch.int32, 10),
     4: ("4bit_u8", torch.uint8, 2),
+    **dict.fromkeys((5, 6, 8), ("8bit_u8", torch.uint8, 1)),
 }
 
 
@@ -69,6 +70,8 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         grouped = codes.reshape(groups, group_size).float()
         return ((grouped - zeros.float()[:, None]) * scales.float()[:, None]).reshape(N, K)
 
+    if bits > 4:
+        raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide", dequantize)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
     fitted = fit_groups(K, group_size, scales.reshape(N, -1).t(), zeros.reshape(N, -1).t())
@@ -106,7 +109,7 @@ FORMAT = DirectoryFormat(
     variants=(("1, 2, 3 and 4 bit, axis=1, floating zero points", "uint4"),),
     refused=(
         ("axis=0", "groups run along N; dequantized on request"),
-        ("5, 6 and 8 bit", "codes are not 4 bit wide"),
+        ("5, 6 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         ("quant_scale, quant_zero", "scales or zero points are themselves quantized"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),

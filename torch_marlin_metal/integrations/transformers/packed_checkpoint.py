@@ -48,12 +48,13 @@ class PackedCheckpoint:
         """Starts to read the layers in threads while transformers prepares the model."""
         read_ahead(self.reader, any(torch.device(place).type != "cpu" for place in (device_map or {}).values()))
 
-    def place(self, model: Any, conversions: list[Any]) -> list[Any]:
+    def place(self, model: Any, conversions: list[Any], reinitializes: bool) -> list[Any]:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.
 
         Args:
             model: changed in place.
             conversions: transformers' changes of names between the checkpoint and the model.
+            reinitializes: see `Door`.
 
         Returns:
             The changes of names that transformers must make.
@@ -74,7 +75,7 @@ class PackedCheckpoint:
             exclude_argument="modules_to_not_convert",
             hosted=True,
             unused=lambda source: unused(names.tensor(f"{source}.weight")),
-            option="quantization_config=MarlinConfig({})",
+            reinitializes=reinitializes,
             device_of=lambda name: device_of(self._device_map, name),
         )
         self._loader = Loader(model, self.reader, door, logger.warning)

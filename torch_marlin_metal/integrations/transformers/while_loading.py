@@ -29,13 +29,20 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         joins q, k and v.
         """
         named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
+        weights = {name: held[0] if isinstance(held, list) else held for name, held in named.items()}
+        misfits = {
+            name: expected
+            for name, weight in weights.items()
+            # Stacked experts have three dimensions, and a check of their own.
+            if weight.dim() < 3 and weight.shape != (expected := model.get_parameter_or_buffer(name).shape)
+        }
+        self._chosen.difference_update(misfits)  # transformers refuses or initializes what may not be quantized
         others = {}
-        for name, tensors in named.items():
-            weight = tensors[0] if isinstance(tensors, list) else tensors
+        for name, weight in weights.items():
+            if name in misfits and not self._chosen.isdisjoint(weights):  # then transformers compares no shapes
+                shapes = f"expected {list(misfits[name])}, got {list(weight.shape)}"
+                raise ValueError(f"from_pretrained: {name}: {shapes}")
             if name not in self._chosen:
-                expected = model.get_parameter_or_buffer(name).shape
-                if weight.shape != expected:  # transformers does not compare weights that may be quantized
-                    raise ValueError(f"from_pretrained: {name}: expected {list(expected)}, got {list(weight.shape)}")
                 others[name] = weight
             elif self._quantize(model, name.removesuffix(".weight"), weight) and missing_keys is not None:
                 missing_keys.discard(name)
