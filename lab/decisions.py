@@ -1,8 +1,8 @@
 """Makes the planner's table of decisions from the model, and says how good its choices are by the model.
 
-    python -m lab.decisions --write          makes csrc/planner/decisions.inc
-    python -m lab.decisions --check          compares the file with the model, and exits with 1 if it no longer follows
-    python -m lab.decisions --score 10000    compares the planner's choices with the model's best (about 3 minutes)
+python -m lab.decisions --write          makes csrc/planner/decisions.inc
+python -m lab.decisions --check          compares the file with the model, and exits with 1 if it no longer follows
+python -m lab.decisions --score 10000    compares the planner's choices with the model's best (about 3 minutes)
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def _counted(variant: str, kernel: str, units: int, formats: list[str], arithmet
     tile = (units, GEMV_COLUMNS, GEMV_K) if variant == "gemv" else (BLOCK * units, FUSED_COLUMNS, FUSED_K)
     tiling = Tiling(variant, kernel, tile)
     gpu = AppleSiliconGPU.from_name(chip)
-    return [
-        counts_of(tiling, tile[0], Problem(1, 128, 128, name, activations=activations), gpu) for name in formats
-    ]
+    return [counts_of(tiling, tile[0], Problem(1, 128, 128, name, activations=activations), gpu) for name in formats]
 
 
 def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
@@ -235,7 +233,11 @@ def _gpu(rng: random.Random) -> AppleSiliconGPU:
 def _weight(rng: random.Random, K: int) -> dict[str, Any]:
     row = rng.choice(list(WEIGHT_FORMATS.values()))
     group = row.fixed_group_size or rng.choice((16, 32, 64, 128, 256, K))
-    return {"weight_format": row.name, "group_size": group, "activations": rng.choice(("float16", "bfloat16", "float32"))}
+    return {
+        "weight_format": row.name,
+        "group_size": group,
+        "activations": rng.choice(("float16", "bfloat16", "float32")),
+    }
 
 
 def random_products(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Problem]]:

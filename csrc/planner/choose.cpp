@@ -11,7 +11,7 @@ namespace {
 // Returns the best of the tilings that `eligible` admits, or null if it admits none.
 template <typename Eligible>
 const Tiling* best_of(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
-                       const Eligible& eligible) {
+                      const Eligible& eligible) {
   const Tiling* found = nullptr;
   double least = 0;
   for (const Tiling& tiling : tilings) {

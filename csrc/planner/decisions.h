@@ -1,4 +1,5 @@
-// The table by which the planner chooses between gemv and fused, their blocks of rows and how they split K: decisions.inc.
+// The table by which the planner chooses between gemv and fused, their blocks of rows and how they split K:
+// decisions.inc.
 #pragma once
 
 #include <array>
@@ -26,10 +27,10 @@ struct Decision {
   CodeKind codes;
   uint32_t code_bits;
   GemmVariant kernel;
-  double decode, unit;         // for each step along K: to decode its weights, and for each unit of rows
-  double group_end, unit_end;  // at the end of each group of at most kChainLength k, and for each unit of rows there
-  std::array<uint16_t, 8> wait;           // by units: clocks that it waits for the loads of a step
-  std::array<uint8_t, 8> half_registers;  // by units: 16-bit registers of a thread
+  double decode, unit;           // for each step along K: to decode its weights, and for each unit of rows
+  double group_end, unit_end;    // at the end of each group of at most kChainLength k, and for each unit of rows there
+  std::array<uint16_t, 8> wait;  // by units: clocks that it waits for the loads of a step
+  std::array<uint8_t, 8> half_registers;     // by units: 16-bit registers of a thread
   std::array<uint8_t, 4> experts_registers;  // the same of its forms for experts
   std::string_view reason;
 };

@@ -198,8 +198,8 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
     if (launch == 0) found.in_flight = in_flight(blocks, device);
   }
   if (writes_partials(tiling)) {
-    found.seconds.push_back(reduction_seconds(partial_bytes(tiling, problem), output_bytes(problem, problem.M), weight,
-                                              device));
+    found.seconds.push_back(
+        reduction_seconds(partial_bytes(tiling, problem), output_bytes(problem, problem.M), weight, device));
   }
   return found;
 }
@@ -228,8 +228,7 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
   const double used = unit * expected_routing(tokens, problem.top_k, problem.experts, unit).blocks / routing.blocks;
   const auto threadgroups =
       columns * (adds_slots(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
-  const Blocks blocks =
-      blocks_of(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
+  const Blocks blocks = blocks_of(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
   found.seconds.push_back(
       together(memory_seconds(bytes, routing.experts * weight, device), core_seconds(blocks, device)));
   found.in_flight = in_flight(blocks, device);

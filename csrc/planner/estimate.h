@@ -1,5 +1,5 @@
-// Estimates the time of products on a GPU: bytes over the rate of memory, and clocks of the busiest core, from the table
-// of decisions. The planner compares blocks of rows and splits of K by it (docs/inside/tile-sizing.md).
+// Estimates the time of products on a GPU: bytes over the rate of memory, and clocks of the busiest core, from the
+// table of decisions. The planner compares blocks of rows and splits of K by it (docs/inside/tile-sizing.md).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace marlin {
 // Returns the 16-bit registers of a thread of the kernel, if a threadgroup computes `rows` rows.
 uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32_t rows, const GpuDevice& device);
 
-// The time of each dispatch of a plan, and of PyTorch's product in two_pass, and how full the cores are while the products are computed.
+// The time of each dispatch of a plan, and of PyTorch's product in two_pass, and how full the cores are while the
+// products are computed.
 struct Estimate {
   std::vector<double> seconds;
   double in_flight = 0;  // simdgroups that a core holds on average

@@ -142,13 +142,14 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   for (const Tiling& tiling : tilings) {
     const Plan plan = build_plan(tiling, problem, device);
     rows.append(py::make_tuple(name(tiling), name(tiling.variant), tile_tuple(tiling.tile),
-                               estimate(tiling, problem, device).total(), dispatch_list(plan, tiling, problem, device)));
+                               estimate(tiling, problem, device).total(),
+                               dispatch_list(plan, tiling, problem, device)));
   }
   return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
 }
 
-// Returns variant, tile, simdgroups, bytes of threadgroup memory and half-registers of each tile that a chip can run; of
-// gemv and fused, with as many simdgroups as the preferred threadgroup memory allows.
+// Returns variant, tile, simdgroups, bytes of threadgroup memory and half-registers of each tile that a chip can run;
+// of gemv and fused, with as many simdgroups as the preferred threadgroup memory allows.
 py::list tiles(const std::string& activations, const std::string& chip) {
   GpuDevice device{.cores = 1, .half_subnormals = true, .chip = &chip_of(chip)};
   set_system(device, supposed_system(*device.chip));

@@ -36,11 +36,11 @@ void check_occupancy() {
            std::to_string(threads) + " threads, " + std::to_string(registers) + " half-registers, " +
                std::to_string(bytes) + " bytes: " + std::to_string(held.threadgroups));
   };
-  is(1024, 104, 0, 1);         // registers: 106496 / (1024 * 104) = 1 exactly
-  is(1024, 16, 0, 3);          // threads: 3072 / 1024
-  is(256, 64, 20 * 1024, 3);   // threadgroup memory: 60 KB / 20 KB
-  is(128, 207, 4096, 4);       // registers: 106496 / (128 * 207) = 4.02
-  is(512, 255, 32768, 1);      // 0.8, but one threadgroup can always run
+  is(1024, 104, 0, 1);        // registers: 106496 / (1024 * 104) = 1 exactly
+  is(1024, 16, 0, 3);         // threads: 3072 / 1024
+  is(256, 64, 20 * 1024, 3);  // threadgroup memory: 60 KB / 20 KB
+  is(128, 207, 4096, 4);      // registers: 106496 / (128 * 207) = 4.02
+  is(512, 255, 32768, 1);     // 0.8, but one threadgroup can always run
 }
 
 double distinct_bytes(const GemmProblem& problem) {
@@ -86,8 +86,8 @@ void check_by_hand() {
   const GemmProblem one = product(1, 8192, 14336, 64);
   const double read = distinct_bytes(one) / (0.88 * 68.25e9);
   expect(seconds(one, "gemv") > 6e-6 + read && seconds(one, "gemv") < 6e-6 + 1.05 * read, "one row waits for memory");
-  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions overlap with them
-  // in part, and are at most as many as lie between 1 and 1.3 times the products' clocks.
+  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions overlap with
+  // them in part, and are at most as many as lie between 1 and 1.3 times the products' clocks.
   const GemmProblem many = product(4096, 4096, 4096, 64);
   const double products = std::pow(4096.0, 3) / 512 * 18 / (4 * 8 * 1.278e9);
   expect(seconds(many, "fused") > products && seconds(many, "fused") < 1.3 * products, "many rows are matrix products");
@@ -119,7 +119,8 @@ void check_decisions() {
       expect(registers > 0, "registers of the kernels for experts");
   }
   const auto unit = [](Arithmetic type) { return find_decision(GemmVariant::gemv, type, WeightFormat{})->unit; };
-  expect(unit(Arithmetic::emulated_bfloat) > 1.3 * unit(Arithmetic::half), "an M2 computes bfloat by more instructions");
+  expect(unit(Arithmetic::emulated_bfloat) > 1.3 * unit(Arithmetic::half),
+         "an M2 computes bfloat by more instructions");
   const GpuFamily& m2 = family_of(*find_chip("M2"));
   const GpuFamily& m3 = family_of(*find_chip("M3"));
   expect(arithmetic(ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat, "an M2 has no bfloat");
@@ -242,20 +243,13 @@ void check_choices() {
     const char* taken;
     size_t dispatches;
   } rows[] = {
-      {"M1", 1, 4096, 4096, "gemv:1x128x16", 1},
-      {"M1", 4, 4096, 4096, "gemv:4x128x16", 1},
-      {"M1", 5, 4096, 4096, "gemv:5x128x16", 1},
-      {"M1", 16, 4096, 14336, "fused:16x32x64", 1},
-      {"M1", 33, 4096, 4096, "fused:24x32x64", 2},
-      {"M1", 4096, 4096, 4096, "fused:32x32x64", 1},
-      {"M1", 1, 1, 8, "gemv:1x128x16", 1},
-      {"M1 Max", 4, 4096, 4096, "gemv:2x128x16", 1},
-      {"M1 Max", 8, 4096, 4096, "fused:8x32x64", 1},
-      {"M1 Max", 9, 4096, 14336, "gemv:3x128x16", 1},
-      {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2},
-      {"M2 Ultra", 1, 151936, 896, "gemv:1x128x16", 1},
-      {"M3", 33, 4096, 4096, "fused:24x32x64", 3},
-      {"M4 Max", 16, 4096, 14336, "fused:16x32x64", 2},
+      {"M1", 1, 4096, 4096, "gemv:1x128x16", 1},     {"M1", 4, 4096, 4096, "gemv:4x128x16", 1},
+      {"M1", 5, 4096, 4096, "gemv:5x128x16", 1},     {"M1", 16, 4096, 14336, "fused:16x32x64", 1},
+      {"M1", 33, 4096, 4096, "fused:24x32x64", 2},   {"M1", 4096, 4096, 4096, "fused:32x32x64", 1},
+      {"M1", 1, 1, 8, "gemv:1x128x16", 1},           {"M1 Max", 4, 4096, 4096, "gemv:2x128x16", 1},
+      {"M1 Max", 8, 4096, 4096, "fused:8x32x64", 1}, {"M1 Max", 9, 4096, 14336, "gemv:3x128x16", 1},
+      {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2},  {"M2 Ultra", 1, 151936, 896, "gemv:1x128x16", 1},
+      {"M3", 33, 4096, 4096, "fused:24x32x64", 3},   {"M4 Max", 16, 4096, 14336, "fused:16x32x64", 2},
       {"M5", 8, 4096, 4096, "fused:8x32x64", 1},
   };
   for (const auto& row : rows) {

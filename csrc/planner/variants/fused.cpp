@@ -27,7 +27,7 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
   const uint32_t most = max_slices(problem.weight, kFusedMinSlice);
   const auto best = [&](uint32_t rest_rows) {
     return best_split(problem, device, std::min(kFusedMinSlices, most), most,
-                          [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
+                      [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
   };
   const Tiling padded = best(0);
   if (rounded_M % rows == 0) return padded;
@@ -57,7 +57,7 @@ Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice&
   while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
   return best_split(problem, device, std::min(most, kFusedMinSlices), most,
-                        [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
+                    [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
 }
 
 constexpr GemmTile fused_tile(uint32_t rows) {

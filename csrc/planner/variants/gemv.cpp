@@ -30,7 +30,7 @@ namespace {
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant.is_auto()) return std::nullopt;
   return best_split(problem, device, 1, max_slices(problem.weight, kGemvMinSlice),
-                        [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
+                    [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }
 
 Plan build_gemv(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {

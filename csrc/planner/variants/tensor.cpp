@@ -28,7 +28,7 @@ bool has_kernel(const GemmProblem& problem, const GpuDevice& device) {
 std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (!has_kernel(problem, device) || row.tile.M > round_up(problem.M, uint32_t{kTensorRows})) return std::nullopt;
   return best_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
-                        [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
+                    [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
 }
 
 Plan build_tensor(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {

@@ -14,7 +14,6 @@ from torch_marlin_metal.gpu.occupancy import SIMD_WIDTH, Occupancy, occupancy_of
 from torch_marlin_metal.gpu.planning import element_name, plan
 from torch_marlin_metal.printing import RichText
 
-
 THREADGROUP_LIMIT = 32 * 1024  # Metal's limit, in bytes of threadgroup memory
 
 

@@ -67,10 +67,10 @@ class TunedRange:
         last_rows: largest row count of the range.
         variant: the fastest variant, a name for `gemm(variant=...)`.
         seconds: its median time.
-        model_variant: the choice of the planner's model.
-        speedup: time of the planner's choice divided by that of `variant`, median over rounds. It is 1 if the difference
-            is within the noise; `variant` is then the planner's choice. It is also 1 if the planner's choice is in
-            `faults`.
+        model_variant: the planner's choice without measurements.
+        speedup: time of the planner's choice divided by that of `variant`, median over rounds. It is 1 if the
+            difference is within the noise; `variant` is then the planner's choice. It is also 1 if the planner's choice
+            is in `faults`.
         times: median time in seconds of every candidate that was measured, by name.
         faults: why candidates were not measured, by name: their results were wrong, or they did not run.
     """
