@@ -5,31 +5,37 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_marlin_metal.formats import WEIGHT_FORMATS, weight_format
 from torch_marlin_metal.layers.experts import ExpertWeights
 from torch_marlin_metal.packed_weight import PackedWeight
 
-ZERO_POINT = 8  # of uint4b8
-# Formats of integer codes, of which each holds the weights of those before it.
-WIDENING = ("uint4b8", "uint4", "uint4_bias")
+# Roles of zeros, of which each can do what those before it do.
+ROLES = ("none", "zero_point", "bias")
+# The formats of integer codes, by the role of their zeros.
+FORMATS = {
+    fmt.zeros_role: fmt
+    for fmt in WEIGHT_FORMATS.values()
+    if fmt.code_kind == "integer" and fmt.scale_coding == "floating"
+}
 
 
 @dataclass(frozen=True)
 class Common:
-    """A weight format, the group size, and the dtype of scales and of zeros that are floats."""
+    """The role of the zeros, the group size, and the dtype of scales and of zeros that are floats."""
 
-    weight_format: str
+    role: str
     group_size: int
     dtype: torch.dtype
 
 
 def common_of(weight: PackedWeight) -> Common | None:
     """Returns the format of a weight, or None if no other format holds it."""
-    zeros = weight.zeros
-    if weight.weight_format not in WIDENING:
+    fmt, zeros = weight_format(weight.weight_format), weight.zeros
+    if FORMATS.get(fmt.zeros_role) is not fmt:
         return None
-    if weight.weight_format == "uint4" and zeros is not None and zeros.dtype != torch.uint8:
+    if fmt.zeros_role == "zero_point" and zeros is not None and zeros.dtype != torch.uint8:
         return None
-    return Common(weight.weight_format, weight.group_size, weight.scales.dtype)
+    return Common(fmt.zeros_role, weight.group_size, weight.scales.dtype)
 
 
 def wider(one: Common, other: Common, K: int) -> Common | None:
@@ -39,29 +45,29 @@ def wider(one: Common, other: Common, K: int) -> Common | None:
     small, large = sorted((one.group_size, other.group_size))
     if large % small and large != K:
         return None
-    weight_format = max(one.weight_format, other.weight_format, key=WIDENING.index)
-    narrowed = weight_format == "uint4_bias" != min(one.weight_format, other.weight_format, key=WIDENING.index)
+    less, more = sorted((one.role, other.role), key=ROLES.index)
     # A product of a zero point and a scale has more bits than fp16 holds. The codes of fp16 and bf16 meet in fp32.
-    dtype = one.dtype if one.dtype == other.dtype and not narrowed else torch.float32
-    return Common(weight_format, small, dtype)
+    same = one.dtype == other.dtype and not (more == "bias" and less != "bias")
+    return Common(more, small, one.dtype if same else torch.float32)
 
 
 def widened(weight: PackedWeight, to: Common) -> PackedWeight:
     """Returns the same weight in a wider format."""
-    if common_of(weight) == to:
+    own = common_of(weight)
+    if own == to or own is None:
         return weight
-    scales, zeros = weight.scales.to(to.dtype), weight.zeros
-    if to.weight_format == "uint4" and zeros is None:
-        zeros = torch.full_like(scales, ZERO_POINT, dtype=torch.uint8)
-    elif to.weight_format == "uint4_bias" and weight.weight_format != "uint4_bias":
-        zeros = -scales * (ZERO_POINT if zeros is None else zeros.to(to.dtype))
-    elif to.weight_format == "uint4_bias" and zeros is not None:
+    scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS["none"].fixed_offset
+    if to.role == "zero_point" and zeros is None:
+        zeros = torch.full_like(scales, offset, dtype=torch.uint8)
+    elif to.role == "bias" and own.role != "bias":
+        zeros = -scales * (offset if zeros is None else zeros.to(to.dtype))
+    elif to.role == "bias" and zeros is not None:
         zeros = zeros.to(to.dtype)
     if to.group_size != weight.group_size:
         times, groups = -(-weight.group_size // to.group_size), -(-weight.K // to.group_size)
         scales = scales.repeat_interleave(times, 0)[:groups].contiguous()
         zeros = None if zeros is None else zeros.repeat_interleave(times, 0)[:groups].contiguous()
-    return replace(weight, weight_format=to.weight_format, group_size=to.group_size, scales=scales, zeros=zeros)
+    return replace(weight, weight_format=FORMATS[to.role].name, group_size=to.group_size, scales=scales, zeros=zeros)
 
 
 class _Wider(Exception):
