@@ -1,6 +1,6 @@
 """Makes the planner's table of decisions from the model, and says how good its choices are by the model.
 
-python -m lab.decisions --write          makes csrc/planner/decisions.inc
+python -m lab.decisions --write          makes csrc/planner/decision_rows.h
 python -m lab.decisions --check          compares the file with the model, and exits with 1 if it no longer follows
 python -m lab.decisions --score 10000    compares the planner's choices with the model's best (about 3 minutes)
 """
@@ -29,7 +29,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decisions.inc"
+FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decision_rows.h"
 # Activations, and a GPU that computes with them in this way.
 ARITHMETIC = {"half": ("float16", "M4"), "emulated_bfloat": ("bfloat16", "M1"), "single": ("float32", "M4")}
 # No choice should take longer than the model's best by this factor.
@@ -97,8 +97,8 @@ class Decision:
         )
         return (
             f"    Decision{{Arithmetic::{self.arithmetic}, CodeKind::{self.codes}, {self.bits}, "
-            f"GemmVariant::{self.kernel}, {costs},\n"
-            f"             {{{wait}}},\n             {{{registers}}}, {{{experts}}},\n"
+            f"GemmVariant::{self.kernel}, {costs}, {{{wait}}},\n"
+            f"             {{{registers}}}, {{{experts}}},\n"
             f'             "{self.reason}"}},\n'
         )
 
@@ -163,6 +163,8 @@ def text() -> str:
     """Returns the file that follows from the model."""
     lines = [
         "// python -m lab.decisions --write makes this file from the model in lab/model, and --check compares them.\n",
+        "// csrc/planner/decisions.h includes it, and explains the numbers.\n",
+        "// clang-format off\n",
         "inline constexpr std::array kDecisions{\n",
         *(row.text for row in decisions()),
         "};\n\ninline constexpr std::array kKernelRegisters{\n",
@@ -175,7 +177,7 @@ def text() -> str:
         lines.append(f"    KernelRegisters{{Kernel::{kernel}, {most}}},\n")
         if kernel == "gemm_tensor":
             lines.append(f"    KernelRegisters{{Kernel::moe_tensor, {most}}},\n")
-    return "".join([*lines, "};\n"])
+    return "".join([*lines, "};\n// clang-format on\n"])
 
 
 @dataclass(frozen=True)

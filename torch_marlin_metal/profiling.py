@@ -1,6 +1,6 @@
 """Shows what is known of an Apple GPU: its figures, occupancy, tiles, the choice for each M, rooflines, traces.
 
-Every number comes from the planner's own tables: `chips.h` and `decisions.inc` of `csrc/planner`.
+Every number comes from the planner's own tables: `chips.h` and `decision_rows.h` of `csrc/planner`.
 """
 
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, Figure

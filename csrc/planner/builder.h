@@ -59,7 +59,7 @@ struct VariantRules {
   bool has_rows_along_x = false;    // in products with experts, the grid's x counts rows, otherwise columns
   bool has_32_bit_offsets = false;  // between the activations of products with experts
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles
-  // The rows in which decisions.inc counts what a block costs. 0 if it has no rows for the variant: "auto" then takes
+  // The rows in which decision_rows.h counts what a block costs. 0 if it has no rows for the variant: "auto" then takes
   // it only if a tuner measured it as the fastest.
   uint32_t row_unit = 0;
   uint32_t most_simdgroups = 0;  // of a threadgroup, which divide K between them; 0 if the tile fixes the number

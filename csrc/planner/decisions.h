@@ -1,5 +1,5 @@
 // The table by which the planner chooses between gemv and fused, their blocks of rows and how they split K:
-// decisions.inc.
+// decision_rows.h.
 #pragma once
 
 #include <array>
@@ -41,7 +41,7 @@ struct KernelRegisters {
   uint32_t half_registers;
 };
 
-#include "csrc/planner/decisions.inc"
+#include "csrc/planner/decision_rows.h"
 
 // Returns the row for a kernel and a format: of the formats with such codes, the one whose width is nearest.
 constexpr const Decision* find_decision(GemmVariant kernel, Arithmetic arithmetic, WeightFormat format) {

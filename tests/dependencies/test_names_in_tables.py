@@ -43,7 +43,7 @@ KINDS = {
         names=frozenset(native.gemm_variants()),
         # a file for each variant; kernels/shared/kernel_list.h lists them
         tables=(
-            "csrc/planner/decisions.inc",
+            "csrc/planner/decision_rows.h",
             *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
         ),
         left={
@@ -93,7 +93,7 @@ def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
     """Returns the lines of each file of the product that depend on a name."""
     found = {}
     for room, readers in (
-        ("csrc", {".h": in_cpp, ".inc": in_cpp, ".cpp": in_cpp, ".mm": in_cpp}),
+        ("csrc", {".h": in_cpp, ".cpp": in_cpp, ".mm": in_cpp}),
         ("kernels", {".h": in_cpp, ".metal": in_cpp}),
         ("torch_marlin_metal", {".py": in_python}),
     ):

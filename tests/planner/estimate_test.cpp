@@ -106,7 +106,7 @@ void check_by_hand() {
   expect_close(estimate(tiling, eight, one_core).total(), 6e-6 + core + 0.05 * memory, 1e-6, "eight rows");
 }
 
-// The numbers of decisions.inc, where a slip of the pen would show.
+// The numbers of decision_rows.h, where a slip of the pen would show.
 void check_decisions() {
   subject = "decisions";
   for (const Decision& row : kDecisions) {

@@ -158,7 +158,7 @@ def _variant_table(machine: dict[str, str], results: list[dict[str, Any]]) -> An
                 f"{found['bytes_per_second'] / 1e9:.1f}",
                 f"{found['of_roof']:.0%}",
             )
-    shown.caption = "GB/s: bytes that a product must move, over the measured time; of roof: peak memory and matrix rates"
+    shown.caption = "GB/s: bytes that a product must move, over the measured time; of roof: peak rates"
     return shown
 
 
