@@ -80,9 +80,9 @@ FAMILIES = {
         shader="experts/moe_gemv",
         kernel="moe_gemv",
         rows="MOE_GEMV",
-        plan="csrc/planner/variants/gemv.cpp",
-        chosen=r"\? Kernel::moe_gemv :",
-        toy="? (problem.top_k == 7 ? Kernel::{toy} : Kernel::moe_gemv) :",
+        plan="csrc/planner/moe.cpp",
+        chosen=r"^  if \(sorts_pairs\(tiling\)\) \{$",
+        toy="  if (problem.top_k == 7) products.instance.kernel = Kernel::{toy};\n  if (sorts_pairs(tiling)) {{",
         weight_format="uint4b8",
         program="""MoeProblem problem{.experts = 8, .top_k = 7};
   problem.product = {.M = 7, .a_row_stride = 64, .variant = "gemv"};
