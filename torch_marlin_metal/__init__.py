@@ -36,7 +36,6 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
 from torch_marlin_metal.repack_ops import awq_repack, awq_unpack_zeros, gptq_repack, gptq_unpack_zeros, transpose_words
-from torch_marlin_metal.trace.token import TokenTrace, trace_token
 from torch_marlin_metal.version import __version__
 from torch_marlin_metal.xlstm.layer import MLSTMCell, MLSTMLayer
 from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
@@ -54,7 +53,6 @@ __all__ = [
     "MarlinExperts",
     "MarlinLinear",
     "PackedWeight",
-    "TokenTrace",
     "WeightFormat",
     "__version__",
     "add_rms_norm",
@@ -87,7 +85,6 @@ __all__ = [
     "replace_linear_layers",
     "rms_norm",
     "rotary",
-    "trace_token",
     "transpose_words",
     "tuning",
     "weight_format",

@@ -206,7 +206,7 @@
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
 // MARLIN_FUNCTIONS defines the functions of a file. Compiling all of them takes 14 times as long as compiling one
-// (gemv; benchmarks/metal/compile_cost.py), and a product needs one or two. The host therefore compiles one at a time:
+// (gemv; lab/software/compile_cost.py), and a product needs one or two. The host therefore compiles one at a time:
 // it defines MARLIN_ONLY as a template instance, such as gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the
 // instance's host name.
 #ifdef MARLIN_ONLY

@@ -83,7 +83,7 @@ def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     held, size = (sum(sizes) for sizes in zip(*((4 * np.prod(t.shape), t.nbytes) for t in other), strict=True))
-    assert f"take {held / 1e6:.1f} MB instead of {size / 1e6:.1f} MB" in str(caught[0].message)
+    assert f"take {held / 1e6:.3g} MB instead of {size / 1e6:.3g} MB" in str(caught[0].message)
     with pytest.raises(convert.UnsupportedFormat, match="is not a 4-bit type that is read"):
         load_quantized(model_of("llama"), path, on_unsupported="error", progress=False)
 

@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 RECORDS = [
     *PAGES,
-    *(ROOT / name for name in ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/cpu/cpu_peers.md")),
+    *(ROOT / name for name in ("CHANGELOG.md", "lab/README.md", "lab/cpu/cpu_peers.md")),
 ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
+from torch_marlin_metal.checkpoints.formats.mlx_names import hf_name, hf_values
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
@@ -36,7 +37,7 @@ def _own_settings(layer: Layer, settings: Settings) -> Settings:
 
     AutoRound stores a module's own settings only under "quantization".
     """
-    module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
+    module = layer.roles["scales"].removesuffix(".scales")
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):
         if isinstance(values.get(module), dict):
@@ -151,4 +152,6 @@ FORMAT = DirectoryFormat(
     read=_read,
     implied=_implied,
     stacked_rank=3,
+    hf_name=hf_name,
+    hf_values=hf_values,
 )
