@@ -8,20 +8,21 @@ PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
 # For each folder, the folders that it may import; "base" stands for the modules outside of folders.
 ALLOWED = {
     "base": set(),
+    "ops": {"base"},
     "quantize": {"base"},
-    "layers": {"base", "quantize"},
-    "fuse": {"base", "layers"},
+    "layers": {"base", "ops", "quantize"},
+    "fuse": {"base", "ops", "layers"},
     "checkpoints": {"base", "quantize", "layers"},
     "replace": {"base", "layers", "checkpoints"},
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "load": {"base", "layers", "checkpoints", "models"},
-    "gpu": {"base", "quantize", "checkpoints"},
-    "xlstm": {"base"},
+    "gpu": {"base", "ops", "quantize", "checkpoints"},
+    "xlstm": {"ops"},
     "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "load", "parallel"},
-    "cli": {"base", "public", "checkpoints", "models", "load", "gpu", "xlstm"},
+    "cli": {"base", "public", "ops", "checkpoints", "models", "load", "gpu"},
     "run": {"integrations"},
-    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
+    "public": {"base", "ops", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}

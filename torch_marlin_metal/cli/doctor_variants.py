@@ -15,7 +15,8 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.errors import check
 from torch_marlin_metal.gpu.tuning.products import Product
-from torch_marlin_metal.ops import gemm, moe_gemm
+from torch_marlin_metal.ops.experts import moe_gemm
+from torch_marlin_metal.ops.gemm import gemm
 
 DTYPES = ("float16", "bfloat16", "float32")
 Kind = tuple[str, str]  # a weight format and the dtype of activations

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.decoder_ops import write_cache
 from torch_marlin_metal.layers.proof import random_like, runs
+from torch_marlin_metal.ops.decoder import write_cache
 
 ARGUMENT = "past_key_values"
 TOKENS = 6  # length of the caches on which `CacheWriter` is compared with the original

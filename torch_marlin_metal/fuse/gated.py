@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.decoder_ops import ActivationName, gated_activation
 from torch_marlin_metal.layers.proof import agrees, agrees_in_training, random_like, runs
+from torch_marlin_metal.ops.decoder import ActivationName, gated_activation
 
 Forward = Callable[..., Tensor]
 Block = Callable[[nn.Module, Tensor], Tensor]

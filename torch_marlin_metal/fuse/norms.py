@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import layer_norm
 
-from torch_marlin_metal.decoder_ops import rms_norm
 from torch_marlin_metal.layers.proof import agrees, random_like, runs
+from torch_marlin_metal.ops.decoder import rms_norm
 
 Forward = Callable[..., Tensor]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.decoder_ops import rotary
 from torch_marlin_metal.layers.proof import agrees, runs
+from torch_marlin_metal.ops.decoder import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]

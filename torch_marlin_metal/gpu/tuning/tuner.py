@@ -16,7 +16,7 @@ from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, 
 from torch_marlin_metal.gpu.tuning.errors import check
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
-from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
