@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal import extension
-from torch_marlin_metal.layers.proof import DTYPES, TOLERANCE, in_mode, random_like
+from torch_marlin_metal.layers.equivalence import DTYPES, TOLERANCE, in_mode, random_like
 from torch_marlin_metal.ops.decoder import ActivationName, gated_activation
 
 Activation = Callable[[Tensor], Tensor]

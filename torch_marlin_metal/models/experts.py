@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from torch_marlin_metal.layers.activation import Activation
 from torch_marlin_metal.layers.experts import COLUMNS, ExpertWeights, MarlinExperts, StackError, difference
-from torch_marlin_metal.layers.experts_proof import why_unknown
+from torch_marlin_metal.layers.experts_equivalence import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
