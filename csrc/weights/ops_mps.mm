@@ -46,8 +46,6 @@ Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::Scala
   return out;
 }
 
-constexpr uint32_t kWordBytes = sizeof(uint32_t);
-
 // Runs one of the four kernels in repack.metal: reads [rows, columns] words, `thread_rows` of them per thread, and
 // writes `out`.
 Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {},
@@ -59,6 +57,8 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   bindings[kSlotOut] = out;
   problem.rows = checked_size(op, "rows", words.size(0)) / thread_rows;
   problem.columns = checked_size(op, "columns", words.size(1));
+  problem.thread_bytes =
+      static_cast<uint32_t>((words.nbytes() + out.nbytes()) / (size_t{problem.rows} * problem.columns));
   problem.has_perm = perm.defined();
   encode(*find_plan(problem, plan_repack), std::move(bindings));
   return out;
@@ -66,18 +66,16 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
 
 Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
   check_gptq_repack(qweight, perm);
-  return repack("gptq_repack", {.kernel = Kernel::gptq_repack, .thread_bytes = 2 * kWordBytes}, qweight,
-                at::empty(qweight.sizes(), qweight.options()), contiguous_or_undefined(perm));
+  return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight, at::empty(qweight.sizes(), qweight.options()),
+                contiguous_or_undefined(perm));
 }
 
 Tensor awq_repack_mps(const Tensor& qweight) {
   check_awq_repack(qweight);
-  return repack("awq_repack", {.kernel = Kernel::awq_repack, .thread_bytes = 2 * kCodesPerWord * kWordBytes}, qweight,
+  return repack("awq_repack", {.kernel = Kernel::awq_repack}, qweight,
                 at::empty({qweight.size(0) / kCodesPerWord, qweight.size(1) * kCodesPerWord}, qweight.options()), {},
                 kCodesPerWord);
 }
-
-constexpr uint32_t kZerosBytes = kWordBytes + kCodesPerWord;  // a word of zero points, and a byte for each
 
 Tensor empty_zeros(const Tensor& qzeros) {
   return at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
@@ -85,15 +83,13 @@ Tensor empty_zeros(const Tensor& qzeros) {
 
 Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
-  return repack("gptq_unpack_zeros",
-                {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored, .thread_bytes = kZerosBytes}, qzeros,
+  return repack("gptq_unpack_zeros", {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored}, qzeros,
                 empty_zeros(qzeros));
 }
 
 Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
   check_awq_unpack_zeros(qzeros);
-  return repack("awq_unpack_zeros", {.kernel = Kernel::awq_unpack_zeros, .thread_bytes = kZerosBytes}, qzeros,
-                empty_zeros(qzeros));
+  return repack("awq_unpack_zeros", {.kernel = Kernel::awq_unpack_zeros}, qzeros, empty_zeros(qzeros));
 }
 
 }  // namespace
