@@ -313,7 +313,7 @@ def test_the_table_has_every_key_of_gguf_and_of_transformers() -> None:
     tables = [GGUF_CONFIG_MAPPING.get(kind.removesuffix("_text"), {}) for kind in MODEL_TYPES.values()]
     mapped = {key for table in tables for key in table}
     assert mapped - KEYS.keys() == {"sliding_window"}  # a mistake in its table for gpt-oss
-    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4", "qwen35", "qwen35moe"}
+    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4", "qwen35", "qwen35moe", "lfm2"}
     assert {architecture for architecture, *_ in CASES.values()} == set(ARCHITECTURES) - {"llama4"}
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from gguf import GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 from tests.support.gguf_models import SLIDING, model_of, write
 
@@ -284,6 +284,69 @@ def of_gemma4(writer: GGUFWriter, config) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
+def of_head(writer: GGUFWriter, config) -> None:
+    shape(writer, config)
+    head(writer, config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def of_cohere2(writer: GGUFWriter, config) -> None:
+    of_command_r(writer, config)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_scaling_type(RopeScalingType.NONE)
+
+
+def of_granitemoe(writer: GGUFWriter, config) -> None:
+    of_granite(writer, config)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def of_olmo(writer: GGUFWriter, config) -> None:
+    config.layer_norm_eps = 1e-5  # the class has no setting for it
+    shape(writer, config, PLAIN)
+    del config.layer_norm_eps
+    writer.add_clamp_kqv(config.clip_qkv)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def of_exaone4(writer: GGUFWriter, config) -> None:
+    of_head(writer, config)
+    if config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def of_glm4(writer: GGUFWriter, config) -> None:
+    shape(writer, config)
+    head(writer, config.head_dim, config.head_dim // 2)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def of_glm4moe(writer: GGUFWriter, config) -> None:
+    of_glm4(writer, config)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+
+
+def of_lfm2(writer: GGUFWriter, config) -> None:
+    shape(writer, config)
+    del writer.kv_data[0]["lfm2.attention.head_count_kv"]
+    kv_heads = config.num_key_value_heads
+    writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config.layer_types])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])  # transformers counts them
+
+
 def rope(kind: str, **values) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 20000.0} | values}
 
@@ -436,6 +499,38 @@ CASES = {
     "logits": ("command-r", "command-r", rope("default") | {"logit_scale": 0.3}, of_command_r),
     "clip": ("olmoe", "olmoe", {"clip_qkv": 0.1} | EXPERTS, of_olmoe),
     "mixtral": ("llama", "mixtral", rope("default") | EXPERTS, of_mixtral),
+    "cohere2": (
+        "cohere2",
+        "cohere2",
+        rope("default") | {"logit_scale": 0.3, "num_hidden_layers": 5, "layer_types": None},
+        of_cohere2,
+    ),
+    "experts of Granite": (
+        "granitemoe",
+        "granitemoe",
+        {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 4.0}
+        | EXPERTS,
+        of_granitemoe,
+    ),
+    "arcee": ("arcee", "arcee", rope("default") | {"rms_norm_eps": 1e-3}, of_head),
+    "olmo": ("olmo", "olmo", rope("default") | {"clip_qkv": 0.1}, of_olmo),
+    "seed_oss": ("seed_oss", "seed_oss", rope("default") | {"rms_norm_eps": 1e-3}, of_head),
+    "ernie4_5": ("ernie4_5", "ernie4_5", rope("default") | {"use_bias": True}, of_head),
+    "exaone4": ("exaone4", "exaone4", rope("default"), of_exaone4),
+    "exaone4 without windows": (
+        "exaone4",
+        "exaone4",
+        rope("default") | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        of_exaone4,
+    ),
+    "glm4": ("glm4", "glm4", rope("default", partial_rotary_factor=0.5), of_glm4),
+    "glm4moe": (
+        "glm4moe",
+        "glm4moe",
+        rope("default", partial_rotary_factor=0.5) | {"attention_bias": True} | EXPERTS,
+        of_glm4moe,
+    ),
+    "lfm2": ("lfm2", "lfm2", rope("default") | {"norm_eps": 1e-3, "conv_L_cache": 4}, of_lfm2),
     "linear attention": ("qwen35", "qwen35", MROPE | {"rms_norm_eps": 1e-3}, of_qwen35),
     "linear attention, experts": ("qwen35moe", "qwen35moe", MROPE | EXPERTS, of_qwen35moe),
     "Gemma 4": ("gemma4", "gemma4", GEMMA4, of_gemma4),

@@ -21,7 +21,7 @@ from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER, RopeError, differ
 from torch_marlin_metal.patterns import NameFilter, selects
 
 # Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
-PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4}
 # Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
 PER_LAYER = {
     "head_dim": ("sliding_attention", "head_dim"),
@@ -32,8 +32,15 @@ PER_LAYER = {
 
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
-GATING = {"llama4": 2, "gpt-oss": 3}  # sigmoid; softmax over the chosen experts; 1, softmax over all, elsewhere
-PARALLEL_BLOCKS = ("phi2", "command-r")
+GATING = {
+    "llama4": 2,
+    "glm4moe": 2,
+    "gpt-oss": 3,
+}  # sigmoid; softmax over the chosen experts; 1, softmax over all, elsewhere
+PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
+# Architectures whose class never has a bias behind the attention, or has a setting of its own for it.
+WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss")
+FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
 TIED = "output.weight"
 
 
@@ -144,7 +151,8 @@ def _plain(case: _Case, name: str, key: Key, value: Any) -> Iterator[Difference]
     if isinstance(value, list) or not isinstance(value, bool | int | float):
         yield case.nowhere(name, f"one number for all layers is expected for a {type(case.config).__name__}")
     elif not setting:
-        if not neutral and not key.size:
+        fixed = FIXED.get((case.file.architecture, name))
+        if not neutral and not (fixed is not None and same(fixed, value)) and not key.size:
             yield case.nowhere(name)
     elif not neutral:
         yield from case.difference(name, setting, value)
@@ -181,6 +189,14 @@ def _feed_forward(case: _Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _key_value_heads(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    if isinstance(value, list) and 0 in value and has_setting(case.config, "layer_types"):
+        yield from case.difference(name, "num_key_value_heads", max(value))
+        types = ["full_attention" if each else "conv" for each in value]
+        if set(value) - {0, max(value)}:
+            yield case.nowhere(name, "one number for all layers of attention is expected")
+        elif case.config.layer_types != types:
+            yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
+        return
     if not has_setting(case.config, "num_global_key_value_heads"):
         yield from _plain(case, name, Key(("num_key_value_heads",)), value)
         return
@@ -318,6 +334,8 @@ def _of_tensors(case: _Case) -> Iterator[Difference]:
     said: list[tuple[str, tuple[str, ...], Any]] = [
         ("blk.0.attn_q.bias", ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"), file.has("attn_q.bias")),
         ("blk.0.ffn_up.bias", ("mlp_bias",), file.has("ffn_up.bias")),
+        ("blk.0.attn_output.bias", ("attention_out_bias",), file.has("attn_output.bias")),
+        ("blk.0.attn_q_norm.weight", ("use_qk_norm",), file.has("attn_q_norm.weight")),
         (TIED, ("tie_word_embeddings",), TIED not in file.tensors),
     ]
     if table is not None:
@@ -343,6 +361,8 @@ def _of_tensors(case: _Case) -> Iterator[Difference]:
 def _of_biases(case: _Case) -> Iterator[Difference]:
     """Yields that q, k and v have biases and the output projection has none, if the config has one setting for all."""
     name = "blk.0.attn_output.bias"
+    if case.file.architecture in WITHOUT_OUTPUT_BIAS:
+        return
     if has_setting(case.config, "attention_bias") and case.file.has("attn_q.bias") and name not in case.file.tensors:
         why = f"{type(case.config).__name__} has such a bias if it has those of q, k and v"
         why += "; a Qwen2ForCausalLM computes what a Llama without it computes" * (case.file.architecture == "llama")
@@ -363,6 +383,10 @@ def _of_llama_cpp(case: _Case) -> Iterator[Difference]:
         wide = (architecture, config.num_hidden_layers) in SCALED_BY_WIDTH
         value = config.hidden_size // config.num_attention_heads if wide else case.head
         yield from case.difference("attention.scale", "query_pre_attn_scalar", value)
+    if architecture == "exaone4" and not case.file.number("attention.sliding_window"):
+        types = ["full_attention"] * config.num_hidden_layers
+        for setting, value in (("sliding_window", None), ("layer_types", types)):
+            yield from case.difference("attention.sliding_window", setting, value)
     if architecture == "qwen3moe" and "expert_weights_norm" not in case.file.values:
         yield from case.difference("expert_weights_norm", "norm_topk_prob", True)
 
