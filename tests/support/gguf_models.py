@@ -29,6 +29,7 @@ OWN_SIZES = {
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
     "cohere2": {"sliding_window": 8, "layer_types": SLIDING},
     "glm4moe": {"first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 4, "routed_scaling_factor": 2.5},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     # Two layers share keys and values, and have the double width, as in Gemma 4 E2B.
     "gemma4": {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64}
@@ -53,6 +54,7 @@ TYPES = {
     "llama4": "llama4_text",
 }
 TYPES |= {"phi2": "phi", "command-r": "cohere", "glm4moe": "glm4_moe"}
+TYPES |= {"minimax-m2": "minimax_m2", "hunyuan-dense": "hunyuan_v1_dense"}
 REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
 LINEAR_ATTENTION = ("qwen35", "qwen35moe")
@@ -61,7 +63,8 @@ IDS = torch.tensor([[3, 9, 27, 41, 5]])
 # Parameters that llama.cpp's converters rename before they ask gguf's table.
 RENAMED = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
 RENAMED |= {"layer_scalar": "layer_scalar.weight"}
-RENAMED |= {"gate.e_score_correction_bias": "gate.e_score_correction.bias"}
+RENAMED |= {"e_score_correction_bias": "e_score_correction.bias"}
+RENAMED |= {"mlp.e_score_correction_bias": "block_sparse_moe.e_score_correction.bias"}
 RENAMED |= {"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"}
 SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 PLAIN = ("F32", "F16", "BF16")
@@ -148,8 +151,8 @@ def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Ite
         index = index.squeeze(1)
     if "shared_expert_gate" in name:
         index = index.squeeze()
-    for ending, other in RENAMED.items():
-        name = name.removesuffix(ending) + other if name.endswith(f".{ending}") else name
+    for ending in sorted((each for each in RENAMED if name.endswith(f".{each}")), key=len)[-1:]:
+        name = name.removesuffix(ending) + RENAMED[ending]
     yield names.get_name(name, try_suffixes=(".weight", ".bias")), index
 
 

@@ -337,6 +337,25 @@ def of_glm4moe(writer: GGUFWriter, config) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
+def of_dots1(writer: GGUFWriter, config) -> None:
+    of_head(writer, config)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+
+
+def of_minimax_m2(writer: GGUFWriter, config) -> None:
+    of_glm4(writer, config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
 def of_lfm2(writer: GGUFWriter, config) -> None:
     shape(writer, config)
     del writer.kv_data[0]["lfm2.attention.head_count_kv"]
@@ -530,6 +549,14 @@ CASES = {
         rope("default", partial_rotary_factor=0.5) | {"attention_bias": True} | EXPERTS,
         of_glm4moe,
     ),
+    "dots1": ("dots1", "dots1", rope("default") | {"norm_topk_prob": True} | EXPERTS, of_dots1),
+    "minimax-m2": (
+        "minimax-m2",
+        "minimax-m2",
+        rope("default", partial_rotary_factor=0.5) | {"intermediate_size": 64} | EXPERTS,
+        of_minimax_m2,
+    ),
+    "hunyuan-dense": ("hunyuan-dense", "hunyuan-dense", rope("default") | {"rms_norm_eps": 1e-3}, of_head),
     "lfm2": ("lfm2", "lfm2", rope("default") | {"norm_eps": 1e-3, "conv_L_cache": 4}, of_lfm2),
     "linear attention": ("qwen35", "qwen35", MROPE | {"rms_norm_eps": 1e-3}, of_qwen35),
     "linear attention, experts": ("qwen35moe", "qwen35moe", MROPE | EXPERTS, of_qwen35moe),

@@ -32,11 +32,8 @@ PER_LAYER = {
 
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
-GATING = {
-    "llama4": 2,
-    "glm4moe": 2,
-    "gpt-oss": 3,
-}  # sigmoid; softmax over the chosen experts; 1, softmax over all, elsewhere
+# How the router weighs experts: 2 is sigmoid, 3 softmax over the chosen ones; 1, softmax over all, elsewhere.
+GATING = {"llama4": 2, "glm4moe": 2, "dots1": 2, "minimax-m2": 2, "gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
 # Architectures whose class never has a bias behind the attention, or has a setting of its own for it.
 WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss")
