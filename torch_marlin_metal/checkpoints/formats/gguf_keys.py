@@ -26,7 +26,7 @@ class Key:
         neutral: values with the meaning of an absent key. A config without the setting is right for them.
         off: the setting's value for a neutral value, if a config has the setting.
         size: whether the shapes of the tensors say the same. Loading compares these, so the key is not compared.
-        special: whether `models.gguf_settings` or `models.gguf_rope` has code of its own for it.
+        special: whether `models.gguf_special` or `models.gguf_rope` has code of its own for it.
         harmless: why the key changes nothing that a model computes, or "".
     """
 
