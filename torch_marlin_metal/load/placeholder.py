@@ -39,6 +39,14 @@ class PendingLinear(nn.Module):
         raise RuntimeError("a model was used before its 4-bit layers were loaded")
 
 
+class PendingExperts(nn.Module):
+    """Holds the place of the packed experts of a mixture; it has no parameters."""
+
+    def forward(self, *args: Tensor) -> NoReturn:
+        """Raises an error, because the model is not loaded yet."""
+        raise RuntimeError("a model was used before its 4-bit experts were loaded")
+
+
 def inherit(new: nn.Module, old: nn.Module) -> None:
     """Copies the training mode and the hooks, including accelerate's, from a module to its replacement."""
     if new is old:
