@@ -69,10 +69,9 @@ SETTINGS: dict[str, tuple[Any, str, type]] = {
         "transform_config: layers that rotate",
         convert.UnsupportedFormat,
     ),
-    "modelopt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'FP8' is not read", convert.UnsupportedFormat),
-    "bitsandbytes 8 bit": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        "load_in_8bit",
+    "modelopt W4A8": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "'W4A8_AWQ' is not read",
         convert.UnsupportedFormat,
     ),
     "auto-round fp8": (
@@ -230,11 +229,11 @@ def test_layers_quantized_in_another_way_are_named(tmp_path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     eight_bit = {"head.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "head.weight_scale": torch.ones(2, 2)}
     save_file(tensors | eight_bit, tmp_path / "model.safetensors")
-    fails(tmp_path, "layer 'head': its weight is not packed", convert.UnsupportedFormat)
+    fails(tmp_path, "layer 'head': 8-bit weights", convert.UnsupportedFormat)
     reader = convert.open_reader(tmp_path, on_unsupported="skip")
     assert [weight.name for weight in reader] == [LAYER]
     assert list(reader.other_tensors()) == []
-    fails(tmp_path, "only E4M3 weights with a scale", convert.UnsupportedFormat, on_unsupported="dequantize")
+    fails(tmp_path, r"head.weight_scale': \[2, 2\] does not agree", on_unsupported="dequantize")
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5]), torch.linspace(0.1, 1, 4)[:, None]])
@@ -253,7 +252,7 @@ def test_fp8_layers_beside_4_bit_ones_are_decoded_on_request(tmp_path, scale) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_unsupported": "ignore"}, "on_unsupported: expected 'error', 'dequantize' or 'skip', got 'ignore'"),
+        ({"on_unsupported": "ignore"}, "on_unsupported: expected None, 'error', 'dequantize' or 'skip', got 'ignore'"),
         ({"gptq_zeros_rule": "x"}, "gptq_zeros_rule: expected"),
         ({"gptq_version": 3}, "gptq_version: expected None, 1 or 2, got 3"),
         ({"gguf_names": "x"}, "gguf_names: expected"),

@@ -11,7 +11,7 @@ from tests.support.gguf_models import FAMILIES, IDS, model_of, write
 from tests.support.llama import MODELS, write_gguf
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized
 from torch_marlin_metal.integrations import transformers
-from torch_marlin_metal.integrations.transformers import gguf as integration
+from torch_marlin_metal.integrations.transformers import packed_checkpoint
 
 WARNINGS = {
     architecture: [f"model.embed_tokens is decoded to floats: {table} has a forward of its own"]
@@ -75,15 +75,15 @@ def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
     share = sum(tensor.nbytes for tensor in other) / sum(tensor.nbytes for tensor in stored.values())
     loaded = model_of("llama")
     with pytest.warns(
-        UserWarning, match=rf"{share:.0%} of the bytes .* not 4 bit: Q5_0 \(\d+%\), Q8_0 \(\d+%\)\. They"
-    ):
+        UserWarning, match=rf"{share:.0%} of the bytes .* floats: Q5_0 \(\d+%\), Q8_0 \(\d+%\)\. They"
+    ) as caught:
         load_quantized(loaded, path, progress=False)
     assert type(loaded.model.layers[0].mlp.down_proj) is torch.nn.Linear
     assert isinstance(loaded.model.layers[0].mlp.up_proj, MarlinLinear)
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    numbers = sum(np.prod(tensor.shape) for tensor in other)
-    assert f"{2 * numbers / 1e6:.0f} MB in 16 bit" in convert.open_reader(path).mixture()
+    held, size = (sum(sizes) for sizes in zip(*((4 * np.prod(t.shape), t.nbytes) for t in other), strict=True))
+    assert f"take {held / 1e6:.1f} MB instead of {size / 1e6:.1f} MB" in str(caught[0].message)
     with pytest.raises(convert.UnsupportedFormat, match="is not a 4-bit type that is read"):
         load_quantized(model_of("llama"), path, on_unsupported="error", progress=False)
 
@@ -96,7 +96,7 @@ def test_experts_of_a_mixed_file_are_not_stacked(architecture, family, tmp_path)
         tmp_path / "m.gguf", architecture, model, lambda name: "Q8_0" if "blk.1.ffn_down_exps" in name else "Q4_0"
     )
     loaded = model_of(family)
-    with pytest.warns(UserWarning, match=r"not 4 bit: Q8_0 \(\d+%\)\. They"):
+    with pytest.warns(UserWarning, match=r"became floats: Q8_0 \(\d+%\)\. They"):
         report = load_quantized(loaded, path, progress=False)
     packed, separate = (layer.mlp.experts for layer in loaded.model.layers)
     assert isinstance(packed, MarlinExperts) and not isinstance(separate, MarlinExperts)
@@ -119,9 +119,9 @@ def test_experts_of_a_mixed_file_are_not_stacked(architecture, family, tmp_path)
 def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
     _, weights = write_gguf(tmp_path / "tiny.gguf", MODELS / "auto-round-asym-g32", "Q4_0", embedding="Q8_0")
     told: list[str] = []
-    monkeypatch.setattr(integration.logger, "warning", told.append)
+    monkeypatch.setattr(packed_checkpoint.logger, "warning", told.append)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float16)
-    assert len(told) == 1 and "of the bytes of its matrices are not 4 bit: Q8_0 (" in told[0]
+    assert len(told) == 1 and "of its matrices have no 4-bit weight format and became floats: Q8_0 (" in told[0]
     table = model.model.embed_tokens
     assert type(table) is torch.nn.Embedding and table.weight.dtype == torch.float16
     assert torch.equal(table.weight, torch.from_numpy(weights["model.embed_tokens"]).half())

@@ -106,13 +106,15 @@ def test_a_layer_that_can_be_decoded_says_how(tmp_path) -> None:
 
     write(tmp_path, gptq, {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True, "desc_act": False})
     python = "on_unsupported='dequantize'"
-    ways = {of_python: python, of_from_pretrained: f"MarlinConfig({python})", of_command: "--on-unsupported dequantize"}
-    for door, way in ways.items():
+    asked = {"on_unsupported": "error"}
+    ways = {of_python: (python, {}), of_command: ("--on-unsupported dequantize", {})}
+    ways |= {of_load_quantized: (python, asked), of_from_pretrained: (f"MarlinConfig({python})", asked)}
+    for door, (way, options) in ways.items():
         with pytest.raises(convert.CheckpointError, match=re.escape(f"{way}") + r"\)? decodes it to floats"):
-            door(tmp_path)
+            door(tmp_path, **options)
     of_python(tmp_path, on_unsupported="dequantize")
     of_command(tmp_path, "--on-unsupported", "dequantize")
-    model = of_from_pretrained(tmp_path, on_unsupported="dequantize")
+    model = of_from_pretrained(tmp_path)
     assert not any(isinstance(layer, MarlinLinear) for layer in model.modules())
 
 

@@ -184,11 +184,12 @@ CASES = {
         {"*": STOPS},
     ),
     "unsupported width": Case(
-        "a layer of an unsupported width, such as 8 bit",
+        'a layer of an unsupported width, such as 8 bit, and `on_unsupported="error"`',
         eight_bit_layer,
-        "The load stops and names the argument that decodes the layer.",
+        "The load stops and names the layer. Without the argument, the layer becomes floats, with a warning.",
         r"layer 'block.down'.*8.*WAY(on_unsupported='dequantize') decodes it to floats",
         {"*": STOPS, "inspect --model": NONE, "diffusers": NONE, "sentence-transformers": NONE},
+        {"on_unsupported": "error"},
     ),
     "lost shard": Case(
         "the checkpoint lacks a shard",

@@ -155,9 +155,9 @@ def test_experts_that_compute_something_else_are_named(tmp_path) -> None:
     ]
     convert.export_checkpoint(layers, tmp_path / "packed", "gptq", other_tensors=others)
     with pytest.raises(ModelMismatchError, match="Llama4TextExperts computes something else than MarlinExperts"):
-        load_quantized(model, tmp_path / "packed", progress=False)
+        load_quantized(model, tmp_path / "packed", on_unsupported="error", progress=False)
     with pytest.warns(UserWarning, match="feed_forward.experts is decoded to floats: Llama4TextExperts computes"):
-        load_quantized(model, tmp_path / "packed", on_unsupported="dequantize", progress=False)
+        load_quantized(model, tmp_path / "packed", progress=False)
     experts = model.model.layers[0].feed_forward.experts
     gate, up, down = (layer.dequantize() for layer in layers[-3:])
     assert torch.equal(experts.gate_up_proj[1], torch.cat([gate, up], 1))
@@ -171,10 +171,10 @@ def test_experts_without_a_down_are_not_decoded_into_fewer(tmp_path) -> None:
     experts.gate_up_proj = nn.Parameter(torch.cat([experts.gate_up_proj.detach(), torch.zeros(2, 192, 64)]))
     before = tensors(model)
     with pytest.raises(ModelMismatchError, match="Qwen3MoeExperts has 6 experts in gate_up_proj and 4 in down_proj"):
-        load_quantized(model, tmp_path / "source", progress=False)
+        load_quantized(model, tmp_path / "source", on_unsupported="error", progress=False)
     message = r"expected gate_up_proj of \[6, 192, 64\] as in the model, the checkpoint's is \[4, 192, 64\]"
     with pytest.warns(UserWarning, match="decoded to floats"), pytest.raises(ModelMismatchError, match=message):
-        load_quantized(model, tmp_path / "source", on_unsupported="dequantize", progress=False)
+        load_quantized(model, tmp_path / "source", progress=False)
     assert same(tensors(model), before)
 
 
@@ -189,5 +189,5 @@ def test_experts_with_a_forward_of_their_own_are_refused(tmp_path) -> None:
         layer.mlp.experts.__class__ = Doubled
     before = tensors(model)
     with pytest.raises(ModelMismatchError, match=f"experts '{EXPERTS}': Doubled computes something else"):
-        load_quantized(model, tmp_path / "source", progress=False)
+        load_quantized(model, tmp_path / "source", on_unsupported="error", progress=False)
     assert same(tensors(model), before)

@@ -10,15 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, OnlyWide, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.known_formats import find_format
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, fp8_weight
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
+from torch_marlin_metal.checkpoints.wide import wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 ENDS = 4096  # bytes at each end of a tensor that tell it from other tensors
@@ -71,6 +72,17 @@ class DirectoryReader(CheckpointReader):
             return
         if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
+
+    def stored_bytes(self, index: int) -> int:
+        """Returns the size of a layer in the files."""
+        layer = self._layers[index]
+        whole = sum(self.checkpoint.tensors[name].nbytes for name in layer.roles.values())
+        return whole // layer.experts
+
+    def check_packs(self) -> None:
+        """Raises `OnlyWide` if every layer has 8 bits."""
+        if all(layer.refused for layer in self._layers):
+            raise OnlyWide(f"{self.path}: {self._layers[0].refused}")
 
     def names(self) -> list[str]:
         """Returns the names of the layers in the order of the files."""
@@ -126,7 +138,7 @@ class DirectoryReader(CheckpointReader):
 
     def _convert(self, layer: Layer) -> PackedWeight:
         if layer.refused:
-            raise layer.unsupported(layer.refused, partial(fp8_weight, layer))
+            raise layer.unsupported(layer.refused, partial(wide_weight, layer))
         weight = self.format.read(layer, self.checkpoint.settings, self.options)
         weight.name = layer.name
         try:

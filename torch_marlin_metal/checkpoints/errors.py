@@ -22,8 +22,14 @@ class UnsupportedFormat(CheckpointError):
 
     Attributes:
         dequantize: a function that returns the layer's weight as fp32 `[N, K]`; None if the weight cannot be decoded.
+        kind: what layers that are refused for the same reason have in common, such as "Q6_K".
     """
 
-    def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None) -> None:
+    def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None, kind: str = "") -> None:
         super().__init__(message)
         self.dequantize = dequantize
+        self.kind = kind
+
+
+class OnlyWide(UnsupportedFormat):
+    """Every layer of a checkpoint has 8 bits, so that it can only be decoded to floats as a whole."""

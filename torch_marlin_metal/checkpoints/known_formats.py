@@ -8,6 +8,7 @@ from torch_marlin_metal.checkpoints.formats import (
     awq,
     bitsandbytes,
     compressed_tensors,
+    fp8,
     gguf,
     gpt_oss,
     gptq,
@@ -30,6 +31,7 @@ DIRECTORY_FORMATS: tuple[DirectoryFormat, ...] = (
     mlx.FORMAT,
     torchao.FORMAT,
     gpt_oss.FORMAT,
+    fp8.FORMAT,
 )
 FORMATS: tuple[Format, ...] = (*DIRECTORY_FORMATS, gguf.FORMAT)
 

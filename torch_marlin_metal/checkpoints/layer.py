@@ -45,6 +45,11 @@ class Layer:
             raise CheckpointError(f"{self.file}: layer {self.name!r}: expected a tensor {role}, found only {present}")
         return self.checkpoint.tensors[self.roles[role]]
 
+    @property
+    def experts(self) -> int:
+        """Returns the number of layers that the tensors hold."""
+        return 1 if self.expert is None else self.checkpoint.tensors[next(iter(self.roles.values()))].shape[0]
+
     def nbytes(self, role: str) -> int:
         """Returns the tensor's size in the file."""
         return self._info(role).nbytes
@@ -111,7 +116,8 @@ class Layer:
 
     def unsupported(self, reason: str, dequantize: Callable[[], Tensor] | None = None) -> UnsupportedFormat:
         """Makes the error that refuses this layer; `dequantize` decodes the layer for callers who want floats."""
-        return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize)
+        kind = reason.removesuffix(" are not 4 bit wide")
+        return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize, kind)
 
 
 def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Tensor]] | None:
@@ -150,20 +156,6 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
     """Expands values per group `[G, N]` to `[K, N]`: repeats each row `group_size` times and cuts off after K rows."""
     return grouped.repeat_interleave(group_size, 0)[:K]
-
-
-def fp8_weight(layer: Layer) -> Tensor:
-    """Decodes an E4M3 `weight` `[N, K]` with one `weight_scale` per tensor or per row to fp32 `[N, K]`.
-
-    Raises:
-        UnsupportedFormat: the layer is of another kind.
-    """
-    N = layer.shape("weight")[0] if "weight" in layer and len(layer.shape("weight")) == 2 else 0
-    fits = "weight_scale" in layer and layer.shape("weight_scale") in ((), (1,), (1, 1), (N, 1))
-    if not N or not fits or layer.dtype("weight") != "F8_E4M3" or layer.dtype("weight_scale") not in FLOATS:
-        raise layer.unsupported(f"{layer.refused}; only E4M3 weights with a scale for each row or in all are decoded")
-    scale = layer.read("weight_scale").float()
-    return layer.read("weight").view(torch.float8_e4m3fn).float() * (scale if scale.dim() == 2 else scale.reshape(1, 1))
 
 
 def constant(tensor: Tensor, value: int) -> bool:

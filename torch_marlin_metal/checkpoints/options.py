@@ -18,7 +18,8 @@ class ReadOptions:
 
     Attributes:
         on_unsupported: what happens if the operators cannot represent a layer without loss. "error" raises an error,
-            "dequantize" decodes the layer to floats, and "skip" leaves it out.
+            "dequantize" decodes the layer to floats, and "skip" leaves it out. None means "dequantize" if the
+            checkpoint is loaded into a model, and otherwise "error".
         allow_pickle: whether to read PyTorch pickles too, by `torch.load(weights_only=True)`.
         gptq_zeros_rule: how zero points of GPTQ's version 1 are read if a stored nibble is 15: "word", "masked" or
             "unmasked", see `gptq_unpack_zeros`.
@@ -31,14 +32,14 @@ class ReadOptions:
         ValueError: a value is unknown; the message names the field.
     """
 
-    on_unsupported: OnUnsupported = "error"
+    on_unsupported: OnUnsupported | None = None
     allow_pickle: bool = False
     gptq_zeros_rule: ZerosRule = "word"
     gptq_version: int | None = None
     gguf_names: GgufNames = "gguf"
 
     def __post_init__(self) -> None:
-        check_choice("on_unsupported", self.on_unsupported, get_args(OnUnsupported))
+        check_choice("on_unsupported", self.on_unsupported, (None, *get_args(OnUnsupported)))
         check_choice("gptq_zeros_rule", self.gptq_zeros_rule, get_args(ZerosRule))
         check_choice("gptq_version", self.gptq_version, (None, 1, 2))
         check_choice("gguf_names", self.gguf_names, get_args(GgufNames))

@@ -28,12 +28,14 @@ class DenseWeight:
         weight: fp32 `[N, K]`, as `torch.nn.Linear` holds it.
         bias: `[N]` or None.
         reason: why the layer is not a `PackedWeight`.
+        kind: what layers with the same reason have in common, such as "Q6_K".
     """
 
     name: str
     weight: Tensor
     bias: Tensor | None
     reason: str
+    kind: str = ""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight as `[K, N]`, like `PackedWeight.dequantize`."""
@@ -89,9 +91,9 @@ class CheckpointReader(ABC):
         """Returns the file of every tensor of a directory, or {} for a single file."""
         return {}
 
-    def mixture(self) -> str:
-        """Returns a sentence about the matrices that are not 4 bit, or "" if there are none or they are not counted."""
-        return ""
+    def stored_bytes(self, index: int) -> int:
+        """Returns the size of a layer in the files."""
+        return 0
 
     def fingerprint(self) -> bytes:
         """Returns bytes that differ for most other checkpoints. Reads little of the files."""
@@ -139,10 +141,10 @@ class CheckpointReader(ABC):
                 return None
             if error.dequantize is None:
                 raise
-            if self.options.on_unsupported == "error":
+            if self.options.on_unsupported != "dequantize":
                 way = f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
-                raise UnsupportedFormat(f"{error}; {way}", error.dequantize) from error
-            return DenseWeight(self.layer_names[index], error.dequantize(), self.bias(index), str(error))
+                raise UnsupportedFormat(f"{error}; {way}", error.dequantize, error.kind) from error
+            return DenseWeight(self.layer_names[index], error.dequantize(), self.bias(index), str(error), error.kind)
 
     def read_part(self, index: int, part: Part) -> PackedWeight | None:
         """Reads one process's part of the layer at an index, or returns None if it can only be read whole."""

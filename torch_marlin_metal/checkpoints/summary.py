@@ -18,12 +18,13 @@ A reader never quantizes again: it keeps the codes, scales and zero points that 
 list what each reader reads and what it refuses. A layer is also refused if no weight format can represent its weights
 exactly.
 
-The argument `on_unsupported` of `read_layers` decides what happens to a refused layer:
+The argument `on_unsupported` of `read_layers` and of `load_quantized` decides what happens to a refused layer:
 
-- `"error"`, the default, raises an error that names the layer.
+- `"error"`, the default of `read_layers`, raises an error that names the layer.
 - `"skip"` leaves the layer out.
-- `"dequantize"` decodes the layer to floats. Not every layer can be decoded: the tables say "dequantized on request"
-  for those that can. Any other refused layer raises the same error as with `"error"`.
+- `"dequantize"`, the default of `load_quantized` and of transformers' `from_pretrained`, decodes the layer to floats.
+  Not every layer can be decoded: the tables say "dequantized on request" for those that can. Any other refused layer
+  raises the same error as with `"error"`.
 
 compressed-tensors divides NVFP4 weights by a global scale. This package multiplies by the inverse of that scale and
 rounds the inverse to fp32, which is one rounding more. So a weight has a relative error of at most 3 * 2^-24. With the

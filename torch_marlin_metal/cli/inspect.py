@@ -25,7 +25,7 @@ def inspect(
     layers: Annotated[bool, typer.Option(help="List every layer, not only the kinds of layers.")] = True,
     model: Annotated[Path | None, typer.Option(help="A config.json, or its directory: show what goes where.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="With --model: patterns of what the model may lack.")] = None,
-    on_unsupported: Annotated[Unsupported, typer.Option(help="With --model: error, or dequantize.")] = "error",
+    on_unsupported: Annotated[Unsupported, typer.Option(help="With --model: error, or dequantize.")] = "dequantize",
     allow_pickle: arguments.AllowPickle = False,
     gguf_names: arguments.Names = "gguf",
     gptq_version: arguments.GptqVersion = None,

@@ -17,6 +17,7 @@ from torch_marlin_metal.load.experts import SeparateExperts
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
 from torch_marlin_metal.load.placeholder import PendingLinear, inherit
 from torch_marlin_metal.load.plan import EXCLUDED, ExpertsPlace, Place, Spot, plan_load
+from torch_marlin_metal.load.share import FloatShare
 from torch_marlin_metal.load.unset import initialize
 from torch_marlin_metal.models.decode_experts import decode_experts
 from torch_marlin_metal.models.empty_model import (
@@ -62,6 +63,7 @@ class Loader:
             warn(f"{door.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
         self.changes = Changes(model)
         self._back: list[Target] = []
+        self._share = FloatShare(reader)
 
     def place(self) -> None:
         """Puts placeholders into the model, so that a host library neither reports nor makes the packed weights."""
@@ -100,6 +102,8 @@ class Loader:
                     report += self._fill(place, split)
                 bar.update()
         self._complete()
+        if told := self._share.sentence():
+            self._warn(f"{self._door.op}: {told}")
         return report
 
     def _complete(self) -> None:
@@ -159,9 +163,13 @@ class Loader:
             yield from self._reinitialize(place)
         elif isinstance(weight, DenseWeight) or place.dense:
             reason = place.dense or getattr(weight, "reason", "")
-            if place.dense and not place.dense.endswith(EXCLUDED):
+            chosen = place.dense.endswith(EXCLUDED)
+            if place.dense and not (chosen or place.no_layer):
                 self._warn(f"{spot.name} is decoded to floats: {reason}")
-            self._decode(place, weight, device)
+            values = self._decode(place, weight, device)
+            if not chosen and (isinstance(weight, DenseWeight) or place.no_layer):
+                kind = weight.kind if isinstance(weight, DenseWeight) else type(spot.target.module).__name__
+                self._share.add(place.index, kind, values.nbytes)
             for one in place.spots():
                 why = reason if one is spot else f"its weight is that of {spot.name}"
                 yield self._report(one, one.target.module, why)
@@ -225,7 +233,7 @@ class Loader:
             return self._tensors.get(name)
         return target.module._parameters.get("weight")  # of an expert that has just been made
 
-    def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> None:
+    def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> Tensor:
         """Puts the model's own module back into its place, with decoded values, and shares these with the users."""
         target, door = place.spot.target, self._door
         module, old = target.module, self._held(target)
@@ -244,6 +252,7 @@ class Loader:
             self.changes.set_parameter(module, "bias", bias.to(place_on, door.dtype or held.dtype), held)
         for user in place.users:
             self.changes.set_parameter(user.target.module, "weight", shared, old)
+        return shared
 
     def _skip(self, place: Place) -> Iterator[LayerReport]:
         """Leaves the model's layer as it was (`on_unsupported="skip"`)."""

@@ -1,7 +1,7 @@
 """The plan of a load: where each layer and tensor of a checkpoint goes, and who sets each tensor of the model."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -61,6 +61,7 @@ class Place:
         spot: the module that the checkpoint names.
         users: modules that share the weight and that the checkpoint lacks, so that the loader fills them, too.
         dense: why the layer becomes floats, or "".
+        no_layer: whether that is because the model's class takes only floats there, as for a router.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Place:
     spot: Spot
     users: list[Spot] = field(default_factory=list)
     dense: str = ""
+    no_layer: bool = False
 
     def spots(self) -> list[Spot]:
         """Returns all modules that get this weight."""
@@ -155,6 +157,8 @@ def plan_load(model: nn.Module, reader: CheckpointReader, door: Door) -> LoadPla
             part of a mixture is packed, or a GGUF file says another setting than the model.
         ValueError: a pattern of `exclude` matches nothing.
     """
+    if reader.options.on_unsupported is None:
+        reader.options = replace(reader.options, on_unsupported="dequantize")
     return _Planner(model, reader, door).plan()
 
 
@@ -321,7 +325,7 @@ class _Planner:
         if isinstance(module, (nn.Embedding, MarlinEmbedding)):
             reason = why_not_table(module)
         else:
-            reason = f"{type(module).__name__} is no nn.Linear"
+            reason, place.no_layer = f"{type(module).__name__} is no nn.Linear", True
             weight = getattr(module, "weight", None)
             if not isinstance(weight, Tensor) or weight.dim() != 2:
                 raise self._error(

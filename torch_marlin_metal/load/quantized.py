@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_marlin_metal.checkpoints.directory import open_reader
-from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.load.door import Door, Split
@@ -52,9 +52,9 @@ def load_quantized(
         path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
         options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
             `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
-            "error" raises an error, "dequantize" decodes them to floats, and "skip" leaves the model's layer unchanged.
-            Most .gguf files also hold matrices that are not 4 bit, so the default for them is "dequantize". Before such
-            matrices are read, a warning states their share.
+            "dequantize", the default, decodes them to floats, "error" raises an error, and "skip" leaves the model's
+            layer unchanged. Many checkpoints also hold matrices that are not 4 bit. One warning states their types,
+            their share of the file and their size in memory.
         device: device of every loaded tensor. None means the device of the replaced tensor, or the CPU if that tensor
             is on the meta device.
         dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
@@ -81,10 +81,7 @@ def load_quantized(
         ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
             tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
     """
-    mixed: OnUnsupported = "dequantize" if str(os.fspath(path)).endswith(".gguf") else "error"
-    reader = open_reader(path, options or ReadOptions(gguf_names="hf", on_unsupported=mixed), **fields)
-    if reader.options.on_unsupported == "dequantize" and (told := reader.mixture()):
-        warnings.warn(f"{OP}: {told}", stacklevel=2)
+    reader = open_reader(path, options or ReadOptions(gguf_names="hf"), **fields)
     place = torch.device(device) if device is not None else None
     door = Door(
         op=OP,

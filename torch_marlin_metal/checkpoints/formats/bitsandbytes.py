@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
@@ -25,8 +24,7 @@ MAX_OFFSET = 2.0**100
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    if settings.flag("load_in_8bit", "_load_in_8bit"):
-        raise UnsupportedFormat(f"{settings.file}: load_in_8bit: bitsandbytes' 8-bit weights are not 4 bit wide")
+    """Accepts every checkpoint, because a layer of 4 bit has its own settings, and one of 8 bit needs none."""
 
 
 def _state(layer: Layer) -> Settings:
@@ -100,13 +98,13 @@ def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
 FORMAT = DirectoryFormat(
     name="bitsandbytes",
     title="bitsandbytes (transformers' load_in_4bit)",
-    methods=("bitsandbytes", "bitsandbytes_4bit"),
+    methods=("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
     variants=(
         ("NF4, with and without double quantization (scales become fp32: 4.5 bits a weight)", "lut4"),
         ("FP4 (its own table, not E2M1), with and without double quantization", "lut4"),
     ),
     refused=(
-        ("load_in_8bit", "codes are not 4 bit wide"),
+        ("load_in_8bit (LLM.int8)", "8-bit weights; dequantized on request"),
         ("rows and blocks that no common group size divides", "dequantized on request"),
     ),
     anchors={
@@ -118,5 +116,6 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
     check=_check,
     read=_read,
-    unread={".SCB": "an 8-bit layer (LLM.int8), not 4 bit wide"},
+    extras=(".weight_format",),
+    unread={".SCB": "8-bit weights (LLM.int8) are not 4 bit wide"},
 )

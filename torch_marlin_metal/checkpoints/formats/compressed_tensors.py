@@ -19,8 +19,16 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The weights of "dense" are floats, with quantization parameters beside them.
-READ_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense")
+# The weights of "dense" are floats, with quantization parameters beside them. Those of `EIGHT_BIT` become floats.
+EIGHT_BIT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
+READ_FORMATS = (
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+    *EIGHT_BIT,
+)
 OFFSET = 8
 
 
@@ -61,7 +69,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         return ((codes - offset) * scales.float()[groups]).t()
 
     if bits != 4:
-        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize if bits in (2, 8) else None)
+        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
@@ -167,11 +175,10 @@ FORMAT = DirectoryFormat(
         ("mixed-precision: the layers of the kinds above", "each layer its own"),
     ),
     refused=(
-        ("pack-quantized of 2, 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; 2 and 8 bit dequantized on request"),
-        ("float-quantized, int-quantized, naive-quantized, mxfp8-quantized", "8-bit weights"),
+        ("pack-quantized of 2, 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         (
-            "8-bit layers of mixed-precision",
-            "8-bit weights; E4M3 with a scale for each row or in all dequantized on request",
+            "float-quantized, int-quantized, naive-quantized, mxfp8-quantized; such layers of mixed-precision",
+            "8-bit weights; dequantized on request",
         ),
         ("marlin-24 and sparse formats", "2:4 sparsity"),
         ("transform_config", "layers that rotate their input"),
@@ -192,5 +199,5 @@ FORMAT = DirectoryFormat(
     check=_check,
     read=_read,
     extras=(".input_scale", ".input_global_scale", ".input_zero_point"),
-    unread={".weight_scale": "its weight is not packed (weight_scale without weight_packed): not 4 bit wide"},
+    unread={".weight_scale": "8-bit weights (weight_scale without weight_packed) are not 4 bit wide"},
 )

@@ -7,7 +7,6 @@ the low nibbles hold the first n codes of the run, and the high nibbles the next
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -183,22 +182,11 @@ class GgufReader(CheckpointReader):
     def _full_name(self, tensor: GgufTensor) -> str:
         return (hf_name(tensor.name, self.architecture) if self.hf else None) or tensor.name
 
-    def mixture(self) -> str:
-        """Returns a sentence about the matrices that are not 4 bit, with their share of the bytes, or ""."""
-        stored: dict[str, int] = {}
-        numbers = 0
-        for tensor in self._matrices.values():
-            if tensor.type_name not in DECODERS:
-                stored[tensor.type_name] = stored.get(tensor.type_name, 0) + tensor.nbytes
-                numbers += prod(tensor.shape)
-        if not stored:
-            return ""
-        total = sum(tensor.nbytes for tensor in self._matrices.values())
-        listed = ", ".join(f"{name} ({size / total:.0%})" for name, size in sorted(stored.items()))
-        return (
-            f"{self.path}: {sum(stored.values()) / total:.0%} of the bytes of its matrices are not 4 bit: {listed}. "
-            f"They become floats: {2 * numbers / 1e6:.0f} MB in 16 bit, twice as much in float32"
-        )
+    def stored_bytes(self, index: int) -> int:
+        """Returns the size of a layer in the file."""
+        tensor, expert = self._layers[index]
+        both = [tensor, *([self._partners[tensor.name]] if tensor.name in self._partners else [])]
+        return sum(one.nbytes for one in both) // (1 if expert is None else tensor.shape[0])
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
@@ -237,7 +225,9 @@ class GgufReader(CheckpointReader):
             )
         if tensor.type_name not in DECODERS:
             raise UnsupportedFormat(
-                f"{where}: {tensor.type_name} is not a 4-bit type that is read", self._floats(index)
+                f"{where}: {tensor.type_name} is not a 4-bit type that is read",
+                self._floats(index),
+                tensor.type_name,
             )
         if len(tensor.shape) != (2 if expert is None else 3):
             raise UnsupportedFormat(f"{where}: expected a matrix, got shape {list(tensor.shape)}", self._floats(index))

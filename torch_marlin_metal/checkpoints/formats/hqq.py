@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-PACKING = "4bit_u8"
+PACKING = {4: "4bit_u8", 5: "8bit_u8", 6: "8bit_u8", 8: "8bit_u8"}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -24,22 +24,23 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     stated = settings.section("quant_config").section("weight_quant_params")
     bits, axis = _number(layer, "nbits", stated.integer("nbits")), _number(layer, "axis", stated.integer("axis"))
-    if bits != 4:
+    if bits not in PACKING:
         raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide")
     if "packing" in layer and layer.dtype("packing") == "U8" and len(layer.shape("packing")) == 1:
         packing = layer.read("packing").numpy().tobytes()[:40].decode("utf-8", "replace")
-        if packing != PACKING:
-            raise layer.unsupported(f"HQQ packing {packing!r} is not read; known: {PACKING}")
+        if packing != PACKING[bits]:
+            raise layer.unsupported(f"HQQ packing {packing!r} of {bits} bits is not read; known: {PACKING[bits]}")
     for role in ("quant_scale", "quant_zero"):
         if role in layer and layer.scalar(role):
             raise layer.unsupported(f"its scales or zero points are themselves quantized ({role})")
     layer.expect("shape", ("I64", "I32"), 2)
     N, K = (int(size) for size in layer.read("shape"))
     nbytes = layer.nbytes("W_q")
-    if N < 1 or K < 1 or 2 * nbytes != N * K:
-        raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of 4 bit")
-    packed = layer.read("W_q").reshape(-1).view(torch.uint8)
-    codes = torch.cat((packed >> 4, packed & 15))  # the first half of the rows, then the second half
+    if N < 1 or K < 1 or nbytes * (2 if bits == 4 else 1) != N * K:
+        raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of {bits} bit")
+    codes = layer.read("W_q").reshape(-1).view(torch.uint8)
+    if bits == 4:
+        codes = torch.cat((codes >> 4, codes & 15))  # the first half of the rows, then the second half
     scales, zeros = _column(layer, "scale"), _column(layer, "zero")
     groups = scales.numel()
     if zeros.numel() != groups or N * K % groups:
@@ -59,6 +60,8 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         grouped = codes.reshape(groups, group_size).float()
         return ((grouped - zeros.float()[:, None]) * scales.float()[:, None]).reshape(N, K)
 
+    if bits != 4:
+        raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide", dequantize)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
     fitted = fit_groups(K, group_size, scales.reshape(N, -1).t(), zeros.reshape(N, -1).t())
@@ -96,7 +99,8 @@ FORMAT = DirectoryFormat(
     variants=(("4 bit, axis=1, floating zero points", "uint4"),),
     refused=(
         ("axis=0", "groups run along N; dequantized on request"),
-        ("1, 2, 3 and 8 bit", "codes are not 4 bit wide"),
+        ("5, 6 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
+        ("1, 2 and 3 bit", "codes are not 4 bit wide"),
         ("quant_scale, quant_zero", "scales or zero points are themselves quantized"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),

@@ -4,6 +4,9 @@ mlx-lm writes them, and so does transformers' Metal quantizer, which calls the b
 also holds the settings of single modules, under the module's name.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
@@ -16,7 +19,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 # Maps each mode to the bit widths whose layout is known. Only 4 bit can stay packed; the other widths are decoded on
 # request.
-BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
+BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -47,12 +50,14 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     group_size = own.integer("group_size", default=64) or 0
     N, words = layer.expect("weight", ("U32",), None, None)
     if mode not in BITS or bits not in BITS[mode]:
-        raise layer.unsupported(f"MLX mode {mode!r} of {bits} bits is not read; known: affine, mxfp4, nvfp4")
+        raise layer.unsupported(f"MLX mode {mode!r} of {bits} bits is not read; known: {', '.join(BITS)}")
     K, rest = divmod(32 * words, bits)
     if rest or group_size < 1 or K % group_size:
         raise layer.error("weight", f"{words} words of {bits} bits are not rows of whole groups of {group_size}")
     if mode == "affine":
         return _read_affine(layer, N, K, bits, group_size)
+    if mode == "mxfp8":
+        raise layer.unsupported("mxfp8 weights are not 4 bit wide", partial(_mxfp8, layer, N, K))
     block, convert = FP4_MODES[mode]
     if group_size != block:
         raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
@@ -66,6 +71,13 @@ def _mxfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) 
 
 def _nvfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
     return fp4.nvfp4(b_packed, scales, _multiplier(layer), bias, "mlx nvfp4")
+
+
+def _mxfp8(layer: Layer, N: int, K: int) -> Tensor:
+    """Decodes bytes of E4M3 with an exponent for each group of 32 to fp32 `[N, K]`."""
+    layer.expect("scales", ("U8",), N, K // fp4.MXFP4_BLOCK)
+    values = layer.read("weight").contiguous().view(torch.uint8).view(torch.float8_e4m3fn).float()
+    return values * spread(torch.exp2(layer.read("scales").float() - 127).t(), K, fp4.MXFP4_BLOCK).t()
 
 
 FP4_MODES = {"mxfp4": (fp4.MXFP4_BLOCK, _mxfp4), "nvfp4": (fp4.NVFP4_BLOCK, _nvfp4)}
@@ -119,7 +131,7 @@ FORMAT = DirectoryFormat(
     variants=(("affine, 4 bit", "uint4_bias"), ("mxfp4", "mxfp4"), ("nvfp4, with or without a global scale", "nvfp4")),
     refused=(
         ("2, 3, 5, 6 and 8 bit layers", "codes are not 4 bit wide; dequantized on request"),
-        ("mxfp8", "8-bit weights"),
+        ("mxfp8", "8-bit weights; dequantized on request"),
     ),
     anchors={".scales": "scales"},
     roles={

@@ -19,16 +19,17 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 INT4_ALGORITHM = "W4A16_AWQ"
+EIGHT_BIT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")  # their layers become floats
 SIGN = 8  # codes are stored as two's complement
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     stated = settings.section("quantization") or settings
     algorithm = stated.text("quant_algo").upper()
-    if "NVFP4" not in algorithm and algorithm not in ("MIXED_PRECISION", INT4_ALGORITHM):
+    known = ("NVFP4", "MIXED_PRECISION", INT4_ALGORITHM, *EIGHT_BIT)
+    if "NVFP4" not in algorithm and algorithm not in known:
         raise UnsupportedFormat(
-            f"{settings.file}: ModelOpt quant_algo {algorithm!r} is not read; known: NVFP4, MIXED_PRECISION, "
-            f"{INT4_ALGORITHM}"
+            f"{settings.file}: ModelOpt quant_algo {algorithm!r} is not read; known: {', '.join(known)}"
         )
 
 
@@ -98,7 +99,7 @@ NVFP4 = DirectoryFormat(
     methods=("modelopt", "modelopt_fp4"),
     variants=(("NVFP4; the NVFP4 layers of MIXED_PRECISION", "nvfp4"), ("W4A16_AWQ", "uint4b8")),
     refused=(
-        ("FP8 layers", "8-bit weights; those with a scale for each row or in all dequantized on request"),
+        ("FP8, FP8_PB_WO, FP8_PER_CHANNEL_PER_TOKEN, MXFP8; such layers", "8-bit weights; dequantized on request"),
         ("NVFP4_AWQ layers with pre_quant_scale", "the layer scales its input"),
         ("W4A16_AWQ layers with pre_quant_scale", "the layer scales its input; dequantized on request"),
         ("W4A16_AWQ layers of MIXED_PRECISION", "only whole checkpoints of W4A16_AWQ are read"),
@@ -113,8 +114,8 @@ NVFP4 = DirectoryFormat(
     implied=_implied,
     extras=(".input_scale",),
     unread={
-        ".weight_scale": "it has weight_scale without weight_scale_2: 8 bits, or the int4 of W4A16_AWQ, which is read "
-        "only if quant_algo is W4A16_AWQ"
+        ".weight_scale": "8-bit weights (weight_scale without weight_scale_2; the int4 of W4A16_AWQ is read only if "
+        "quant_algo is W4A16_AWQ) are not 4 bit wide"
     },
 )
 INT4 = replace(

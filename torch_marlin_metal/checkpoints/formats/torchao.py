@@ -7,6 +7,7 @@ or in the file's metadata.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_marlin_metal.checkpoints.formats import torchao_int4
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
+from torch_marlin_metal.checkpoints.wide import FP8, wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OFFSET = 8
@@ -69,6 +71,9 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         "Int4TilePackedTo4dTensor": torchao_int4.read_tiles,
         "Int4PlainInt32Tensor": torchao_int4.read_words,
     }
+    if kind in EIGHT_BIT:
+        floats = partial(wide_weight, layer, "qdata", "scale", "zero_point")
+        raise layer.unsupported(f"8-bit weights ({kind}) are not 4 bit wide", floats)
     if kind not in readers:
         reason = REFUSED_CLASSES.get(kind, f"read are {', '.join(readers)}")
         raise layer.unsupported(f"torchao's {kind or 'unnamed class'}: {reason}")
@@ -108,6 +113,10 @@ def _read_nvfp4(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
+    if layer.dtype("qdata") in FP8:
+        raise layer.unsupported(
+            "8-bit weights (MXTensor) are not 4 bit wide", partial(wide_weight, layer, "qdata", "scale")
+        )
     if "float4_e2m1fn" not in element or block != str(fp4.MXFP4_BLOCK):
         raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
     N, K = _packed_rows(layer)
@@ -168,9 +177,8 @@ def _zero_points(points: Tensor) -> Tensor | None:
 REFUSED_CLASSES = {
     "Int4OpaqueTensor": "its codes are in a layout that depends on the processor that wrote them",
     "Int4PreshuffledTensor": "its codes are in a layout made for one GPU kernel",
-    "Float8Tensor": "8-bit weights",
-    "Int8Tensor": "8-bit weights",
 }
+EIGHT_BIT = ("Float8Tensor", "Int8Tensor")
 
 FORMAT = DirectoryFormat(
     name="torchao",
@@ -186,7 +194,8 @@ FORMAT = DirectoryFormat(
     refused=(
         *REFUSED_CLASSES.items(),
         ("Int4PlainInt32Tensor with floating zero points (Ascend)", "its packing is not documented"),
-        ("MXTensor of FP6 and FP8 elements", "codes are not 4 bit wide"),
+        (", ".join(EIGHT_BIT) + ", MXTensor of FP8 elements", "8-bit weights; dequantized on request"),
+        ("MXTensor of FP6 elements", "codes are not 4 bit wide"),
         ("IntxUnpackedToInt8Tensor of other widths", "codes are not 4 bit wide; dequantized on request"),
     ),
     anchors={".weight.qdata": "qdata", "._weight_qdata": "qdata"},

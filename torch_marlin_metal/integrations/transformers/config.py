@@ -8,7 +8,7 @@ from typing import Any, Literal
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
-from torch_marlin_metal.checkpoints.options import OnUnsupported, ReadOptions
+from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.repack import ZerosRule
@@ -53,8 +53,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ignore: a pattern or a list of patterns for full names of layers of a quantized checkpoint that the model may
             lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out. Also keys
             of a GGUF file that the model's config may contradict ("llama.rope.*").
-        on_unsupported: "error" for an error about layers that no weight format can represent, or "dequantize" to decode
-            them. None means "dequantize" for a GGUF file, and otherwise "error".
+        on_unsupported: what happens to layers that no weight format can represent, such as those of 6 or 8 bit. By
+            default they become floats, and one warning tells how many bytes they are; "error" raises an error.
         allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
         gptq_version: the version of a GPTQ checkpoint whose settings are wrong about it; see `ReadOptions`.
         gptq_zeros_rule: how some zero points of GPTQ's version 1 are read; see `ReadOptions`.
@@ -79,17 +79,15 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         fuse: bool | Literal["layers"] = False,
         prepare: bool = False,
         ignore: str | Sequence[str] | None = None,
-        on_unsupported: OnUnsupported | None = None,
+        on_unsupported: Literal["error", "dequantize"] = "dequantize",
         allow_pickle: bool = False,
         gptq_version: int | None = None,
         gptq_zeros_rule: ZerosRule = "word",
         layers: dict[str, dict[str, Any]] | None = None,
         quantize_options: dict[str, Any] | None = None,
     ) -> None:
-        if on_unsupported not in (None, "error", "dequantize"):
-            raise ValueError(
-                f"MarlinConfig: on_unsupported: expected None, 'error' or 'dequantize', got {on_unsupported!r}"
-            )
+        if on_unsupported not in ("error", "dequantize"):
+            raise ValueError(f"MarlinConfig: on_unsupported: expected 'error' or 'dequantize', got {on_unsupported!r}")
         if not (fuse is True or fuse is False or fuse == "layers"):
             raise ValueError(f"MarlinConfig: fuse: expected True, False or 'layers', got {fuse!r}")
         if method not in ("rtn", "mse"):

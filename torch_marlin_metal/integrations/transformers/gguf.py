@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-from transformers.utils import logging
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.directory import open_reader
@@ -21,7 +20,6 @@ from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.patterns import selects
 
-logger = logging.get_logger(__name__)
 # Architectures of files and transformers' model types. transformers has no table for Llama 4's text model.
 MODEL_TYPES = {
     "llama": "llama",
@@ -47,13 +45,11 @@ MODEL_TYPES = {
 
 
 class MarlinGgufQuantizer(MarlinQuantizer):
-    """`MarlinQuantizer` for one GGUF file. Matrices that are not 4 bit become floats, unless a default says "error"."""
+    """`MarlinQuantizer` for one GGUF file."""
 
     def __init__(self, quantization_config: "GgufConfig | MarlinConfig", **kwargs: Any) -> None:
         given = quantization_config if isinstance(quantization_config, MarlinConfig) else None
         config = MarlinConfig(**(loading_defaults() if given is None else given.get_loading_attributes()))
-        if config.on_unsupported is None:
-            config.on_unsupported = "dequantize"  # most files are mixed
         if given is None and quantization_config.dequantize:
             config.modules_to_not_convert = ["*"]
         config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
@@ -62,8 +58,6 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
         reader = open_reader(gguf_file, self.quantization_config.read_options(), gguf_names="hf")
-        if told := reader.mixture():
-            logger.warning(told)
         self._packed = PackedCheckpoint(reader, self.quantization_config)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:

@@ -6,7 +6,8 @@ tables of methods stay as they are, except for one entry for this package's own 
 
 If this package refuses a checkpoint, transformers loads it as it does without the import, unless the script asked for
 this package with a `MarlinConfig`. `from_pretrained` is wrapped for this second attempt. A GGUF file has no second
-attempt, because transformers ignores settings of the file for whose sake this package refuses it.
+attempt, because transformers ignores settings of the file for whose sake this package refuses it. A checkpoint whose
+layers all have 8 bits is transformers', too, because it may keep them in 8 bit; if it cannot, this package decodes it.
 
 transformers looks for the settings of a checkpoint only in the configuration that a model class takes. The wrapper asks
 `find_settings` if they are not there: the class may take the configuration of a sub-model, and old GPTQ and AWQ
@@ -29,7 +30,13 @@ from transformers import AutoRoundConfig, GgufConfig, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.utils import cached_file, logging
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, NotQuantized, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import (
+    CheckpointError,
+    NothingPacked,
+    NotQuantized,
+    OnlyWide,
+    UnsupportedFormat,
+)
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.checkpoints.options import spelled
@@ -49,6 +56,7 @@ logger = logging.get_logger(__name__)
 STOPS = "bitsandbytes_4bit"
 GGUF = "gguf"
 METHODS = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods}
+ONLY_WIDE = ("fp8", "bitsandbytes_8bit")  # methods without a layer of 4 bit
 # Methods that transformers itself reads with another method's config class, if a script passes that class.
 READ_BY: Mapping[type, tuple[str, ...]] = {AutoRoundConfig: ("gptq", "awq")}
 
@@ -164,14 +172,22 @@ def _tries_twice(original: Any) -> Any:
                     raise
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
             load.config, load.by_transformers = None, True
-            logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
+            if not isinstance(refusal, OnlyWide):
+                logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
             if load.floats:
                 return original(cls, *args, **kwargs)
             try:
                 return original(cls, *args, **kwargs)
             except Exception as error:
                 theirs = f"{type(error).__name__}: {error}"
-                raise UnsupportedFormat(f"{refusal}\ntransformers itself does not load it either: {theirs}") from error
+                if not isinstance(refusal, OnlyWide):
+                    raise UnsupportedFormat(
+                        f"{refusal}\ntransformers itself does not load it either: {theirs}"
+                    ) from error
+            logger.warning(f"{OP}: transformers itself does not load {load.path} ({theirs})")
+            load.by_transformers, load.insists = False, True
+            with spelled(as_config):
+                return original(cls, *args, **kwargs)
         finally:
             _load.reset(token)
 
@@ -236,6 +252,8 @@ def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | N
     if settings is None or _method(settings) not in METHODS | {""}:
         return None
     if passed is not None and not isinstance(passed, MarlinConfig):
+        if _method(settings) in ONLY_WIDE:
+            return None
         if getattr(passed, "dequantize", False):
             logger.warning(f"{OP}: transformers decodes {load.path} to floats: {type(passed).__name__}.dequantize")
             config.quantization_config = settings
@@ -255,7 +273,9 @@ def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | N
             setattr(load.config, name, value)
     load.insists |= load.config.on_unsupported == "error" or _method(settings) == METHOD
     config.quantization_config = load.config
-    return MarlinQuantizer(load.config, pre_quantized=True)
+    quantizer = MarlinQuantizer(load.config, pre_quantized=True)
+    quantizer.yields = not load.insists
+    return quantizer
 
 
 def _settings_in(config: Any) -> dict[str, Any] | None:

@@ -1,0 +1,252 @@
+"""Matrices of widths that no weight format holds become floats in every format, and one warning says how many."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.quantizers import auto
+
+from tests.integrations.test_beside_transformers import blocks, fp8, gptq, packed, scheme, words, write
+from tests.support.models import IDS, SIZES
+from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
+
+N, K = 40, 96
+OTHER = "model.layers.0.mlp.down_proj"
+RNG = np.random.default_rng(3)
+E4M3 = torch.from_numpy(RNG.normal(size=(N, K))).to(torch.float8_e4m3fn)
+INT8 = torch.from_numpy(RNG.integers(-128, 128, (N, K))).to(torch.int8)
+ROWS = torch.from_numpy(RNG.uniform(0.1, 1, (N, 1))).float()
+CT, MODELOPT = {"quant_method": "compressed-tensors"}, {"quant_method": "modelopt"}
+
+
+def wide(value: torch.Tensor) -> np.ndarray:
+    return value.double().numpy()
+
+
+def by_block(scale: torch.Tensor, rows: int, columns: int) -> np.ndarray:
+    return wide(scale).repeat(rows, 0).repeat(columns, 1)[:N, :K]
+
+
+def of_bits(bits: int) -> tuple:
+    """compressed-tensors' own packing, with a scale for each row."""
+    codes = torch.from_numpy(RNG.integers(-(1 << bits - 1), 1 << bits - 1, (N, K))).to(torch.int8)
+    stored = {"weight_packed": pack_to_int32(codes, bits), "weight_scale": ROWS, "weight_shape": torch.tensor([N, K])}
+    return stored, scheme("pack-quantized", bits), wide(codes) * wide(ROWS)
+
+
+def of_hqq(bits: int, axis: int) -> tuple:
+    """HQQ's own quantizer and decoder."""
+    linear = torch.nn.Linear(K, N, bias=False)
+    config = BaseQuantizeConfig(nbits=bits, group_size=32, axis=axis)
+    layer = HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", initialize=True)
+    state = {key: value for key, value in layer.state_dict().items() if isinstance(value, torch.Tensor)}
+    return state, {"quant_method": "hqq"}, wide(layer.dequantize())
+
+
+def cases() -> dict[str, tuple]:
+    """The tensors of one layer, the settings, and the weight that they mean, in fp64."""
+    exponents = torch.from_numpy(RNG.integers(118, 130, (N, K // 32))).to(torch.uint8)
+    groups, tiles = 2.0 ** (wide(exponents) - 127), torch.from_numpy(RNG.uniform(0.1, 1, (2, 3))).float()
+    points = torch.from_numpy(RNG.integers(-9, 9, (N, 1))).to(torch.int8)
+    largest = torch.from_numpy(RNG.uniform(1, 3, N)).float()
+    one = torch.tensor(0.37)
+    tiled = CT | {"format": "float-quantized"}
+    tiled["config_groups"] = {"g": {"weights": {"num_bits": 8, "type": "float", "block_structure": [32, 32]}}}
+    mixed = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
+    return {
+        **{f"compressed-tensors int{bits}": of_bits(bits) for bits in (5, 6, 7, 8)},
+        "float-quantized": ({"weight": E4M3, "weight_scale": ROWS}, scheme("float-quantized"), wide(E4M3) * wide(ROWS)),
+        "float-quantized in blocks": (
+            {"weight": E4M3, "weight_scale": tiles}, tiled, wide(E4M3) * by_block(tiles, 32, 32)
+        ),
+        "int-quantized": ({"weight": INT8, "weight_scale": ROWS}, scheme("int-quantized"), wide(INT8) * wide(ROWS)),
+        "int-quantized, asymmetric": (
+            {"weight": INT8, "weight_scale": ROWS, "weight_zero_point": points},
+            scheme("int-quantized"),
+            (wide(INT8) - wide(points)) * wide(ROWS),
+        ),
+        "mxfp8-quantized": (
+            {"weight": E4M3, "weight_scale": exponents}, scheme("mxfp8-quantized"), wide(E4M3) * groups.repeat(32, 1)
+        ),
+        "modelopt FP8": ({"weight": E4M3, "weight_scale": one}, mixed, wide(E4M3) * float(one)),
+        "modelopt FP8_PB_WO": (
+            {"weight": E4M3, "weight_scale": one.reshape(1, 1, 1, 1)}, MODELOPT | {"quant_algo": "FP8_PB_WO"},
+            wide(E4M3) * float(one),
+        ),
+        "fp8 in blocks": (
+            {"weight": E4M3, "weight_scale_inv": tiles},
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            wide(E4M3) * by_block(tiles, 32, 32),
+        ),
+        "LLM.int8": (
+            {"weight": INT8, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)},
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            wide(INT8) * wide(largest)[:, None] / 127,
+        ),
+        "torchao Float8Tensor": (
+            {"weight.qdata": E4M3, "weight.scale": ROWS}, {"quant_method": "torchao"}, wide(E4M3) * wide(ROWS)
+        ),
+        "torchao Int8Tensor": (
+            {"weight.qdata": INT8, "weight.scale": ROWS}, {"quant_method": "torchao"}, wide(INT8) * wide(ROWS)
+        ),
+        "hqq 8 bit": of_hqq(8, 1),
+        "hqq 8 bit, axis 0": of_hqq(8, 0),
+    }  # fmt: skip
+
+
+CASES = cases()
+
+
+def one_layer(path: Path, tensors: dict, settings: dict, **config) -> None:
+    path.mkdir(exist_ok=True)
+    save_file({f"{OTHER}.{key}": value.contiguous() for key, value in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": settings, **config}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_format_is_decoded_as_its_producer_means_it(name, tmp_path) -> None:
+    tensors, settings, expected = CASES[name]
+    kind = name.removeprefix("torchao ") if name.startswith("torchao") else None
+    one_layer(tmp_path, tensors, settings, **({"tensor_attributes": {"class": kind}} if kind else {}))
+    (decoded,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+    np.testing.assert_allclose(decoded.weight.numpy(), expected, rtol=2.0**-22, atol=0)
+    with pytest.raises(convert.UnsupportedFormat, match=f"layer '{OTHER}'.* decodes it to floats"):
+        list(convert.read_layers(tmp_path))
+
+
+def test_scales_that_do_not_fit_are_named(tmp_path) -> None:
+    tensors = {"weight": E4M3, "weight_scale_inv": torch.ones(3, 3)}
+    one_layer(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+    with pytest.raises(convert.CheckpointError, match=rf"{OTHER}.weight_scale_inv': \[3, 3\] does not agree with"):
+        list(convert.read_layers(tmp_path, on_unsupported="dequantize"))
+
+
+def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """GPTQ of 4 bit, one group, version 1."""
+    scale = weight.abs().amax(1, keepdim=True) / 7
+    return {
+        "qweight": words((weight / scale).round() + 8, 4).T.contiguous(),
+        "qzeros": words(torch.full((1, len(weight)), 7), 4),
+        "scales": scale.T.half().contiguous(),
+        "g_idx": torch.zeros(weight.shape[1], dtype=torch.int32),
+    }
+
+
+GPTQ = {"bits": 4, "group_size": -1, "sym": True, "desc_act": False}
+# The part of a matrix of 8 bit, that of one of 4 bit, the settings, and the kind that the warning names.
+MIXTURES = {
+    "GPTQ's dynamic": (
+        gptq,
+        four,
+        GPTQ | {"quant_method": "gptq", "dynamic": {"+:.*down.*": {"bits": 8}}},
+        "8-bit GPTQ",
+    ),
+    "AutoRound": (
+        gptq,
+        four,
+        GPTQ
+        | {"quant_method": "auto-round", "extra_config": {OTHER: {"bits": 8}}, "packing_format": "auto_round:gptq"},
+        "8-bit GPTQ",
+    ),
+    "mixed-precision": (fp8, lambda weight: packed(weight, 4), scheme("mixed-precision", 4), "8-bit weights"),
+}
+
+
+def mixture(path: Path, name: str) -> LlamaForCausalLM:
+    """Writes a Llama whose down projections have 8 bits and whose other projections have 4. Returns its floats."""
+    eight, other, settings, _ = MIXTURES[name]
+    return write(
+        path, lambda weight: (eight if weight.shape[1] == SIZES["intermediate_size"] else other)(weight), settings
+    )
+
+
+def by_load_quantized(path: Path, **options) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    load_quantized(model, path, progress=False, **options)
+    return model
+
+
+def by_from_pretrained(path: Path, **options) -> LlamaForCausalLM:
+    config = {"quantization_config": MarlinConfig(**options)} if options else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **config)
+
+
+@pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_loads_with_one_warning(name, load, tmp_path, caplog, monkeypatch) -> None:
+    floats = mixture(tmp_path, name)
+    monkeypatch.setattr("torch_marlin_metal.integrations.transformers.packed_checkpoint.logger.warning", warnings.warn)
+    with pytest.warns(UserWarning, match="have no 4-bit weight format and became floats") as caught:
+        model = load(tmp_path)
+    (told,) = [str(entry.message) for entry in caught if "weight format" in str(entry.message)]
+    down = [layer.mlp.down_proj for layer in model.model.layers]
+    assert {type(layer) for layer in down} == {torch.nn.Linear}
+    assert {type(layer.mlp.up_proj) for layer in model.model.layers} == {MarlinLinear}
+    for layer, whole in zip(model.model.layers, floats.model.layers, strict=True):
+        torch.testing.assert_close(layer.mlp.down_proj.weight, whole.mlp.down_proj.weight, rtol=0.07, atol=1e-3)
+    reader = convert.open_reader(tmp_path)
+    sizes = dict(zip(reader.layer_names, map(reader.stored_bytes, range(len(reader))), strict=True))
+    eight = sum(size for layer, size in sizes.items() if "down" in layer)
+    held = sum(layer.weight.nbytes for layer in down)
+    share = f"{eight / sum(sizes.values()):.0%}"
+    assert f": {share} of the bytes" in told and f"{MIXTURES[name][-1]}" in told and f"({share}). They take" in told
+    assert f"{held / 1e6:.1f} MB instead of {eight / 1e6:.1f} MB" in told
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, floats(IDS).logits, rtol=0.2, atol=0.2)
+    with pytest.raises(convert.UnsupportedFormat, match=f"layer '{re.escape(OTHER)}'"):
+        load(tmp_path, on_unsupported="error")
+
+
+def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
+    """As the routers of mixtures, which mlx-lm stores in 8 bit."""
+
+    def part(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return packed(weight, 4)
+
+    write(tmp_path, part, scheme("mixed-precision", 4))
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    save_file(
+        state | {"gate.weight": torch.zeros(2, 8).to(torch.float8_e4m3fn), "gate.weight_scale": torch.ones(2, 1)}, file
+    )
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.gate = torch.nn.Linear(8, 2, bias=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = load_quantized(model, tmp_path, progress=False)
+    (left,) = [layer for layer in report.left if layer.name == "gate"]
+    assert "8-bit weights" in left.reason and not model.gate.weight.any()
+
+
+EIGHT = {
+    "float-quantized": (fp8, scheme("float-quantized", kind="float")),
+    "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_a_checkpoint_of_8_bit_is_transformers_first_and_then_decoded(name, tmp_path, monkeypatch) -> None:
+    write(tmp_path, *EIGHT[name])
+    with restored(), torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(IDS).logits
+    with torch.no_grad():
+        torch.testing.assert_close(by_load_quantized(tmp_path)(IDS).logits, want, rtol=1e-4, atol=1e-4)
+
+    def missing(*args, **kwargs):
+        raise ImportError("a package of the producer is missing")
+
+    for method in ("compressed-tensors", "fp8"):
+        monkeypatch.setattr(auto.AUTO_QUANTIZER_MAPPING[method], "validate_environment", missing)
+    model = by_from_pretrained(tmp_path)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,84 @@
+"""Decodes weights with one number of 8 bits for each element, which no weight format holds, to floats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.settings import Settings
+
+BLOCK = (128, 128)  # of scales, if the settings do not say another size
+FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+EXPONENTS = ("U8", "F8_E8M0")
+INT8_LARGEST = 127.0  # LLM.int8 stores the largest magnitude of a row instead of its scale
+
+
+def wide_weight(layer: Layer, weight: str = "weight", scale: str = "", zero: str = "weight_zero_point") -> Tensor:
+    """Decodes FP8 or int8 `[N, K]` to fp32: a value times its scale, after its zero point if there is one.
+
+    There is one scale in all, one for each row, for each group of a row, or for each block of rows and columns.
+
+    Args:
+        layer: the layer.
+        weight: the role of the weight.
+        scale: the role of the scales; "" finds it.
+        zero: the role of the zero points, which a layer may lack.
+
+    Raises:
+        UnsupportedFormat: the layer is of another kind.
+    """
+    scale = scale or next((role for role in ("weight_scale", "weight_scale_inv", "SCB") if role in layer), "")
+    shape, kind = (layer.shape(weight), layer.dtype(weight)) if weight in layer else ((), "")
+    if len(shape) != 2 or kind not in (*FP8, "I8") or scale not in layer:
+        raise layer.unsupported(f"{layer.refused}; decoded are E4M3, E5M2 and int8 weights beside their scales")
+    codes = layer.read(weight)
+    values = codes.view(FP8[kind]).float() if kind in FP8 else codes.float()
+    if zero in layer:
+        values -= _spread(layer, zero, layer.read(zero).float(), shape)
+    return values.mul_(_spread(layer, scale, _scales(layer, scale), shape))
+
+
+def _scales(layer: Layer, role: str) -> Tensor:
+    dtype = layer.dtype(role)
+    if dtype not in (*FLOATS, *EXPONENTS):
+        raise layer.error(role, f"expected floats or exponents, got {dtype}")
+    stored = layer.read(role)
+    if dtype in EXPONENTS:
+        return torch.exp2(stored.view(torch.uint8).float() - 127)
+    return stored.float() / INT8_LARGEST if role == "SCB" else stored.float()
+
+
+def _spread(layer: Layer, role: str, given: Tensor, shape: Sequence[int]) -> Tensor:
+    """Expands one value in all, for each row, group or block to `[N, K]`, or to a shape that broadcasts to it."""
+    N, K = shape
+    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's blocks
+        given = given[:, 0, :, 0]
+    if given.dim() < 2:
+        given = given.reshape(-1, 1)
+    if given.dim() == 2:
+        rows, columns = given.shape
+        block = _stated_block(layer.checkpoint.settings) or BLOCK
+        per_row, per_column = _size(N, rows, block[0]), _size(K, columns, K // columns if rows == N else block[1])
+        if per_row and per_column:
+            given = given if rows in (1, N) else given.repeat_interleave(per_row, 0)[:N]
+            return given if columns == 1 else given.repeat_interleave(per_column, 1)[:, :K]
+    raise layer.error(role, f"{list(given.shape)} does not agree with a weight of {list(shape)}")
+
+
+def _size(length: int, count: int, stated: int) -> int:
+    """Returns how many rows or columns have one value, or 0 if the count of values does not fit."""
+    if count in (1, length):
+        return length // count
+    return stated if stated > 0 and -(-length // stated) == count else 0
+
+
+def _stated_block(settings: Settings) -> tuple[int, int] | None:
+    groups = settings.section("config_groups")
+    found: list[Any] = [settings.get("weight_block_size")]
+    found += [groups.section(name).section("weights").get("block_structure") for name in groups]
+    for size in found:
+        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+            return size[0], size[1]
+    return None

@@ -1,0 +1,40 @@
+"""Counts the matrices of a checkpoint that become floats, because no weight format holds them."""
+
+from torch_marlin_metal.checkpoints.options import typed
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+
+MB = 1e6
+SMALL = 0.01  # share of the bytes that needs no warning: routers of mixtures, which mlx-lm stores in 8 bit
+
+
+class FloatShare:
+    """The layers of a checkpoint that were decoded to floats, by their kind."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        self._stored: dict[str, int] = {}
+        self._held = 0
+
+    def add(self, index: int, kind: str, held: int) -> None:
+        """Notes a layer.
+
+        Args:
+            index: the layer's index in the reader.
+            kind: see `DenseWeight.kind`.
+            held: the bytes of its floats.
+        """
+        self._stored[kind] = self._stored.get(kind, 0) + self._reader.stored_bytes(index)
+        self._held += held
+
+    def sentence(self) -> str:
+        """Returns a sentence with the kinds, their share of the layers' bytes, and their size; or "" if it is small."""
+        reader, stored = self._reader, sum(self._stored.values())
+        total = max(1, sum(map(reader.stored_bytes, range(len(reader)))))
+        if stored < SMALL * total:
+            return ""
+        kinds = ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))
+        return (
+            f"{reader.path}: {stored / total:.0%} of the bytes of its matrices have no 4-bit weight format and became "
+            f"floats: {kinds}. They take {self._held / MB:.1f} MB instead of {stored / MB:.1f} MB; "
+            f"{typed('on_unsupported', 'error')} refuses them"
+        )
