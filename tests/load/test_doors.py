@@ -127,7 +127,7 @@ CASES = {
         'all names begin with "module.", "_orig_mod.", "llm." or the like',
         lambda made: made.renamed(lambda name: f"_orig_mod.llm.{name}"),
         "The prefix is removed, with a warning. diffusers cannot rename its own part, so there the load stops.",
-        r"all names begin with '_orig_mod.llm.'",
+        r"names begin with '_orig_mod.llm.'",
         {"diffusers": STOPS},
     ),
     "names": Case(

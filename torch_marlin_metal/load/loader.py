@@ -15,7 +15,7 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.experts import SeparateExperts
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
-from torch_marlin_metal.load.placeholder import PendingLinear, inherit
+from torch_marlin_metal.load.placeholder import PendingLinear
 from torch_marlin_metal.load.plan import EXCLUDED, ExpertsPlace, Place, Spot, plan_load
 from torch_marlin_metal.load.share import FloatShare
 from torch_marlin_metal.load.unset import initialize
@@ -31,7 +31,7 @@ from torch_marlin_metal.models.empty_model import (
 )
 from torch_marlin_metal.models.gguf_settings import unknown_keys
 from torch_marlin_metal.models.report import LayerReport, module_bytes
-from torch_marlin_metal.models.swap import Target
+from torch_marlin_metal.models.swap import Target, inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import selects
 

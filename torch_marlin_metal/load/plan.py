@@ -108,7 +108,7 @@ class LoadPlan:
     """What each part of a checkpoint becomes in a model.
 
     Attributes:
-        prefix: the beginning of all names in the checkpoint that the model does not have, or "".
+        prefix: the beginning of names in the checkpoint that the model does not have, or "".
         places: the packed layers outside mixtures.
         experts: the experts of mixtures, by the name of their module.
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
@@ -187,7 +187,9 @@ class _Planner:
                 self._door.ignore or (),
             )
         names = [name for name, _, _ in self._others]
-        plan.prefix = shared_prefix(self._reader.layer_names, names, lambda name: self._has(self._door.find(name)))
+        plan.prefix = shared_prefix(
+            self._reader.layer_names, names, lambda name: self._has(self._door.find(name)), self._door.hosted
+        )
         self._layers()
         self._whole_experts()
         dense = {self._find(name) for name in names}
