@@ -10,7 +10,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null |
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
 # The files that clang-format checks: all but the headers in the folders below softmetal/msl, many of which are tables
 # of macros.
-CXX_FILES := $(shell find csrc kernels -type f) $(wildcard benchmarks/*/*.cpp \
+CXX_FILES := $(shell find csrc kernels -type f) $(wildcard lab/*/*.cpp \
 	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/pytorch runtime/include/* executor executor/* msl examples/* tests/host), \
 	$(addprefix $(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device if its packages are present.
@@ -79,10 +79,10 @@ demo-mixture: build ## train a small Mixtral for a minute and pack its experts, 
 	$(PY) examples/mixture.py
 
 bench: build ## CPU benchmark against PyTorch's own kernels
-	$(PY) benchmarks/cpu/cpu_gemm.py
+	$(PY) -m lab.cpu.cpu_gemm
 
-bench-mlstm: build ## mLSTM benchmark against PyTorch's operators
-	$(PY) benchmarks/mlstm.py
+bench-mlstm: build ## the mLSTM in one call, beside one call for each token
+	$(VENV)/bin/torch-marlin-metal bench mlstm
 
 macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents (TORCH=2.15.0, or all)
 	$(PY) -m build_support.macos $(if $(TORCH),--torch $(TORCH))
@@ -97,10 +97,10 @@ races: build ## the CPU kernels on threads of their own under ThreadSanitizer
 	$(PY) -m pytest -q tests/cpu/test_cpu_kernels.py -k threads_do_not_race --everything
 
 counts: build ## the kernels' instructions on an M1, counted with Mesa's compiler, and their limits (root, minutes)
-	sh benchmarks/agx/setup.sh
-	$(PY) benchmarks/metal/kernel_counts.py --check
-	$(PY) benchmarks/metal/instructions.py
-	$(PY) benchmarks/metal/tensor_instructions.py --check
+	sh lab/agx/setup.sh
+	$(PY) -m lab.counting.kernel_counts --check
+	$(PY) -m lab.counting.instructions
+	$(PY) -m lab.counting.tensor_instructions --check
 
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)

@@ -15,11 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
-    "benchmarks/README.md": "benchmarks/README.md",
-    "benchmarks/architectures.md": "benchmarks/architectures.md",
-    "benchmarks/cpu/cpu_peers.md": "benchmarks/cpu/cpu_peers.md",
-    "benchmarks/token_operations.md": "benchmarks/token_operations.md",
-    "benchmarks/whole_model.md": "benchmarks/whole_model.md",
+    "lab/README.md": "lab/README.md",
+    "lab/cpu/cpu_peers.md": "lab/cpu/cpu_peers.md",
+    "lab/models/whole_model.md": "lab/models/whole_model.md",
     "softmetal/README.md": "softmetal/README.md",
 }
 
@@ -37,7 +35,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         page.meta["hide"] = ["navigation"]
     if page.file.src_uri in ("index.md", "changelog.md"):
         return re.sub(r"\]\(docs/", "](", markdown)
-    if page.file.src_uri.startswith(("benchmarks/", "softmetal/")):
-        return re.sub(r"\]\(\.\./docs/", "](../", markdown)
+    if page.file.src_uri.startswith(("lab/", "softmetal/")):
+        return re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
     markdown = markdown.replace("](../../README.md", "](../index.md")
-    return re.sub(r"\]\(\.\./\.\./((?:benchmarks|softmetal)/\w+\.md)", r"](../\1", markdown)
+    return re.sub(r"\]\(\.\./\.\./((?:lab|softmetal)/[\w/]+\.md)", r"](../\1", markdown)

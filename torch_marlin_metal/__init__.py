@@ -13,10 +13,7 @@ from torch_marlin_metal.extension import CpuCapability, cpu_capability  # before
 
 # isort: split
 from torch_marlin_metal import convert, extension
-from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
-from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
-from torch_marlin_metal.gpu.planning import plan
-from torch_marlin_metal.layer_ops import (
+from torch_marlin_metal.decoder_ops import (
     add_rms_norm,
     gated_activation,
     moe_gemm_gated,
@@ -24,6 +21,9 @@ from torch_marlin_metal.layer_ops import (
     rotary,
     write_cache,
 )
+from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
+from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
+from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
@@ -36,7 +36,6 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
 from torch_marlin_metal.repack_ops import awq_repack, awq_unpack_zeros, gptq_repack, gptq_unpack_zeros, transpose_words
-from torch_marlin_metal.trace.token import TokenTrace, trace_token
 from torch_marlin_metal.version import __version__
 from torch_marlin_metal.xlstm.layer import MLSTMCell, MLSTMLayer
 from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
@@ -54,7 +53,6 @@ __all__ = [
     "MarlinExperts",
     "MarlinLinear",
     "PackedWeight",
-    "TokenTrace",
     "WeightFormat",
     "__version__",
     "add_rms_norm",
@@ -87,7 +85,6 @@ __all__ = [
     "replace_linear_layers",
     "rms_norm",
     "rotary",
-    "trace_token",
     "transpose_words",
     "tuning",
     "weight_format",

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

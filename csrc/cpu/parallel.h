@@ -5,7 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 
-#include "csrc/cpu/api.h"
+#include "csrc/cpu/machine.h"
 
 namespace marlin::cpu {
 

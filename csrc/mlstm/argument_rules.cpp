@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "csrc/ops/tensor_checks.h"
-
 namespace marlin {
 
 namespace {
@@ -11,8 +9,7 @@ namespace {
 using Sizes = std::vector<c10::SymInt>;
 
 bool is_input_dtype(const Tensor& tensor) {
-  const at::ScalarType dtype = tensor.scalar_type();
-  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+  return is_floating(tensor.scalar_type()) || tensor.scalar_type() == at::kDouble;
 }
 
 const std::string kInputs = "float16, bfloat16, float32 or float64";

@@ -1,9 +1,9 @@
 // The shape and dtype rules of the mLSTM operators, shared by all backends and the fake kernels. Errors have the form
-// of csrc/ops/argument_rules.h.
+// of csrc/core/tensor_checks.h.
 #pragma once
 
+#include "csrc/core/tensor_checks.h"
 #include "csrc/mlstm/problem.h"
-#include "csrc/ops/argument_rules.h"
 
 namespace marlin {
 

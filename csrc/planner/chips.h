@@ -33,7 +33,7 @@ constexpr std::string_view citation(Source source) {
       "decoding of a 7B model in q8_0 and in q4_0: difference of bytes over difference of time (llama.cpp discussion "
       "4167)",
       "prompts of a 7B model in llama.cpp (discussion 4167) and MLX's 4-bit products (pull request 3863, issue 3584), "
-      "compared with the counted instructions of their kernels (benchmarks/metal/published.py)",
+      "compared with the counted instructions of their kernels (lab/published/published.py)",
       "gathered 4-bit products of 38 MB on an M3 Ultra (mlx issue 4246), and whole tokens in llama.cpp discussion 4167",
       "published measurement of an A19 of five cores",
       "MLX's dense fp16 product on the tensor units of an M5 of ten cores, 15.4 TFLOP/s (mlx issue 3925), at the "

@@ -3,9 +3,9 @@
 // rounded in between, so the activation's input has the bits that moe_gemv with as many slices gives.
 #include "kernels/shared/kernel_list.h"
 
+#include "kernels/decoder/gated.h"
 #include "kernels/experts/experts.h"
 #include "kernels/gemm/gemv.h"
-#include "kernels/layer/gated.h"
 
 using namespace metal;
 using namespace marlin;

@@ -3,8 +3,8 @@
 
 #include "kernels/gemm/geometry.h"
 #ifndef __METAL_VERSION__
+#include "kernels/decoder/params.h"
 #include "kernels/experts/params.h"
-#include "kernels/layer/params.h"
 #include "kernels/mlstm/params.h"
 #endif
 
@@ -28,7 +28,7 @@
 //
 // The functions that plan a kernel say how it is launched: csrc/planner/variants/ has a file for each way to compute a
 // product, csrc/planner/moe.cpp plans the products with experts, csrc/planner/plan.cpp the kernels with one thread per
-// element, csrc/layer/gpu_plan.cpp and csrc/mlstm/gpu_plan.cpp those of their folders. All divide K in this way: a
+// element, csrc/decoder/gpu_plan.cpp and csrc/mlstm/gpu_plan.cpp those of their folders. All divide K in this way: a
 // split is the part of K that the threadgroups at one position along grid z sum. A slice is a part of k_per_slice,
 // whose products are summed in one place. In gemv and gemm_fused, a simdgroup sums a slice, and a split has several. In
 // the staged kernels and gemm_tensor, a threadgroup sums a slice, so slice and split are the same. None may be empty.
@@ -149,7 +149,7 @@
   MARLIN_KERNELS_MOE_FUSED(X)       \
   MARLIN_KERNELS_MOE_TENSOR(X)      \
   MARLIN_KERNELS_MOE_REDUCE(X)      \
-  MARLIN_KERNELS_LAYER(X)           \
+  MARLIN_KERNELS_DECODER(X)         \
   MARLIN_KERNELS_MLSTM_GATES(X)     \
   MARLIN_KERNELS_MLSTM_STATES(X)    \
   MARLIN_KERNELS_MLSTM_OUTPUT(X)    \
@@ -182,7 +182,7 @@
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
 // MARLIN_FUNCTIONS defines the functions of a file. Compiling all of them takes 14 times as long as compiling one
-// (gemv; benchmarks/metal/compile_cost.py), and a product needs one or two. The host therefore compiles one at a time:
+// (gemv; lab/software/compile_cost.py), and a product needs one or two. The host therefore compiles one at a time:
 // it defines MARLIN_ONLY as a template instance, such as gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the
 // instance's host name.
 #ifdef MARLIN_ONLY

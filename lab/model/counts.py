@@ -11,7 +11,8 @@ code in which other instructions replace each product and are subtracted again; 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 TABLE = Path(__file__).with_name("counts.csv")
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,22 @@ def rows() -> tuple[KernelCounts, ...]:
             })
             for row in csv.DictReader(file)
         )  # fmt: skip
+
+
+def store(found: Iterable[KernelCounts]) -> None:
+    """Writes the table, ordered by dtype, gemm_tensor last, and otherwise in the given order."""
+    ordered = sorted(found, key=lambda row: (DTYPES.index(row.activations), row.kernel == "gemm_tensor"))
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(KernelCounts))
+        writer.writerows(astuple(row) for row in ordered)
+
+
+def differences(counted: Iterable[KernelCounts], stored: Iterable[KernelCounts]) -> list[str]:
+    """Returns a line for each row that only one of two tables has."""
+    new, old = set(counted), set(stored)
+    lines = [*(("counted", row) for row in new - old), *(("stored", row) for row in old - new)]
+    return [f"{whose} {','.join(map(str, astuple(row)))}" for whose, row in sorted(lines, key=str)]
 
 
 @cache

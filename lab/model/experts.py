@@ -266,6 +266,11 @@ def expert_families(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str 
             yield tensor_split("moe_tensor", tile, product, slices_between(1, 1))
 
 
+def applies_gate(tiling: Tiling, problem: ExpertsProblem) -> bool:
+    """Returns whether the products' dispatch also applies the gated activation that comes next."""
+    return tiling.kernel == "moe_gemv" and not problem.reduce and problem.product.N % GEMV_COLUMNS == 0
+
+
 def best_experts(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str = "auto") -> tuple[Tiling, float] | None:
     """Returns the cheapest tiling and its time; None if no kernel of the variant computes the problem."""
     found = [

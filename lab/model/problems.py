@@ -31,7 +31,8 @@ class Problem:
         group_size: group size of the weight; if larger than K, it counts as K.
         activations: "float16", "bfloat16" or "float32".
         scales: dtype of the scales; None means that of the activations, or a byte if the format stores codes.
-        zeros: dtype of zero points or biases, ignored if the format has none; None means that of the scales.
+        zeros: dtype of zero points or biases, ignored if the format has none; None means a byte for zero points, and
+            the dtype of the scales for biases.
         has_perm: whether the weight has an act-order permutation.
     """
 
@@ -42,7 +43,7 @@ class Problem:
     group_size: int = 128
     activations: str = "float16"
     scales: str | None = None
-    zeros: str | None = "uint8"
+    zeros: str | None = None
     has_perm: bool = False
 
     @cached_property
@@ -63,7 +64,7 @@ class Problem:
     @property
     def zeros_type(self) -> str:
         """Returns the dtype of zero points or biases."""
-        return self.zeros or self.scales_type
+        return self.zeros or ("uint8" if self.traits.zeros_role == "zero_point" else self.scales_type)
 
     @property
     def element_bytes(self) -> int:
@@ -115,8 +116,19 @@ class ExpertsProblem:
         cls, tokens: int, top_k: int, experts: int, N: int, K: int, *, reduce: bool = False,
         rows_by_slot: bool = False, **weight: object,
     ) -> ExpertsProblem:  # fmt: skip
-        """Returns the problem of so many tokens; a sum over a token's products has weights. `weight`: see `Problem`."""
-        fields = {"zeros": None, **weight}
+        """Returns the problem of so many tokens; a sum over a token's products has weights.
+
+        Args:
+            tokens: number of tokens.
+            top_k: experts of each token.
+            experts: number of experts.
+            N: columns of an expert's weight.
+            K: rows of an expert's weight.
+            reduce: whether the products of a token are added up.
+            rows_by_slot: whether the slots of a token have rows of their own.
+            weight: further arguments of `Problem`; zero points have the dtype of the activations if none is given.
+        """
+        fields = {"zeros": weight.get("activations", "float16"), **weight}
         product = Problem(tokens * top_k, N, K, **fields)  # type: ignore[arg-type]
         return cls(product, experts, top_k, rows_by_slot, reduce, has_row_weights=reduce)
 

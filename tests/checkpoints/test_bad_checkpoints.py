@@ -44,7 +44,6 @@ SETTINGS: dict[str, tuple[Any, str, type]] = {
     "another group size": (GPTQ | {"group_size": 16}, "scales.*expected 4 groups of 16", convert.CheckpointError),
     "a huge group size": (GPTQ | {"group_size": 10**40}, "scales.*expected 1 groups", convert.CheckpointError),
     "another width": (GPTQ | {"bits": 8}, "qweight.*4 bits by the shapes .* settings' 8", convert.CheckpointError),
-    "gptq_p": (GPTQ | {"checkpoint_format": "gptq_p"}, "'gptq_p' is not read", convert.UnsupportedFormat),
     "marlin": (GPTQ | {"is_marlin_format": True}, "'marlin' is not read", convert.UnsupportedFormat),
     "pack_dtype": (GPTQ | {"pack_dtype": "int8"}, "pack_dtype 'int8' is not read", convert.UnsupportedFormat),
     "awq marlin": ({"quant_method": "awq", "version": "marlin"}, "AWQ version 'marlin'", convert.UnsupportedFormat),

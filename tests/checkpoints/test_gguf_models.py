@@ -1,24 +1,31 @@
 """Whole models in GGUF files, of each architecture with a table of names: names, values, and mixed files."""
 
+import runpy
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
 from tests.support.gguf_models import FAMILIES, IDS, model_of, write
 from tests.support.llama import MODELS, write_gguf
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 
+ROOT = Path(__file__).parents[2]
 WARNINGS = {
-    architecture: [f"model.embed_tokens is decoded to floats: {table} has a forward of its own"]
-    for architecture, table in (
-        ("gemma", "GemmaTextScaledWordEmbedding"),
-        ("gemma2", "Gemma2TextScaledWordEmbedding"),
-        ("gemma3", "Gemma3TextScaledWordEmbedding"),
+    family: [f"model.{name} is decoded to floats: {table} has a forward of its own" for name in names]
+    for family, table, *names in (
+        ("gemma", "GemmaTextScaledWordEmbedding", "embed_tokens"),
+        ("gemma2", "Gemma2TextScaledWordEmbedding", "embed_tokens"),
+        ("gemma3", "Gemma3TextScaledWordEmbedding", "embed_tokens"),
+        ("gemma4", "Gemma4TextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
+        ("gemma4 mixture", "Gemma4TextScaledWordEmbedding", "embed_tokens"),
     )
 }
 WARNINGS["llama4"] = [
@@ -33,12 +40,12 @@ def test_a_model_computes_what_its_decoded_weights_compute(architecture, family,
     path = write(tmp_path / "model.gguf", architecture, model)
     loaded = model_of(family)
     with torch.no_grad():
-        for parameter in loaded.parameters():
-            parameter.zero_()
+        for tensor in loaded.state_dict().values():
+            tensor.zero_()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         load_quantized(loaded, path, progress=False)
-    assert [str(warning.message) for warning in told] == WARNINGS.get(architecture, [])
+    assert [str(warning.message) for warning in told] == WARNINGS.get(family, [])
     stacks = [module for module in loaded.modules() if isinstance(module, MarlinExperts)]
     packs = architecture != "llama4" and any(".experts." in name for name in model.state_dict())
     assert len(stacks) == 2 * packs
@@ -83,7 +90,7 @@ def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     held, size = (sum(sizes) for sizes in zip(*((4 * np.prod(t.shape), t.nbytes) for t in other), strict=True))
-    assert f"take {held / 1e6:.1f} MB instead of {size / 1e6:.1f} MB" in str(caught[0].message)
+    assert f"take {held / 1e6:.3g} MB instead of {size / 1e6:.3g} MB" in str(caught[0].message)
     with pytest.raises(convert.UnsupportedFormat, match="is not a 4-bit type that is read"):
         load_quantized(model_of("llama"), path, on_unsupported="error", progress=False)
 
@@ -132,3 +139,66 @@ def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
             AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     finally:
         transformers.take_over()
+
+
+def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> None:
+    """Value heads are columns of the output projection. Heads of 16 cannot change places within groups of 32."""
+    small = {"linear_value_head_dim": 16}
+    model, loaded = model_of("qwen35", **small), model_of("qwen35", **small)
+    path = write(tmp_path / "m.gguf", "qwen35", model)
+    report = load_quantized(loaded, path, progress=False)
+    assert [(layer.name, "a value head does not fill whole groups of 32" in layer.reason) for layer in report.left] == [
+        ("model.layers.0.linear_attn.out_proj", True)
+    ]
+    weights = (each.model.layers[0].linear_attn.out_proj.weight for each in (loaded, model))
+    assert torch.equal(*weights)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_nvfp4_of_gemma_4_has_the_scales_of_experts_in_its_own(tmp_path) -> None:
+    """llama.cpp multiplies the scales of NVFP4 by the router's, so the model's become 1. Beside Q4_0 they stay."""
+    scales, nvfp4 = torch.tensor([0.5, 1.0, 2.0, 3.0]), GGMLQuantizationType.NVFP4
+    for kind, router in ((nvfp4, torch.ones(4)), (GGMLQuantizationType.Q4_0, scales)):
+        writer = GGUFWriter(tmp_path / "m.gguf", "gemma4")
+        blocks = np.full((4, 64, 36), 0x38, dtype=np.uint8) if kind == nvfp4 else np.zeros((4, 64, 36), dtype=np.uint8)
+        writer.add_tensor("blk.0.ffn_down_exps.weight", blocks, raw_dtype=kind)
+        writer.add_tensor("blk.0.ffn_down_exps.scale", scales.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        reader = convert.open_reader(tmp_path / "m.gguf", gguf_names="hf")
+        layers = list(reader)
+        assert [layer.name for layer in layers] == [f"model.layers.0.experts.{e}.down_proj" for e in range(4)]
+        if kind == nvfp4:
+            assert torch.equal(torch.stack([layer.global_scale.view(()) for layer in layers]), scales)
+        others = dict(reader.other_tensors())
+        assert others.keys() == {"model.layers.0.router.per_expert_scale"}
+        assert torch.equal(others["model.layers.0.router.per_expert_scale"], router)
+
+
+def test_the_table_of_names_is_that_of_gguf_and_transformers() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "gguf_table.py"))
+    assert made["text"]() == made["FILE"].read_text()
+
+
+def test_the_page_lists_the_architectures() -> None:
+    page = (ROOT / "docs" / "formats" / "gguf.md").read_text()
+    assert "".join(f"| {name} | {known.model_type} |\n" for name, known in ARCHITECTURES.items()) in page
+
+
+def test_an_unknown_architecture_says_what_to_do(tmp_path) -> None:
+    model = model_of("llama")
+    path = write(tmp_path / "m.gguf", "llama", model)
+    text = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0"
+    path.write_bytes(path.read_bytes().replace(text + b"llama", text + b"plamo"))
+    said = (
+        r"m\.gguf: the architecture 'plamo' has no table of transformers' names; load the safetensors of the model "
+        r"that was converted, or read the tensors under their own names: gguf_names='gguf'$"
+    )
+    with pytest.raises(convert.UnsupportedFormat, match=said):
+        load_quantized(model, path, progress=False)
+    with pytest.raises(convert.UnsupportedFormat, match=said):
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert len(convert.open_reader(path)) == 16

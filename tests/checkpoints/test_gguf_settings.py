@@ -85,6 +85,11 @@ REFUSED = {
     "granite.logit_scale = 4, but config.logits_scaling is 1. Build the model with config.attention_multiplier = 0.3",
     "logits": "command-r.logit_scale = 0.3, but config.logit_scale is 0.0625",
     "clip": "olmoe.attention.clamp_kqv = 0.1, but config.clip_qkv is None",
+    "linear attention": "qwen35.attention.layer_norm_rms_epsilon = 0.001, but config.rms_norm_eps is 1e-06; "
+    "qwen35.rope.dimension_count = 16",
+    "Gemma 4": "gemma4.final_logit_softcapping = 0.3, but config.final_logit_softcapping is None; "
+    "gemma4.rope.dimension_count = 64, gemma4.rope.dimension_count_swa = 32, gemma4.rope.freq_base = 500000",
+    "Gemma 4, experts": "gemma4.expert_used_count = 3, but config.top_k_experts is 2",
     "mixtral": "llama.rope.freq_base = 20000, but config.rope_parameters is {'rope_theta': 1000000",
 }
 SHAPES = ("num_hidden_layers", "intermediate_size", "moe_intermediate_size", "tie_word_embeddings")
@@ -308,12 +313,12 @@ def test_the_table_has_every_key_of_gguf_and_of_transformers() -> None:
     tables = [GGUF_CONFIG_MAPPING.get(kind.removesuffix("_text"), {}) for kind in MODEL_TYPES.values()]
     mapped = {key for table in tables for key in table}
     assert mapped - KEYS.keys() == {"sliding_window"}  # a mistake in its table for gpt-oss
-    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4"}
-    assert {architecture for architecture, *_ in CASES.values()} == set(MODEL_TYPES)
+    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4", "qwen35", "qwen35moe"}
+    assert {architecture for architecture, *_ in CASES.values()} == set(ARCHITECTURES) - {"llama4"}
 
 
 def test_every_setting_of_the_table_is_one_of_a_config() -> None:
-    kinds = [*MODEL_TYPES.values(), "mixtral", "llama4_text"]
+    kinds = [*(known.model_type for known in ARCHITECTURES.values()), "mixtral"]
     configs = [AutoConfig.for_model(kind) for kind in kinds]
     for name, key in KEYS.items():
         for setting in key.settings:

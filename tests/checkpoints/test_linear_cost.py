@@ -1,14 +1,12 @@
 """Opening and converting take work in proportion to the number of layers. The tests count function calls, not time."""
 
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.many_layers import KINDS
 from torch_marlin_metal import convert
-
-KINDS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "many_layers.py"))["KINDS"]
 
 
 def calls(path: Path, kind: str, count: int) -> int:

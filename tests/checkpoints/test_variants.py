@@ -127,37 +127,6 @@ def test_awq_products_that_no_integer_zero_point_gives_stay_floating(tmp_path, r
     assert torch.equal(weight.zeros, products[:4])
 
 
-def gptq_of_width(path: Path, rng: np.random.Generator, bits: int) -> np.ndarray:
-    """Makes a GPTQ version 1 layer of any code width. The codes of a column are one little-endian bit string."""
-    G, top = 4, 1 << bits
-    codes, zeros = rng.integers(0, top, (K, 32)), rng.integers(1, top, (G, 32))
-    scales = writers.random_floats(rng, (G, 32), "fp16")
-
-    def packed(values: np.ndarray) -> np.ndarray:
-        columns = []
-        for column in values.T:
-            number = sum(int(value) << (bits * i) for i, value in enumerate(column))
-            columns.append(np.frombuffer(number.to_bytes(len(column) * bits // 8, "little"), dtype=np.int32))
-        return np.stack(columns, axis=1)
-
-    tensors = {"qweight": packed(codes), "qzeros": packed((zeros - 1).T).T, "scales": scales}
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
-    writers.save(path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": settings})
-    return writers.affine(codes, zeros, scales, writers.groups_of(K, 32))
-
-
-@pytest.mark.parametrize("bits", [2, 3, 8])
-def test_gptq_of_another_width_is_refused_left_out_or_decoded(tmp_path, rng, bits) -> None:
-    expected = gptq_of_width(tmp_path, rng, bits)
-    with pytest.raises(convert.UnsupportedFormat, match=f"model.safetensors: layer '{LAYER}': {bits}-bit GPTQ"):
-        list(convert.read_layers(tmp_path))
-    assert list(convert.read_layers(tmp_path, on_unsupported="skip")) == []
-    (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
-    assert isinstance(dense, convert.DenseWeight)
-    assert f"{bits}-bit" in dense.reason
-    np.testing.assert_array_equal(dense.weight.numpy(), expected)
-
-
 def small_group_writers() -> dict[str, Any]:
     return {
         "gptq": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2),

@@ -21,7 +21,6 @@ LINES = {
     "quantize": (["x", "y"], "FloatReader"),
     "plan": (["8", "64", "64", "--gpu", "M1"], "explain"),
     "profile": (["--gpu", "M1"], "gpu_of"),
-    "trace": (["x"], "trace_token"),
     "tune": (["--shape", "64,64"], "tune"),
     "bench": (["--shape", "64,64", "--rows", "1", "--device", "cpu"], "product_of"),
     "doctor": ([], "machine"),

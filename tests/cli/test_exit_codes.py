@@ -38,7 +38,6 @@ WRONG = {
     "profile": ["--no-such-option"],
     "tune": ["--rows", "0"],
     "bench": ["--rows", "-1"],
-    "trace": ["x", "--context", "none"],
     "doctor": ["--shallow"],
 }
 

@@ -7,7 +7,7 @@
 
 #include "cpu_gemm_checks.h"
 #include "cpu_range_checks.h"
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 namespace marlin::test {
 namespace {

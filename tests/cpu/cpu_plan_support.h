@@ -1,7 +1,7 @@
 // Groups of kernels that the tests of plans and of kernels ask for.
 #pragma once
 
-#include "csrc/cpu/gemm/plan.h"
+#include "csrc/gemm/cpu/plan.h"
 
 namespace marlin::cpu {
 

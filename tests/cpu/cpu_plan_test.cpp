@@ -3,7 +3,7 @@
 #include <string>
 
 #include "cpu_plan_support.h"
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 #include "tests/support/expect.h"
 
 namespace marlin::cpu {

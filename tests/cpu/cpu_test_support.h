@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/cpu/gemm/gemm.h"
+#include "csrc/gemm/cpu/gemm.h"
 #include "tests/support/expect.h"
 
 namespace marlin::test {

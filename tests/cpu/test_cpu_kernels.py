@@ -17,7 +17,7 @@ PROGRAMS = (
     "cpu_plan_test",
     "cpu_mlstm_test",
     "cpu_memory_test",
-    "cpu_layer_test",
+    "cpu_decoder_test",
 )
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
@@ -26,11 +26,10 @@ THREADS = ("-O1", "-fsanitize=thread")
 # see its templates, because the portable family uses them too. A vector load beyond the end of the test data crashes in
 # any build, because the data ends at unreadable pages.
 VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
-VECTOR_STEMS += ("layer_avx2", "layer_avx512")
 SOURCES = [
     path
-    for folder in ("csrc/cpu", "csrc/layer/cpu", "csrc/mlstm/cpu")
-    for path in sorted((ROOT / folder).rglob("*.cpp"))
+    for folder in (ROOT / "csrc/cpu", *sorted((ROOT / "csrc").glob("*/cpu")))
+    for path in sorted(folder.rglob("*.cpp"))
     if path.stem != "ops_cpu"
 ]
 TILES = ROOT / "csrc/cpu/x86/amx.cpp"
@@ -117,14 +116,14 @@ def test_every_family_agrees_with_fp64(program: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test", "cpu_layer_test"]
+    "test", ["cpu_weights_test", "cpu_plan_test", "cpu_mlstm_test", "cpu_memory_test", "cpu_decoder_test"]
 )
 def test_each_program_passes(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
 def test_kernels_pass_under_sanitizers(run_folder: Path) -> None:
-    tests = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_test": ["3"], "cpu_layer_test": []}
+    tests = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_test": ["3"], "cpu_decoder_test": []}
     programs = build(run_folder, *SANITIZERS, vector_flags=PLAIN, programs=tuple(tests))
     for test, arguments in tests.items():
         passes(run(programs[test], *arguments))

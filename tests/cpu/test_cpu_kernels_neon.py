@@ -32,7 +32,7 @@ def test_neon_kernels_agree_with_fp64(run_folder: Path) -> None:
         "cpu_weights_test": ["1"],
         "cpu_mlstm_test": ["1"],
         "cpu_plan_test": ["shapes"],
-        "cpu_layer_test": [],
+        "cpu_decoder_test": [],
     }
     programs = build(run_folder, "-O1", "-static", compiler=COMPILER, programs=("cpu_kernels_test", *others))
     for cpu, features in CPUS.items():

@@ -106,6 +106,6 @@ def test_the_map_names_the_files_of_a_kernel() -> None:
     (row,) = re.findall(r"^\| a GPU kernel for products .*$", page, re.MULTILINE)
     named = set(re.findall(r"`([\w/]+(?:\.\w+|/))`", row)) - {
         "tests/dependencies/test_adding_a_kernel.py",
-        "benchmarks/metal/kernel_counts.py",
+        "lab/counting/kernel_counts.py",
     }
     assert named == {LIST, os.path.dirname(SHADER) + "/", os.path.dirname(PLAN) + "/", COUNTS}

@@ -56,7 +56,7 @@ KINDS = {
             "csrc/python/tile_budgets.cpp": 5,
             "torch_marlin_metal/gpu/profiling/tiles.py": 1,
             # the CPU's own meaning of two_pass, and what the tuner and the doctor leave out
-            "csrc/cpu/ops_cpu.cpp": 1,
+            "csrc/gemm/cpu/ops_cpu.cpp": 1,
             "torch_marlin_metal/cli/doctor_variants.py": 1,
             "torch_marlin_metal/gpu/tuning/tuner.py": 1,
         },
@@ -137,7 +137,7 @@ PLANTED_FORMATS = {
 
 PLANTED_VARIANTS = {
     "csrc/planner/a.cpp": "// GemmVariant::gemv\nbool f(GemmVariant x) { return x == GemmVariant::fused; }\n",
-    "csrc/ops/b.cpp": 'bool f() {\n  return name(variant) != "two_pass";\n}\n',
+    "csrc/gemm/b.cpp": 'bool f() {\n  return name(variant) != "two_pass";\n}\n',
     "torch_marlin_metal/c.py": 'x = plan(variant="gemv")\nsmall = chosen.variant in ("gemv", "fused")\n',
 }
 

@@ -15,13 +15,12 @@ ALLOWED = {
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "load": {"base", "layers", "checkpoints", "models"},
     "gpu": {"base", "quantize", "checkpoints"},
-    "trace": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "gpu"},
     "xlstm": {"base"},
     "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "load", "parallel"},
-    "cli": {"base", "public", "checkpoints", "models", "load", "gpu", "trace", "xlstm"},
+    "cli": {"base", "public", "checkpoints", "models", "load", "gpu", "xlstm"},
     "run": {"integrations"},
-    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "trace", "xlstm"},
+    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}
@@ -36,17 +35,24 @@ def room_of(module: str) -> str:
     return "cli" if first == "__main__" else "base"
 
 
-def imports(path: Path) -> set[str]:
-    """Returns the modules of the package that a file imports, including imports inside functions."""
+def imports(path: Path, root: str = "torch_marlin_metal") -> set[str]:
+    """Returns the modules below a root package that a file imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch_marlin_metal":
-            found |= {f"torch_marlin_metal.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == root:
+            found |= {f"{root}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
-    return {name for name in found if name.split(".")[0] == "torch_marlin_metal"}
+    return {name for name in found if name.split(".")[0] == root}
+
+
+def test_the_package_never_imports_the_laboratory() -> None:
+    laboratory = PACKAGE.parent / "lab"
+    users = [path for path in PACKAGE.rglob("*.py") if imports(path, "lab")]
+    assert not users, users
+    assert any(imports(path) for path in laboratory.rglob("*.py")), "the laboratory uses the package"
 
 
 def test_imports_follow_the_table() -> None:

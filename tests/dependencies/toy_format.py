@@ -31,7 +31,7 @@ DECODER = """
 #include <cstdio>
 #include <numeric>
 #include <vector>
-#include "csrc/cpu/api.h"
+#include "csrc/weights/cpu/api.h"
 using namespace marlin;
 int main() {
   int64_t sizes[3];
@@ -58,7 +58,7 @@ def check_cpu(name: str, compiler: str) -> None:
     K, N, group_size = 200, 7, 64
     weight = reference.make_weight(name, K, N, group_size)
     Path("decoder.cpp").write_text(DECODER.replace("FORMAT", name))
-    sources = ["decoder.cpp", "csrc/cpu/weights/embedding.cpp"]
+    sources = ["decoder.cpp", "csrc/weights/cpu/embedding.cpp"]
     subprocess.run([compiler, "-std=c++20", "-O1", "-I.", *sources, "-o", "decoder"], check=True)
     parts = (np.array([K, N, group_size]), weight.b_packed.numpy(), weight.scales.float().numpy())
     data = b"".join(part.tobytes() for part in parts)

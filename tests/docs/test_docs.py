@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from lab.predictions.tiles import budgets
 from tests.support.pages import blocks, readme_program
 from torch_marlin_metal.cli.app import app
 
@@ -22,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 RECORDS = [
     *PAGES,
-    *(ROOT / name for name in ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/cpu/cpu_peers.md")),
+    *(ROOT / name for name in ("CHANGELOG.md", "lab/README.md", "lab/cpu/cpu_peers.md")),
 ]
 
 
@@ -126,14 +127,10 @@ def test_api_reference_names_every_public_name():
     assert modules <= {name.split(".")[0] for name in named}
 
 
-def test_assumptions_agree_with_the_cost_model():
-    listed = (ROOT / "docs/inside/tile-sizing.md").read_text().split("## What the model assumes")[1].split("\n- ")[1:]
-    assert tuple(" ".join(text.split()) for text in listed) == tmm.profiling.ASSUMPTIONS
-
-
-def test_table_of_tiles_agrees_with_the_planner():
+def test_table_of_tiles_agrees_with_the_laboratory():
     page = (ROOT / "docs/inside/tile-sizing.md").read_text()
-    known = {(row.variant, "x".join(map(str, row.tile))): row for row in tmm.profiling.tile_table("M1").rows}
+    m1 = tmm.profiling.AppleSiliconGPU.from_name("M1")
+    known = {(row.variant, "x".join(map(str, row.tile))): row for row in budgets(m1, "float16")}
     rows = re.findall(r"^\| `(\w+)` \| (\d+x\d+x\d+) \| (.+) \|$", page, flags=re.MULTILINE)
     assert rows
     for variant, tile, cells in rows:

@@ -13,11 +13,11 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 import torch_marlin_metal as tmm
 import torch_marlin_metal.integrations.peft
+from lab.token.operations import Operations
 from tests.journeys.architectures import class_of, shrunken
 from tests.journeys.token_operations import model_of, of_one_layer, pair_of
 from torch_marlin_metal.fuse import gated, norms, rotary, sinks
 from torch_marlin_metal.fuse.layers import FusedLayersReport, _fuse_norms
-from torch_marlin_metal.trace.operations import Operations
 
 # The largest number of operations that one more layer may add to a token.
 BARS = {

@@ -9,9 +9,9 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_marlin_metal as tmm
+from lab.token.operations import Operations
 from tests.journeys.token_operations import model_of
 from torch_marlin_metal.fuse import caches, masks, norms
-from torch_marlin_metal.trace.operations import Operations
 
 LENGTH = 8
 

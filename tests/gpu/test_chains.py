@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import torch_marlin_metal as tmm
+from lab.mac.mlx_product import lazy_clock
 from torch_marlin_metal import tuning
 from torch_marlin_metal.gpu.tuning import chains
-from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, lazy_clock, product_chain, wall_clock
+from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, product_chain, wall_clock
 
 OPS = torch.ops.torch_marlin_metal
 

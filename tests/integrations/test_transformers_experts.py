@@ -140,8 +140,9 @@ def test_experts_whose_forward_was_changed_are_refused(tmp_path, monkeypatch) ->
     own = MixtralExperts.forward
     monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: 2 * own(self, *args))
     message = r"experts 'model\.layers\.0\.mlp\.experts': MixtralExperts computes something else than MarlinExperts"
+    config = MarlinConfig(on_unsupported="error")
     with pytest.raises(ModelMismatchError, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
 
 
 def test_experts_that_compute_something_else_are_left_alone() -> None:

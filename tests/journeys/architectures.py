@@ -2,7 +2,7 @@
 and loads what was saved.
 
     python -m tests.journeys.architectures [FAMILY ...] > results
-    python -m tests.journeys.architectures --record benchmarks/architectures.md results ...
+    python -m tests.journeys.architectures --record PAGE results ...
 
 The first command prints the result of each family. The second makes a page of printed results; a later result of a
 family replaces an earlier one. "right" means that the model ran, that the saved model has the same bits and gives the

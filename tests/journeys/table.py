@@ -169,7 +169,7 @@ def families(folder: Path) -> str:
     """8: families whose code for initializing weights needs more than a plain Linear load in 4 bit."""
     results = {family: result_of(family)[0] for family in FIRST}
     assert set(results.values()) == {"right"}, results
-    return f"{len(results)} of {len(results)} right: {', '.join(results)} (all families: benchmarks/architectures.md)"
+    return f"{len(results)} of {len(results)} right: {', '.join(results)}"
 
 
 def head(folder: Path) -> str:

@@ -4,7 +4,7 @@
 
 The models are tiny and random, have 4-bit layers, and run in eager mode on the CPU. On a Mac, every operation except a
 view would be a dispatch. If no families are named, the command takes every family with a causal language model.
-benchmarks/token_operations.md has the results of all families.
+The command prints a page in Markdown.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from transformers import StaticCache
 from transformers.models.auto import modeling_auto as auto
 
 import torch_marlin_metal as tmm
+from lab.token.operations import Operations
 from tests.journeys.architectures import SIZES, class_of, shrunken
 from torch_marlin_metal.fuse.layers import FusedLayersReport
-from torch_marlin_metal.trace.operations import Operations
 
 
 def fill(text: Any) -> None:

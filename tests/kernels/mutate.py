@@ -57,9 +57,9 @@ EXPLAINED: dict[str, str] = {
     "gemm/gemv.h: 'r < most_rows' -> 'r <= most_rows'": _NO_ROW,
     "gemm/gemv.h: 'min(uint(rows_per_threadgroup), most_rows)' -> '(uint(rows_per_threadgroup))'": _NOT_STORED,
     "gemm/fused.h: 'e < Rows::offsets_per_block()' -> 'e <= Rows::offsets_per_block()'": _UNREAD,
-    "layer/gated.h: 'x < 0.0f' -> 'x <= 0.0f'": _SMALL,
-    "layer/gated.h: 'gate > limit' -> 'gate >= limit'": _EQUAL,
-    "layer/gated.h: 'up > limit' -> 'up >= limit'": _EQUAL,
+    "decoder/gated.h: 'x < 0.0f' -> 'x <= 0.0f'": _SMALL,
+    "decoder/gated.h: 'gate > limit' -> 'gate >= limit'": _EQUAL,
+    "decoder/gated.h: 'up > limit' -> 'up >= limit'": _EQUAL,
     "mlstm/gates.metal: 'first < end' -> 'first <= end'": _NO_TOKENS,
     "mlstm/gates.metal: 'first < params.chunks' -> 'first <= params.chunks'": _NO_TOKENS,
     "mlstm/states.metal: 'token + kBlock <= length' -> 'token + kBlock < length'": _GUARDED,
@@ -216,7 +216,7 @@ def main() -> int:
         "shared/kernel_list.h",
         "gemm/geometry.h",
         "experts/params.h",
-        "layer/params.h",
+        "decoder/params.h",
         "mlstm/params.h",
     }  # these headers contain no code that runs on the GPU
     files = {p.relative_to(KERNELS).as_posix(): p for p in sorted(KERNELS.rglob("*.*"))}

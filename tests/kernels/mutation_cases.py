@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import test_kernel_decoder as decoder
 import test_kernel_embedding as embedding
 import test_kernel_experts as experts
-import test_kernel_layer as layer
 import test_kernel_mlstm
 import test_kernel_repack as repack
 import test_kernel_values as values
@@ -222,23 +222,23 @@ def _moe_all() -> Iterator[Case]:
 
 
 def _norm_cases() -> Iterator[Case]:
-    for case in layer.NORMS:
-        yield f"norm {case}", partial(layer.test_norm, *case)
+    for case in decoder.NORMS:
+        yield f"norm {case}", partial(decoder.test_norm, *case)
 
 
 def _rotary_cases() -> Iterator[Case]:
-    for case in layer.ROTATIONS:
-        yield f"rotary {case}", partial(layer.test_rotary, *case)
+    for case in decoder.ROTATIONS:
+        yield f"rotary {case}", partial(decoder.test_rotary, *case)
 
 
 def _cache_cases() -> Iterator[Case]:
-    for case in layer.CACHES:
-        yield f"cache {case}", partial(layer.test_write_cache, *case)
+    for case in decoder.CACHES:
+        yield f"cache {case}", partial(decoder.test_write_cache, *case)
 
 
 def _activation_cases() -> Iterator[Case]:
-    for options in layer.ACTIVATIONS:
-        yield f"activation {options}", partial(layer.test_activation, options)
+    for options in decoder.ACTIVATIONS:
+        yield f"activation {options}", partial(decoder.test_activation, options)
 
 
 def _perm_cases() -> Iterator[Case]:
@@ -325,11 +325,11 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/moe_tensor.metal": _moe_tensor_cases,
         "experts/rows.h": _moe_rows_cases,
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),
-        "layer/norm.metal": _norm_cases,
-        "layer/rotary.metal": _rotary_cases,
-        "layer/activation.metal": _activation_cases,
-        "layer/gated.h": _activation_cases,
-        "layer/cache.metal": _cache_cases,
+        "decoder/norm.metal": _norm_cases,
+        "decoder/rotary.metal": _rotary_cases,
+        "decoder/activation.metal": _activation_cases,
+        "decoder/gated.h": _activation_cases,
+        "decoder/cache.metal": _cache_cases,
         "mlstm/mlstm.h": _mlstm_all,
         "mlstm/gates.metal": _mlstm_gates_cases,
         "mlstm/states.metal": _mlstm_cases,

@@ -14,9 +14,9 @@ from tests.support import experts as reference_experts
 from tests.support import reference
 from tests.support.experts import make_experts
 from tests.support.kernels.cases import TENSOR_FLOATS, TENSOR_FORMATS
+from tests.support.kernels.decoder import ACTIVATIONS, run_activation
 from tests.support.kernels.experts import ALPHA, GEMV_KERNELS, LIMIT, Mixture, expected_table, run_experts, run_sort
 from tests.support.kernels.launch import number
-from tests.support.kernels.layer import ACTIVATIONS, run_activation
 from tests.support.kernels.tensor import TILES
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32

@@ -199,7 +199,7 @@ def test_a_mixture_loads_with_one_warning(name, load, tmp_path, caplog, monkeypa
     held = sum(layer.weight.nbytes for layer in down)
     share = f"{eight / sum(sizes.values()):.0%}"
     assert f": {share} of the bytes" in told and f"{MIXTURES[name][-1]}" in told and f"({share}). They take" in told
-    assert f"{held / 1e6:.1f} MB instead of {eight / 1e6:.1f} MB" in told
+    assert f"{held / 1e6:.3g} MB instead of {eight / 1e6:.3g} MB" in told
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, floats(IDS).logits, rtol=0.2, atol=0.2)
     with pytest.raises(convert.UnsupportedFormat, match=f"layer '{re.escape(OTHER)}'"):

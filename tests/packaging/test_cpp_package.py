@@ -93,4 +93,4 @@ def test_commands_of_the_linker() -> None:
     assert {"-dynamiclib", "one.o", "-framework", "Metal", "@rpath/libtorch_marlin_metal.dylib"} <= set(command)
     assert "-Wl,-rpath,@loader_path/../../../torch/lib" in command
     assert cpp_library.is_python_module("csrc/python/module.cpp")
-    assert not cpp_library.is_python_module("csrc/ops/schemas.cpp")
+    assert not cpp_library.is_python_module("csrc/weights/schemas.cpp")

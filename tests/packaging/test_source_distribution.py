@@ -52,6 +52,14 @@ def test_all_kernels_are_embedded(unpacked: Path) -> None:
     assert (unpacked / "here.cpp").read_bytes() == (unpacked / "there.cpp").read_bytes()
 
 
+def test_the_laboratory_and_the_tests_are_not_distributed(unpacked: Path) -> None:
+    """Neither in the source distribution nor, as a package, in a wheel."""
+    assert {"csrc", "kernels", "torch_marlin_metal"} <= {path.name for path in unpacked.iterdir()}
+    assert not [name for name in ("lab", "tests", "softmetal") if (unpacked / name).exists()]
+    (top_level,) = unpacked.parents[1].glob("*.egg-info/top_level.txt")
+    assert top_level.read_text().split() == ["torch_marlin_metal"]
+
+
 def test_metadata(unpacked: Path) -> None:
     """A source distribution must accept every torch that the sources support, a wheel only the torch of its build."""
     assert "Requires-Dist: torch>=2.13\n" in (unpacked / "PKG-INFO").read_text()

@@ -5,7 +5,7 @@
 #include <bit>
 #include <cstddef>
 
-#include "csrc/layer/gpu_plan.h"
+#include "csrc/decoder/gpu_plan.h"
 #include "csrc/mlstm/gpu_plan.h"
 
 #include "plan_checks.h"

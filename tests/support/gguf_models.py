@@ -1,6 +1,7 @@
 """Tiny models of transformers of each architecture of GGUF files, and their files, by the rules of llama.cpp."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,137 @@ SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
 SIZES |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SIZES |= {"shared_expert_intermediate_size": 96, "use_qk_norm": False}
 SIZES |= {"intermediate_size_mlp": 96, "moe_layers": [1], "bos_token_id": 1}
-# (architecture in files, model type of transformers)
-FAMILIES = [(name, name) for name in ARCHITECTURES] + [("llama", "mixtral")]
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+LINEAR |= {"linear_value_head_dim": 32, "full_attention_interval": 2}
+SLIDING = ["sliding_attention", "full_attention"]
+# Sizes of a family that has sizes of its own.
+OWN_SIZES = {
+    "qwen35": LINEAR,
+    "qwen35moe": LINEAR,
+    # Two layers share keys and values, and have the double width, as in Gemma 4 E2B.
+    "gemma4": {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64}
+    | {"num_hidden_layers": 4, "layer_types": SLIDING * 2, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    | {"sliding_window": 8},
+    # Keys are values in layers without a window, as in Gemma 4 26B.
+    "gemma4 mixture": {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "layer_types": SLIDING}
+    | {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True}
+    | {"top_k_experts": 2, "sliding_window": 8},
+}
+# (architecture in files, name of a family of models)
+FAMILIES = [(name, name) for name in ARCHITECTURES] + [("llama", "mixtral"), ("gemma4", "gemma4 mixture")]
 TYPES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4 mixture": "gemma4_text",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "gpt-oss": "gpt_oss",
     "llama4": "llama4_text",
 }
 TYPES |= {"phi2": "phi", "command-r": "cohere"}
 REORDERED = ("llama", "granite", "smollm3")
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
+LINEAR_ATTENTION = ("qwen35", "qwen35moe")
+TRANSPOSED_EXPERTS = ("gpt-oss", "llama4")
 IDS = torch.tensor([[3, 9, 27, 41, 5]])
+# Parameters that llama.cpp's converters rename before they ask gguf's table.
+RENAMED = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
+RENAMED |= {"layer_scalar": "layer_scalar.weight"}
+SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+PLAIN = ("F32", "F16", "BF16")
 
 
 def model_of(family: str, **settings: Any) -> nn.Module:
     """Returns a model of a family with random weights, the same at each call."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(TYPES.get(family, family), **SIZES | settings)
+    config = AutoConfig.for_model(TYPES.get(family, family), **SIZES | OWN_SIZES.get(family, {}) | settings)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.rand_like(parameter))
+        for name, tensor in model.state_dict().items():
+            if "norm" in name or name.endswith(("scale", "layer_scalar")):
+                tensor.add_(torch.rand_like(tensor) * (0.2 if name.endswith("layer_scalar") else 1))
+            if name.endswith(("A_log", "dt_bias")):
+                tensor.copy_(torch.randn_like(tensor))
     return model
+
+
+def value_heads_in_tiles(config: Any, index: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """Returns an array with the n-th value head of all key heads side by side, as llama.cpp stores linear attention."""
+    keys = config.linear_num_key_heads
+    index = np.moveaxis(index, axis, 0)
+    heads = index.reshape(keys, config.linear_num_value_heads // keys, size, *index.shape[1:])
+    return np.moveaxis(heads.swapaxes(0, 1).reshape(index.shape), 0, axis)
+
+
+def linear_attention(config: Any, name: str, index: np.ndarray) -> np.ndarray:
+    """Returns the elements of a tensor of linear attention in llama.cpp's order."""
+    size = config.linear_value_head_dim
+    if "conv1d" in name:
+        index = index.squeeze()
+    if "in_proj_qkv" in name or "conv1d" in name:
+        others = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        return np.concatenate((index[:others], value_heads_in_tiles(config, index[others:], 0, size)))
+    if "in_proj_z" in name:
+        return value_heads_in_tiles(config, index, 0, size)
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return value_heads_in_tiles(config, index, 0, 1)
+    return value_heads_in_tiles(config, index, 1, size) if "out_proj" in name else index
+
+
+def experts(architecture: str, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of gate, up and down of all experts.
+
+    Those of gpt-oss and llama4 are `[E, K, N]`. In gpt-oss, gate and up alternate. Gemma 4 keeps gate and up together.
+    """
+    block, alternates = re.search(r"\.(\d+)\.", name)[1], architecture == "gpt-oss"
+    parts = ("gate", "up") if "gate_up" in name else ("down",)
+    if architecture == "gemma4" and len(parts) == 2:
+        parts = ("gate_up",)
+    bias = name.endswith("_bias")
+    if architecture in TRANSPOSED_EXPERTS and not bias:
+        index = index.swapaxes(1, 2)
+    for number, part in enumerate(parts):
+        rows = index[:, number :: len(parts)] if alternates else np.split(index, len(parts), 1)[number]
+        yield f"blk.{block}.ffn_{part}_exps.{'bias' if bias else 'weight'}", rows
+
+
+def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields what llama.cpp's converter stores for a tensor: its names in the file, and its elements in their order.
+
+    Args:
+        architecture: the architecture of the file.
+        config: the model's config.
+        name: the name of a tensor of transformers.
+        index: the numbers of the tensor's elements, in the tensor's shape.
+    """
+    arch = next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == architecture)
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    if re.search(r"\.experts\.\w+$", name):
+        yield from experts(architecture, name, index)
+        return
+    for ending, target in SCALES.items():
+        if name.endswith(f".{ending}"):
+            yield f"blk.{name.split('.')[2]}.{target}", index
+            return
+    if architecture in REORDERED and re.search(r"[qk]_proj\.", name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        index = index.reshape(heads, 2, -1, *index.shape[1:]).swapaxes(1, 2).reshape(index.shape)
+    if architecture in LINEAR_ATTENTION and "linear_attn" in name:
+        index = linear_attention(config, name, index)
+    if "shared_expert_gate" in name:
+        index = index.squeeze()
+    for ending, other in RENAMED.items():
+        name = name.removesuffix(ending) + other if name.endswith(f".{ending}") else name
+    yield names.get_name(name, try_suffixes=(".weight", ".bias")), index
+
+
+def changed(architecture: str, name: str, values: np.ndarray) -> np.ndarray:
+    """Returns the values that llama.cpp's converter stores for a tensor of transformers with this name."""
+    if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return values + 1
+    return -np.exp(values) if name.endswith("A_log") else values
 
 
 def write(
@@ -62,72 +169,41 @@ def write(
         states: adds metadata and further tensors; called before the model's tensors are added.
     """
     config = model.config
-    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
     writer = GGUFWriter(path, architecture)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture in LINEAR_ATTENTION:
+        state_sizes(writer, config)
+    if architecture == "gemma4":
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     states(writer)
-
-    def reordered(module: str, values: np.ndarray) -> np.ndarray:
-        """Puts the two rows of each rotary pair side by side, where llama.cpp's converter does."""
-        if architecture not in REORDERED or not module.endswith(("q_proj", "k_proj")):
-            return values
-        heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
-        return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-    def quantized(target: str, tensor: torch.Tensor) -> np.ndarray:
-        """Sets the decoded values in the model, and returns them."""
-        kind = GGMLQuantizationType[kinds(target)]
-        tensor.copy_(torch.from_numpy(dequantize(quantize(tensor.numpy().copy(), kind), kind)))
-        return tensor.numpy()
-
-    def add(target: str, values: np.ndarray) -> None:
-        kind = GGMLQuantizationType[kinds(target)]
-        writer.add_tensor(target, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
-
-    def add_experts(name: str, tensor: torch.Tensor) -> None:
-        """Writes gate, up and down of all experts.
-
-        Those of gpt-oss and llama4 are `[E, K, N]`. In gpt-oss, gate and up alternate.
-        """
-        block, alternates = name.split(".")[2], architecture == "gpt-oss"
-        parts = ("gate", "up") if "gate_up" in name else ("down",)
-        if name.endswith("_bias"):
-            for number, part in enumerate(parts):
-                rows = tensor[:, number :: len(parts)] if alternates else tensor.chunk(len(parts), 1)[number]
-                writer.add_tensor(f"blk.{block}.ffn_{part}_exps.bias", rows.contiguous().numpy())
-            return
-        transposed = architecture in ("gpt-oss", "llama4")
-        stack = tensor.mT.contiguous() if transposed else tensor
-        for number, part in enumerate(parts):
-            rows = stack[:, number :: len(parts)] if alternates else stack.chunk(len(parts), 1)[number]
-            target = f"blk.{block}.ffn_{part}_exps.weight"
-            own = rows.contiguous()
-            add(target, quantized(target, own))
-            rows.copy_(own)
-        if transposed:
-            tensor.copy_(stack.mT)
-
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        if ".experts." in name:
-            add_experts(name, tensor)
-            continue
-        module, _, part = name.rpartition(".")
-        if name.endswith("self_attn.sinks"):
-            writer.add_tensor(f"{names.get_name(name)}.weight", tensor.numpy())
-            continue
-        target = f"{names.get_name(module)}.{part}"
-        if tensor.dim() == 1 or "ffn_gate_inp" in target:  # llama.cpp keeps routers in fp32
-            offset = architecture in NORMS_PLUS_ONE and name.endswith("norm.weight")
-            writer.add_tensor(target, reordered(module, tensor.numpy().squeeze()) + offset)
-            continue
-        add(target, reordered(module, quantized(target, tensor)))
+        flat = tensor.view(-1).numpy()  # shares the memory of the model
+        for target, index in tensors(architecture, config, name, np.arange(flat.size).reshape(tensor.shape)):
+            values = np.ascontiguousarray(flat[index])
+            if values.ndim == 1 or "ffn_gate_inp" in target or "ssm_conv1d" in target or target.endswith(".bias"):
+                writer.add_tensor(target, changed(architecture, name, values))  # llama.cpp keeps these in fp32
+                continue
+            kind = GGMLQuantizationType[kinds(target)]
+            stored = quantize(values, kind)
+            writer.add_tensor(target, stored, raw_dtype=kind)
+            flat[index] = dequantize(stored, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def state_sizes(writer: GGUFWriter, config: Any) -> None:
+    """Writes the sizes of linear attention."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from gguf import GGUFWriter, RopeScalingType
 
-from tests.support.gguf_models import model_of, write
+from tests.support.gguf_models import SLIDING, model_of, write
 
 LENGTH = 96  # of the inputs: longer than the contexts before scaling
 IDS = torch.arange(LENGTH)[None] * 37 % 61 + 3
@@ -15,8 +15,10 @@ def shape(writer: GGUFWriter, config, eps: str = RMS, context: int = 2048) -> No
     """Writes the keys that llama.cpp's converter writes for every model."""
     writer.add_context_length(context)
     writer.add_embedding_length(config.hidden_size)
+    writer.kv_data[0].pop(f"{writer.arch}.block_count", None)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_vocab_size(config.vocab_size)
     writer.add_pad_token_id(0)
     names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
@@ -221,6 +223,67 @@ def of_mixtral(writer: GGUFWriter, config) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
+def of_qwen35(writer: GGUFWriter, config) -> None:
+    shape(writer, config)
+    head(writer, config.head_dim, config.head_dim // 2)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+    writer.add_full_attention_interval(2)
+    # The block that predicts a second token is one more, and transformers' models lack it.
+    del writer.kv_data[0][f"{writer.arch}.block_count"]
+    writer.add_block_count(config.num_hidden_layers + 1)
+    writer.add_nextn_predict_layers(1)
+    for name in ("nextn.eh_proj.weight", "attn_k.weight", "nextn.enorm.weight"):
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", np.ones((64, 64), dtype=np.float32))
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])  # transformers counts them
+
+
+def of_qwen35moe(writer: GGUFWriter, config) -> None:
+    of_qwen35(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def of_gemma4(writer: GGUFWriter, config) -> None:
+    """Writes what the converter writes for Gemma 4, and the factors that turn only the first pairs of a head."""
+    shape(writer, config)
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    small, large = (config.per_layer_config[config.layer_types.index(kind)] for kind in SLIDING)
+    for add, size in ((writer.add_key_length, large), (writer.add_value_length, large)):
+        add(size.head_dim)
+    for add, size in ((writer.add_key_length_swa, small), (writer.add_value_length_swa, small)):
+        add(size.head_dim)
+    writer.add_rope_dimension_count(large.head_dim)
+    writer.add_rope_dimension_count_swa(small.head_dim)
+    full, short = (config.rope_parameters[kind] for kind in reversed(SLIDING))
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_freq_base_swa(short["rope_theta"])
+    turned = int(large.head_dim * full["partial_rotary_factor"] / 2)
+    factors = [1.0] * turned + [1e30] * (large.head_dim // 2 - turned)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    for layer in range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers):
+        for name in ("attn_k", "attn_v", "attn_k_norm"):  # checkpoints have them, but they are not used
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones((64, 64), dtype=np.float32))
+    kv_heads = [(small if each else large).num_key_value_heads for each in sliding]
+    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
+    if config.use_double_wide_mlp:
+        first = config.num_hidden_layers - config.num_kv_shared_layers
+        del writer.kv_data[0]["gemma4.feed_forward_length"]
+        writer.add_feed_forward_length(
+            [config.intermediate_size * (1 + (layer >= first)) for layer in range(config.num_hidden_layers)]
+        )
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
 def rope(kind: str, **values) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 20000.0} | values}
 
@@ -231,6 +294,22 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 FACTORS = np.linspace(1, 3, 16).astype(np.float32).tolist()
 HALF = {"long_factor": FACTORS[:8], "short_factor": FACTORS[8:]}
 LONGROPE = {"long_factor": FACTORS, "short_factor": FACTORS[::-1]}
+MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    }
+}
+GEMMA4 = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+    "final_logit_softcapping": 0.3,
+}
 # name -> (architecture, family, settings that are not the class's defaults, what the converter writes)
 CASES = {
     "llama3": (
@@ -357,6 +436,10 @@ CASES = {
     "logits": ("command-r", "command-r", rope("default") | {"logit_scale": 0.3}, of_command_r),
     "clip": ("olmoe", "olmoe", {"clip_qkv": 0.1} | EXPERTS, of_olmoe),
     "mixtral": ("llama", "mixtral", rope("default") | EXPERTS, of_mixtral),
+    "linear attention": ("qwen35", "qwen35", MROPE | {"rms_norm_eps": 1e-3}, of_qwen35),
+    "linear attention, experts": ("qwen35moe", "qwen35moe", MROPE | EXPERTS, of_qwen35moe),
+    "Gemma 4": ("gemma4", "gemma4", GEMMA4, of_gemma4),
+    "Gemma 4, experts": ("gemma4", "gemma4 mixture", GEMMA4 | {"top_k_experts": 3}, of_gemma4),
 }
 
 

@@ -162,7 +162,10 @@ class DirectoryReader(CheckpointReader):
         used = {name for layer in self._layers for name in layer.roles.values()} | self.format.unused(self.checkpoint)
         for name, info in self.checkpoint.tensors.items():
             if name not in used:
-                yield name, partial(self.checkpoint.read, name), info.dtype
+                yield self.format.hf_name(self.checkpoint, name, None), partial(self._plain, name), info.dtype
+
+    def _plain(self, name: str) -> Tensor:
+        return self.format.hf_values(self.checkpoint, name, self.checkpoint.read(name))
 
     def tensor_files(self) -> dict[str, Path]:
         """Returns the file of every tensor."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
@@ -33,6 +35,10 @@ class Format:
 Read = Callable[[Layer, Settings, ReadOptions], PackedWeight]
 
 
+def _own_name(checkpoint: Checkpoint, name: str, expert: int | None) -> str:
+    return name if expert is None else f"{name}.{expert}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DirectoryFormat(Format):
     """A format of checkpoint directories: how to recognise it, and how to find and convert its layers.
@@ -58,6 +64,9 @@ class DirectoryFormat(Format):
             read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes), "G" (groups), and
             "order", for a tensor of one dimension that holds, for each row of K, its position or its group. Empty if a
             layer can only be read as a whole.
+        hf_name: for a format whose producer changes names, returns the name in checkpoints of transformers, of a
+            tensor, of a layer, or of the layer with an index in a stack.
+        hf_values: the same for the values of a tensor outside the layers.
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")
@@ -74,6 +83,8 @@ class DirectoryFormat(Format):
     listed: Callable[[Settings], set[str]] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hf_name: Callable[[Checkpoint, str, int | None], str] = _own_name
+    hf_values: Callable[[Checkpoint, str, Tensor], Tensor] = lambda checkpoint, name, values: values
 
     def resolve(self, settings: Settings) -> "DirectoryFormat":
         """Returns the format of the layers: this one, or the one that it wraps."""
@@ -91,7 +102,8 @@ class DirectoryFormat(Format):
                 if base == info.name or self.is_float(checkpoint, base):
                     continue
                 if not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
-                    yield Layer(checkpoint, base, self._roles(checkpoint, base, ending[1:], info), refused=reason)
+                    name = self.hf_name(checkpoint, base, None)
+                    yield Layer(checkpoint, name, self._roles(checkpoint, base, ending[1:], info), refused=reason)
 
     def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
         """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""
@@ -112,7 +124,7 @@ class DirectoryFormat(Format):
     def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
         roles = self._roles(checkpoint, base, role, info)
         if self.stacked_rank != len(info.shape):
-            yield Layer(checkpoint, base, roles)
+            yield Layer(checkpoint, self.hf_name(checkpoint, base, None), roles)
             return
         experts = info.shape[0]
         if not 0 < experts <= info.nbytes:  # a tiny file could claim so many experts that their layers fill the memory
@@ -123,7 +135,7 @@ class DirectoryFormat(Format):
             if checkpoint.tensors[name].shape[:1] != (experts,):
                 raise checkpoint.error(name, f"expected {experts} experts, got {list(checkpoint.tensors[name].shape)}")
         for expert in range(experts):
-            yield Layer(checkpoint, f"{base}.{expert}", roles, expert)
+            yield Layer(checkpoint, self.hf_name(checkpoint, base, expert), roles, expert)
 
     def _roles(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> dict[str, str]:
         found = {role: info.name}

@@ -14,6 +14,9 @@ from torch_marlin_metal.checkpoints.words import transposed
 from torch_marlin_metal.formats import GROUP_SIZES
 
 FLOATS = ("F16", "BF16", "F32")
+# Bits of a code -> bits of its planes, the low ones first, in GPTQModel's format "gptq_p".
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+PIECE = 1 << 20  # codes that are unpacked at a time
 
 
 @dataclass(slots=True)
@@ -151,6 +154,35 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     wide = words.long() & 0xFFFFFFFF
     next_word = wide[(low + 1).clamp(max=words.shape[0] - 1)]
     return ((wide[low] >> shift) | (next_word << (32 - shift))) & ((1 << bits) - 1)
+
+
+def unpack_planes(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpacks codes that lie in planes: of 32 codes, words with their low bits come first, then words with the next.
+
+    Args:
+        words: int32 `[count * bits / 32, N]`.
+        bits: 2 to 8, the bits of a code.
+        count: a multiple of 32.
+    """
+    blocks, first = words.reshape(-1, bits, words.shape[1]), 0
+    codes = torch.zeros((), dtype=torch.int64, device="cpu")
+    for width in PLANES[bits]:
+        plane = blocks[:, first : first + width].reshape(-1, words.shape[1])
+        codes = codes | (unpack(plane, width, count) << first)
+        first += width
+    return codes
+
+
+def in_four_bits(words: Tensor, count: int, codes_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Converts words with codes of any layout to int32 `[K/8, N]`, a piece at a time, since codes need more memory.
+
+    Args:
+        words: `[W, N]`.
+        count: K, the codes of a column; a multiple of 8.
+        codes_of: returns the codes `[K, n]`, 0 to 15, of some columns of the words.
+    """
+    pieces = torch.split(words, max(1, PIECE // count), dim=1)
+    return torch.cat([words_of_codes(codes_of(piece).t().to(torch.uint8)) for piece in pieces], dim=1)
 
 
 def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:

@@ -12,14 +12,11 @@ from torch_marlin_metal.cli.output import Commands, reported
 from torch_marlin_metal.cli.plan import plan
 from torch_marlin_metal.cli.profile import profile
 from torch_marlin_metal.cli.quantize import quantize
-from torch_marlin_metal.cli.trace import trace
 from torch_marlin_metal.cli.tune import tune
 from torch_marlin_metal.cli.verify import verify
 from torch_marlin_metal.version import __version__
 
-COMMANDS: tuple[Callable[..., int], ...] = (
-    *(inspect, convert, verify, quantize, plan, profile, trace, tune, bench, doctor),
-)
+COMMANDS: tuple[Callable[..., int], ...] = (*(inspect, convert, verify, quantize, plan, profile, tune, bench, doctor),)
 
 app = typer.Typer(
     cls=Commands,

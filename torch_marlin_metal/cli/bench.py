@@ -43,7 +43,7 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Compares this package with torch's dense product, two_pass, torch's int4 operator and, if installed, MLX.
+    """Compares this package with torch's dense product, two_pass and torch's int4 operator.
 
     Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps, the times
     are taken from the GPU's own clock, and a separate column has the host's times. The output shows the median of the

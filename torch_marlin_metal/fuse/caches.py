@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.layer_ops import write_cache
+from torch_marlin_metal.decoder_ops import write_cache
 from torch_marlin_metal.layers.proof import random_like, runs
 
 ARGUMENT = "past_key_values"

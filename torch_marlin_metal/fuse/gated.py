@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.layer_ops import ActivationName, gated_activation
+from torch_marlin_metal.decoder_ops import ActivationName, gated_activation
 from torch_marlin_metal.layers.proof import agrees, agrees_in_training, random_like, runs
 
 Forward = Callable[..., Tensor]

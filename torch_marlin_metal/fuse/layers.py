@@ -1,4 +1,4 @@
-"""Finds the parts of a transformers model that the operators of `layer_ops` can compute, and replaces them."""
+"""Finds the parts of a transformers model that the operators of `decoder_ops` can compute, and replaces them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

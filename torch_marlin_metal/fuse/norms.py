@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import layer_norm
 
-from torch_marlin_metal.layer_ops import rms_norm
+from torch_marlin_metal.decoder_ops import rms_norm
 from torch_marlin_metal.layers.proof import agrees, random_like, runs
 
 Forward = Callable[..., Tensor]

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_marlin_metal.decoder_ops import add_rms_norm
 from torch_marlin_metal.fuse.norms import Norm
-from torch_marlin_metal.layer_ops import add_rms_norm
 from torch_marlin_metal.layers.proof import agrees, agrees_in_training, random_like, runs
 
 # The orders in which a layer may call its norms (N) and blocks (B). In the second order, each block has a norm after

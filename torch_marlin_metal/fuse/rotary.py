@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.layer_ops import rotary
+from torch_marlin_metal.decoder_ops import rotary
 from torch_marlin_metal.layers.proof import agrees, runs
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]

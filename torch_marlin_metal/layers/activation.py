@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal import extension
-from torch_marlin_metal.layer_ops import ActivationName, gated_activation
+from torch_marlin_metal.decoder_ops import ActivationName, gated_activation
 from torch_marlin_metal.layers.proof import DTYPES, TOLERANCE, in_mode, random_like
 
 Activation = Callable[[Tensor], Tensor]

@@ -80,6 +80,4 @@ class ExpertFinder:
             return None
         if split is None:
             return found[1], ()
-        if not getattr(self._modules[found[1]], "is_concatenated", True):  # its columns alternate between gate and up
-            return None
         return found[1], next(names for names in PARTS if split[3] in names)

@@ -43,6 +43,6 @@ class SeparateExperts(nn.Module):
 
     def _expert(self, index: int, a: Tensor) -> Tensor:
         gate_up, (down,) = self._layers.names(index)
-        both = torch.cat([self.get_submodule(name)(a) for name in gate_up], dim=-1)
+        both = self._layers.join(0, [self.get_submodule(name)(a) for name in gate_up])
         y: Tensor = self.get_submodule(down)(self._layers.gate(both))
         return y

@@ -16,7 +16,8 @@ from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.experts import SeparateExperts
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
 from torch_marlin_metal.load.placeholder import PendingLinear
-from torch_marlin_metal.load.plan import EXCLUDED, ExpertsPlace, Place, Spot, plan_load
+from torch_marlin_metal.load.places import ExpertsPlace, Place, Spot
+from torch_marlin_metal.load.plan import EXCLUDED, plan_load
 from torch_marlin_metal.load.share import FloatShare
 from torch_marlin_metal.load.unset import initialize
 from torch_marlin_metal.models.decode_experts import decode_experts

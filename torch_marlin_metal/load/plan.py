@@ -1,7 +1,7 @@
 """The plan of a load: where each layer and tensor of a checkpoint goes, and who sets each tensor of the model."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -13,9 +13,9 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.model_tensors import ModelTensors
 from torch_marlin_metal.load.names import shared_prefix
+from torch_marlin_metal.load.places import ExpertsPlace, FloatTensor, LoadPlan, Place, Spot
 from torch_marlin_metal.models.empty_model import (
     COMPUTED,
-    LinearShape,
     ModelMismatchError,
     linear_shape,
     listing,
@@ -30,118 +30,6 @@ from torch_marlin_metal.patterns import check_patterns, selects
 FLOATS = ("F16", "BF16", "F32", "F64")
 EXCLUDED = "excluded: decoded to floats"
 EXAMPLES = 3  # the model's own layers that an error names
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A module of the model that gets a weight.
-
-    Attributes:
-        target: the module.
-        shape: the shape of a Linear, which a new layer replaces. None for an embedding, and for a module that keeps its
-            class and gets decoded values.
-    """
-
-    target: Target
-    shape: LinearShape | None
-
-    @property
-    def name(self) -> str:
-        """Returns the module's first name."""
-        return self.target.name
-
-
-@dataclass
-class Place:
-    """The place of one packed layer of the checkpoint in the model.
-
-    Attributes:
-        index: the layer's index in the reader.
-        source: the layer's name in the checkpoint.
-        spot: the module that the checkpoint names.
-        users: modules that share the weight and that the checkpoint lacks, so that the loader fills them, too.
-        dense: why the layer becomes floats, or "".
-        no_layer: whether that is because the model's class takes only floats there, as for a router.
-    """
-
-    index: int
-    source: str
-    spot: Spot
-    users: list[Spot] = field(default_factory=list)
-    dense: str = ""
-    no_layer: bool = False
-
-    def spots(self) -> list[Spot]:
-        """Returns all modules that get this weight."""
-        return [self.spot, *self.users]
-
-    def names(self) -> list[str]:
-        """Returns all names of these modules."""
-        return [name for spot in self.spots() for name in spot.target.names]
-
-
-@dataclass
-class ExpertsPlace:
-    """An experts module, with the shape of each of its layers and the layer's index in the reader.
-
-    `dense` is why the whole module becomes floats, or "".
-    """
-
-    target: Target
-    layers: ExpertLayers
-    shapes: dict[str, LinearShape]
-    indexes: dict[str, int] = field(default_factory=dict)
-    dense: str = ""
-
-
-@dataclass
-class FloatTensor:
-    """A tensor outside the packed layers: its names in the model, and the function that reads and checks it."""
-
-    source: str
-    names: list[str]
-    read: Callable[[], Tensor]
-
-
-@dataclass
-class LoadPlan:
-    """What each part of a checkpoint becomes in a model.
-
-    Attributes:
-        prefix: the beginning of names in the checkpoint that the model does not have, or "".
-        places: the packed layers outside mixtures.
-        experts: the experts of mixtures, by the name of their module.
-        left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
-        settled: modules whose ties to another module the loader carries out instead of a host library.
-        floats: the tensors that this package loads, or None if a host library does it.
-        unknown_settings: keys of a GGUF file whose meaning for the model is not known.
-        initialized: tensors of the model that no file sets, so that the model's class must.
-    """
-
-    prefix: str = ""
-    places: list[Place] = field(default_factory=list)
-    experts: dict[str, ExpertsPlace] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
-    floats: list[FloatTensor] | None = None
-    initialized: list[str] = field(default_factory=list)
-    unknown_settings: list[str] = field(default_factory=list)
-
-    def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yields (name in the checkpoint, name in the model, what becomes of it) for reports."""
-        for place in self.places:
-            what = f"decoded: {place.dense}" if place.dense else "packed"
-            for spot in place.spots():
-                yield place.source, spot.name, what if spot is place.spot else f"{what}, tied"
-        for name, experts in self.experts.items():
-            what = f"decoded: {experts.dense}" if experts.dense else "packed"
-            yield f"{len(experts.indexes)} layers", name, what
-        for tensor in self.floats or ():
-            yield tensor.source, ", ".join(tensor.names), "loaded unchanged"
-        for name in self.initialized:
-            yield "", name, "computed by the model's class"
-        for source, reason in self.left_out.items():
-            yield source, "", f"left out: {reason}"
 
 
 def plan_load(model: nn.Module, reader: CheckpointReader, door: Door) -> LoadPlan:
@@ -336,7 +224,7 @@ class _Planner:
                 )
         if reason and spot is place.spot and self._reader.options.on_unsupported == "error":
             raise self._error(
-                f"layer {spot.name!r}: it is 4 bit in the checkpoint, but in the model: {reason}; {self._decodes()}"
+                f"layer {spot.name!r}: it is packed in the checkpoint, but in the model: {reason}; {self._decodes()}"
             )
         return reason
 
@@ -344,6 +232,7 @@ class _Planner:
         """Finds the place of every other tensor, and checks that each tensor of the model is set."""
         tensors, plan, door = ModelTensors(self._model), self._plan, self._door
         filled = {f"{name}.weight" for place in plan.places for name in place.names()}
+        filled |= {f"{name}.bias" for place in plan.places if place.no_layer for name in place.spot.target.names}
         replaced = [place.spot.target for place in plan.places if _is_replaced(place.spot)]
         replaced += [experts.target for experts in plan.experts.values()]
         gone = tuple(f"{name}." for target in replaced for name in target.names)

@@ -35,6 +35,6 @@ class FloatShare:
         kinds = ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))
         return (
             f"{reader.path}: {stored / total:.0%} of the bytes of its matrices have no 4-bit weight format and became "
-            f"floats: {kinds}. They take {self._held / MB:.1f} MB instead of {stored / MB:.1f} MB; "
+            f"floats: {kinds}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
             f"{typed('on_unsupported', 'error')} refuses them"
         )

@@ -34,7 +34,7 @@ def decode_experts(
         )
         for index in range(layers.count):
             parts = [read(part) for part in layers.names(index)[number]]
-            rows = torch.cat([part.dequantize(dtypes[name]).T for part in parts])
+            rows = layers.join(number, [part.dequantize(dtypes[name]) for part in parts]).T
             given = [part.bias for part in parts if part.bias is not None]
             if rows.shape != values[index].shape or len(given) != (0 if biases is None else len(parts)):
                 raise StackError(
@@ -43,7 +43,7 @@ def decode_experts(
                 )
             values[index] = rows
             if biases is not None:
-                biases[index] = torch.cat(given)
+                biases[index] = layers.join(number, given)
         yield name, values.mT.contiguous() if getattr(layers.gate_module, "is_transposed", False) else values
         if biases is not None:
             yield f"{name}_bias", biases

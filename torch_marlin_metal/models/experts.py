@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torch_marlin_metal.layers.activation import Activation
-from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, StackError
+from torch_marlin_metal.layers.experts import COLUMNS, ExpertWeights, MarlinExperts, StackError, difference
 from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.models.empty_model import LinearShape
@@ -84,6 +84,7 @@ class ExpertLayers:
         parts: names of the gate, up and down layers, or () if gate and up are one layer.
         shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
         why_unknown: why `MarlinExperts` does not compute what the module computes, or an empty text.
+        alternates: whether the columns of `gate_up_proj` are those of gate and up in turn, which `parts` are apart.
     """
 
     gate_module: Any
@@ -91,6 +92,7 @@ class ExpertLayers:
     parts: tuple[str, ...]
     shapes: tuple[LinearShape, LinearShape]
     why_unknown: str
+    alternates: bool = False
 
     @classmethod
     def of(cls, experts: nn.Module, parts: tuple[str, ...] = ()) -> "ExpertLayers":
@@ -105,7 +107,8 @@ class ExpertLayers:
             for shape in shapes
         )
         count = len(experts._parameters["down_proj"])  # type: ignore[arg-type]
-        return cls(gate_module, count, parts, (gate_up, down), why_unknown(experts))
+        alternates = bool(parts) and not getattr(experts, "is_concatenated", True)
+        return cls(gate_module, count, parts, (gate_up, down), why_unknown(experts), alternates)
 
     def names(self, index: int) -> tuple[list[str], list[str]]:
         """Returns the names, within the experts module, of one expert's layers: gate and up (or both as one), down."""
@@ -123,6 +126,12 @@ class ExpertLayers:
         for index in range(self.count):
             for names, shape in zip(self.names(index), (gate_up, down), strict=True):
                 yield from ((name, shape) for name in names)
+
+    def join(self, number: int, columns: Sequence[Tensor]) -> Tensor:
+        """Returns gate and up (`number` 0) or down (1) from its parts, along the last dimension."""
+        if self.alternates and number == 0:
+            return torch.stack(tuple(columns), dim=-1).flatten(-2)
+        return torch.cat(tuple(columns), dim=-1) if len(columns) > 1 else columns[0]
 
     @property
     def gate(self) -> Activation:
@@ -152,12 +161,26 @@ class ExpertLayers:
             raise StackError(self.why_unknown)
 
         def parts(number: int, index: int) -> list[PackedWeight]:
-            return [read(name) for name in self.names(index)[number]]
+            found = [read(name) for name in self.names(index)[number]]
+            return [self._alternated(found)] if self.alternates and number == 0 else found
 
         stacks = [
             self.stack(number, map(partial(parts, number), range(self.count)), dtype) for number in range(len(WEIGHTS))
         ]
-        return NamedExperts(self, *stacks)
+        return NamedExperts(replace(self, parts=(), alternates=False) if self.alternates else self, *stacks)
+
+    def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
+        """Returns one weight with the columns of gate and up in turn."""
+        if reason := difference(parts[:1], parts[1:]):
+            raise StackError(reason)
+        first, second = (part.tensors() for part in parts)
+        columns = [name for name in COLUMNS if name in first and name != "global_scale"]
+        joined: dict[str, Any] = {name: self.join(0, (first[name], second[name])) for name in columns}
+        if any("global_scale" in held for held in (first, second)):
+            one = torch.ones(1, device=parts[0].b_packed.device)
+            scales = [held.get("global_scale", one).expand(parts[0].N) for held in (first, second)]
+            joined["global_scale"] = self.join(0, scales)
+        return replace(parts[0], **joined)
 
 
 class NamedExperts(MarlinExperts):

@@ -17,12 +17,15 @@ from torch_marlin_metal.checkpoints.formats.gguf_keys import ROPE_TENSORS, FileS
 
 DEFAULT_BASE = 10000.0  # llama.cpp's, for files without a key
 # llama.cpp's base of layers with a sliding window, for files without a key.
-SLIDING_BASES = {"gemma3": 10000.0}
+SLIDING_BASES = {"gemma3": 10000.0, "gemma4": 10000.0}
+VARY_BY_LAYER = ("gemma4_text",)  # model types whose settings vary by the type of a layer
 SCALING_KEYS = ("rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
 CPU = torch.device("cpu")
 # Relative differences: of factors that the converter rounded to fp32, and of frequencies, which transformers computes
 # in fp32.
 FACTOR_TOLERANCE, FREQUENCY_TOLERANCE = 2e-6, 1e-5
+# Gemma 4 turns only the first pairs of a head. llama.cpp divides the frequencies of the others by such a number.
+UNTURNED = 1e29
 # The values of Llama 3.1, 3.2 and 3.3. Only the ratios to the context length count.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -117,7 +120,7 @@ def wanted(config: Any, file: FileSettings, layer_type: str | None, head: int, c
     if not stated and not complete:
         return Rope(held | rotary, base, dims)
     scaling = _scaling(config, file, held, base, dims)
-    return Rope(scaling.settings | rotary, base, dims, scaling.divisors, scaling.attention)
+    return Rope(rotary | scaling.settings, base, dims, scaling.divisors, scaling.attention)
 
 
 def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: float, dims: int) -> Scaling:
@@ -143,6 +146,8 @@ def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: flo
         return _longrope(config, file, short, long, gain if "rope.scaling.attn_factor" in file.values else None)
     if stated == "longrope":
         raise RopeError("the file has no rope_factors_long and rope_factors_short")
+    if freqs is not None and bool((freqs >= UNTURNED).any()):
+        return _proportional(freqs, factor)
     divisors = torch.full((dims // 2,), factor, dtype=torch.float64, device=CPU) if freqs is None else freqs * factor
     if gain != 1.0:
         return _longrope(config, file, divisors, divisors, gain)
@@ -153,6 +158,15 @@ def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: flo
     settings = llama3_settings(divisors, base, dims)
     if settings is None:
         return _longrope(config, file, divisors, divisors, 1.0)
+    return Scaling(settings, (divisors, divisors), 1.0)
+
+
+def _proportional(freqs: Tensor, factor: float) -> Scaling:
+    turned = freqs < UNTURNED
+    if factor != 1.0 or not bool((freqs[turned] == 1).all()) or bool(turned.logical_not().cumsum(0)[turned].any()):
+        raise RopeError("transformers has no scaling of a head that turns only in part, except in its first pairs")
+    settings = {"rope_type": "proportional", "partial_rotary_factor": int(turned.sum()) / len(freqs)}
+    divisors = torch.where(turned, freqs, math.inf)
     return Scaling(settings, (divisors, divisors), 1.0)
 
 
@@ -277,6 +291,8 @@ def computed(model: nn.Module, config: Any, layer_type: str | None, scaled: bool
     if rotary is None:
         return
     held = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    if config.model_type in VARY_BY_LAYER:
+        config = config.per_layer_config[layer_type]
     kind = held.get("rope_type", "default") if scaled else "default"
     function: Any = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     types = {} if layer_type is None else {"layer_type": layer_type}

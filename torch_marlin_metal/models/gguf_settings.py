@@ -17,11 +17,19 @@ from torch_marlin_metal.checkpoints.files.gguf import GgufTensor
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, ROPE_TENSORS, FileSettings, Key, same, shown
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.models.empty_model import ModelMismatchError
-from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types, states_rope, wanted
+from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER, RopeError, differs, layer_types, states_rope, wanted
 from torch_marlin_metal.patterns import NameFilter, selects
 
 # Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
 PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+# Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
+PER_LAYER = {
+    "head_dim": ("sliding_attention", "head_dim"),
+    "global_head_dim": ("full_attention", "head_dim"),
+    "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
+    "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
+}
+
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 GATING = {"llama4": 2, "gpt-oss": 3}  # sigmoid; softmax over the chosen experts; 1, softmax over all, elsewhere
@@ -66,7 +74,7 @@ class _Case:
     head: int
 
     def difference(self, key: str, setting: str, value: Any) -> Iterator[Difference]:
-        held = getattr(self.config, setting)
+        held = held_value(self.config, setting)
         if not same(held, value):
             yield Difference({self.file.full(key): self.file.values.get(key, value)}, setting, held, value)
 
@@ -87,7 +95,7 @@ def differences(
             what the file leaves to llama.cpp's defaults.
         model: the model of the config; None compares the rotary settings themselves instead of what they compute.
     """
-    head = int(file.number("attention.key_length") or _head_size(config))
+    head = int(file.number("attention.key_length") or head_size(config))
     case = _Case(config, file, complete, head)
     found = [difference for key in file.values for difference in _of_key(case, key)]
     found += _of_biases(case)
@@ -99,12 +107,25 @@ def differences(
 
 def has_setting(config: Any, name: str) -> bool:
     """Returns whether a config's class has a setting. A config also keeps values that its class does not know."""
+    if config.model_type in VARY_BY_LAYER and name in PER_LAYER:
+        return True
     declared = getattr(type(config), "__dataclass_fields__", None)
     return hasattr(config, name) if declared is None else name in declared or name in type(config).attribute_map
 
 
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def held_value(config: Any, name: str) -> Any:
+    """Returns the value of a setting that a config has."""
+    if config.model_type not in VARY_BY_LAYER or name not in PER_LAYER:
+        return getattr(config, name)
+    kind, own = PER_LAYER[name]
+    return getattr(config.per_layer_config[config.layer_types.index(kind) if kind in config.layer_types else 0], own)
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of a head, of layers without a sliding window if sizes vary."""
+    name = "global_head_dim" if has_setting(config, "global_head_dim") else "head_dim"
+    own = held_value(config, name) if has_setting(config, name) else getattr(config, name, None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _of_key(case: _Case, name: str) -> Iterator[Difference]:
@@ -127,16 +148,82 @@ def _plain(case: _Case, name: str, key: Key, value: Any) -> Iterator[Difference]
             yield case.nowhere(name)
     elif not neutral:
         yield from case.difference(name, setting, value)
-    elif getattr(case.config, setting) not in (*key.neutral, None):
+    elif held_value(case.config, setting) not in (*key.neutral, None):
         yield from case.difference(name, setting, key.off)
 
 
 def _head(case: _Case, name: str, value: Any) -> Iterator[Difference]:
-    if name == "attention.key_length":
-        if value != (held := _head_size(case.config)):
+    vary = has_setting(case.config, "global_head_dim")
+    if vary:
+        yield from case.difference(name, "head_dim" if name.endswith("_swa") else "global_head_dim", value)
+    elif name == "attention.key_length":
+        if value != (held := head_size(case.config)):
             yield Difference({case.file.full(name): value}, "head_dim", held, value)
     elif value != case.head:
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} has one size of a head, {case.head}")
+
+
+def _blocks(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    count = int(case.file.number(name) or 0) - int(case.file.number("nextn_predict_layers") or 0)
+    yield from case.difference(name, "num_hidden_layers", count)
+
+
+def _feed_forward(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields differences of the width, which is twice as large in some layers of Gemma 4."""
+    if not isinstance(value, list) or not has_setting(case.config, "use_double_wide_mlp"):
+        yield from _plain(case, name, Key(("intermediate_size",), size=True), value)
+        return
+    yield from case.difference(name, "intermediate_size", min(value))
+    if {each // min(value) for each in value} - {1, 2} or any(each % min(value) for each in value):
+        yield case.nowhere(name, "all widths, or twice that width in the last layers, are expected")
+    else:
+        yield from case.difference(name, "use_double_wide_mlp", True)
+
+
+def _key_value_heads(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    if not has_setting(case.config, "num_global_key_value_heads"):
+        yield from _plain(case, name, Key(("num_key_value_heads",)), value)
+        return
+    pattern = case.file.values.get("attention.sliding_window_pattern")
+    counts = value if isinstance(value, list) else [value] * len(pattern or ())
+    if not isinstance(pattern, list) or len(pattern) != len(counts):
+        yield case.nowhere(name, "a number for each layer of attention.sliding_window_pattern is expected")
+        return
+    for setting, sliding in (("num_key_value_heads", True), ("num_global_key_value_heads", False)):
+        found = {count for count, each in zip(counts, pattern, strict=True) if bool(each) == sliding}
+        if len(found) > 1:
+            yield case.nowhere(name, "one number for all layers of a type is expected")
+        elif found:
+            yield from case.difference(name, setting, found.pop())
+
+
+def _interval(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    if not has_setting(case.config, "layer_types"):
+        if value:
+            yield case.nowhere(name)
+        return
+    layers = range(1, case.config.num_hidden_layers + 1)
+    types = ["linear_attention" if number % value else "full_attention" for number in layers]
+    if case.config.layer_types != types:
+        yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
+
+
+def _inner_size(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    heads = case.file.number("ssm.time_step_rank")
+    if has_setting(case.config, "linear_value_head_dim") and heads:
+        yield from case.difference(name, "linear_value_head_dim", value / heads)
+    elif value:
+        yield case.nowhere(name)
+
+
+def _sections(case: _Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields a difference of the parts of a head that time, height and width turn; all are equal for texts."""
+    sections = [each for each in (value if isinstance(value, list) else [value]) if each]
+    held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
+    if held is not None and list(held) != sections:
+        yield Difference({case.file.full(name): value}, "rope_parameters['mrope_section']", held, sections)
+    elif held is None and not getattr(case.config, "ignore_keys_at_rope_validation", None):
+        yield case.nowhere(name)
 
 
 def _attention_scale(case: _Case, name: str, value: Any) -> Iterator[Difference]:
@@ -204,6 +291,12 @@ def _layout(case: _Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 SPECIAL: dict[str, Callable[[_Case, str, Any], Iterator[Difference]]] = {
+    "block_count": _blocks,
+    "feed_forward_length": _feed_forward,
+    "attention.head_count_kv": _key_value_heads,
+    "full_attention_interval": _interval,
+    "ssm.inner_size": _inner_size,
+    "rope.dimension_sections": _sections,
     "attention.key_length": _head,
     "attention.value_length": _head,
     "attention.key_length_swa": _head,
@@ -229,6 +322,14 @@ def _of_tensors(case: _Case) -> Iterator[Difference]:
     ]
     if table is not None:
         said.append(("token_embd.weight", ("vocab_size",), table.shape[0]))
+    if (table := file.tensors.get("per_layer_token_embd.weight")) is not None:
+        said.append(("per_layer_token_embd.weight", ("vocab_size_per_layer_input",), table.shape[0]))
+    if file.architecture == "gemma4":
+        said.append(("blk.0.ffn_gate_inp.weight", ("enable_moe_block",), file.has("ffn_gate_inp.weight")))
+        keys = {name.split(".")[1] for name in file.tensors if name.endswith(".attn_k.weight")}
+        said.append(
+            ("*.attn_v.weight", ("attention_k_eq_v",), any(f"blk.{n}.attn_v.weight" not in file.tensors for n in keys))
+        )
     if (length := file.number("context_length")) is not None:
         said.append((file.full("context_length"), ("max_position_embeddings",), length))
     if file.architecture == "stablelm":
@@ -266,6 +367,14 @@ def _of_llama_cpp(case: _Case) -> Iterator[Difference]:
         yield from case.difference("expert_weights_norm", "norm_topk_prob", True)
 
 
+def _head_of(case: _Case, layer_type: str | None) -> int:
+    """Returns the size of a head in the layers of a type."""
+    sliding = layer_type == "sliding_attention" and has_setting(case.config, "global_head_dim")
+    if not sliding:
+        return case.head
+    return int(case.file.number("attention.key_length_swa") or held_value(case.config, "head_dim"))
+
+
 def _of_rope(case: _Case, model: nn.Module | None) -> Iterator[Difference]:
     config, file = case.config, case.file
     if not has_setting(config, "rope_parameters") or not (case.complete or states_rope(file)):
@@ -274,7 +383,7 @@ def _of_rope(case: _Case, model: nn.Module | None) -> Iterator[Difference]:
     said |= {name: None for name in ROPE_TENSORS if name in file.tensors}
     types = layer_types(config)
     try:
-        ropes = {kind: wanted(config, file, kind, case.head, case.complete) for kind in types}
+        ropes = {kind: wanted(config, file, kind, _head_of(case, kind), case.complete) for kind in types}
     except RopeError as error:
         yield Difference(said, why=str(error))
         return

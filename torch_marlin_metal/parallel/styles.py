@@ -377,7 +377,7 @@ def _exchanged(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the sum of all processes' tensors in the order of ranks: each process sends its own to all others.
 
     For 2048 floats, this takes a third to two thirds of the time of gloo's all_reduce, which needs more steps, one
-    after the other (benchmarks/process_sums.py).
+    after the other (docs/use/parallel.md).
     """
     rank, part = dist.get_rank(group), part.contiguous()
     peers = [peer for peer in range(dist.get_world_size(group)) if peer != rank]

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 
@@ -18,8 +18,8 @@
 #endif
 
 #include "csrc/cpu/arm/vec_neon.h"
-#include "csrc/cpu/gemm/bf16_parts.h"
-#include "csrc/cpu/gemm/segments.h"
+#include "csrc/cpu/kernels/bf16_parts.h"
+#include "csrc/cpu/kernels/segments.h"
 
 namespace marlin::cpu {
 

@@ -3,7 +3,7 @@
 // into three rows of bytes.
 #include <utility>
 
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 

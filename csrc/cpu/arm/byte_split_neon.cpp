@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "csrc/cpu/arm/vec_neon.h"
-#include "csrc/cpu/gemm/byte_split_kernel.h"
+#include "csrc/cpu/kernels/byte_split_kernel.h"
 
 namespace marlin::cpu {
 

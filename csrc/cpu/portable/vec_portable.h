@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "csrc/cpu/gemm/formats.h"
+#include "csrc/cpu/formats.h"
 
 namespace marlin::cpu {
 

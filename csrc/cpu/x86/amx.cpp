@@ -3,7 +3,7 @@
 // bf16 activation has one part, an fp16 activation two, and an fp32 activation three, or two if the caller accepts
 // errors of 2^-17. The products of all parts are added to the same tile. After each segment, scale and zero point are
 // applied in fp32. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 
@@ -11,7 +11,7 @@
 
 MARLIN_TARGET(MARLIN_AVX512 ",amx-tile,amx-bf16")
 
-#include "csrc/cpu/gemm/segments.h"
+#include "csrc/cpu/kernels/segments.h"
 #include "csrc/cpu/x86/amx_codes.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 

@@ -4,7 +4,7 @@
 // 4 k apart.
 #pragma once
 
-#include "csrc/cpu/gemm/bf16_parts.h"
+#include "csrc/cpu/kernels/bf16_parts.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {

@@ -1,7 +1,7 @@
 // Products with AVX512-BF16: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Codes are exact in bf16 (integers
 // below 256, E2M1). An fp32 activation is the sum of three bf16 terms ("parts") of 8 bits; a bf16 activation is one
 // part. The instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 
@@ -9,8 +9,8 @@
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16")
 
-#include "csrc/cpu/gemm/bf16_parts.h"
-#include "csrc/cpu/gemm/segments.h"
+#include "csrc/cpu/kernels/bf16_parts.h"
+#include "csrc/cpu/kernels/segments.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {

@@ -1,15 +1,15 @@
 // The byte_split kernels (byte_split.h) for AVX2. Codes are unsigned bytes. One instruction sums two products in 16
 // bits; those sums are added to 32-bit sums before they can overflow.
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 
-#include "csrc/cpu/gemm/byte_split.h"
+#include "csrc/cpu/kernels/byte_split.h"
 #include "csrc/cpu/x86/target.h"
 
 MARLIN_TARGET(MARLIN_AVX2)
 
-#include "csrc/cpu/gemm/byte_split_kernel.h"
+#include "csrc/cpu/kernels/byte_split_kernel.h"
 #include "csrc/cpu/x86/vec_avx2.h"
 
 namespace marlin::cpu {

@@ -1,14 +1,14 @@
 // The byte_split kernels (byte_split.h) for AVX512-VNNI. Codes are unsigned bytes. One instruction sums four products.
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 
-#include "csrc/cpu/gemm/byte_split.h"
+#include "csrc/cpu/kernels/byte_split.h"
 #include "csrc/cpu/x86/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512vnni")
 
-#include "csrc/cpu/gemm/byte_split_kernel.h"
+#include "csrc/cpu/kernels/byte_split_kernel.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {

@@ -1,5 +1,5 @@
 // AVX2 instances of the fp32 kernels.
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 
@@ -7,7 +7,7 @@
 
 MARLIN_TARGET(MARLIN_AVX2)
 
-#include "csrc/cpu/gemm/vector_kernel.h"
+#include "csrc/cpu/kernels/vector_kernel.h"
 #include "csrc/cpu/x86/vec_avx2.h"
 
 MARLIN_KERNEL_SET(avx2_kernels, Avx2)

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 
 #define MARLIN_PRAGMA(text) _Pragma(#text)
 

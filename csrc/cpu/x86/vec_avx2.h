@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "csrc/cpu/gemm/formats.h"
+#include "csrc/cpu/formats.h"
 
 namespace marlin::cpu {
 

@@ -1,7 +1,6 @@
 // The mLSTM on the CPU: plain pointers, no torch. The torch glue is in ops_cpu.cpp.
 #pragma once
 
-#include "csrc/cpu/api.h"
 #include "csrc/mlstm/cpu/plan.h"
 
 namespace marlin::cpu {

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "csrc/core/math.h"
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 #include "csrc/cpu/scratch.h"
 #include "csrc/cpu/shuffle.h"
 #include "csrc/mlstm/cpu/api.h"

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "csrc/cpu/gemm/plan.h"
+#include "csrc/cpu/machine.h"
 #include "csrc/mlstm/problem.h"
 
 namespace marlin::cpu {

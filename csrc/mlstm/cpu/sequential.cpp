@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "csrc/cpu/gemm/kernel_table.h"
+#include "csrc/cpu/kernels/kernel_table.h"
 #include "csrc/mlstm/cpu/api.h"
 #include "csrc/mlstm/cpu/kernel_table.h"
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "csrc/cpu/gemm/unroll.h"
-#include "csrc/cpu/gemm/vector_math.h"
+#include "csrc/cpu/unroll.h"
+#include "csrc/cpu/vector_math.h"
 #include "csrc/mlstm/cpu/kernel_table.h"
 
 namespace marlin::cpu {

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from tests.support.experts import Experts
+from tests.support.kernels.decoder import ACTIVATIONS
 from tests.support.kernels.launch import (
     ELEMENT_NAMES,
     Guarded,
@@ -18,7 +19,6 @@ from tests.support.kernels.launch import (
     place,
     place_output,
 )
-from tests.support.kernels.layer import ACTIVATIONS
 from tests.support.kernels.tensor import check_tensor_reads
 
 PAIR_KERNELS = (

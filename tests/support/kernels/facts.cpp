@@ -65,14 +65,14 @@ int main() {
   NUMBER(kMoeBlockWords)
   NUMBER(kMoeReduceMaxSimdgroups)
   // clang-format off
-#define LAYER_NUMBERS(X)                                                                                        \
+#define DECODER_NUMBERS(X)                                                                                        \
   X(kSlotX) X(kSlotResidual) X(kSlotNormWeight) X(kSlotNorm) X(kSlotSum) X(kSlotRotaryQ) X(kSlotRotaryK)        \
   X(kSlotCos) X(kSlotSin) X(kSlotRotatedQ) X(kSlotRotatedK) X(kSlotGate) X(kSlotUp) X(kSlotActivated)           \
   X(kNormBytes) X(kRotaryWidth) X(kRotaryHeight) X(kRotaryInterleaved) X(kRotaryPerPair) X(kRotaryTransposed) \
   X(kRotaryTokenRowsQ) X(kRotaryTokenRowsK) X(kSlotKeys) X(kSlotValues) X(kSlotNewKeys) X(kSlotNewValues)       \
   X(kSlotStart) X(kCacheWidth) X(kCacheHeight)
   // clang-format on
-  LAYER_NUMBERS(NUMBER)
+  DECODER_NUMBERS(NUMBER)
   std::printf("\"end\": 0}, \"structs\": {\"GemmParams\": {");
   FIELD(GemmParams, a_row_stride)
   FIELD(GemmParams, M)

@@ -13,7 +13,7 @@ from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, unpack
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, in_four_bits, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
@@ -68,7 +68,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         offset = float(1 << (bits - 1)) if zeros is None else zeros.float()[groups]
         return ((codes - offset) * scales.float()[groups]).t()
 
-    if bits != 4:
+    if bits > 4:
         raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
@@ -76,7 +76,14 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if fitted is None:
         raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
     perm = permutation(layer, "weight_g_idx", g_idx, group_size)
-    words_of_ours = as_words(layer.read("weight_packed"))
+    stored = layer.read("weight_packed")
+    if bits == 4:
+        words_of_ours = as_words(stored)
+    else:
+        middle = (
+            0 if zeros is not None else 8 - (1 << bits - 1)
+        )  # makes the symmetric zero point that of codes of 4 bits
+        words_of_ours = in_four_bits(stored.t(), K, lambda piece: unpack(piece, bits, K) + middle)
     return PackedWeight(
         b_packed=words_of_ours if perm is None else permuted(words_of_ours, perm),
         scales=fitted[1][0].contiguous(),
@@ -168,14 +175,14 @@ FORMAT = DirectoryFormat(
     title="compressed-tensors (llm-compressor)",
     methods=("compressed-tensors",),
     variants=(
-        ("pack-quantized int4, symmetric; per group, channel or tensor; act-order", "uint4b8"),
-        ("pack-quantized int4, asymmetric; per group, channel or tensor; act-order", "uint4"),
+        ("pack-quantized of 2, 3 and 4 bit, symmetric; per group, channel or tensor; act-order", "uint4b8"),
+        ("pack-quantized of 2, 3 and 4 bit, asymmetric; per group, channel or tensor; act-order", "uint4"),
         ("nvfp4-pack-quantized", "nvfp4"),
         ("mxfp4-pack-quantized", "mxfp4"),
         ("mixed-precision: the layers of the kinds above", "each layer its own"),
     ),
     refused=(
-        ("pack-quantized of 2, 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
+        ("pack-quantized of 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         (
             "float-quantized, int-quantized, naive-quantized, mxfp8-quantized; such layers of mixed-precision",
             "8-bit weights; dequantized on request",

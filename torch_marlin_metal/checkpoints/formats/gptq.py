@@ -6,6 +6,7 @@ not contiguous.
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,15 +15,25 @@ from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, constant, fit_groups, unpack
+from torch_marlin_metal.checkpoints.layer import (
+    FLOATS,
+    Layer,
+    constant,
+    fit_groups,
+    in_four_bits,
+    unpack,
+    unpack_planes,
+)
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
-VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2}
+PLANAR = "gptq_p"  # GPTQModel's format of codes in planes; codes of 2, 4 and 8 bits have one plane
+VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2, PLANAR: 2}
 SYMMETRIC_ZERO = 8
 # A word of qzeros whose eight zero points are all 8, as each version stores it.
+ONE_IN_EACH_PAIR = 0x55555555
 SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
 
 
@@ -34,7 +45,8 @@ def _implied(checkpoint: Checkpoint) -> bool:
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     layout = "marlin" if settings.flag("is_marlin_format") else settings.text("checkpoint_format", "format").lower()
     if layout not in VERSIONS:
-        raise UnsupportedFormat(f"{settings.file}: GPTQ checkpoint_format {layout!r} is not read; known: gptq, gptq_v2")
+        known = ", ".join(filter(None, VERSIONS))
+        raise UnsupportedFormat(f"{settings.file}: GPTQ checkpoint_format {layout!r} is not read; known: {known}")
     pack_dtype = settings.text("pack_dtype", default="int32")
     if pack_dtype != "int32":
         raise UnsupportedFormat(f"{settings.file}: GPTQ pack_dtype {pack_dtype!r} is not read; known: int32")
@@ -49,15 +61,17 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     scales = layer.read("scales")
     group_size = _group_size(layer, settings, K, G)
     g_idx = read_g_idx(layer, "g_idx", K, G, group_size)
-    version = options.gptq_version or VERSIONS[settings.text("checkpoint_format", "format").lower()]
+    layout = settings.text("checkpoint_format", "format").lower()
+    version = options.gptq_version or VERSIONS[layout]
+    codes_of = unpack_planes if layout == PLANAR else unpack
 
     def floats(zeros: Tensor | None = None) -> Tensor:
         row_group = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
-        return _dequantize(layer, bits, version, scales, row_group, zeros)
+        return _dequantize(layer, bits, version, scales, row_group, codes_of, zeros)
 
-    if bits != 4:
+    if bits > 4:
         raise layer.unsupported(f"{bits}-bit GPTQ weights are not 4 bit wide", floats)
-    zeros = _read_zeros(layer, settings, options, version, G, N)
+    zeros = _read_zeros(layer, settings, options, version, bits, G, N)
     perm = permutation(layer, "g_idx", g_idx, group_size)
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
     if fitted is None:
@@ -67,6 +81,9 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
         )
     op_group_size, grouped = fitted
     qweight = layer.read("qweight")
+    if bits < 4:  # an offset makes the symmetric zero point that of codes of 4 bits
+        offset = 0 if zeros is not None else SYMMETRIC_ZERO - (1 << bits - 1)
+        qweight = in_four_bits(qweight, K, lambda piece: codes_of(piece, bits, K) + offset)
     return PackedWeight(
         b_packed=qweight if perm is None else permuted(qweight, perm),
         scales=grouped[0].contiguous(),
@@ -113,33 +130,49 @@ def _has_overrides(settings: Settings) -> bool:
     return bool(settings.section("dynamic") or settings.section("extra_config"))
 
 
-def _read_zeros(layer: Layer, settings: Settings, options: ReadOptions, version: int, G: int, N: int) -> Tensor | None:
-    """Returns uint8 zero points `[G, N]`, or None if all are 8."""
+def _read_zeros(
+    layer: Layer, settings: Settings, options: ReadOptions, version: int, bits: int, G: int, N: int
+) -> Tensor | None:
+    """Returns uint8 zero points `[G, N]`, or None if all are in the middle of the codes."""
     if "qzeros" not in layer:
         if settings.flag("sym") is False:
             raise layer.error("qweight", "the settings say sym=false, but there are no qzeros")
         return None
-    layer.expect("qzeros", ("I32",), G, -(-N // 8))
-    qzeros = layer.read("qzeros")
-    if constant(qzeros, SYMMETRIC_WORDS[version]):
+    layer.expect("qzeros", ("I32",), G, -(-N * bits // 32))
+    qzeros, middle = layer.read("qzeros"), 1 << bits - 1
+    if bits == 4 and constant(qzeros, SYMMETRIC_WORDS[version]):
         return None
-    raw = gptq_zeros(qzeros, 2)
+    planar = settings.text("checkpoint_format", "format").lower() == PLANAR
+    raw = gptq_zeros(qzeros, 2)[:, :N] if bits == 4 else _narrow_zeros(qzeros, bits, N, planar)
     if settings.flag("sym"):
-        _check_version(layer, raw[:, :N], version)
-    if version == 1 and bool((raw == 15).any()):
+        _check_version(layer, raw, version, middle)
+    if version == 1 and bool((raw == 2 * middle - 1).any()):
         warnings.warn(
-            f"{layer.file}: tensor {layer.roles['qzeros']!r}: raw zero points of 15 in a version 1 file, where writers "
-            f"differ: read by the rule {options.gptq_zeros_rule!r} ({typed('gptq_zeros_rule')})",
+            f"{layer.file}: tensor {layer.roles['qzeros']!r}: raw zero points of {2 * middle - 1} in a version 1 file, "
+            f"where writers differ: read by the rule {options.gptq_zeros_rule!r} ({typed('gptq_zeros_rule')})",
             stacklevel=2,
         )
-    zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N].contiguous()
-    return None if constant(zeros, SYMMETRIC_ZERO) else zeros
+    if bits == 4:
+        zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N].contiguous()
+    elif version == 2:
+        zeros = raw
+    elif bits == 2 and options.gptq_zeros_rule == "word":
+        zeros = _narrow_zeros(qzeros + ONE_IN_EACH_PAIR, bits, N, planar)
+    else:  # GPTQModel adds 1 to each zero point of 3 bits, because these straddle words
+        zeros = raw + 1 if options.gptq_zeros_rule == "unmasked" else (raw + 1) & (2 * middle - 1)
+    return None if constant(zeros, middle) else zeros
 
 
-def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
-    """Refuses a wrong version: every raw zero point of a symmetric file is 7 in version 1 and 8 in version 2."""
+def _narrow_zeros(qzeros: Tensor, bits: int, N: int, planar: bool) -> Tensor:
+    """Unpacks int32 `[G, N * bits / 32]` to uint8 `[G, N]`."""
+    codes_of = unpack_planes if planar else unpack
+    return codes_of(qzeros.t().contiguous(), bits, N).t().to(torch.uint8).contiguous()
+
+
+def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None:
+    """Refuses a wrong version: of a symmetric file of 4 bits, raw zero points are 7 in version 1 and 8 in version 2."""
     other = 3 - version
-    if constant(raw, SYMMETRIC_ZERO - (other == 1)):
+    if constant(raw, middle - (other == 1)):
         raise layer.error(
             "qzeros",
             f"the settings say version {version} and sym=true, but the zero points are those of version {other}: "
@@ -148,18 +181,24 @@ def _check_version(layer: Layer, raw: Tensor, version: int) -> None:
 
 
 def _dequantize(
-    layer: Layer, bits: int, version: int, scales: Tensor, row_group: Tensor, zeros: Tensor | None = None
+    layer: Layer,
+    bits: int,
+    version: int,
+    scales: Tensor,
+    row_group: Tensor,
+    codes_of: Callable[[Tensor, int, int], Tensor],
+    zeros: Tensor | None = None,
 ) -> Tensor:
     """Returns the weight of a layer that the operators do not support, of any code width, as fp32 `[N, K]`."""
-    codes = unpack(layer.read("qweight"), bits, row_group.numel())
+    codes = codes_of(layer.read("qweight"), bits, row_group.numel())
     middle = 1 << (bits - 1)
     offset: Tensor | int = middle
     if zeros is not None:
         offset = zeros.long()[row_group]
-    elif bits != 4 and "qzeros" in layer:
+    elif bits > 4 and "qzeros" in layer:
         G, N = scales.shape
         layer.expect("qzeros", ("I32",), G, -(-N * bits // 32))
-        raw = unpack(layer.read("qzeros").t(), bits, N).t()
+        raw = codes_of(layer.read("qzeros").t().contiguous(), bits, N).t()
         offset = ((raw + (version == 1)) & (2 * middle - 1))[row_group]
     return ((codes - offset).float() * scales.float()[row_group]).t()
 
@@ -169,14 +208,14 @@ FORMAT = DirectoryFormat(
     title="GPTQ (GPTQModel, AutoGPTQ, optimum, AutoRound)",
     methods=("gptq",),
     variants=(
-        ("version 1 and 2, symmetric", "uint4b8"),
-        ("version 1 and 2, asymmetric", "uint4"),
+        ("2, 3 and 4 bit, version 1 and 2, symmetric", "uint4b8"),
+        ("2, 3 and 4 bit, version 1 and 2, asymmetric", "uint4"),
+        ("gptq_p (codes of 3 bits in planes)", "uint4b8, uint4"),
         ("act-order (desc_act), any group size with a divisor of 16 to 256, or one group", "uint4b8, uint4"),
     ),
     refused=(
-        ("2, 3, 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
+        ("5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
-        ("gptq_p", "planar packing of 3, 5, 6 and 7 bit codes"),
         ("marlin, bitblas", "layouts made for one GPU kernel; export the original GPTQ checkpoint"),
         ("pack_dtype other than int32", "no producer's default"),
     ),

@@ -1,7 +1,8 @@
-"""HQQ layers of 4 bit with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
+"""HQQ layers of 1 to 4 bits with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
 
-The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The high nibbles of `W_q` hold the first half
-of this matrix's rows, and the low nibbles hold the second half.
+The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The highest codes of the bytes of `W_q` hold
+the first part of this matrix's rows, the next codes the next part, and so on. Of codes of 3 bits, ten are in an int32
+word, and the matrix is padded to a multiple of ten rows.
 """
 
 import torch
@@ -14,7 +15,14 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-PACKING = {4: "4bit_u8", 5: "8bit_u8", 6: "8bit_u8", 8: "8bit_u8"}
+# Bits of a code -> name of the packing, its dtype, and its codes in an element.
+PACKINGS = {
+    1: ("1bit_u8", torch.uint8, 8),
+    2: ("2bit_u8", torch.uint8, 4),
+    3: ("3bit_32", torch.int32, 10),
+    4: ("4bit_u8", torch.uint8, 2),
+    **dict.fromkeys((5, 6, 8), ("8bit_u8", torch.uint8, 1)),
+}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -24,27 +32,29 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     stated = settings.section("quant_config").section("weight_quant_params")
     bits, axis = _number(layer, "nbits", stated.integer("nbits")), _number(layer, "axis", stated.integer("axis"))
-    if bits not in PACKING:
+    if bits not in PACKINGS:
         raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide")
+    known, dtype, count = PACKINGS[bits]
     if "packing" in layer and layer.dtype("packing") == "U8" and len(layer.shape("packing")) == 1:
         packing = layer.read("packing").numpy().tobytes()[:40].decode("utf-8", "replace")
-        if packing != PACKING[bits]:
-            raise layer.unsupported(f"HQQ packing {packing!r} of {bits} bits is not read; known: {PACKING[bits]}")
+        if packing != known:
+            raise layer.unsupported(f"HQQ packing {packing!r} is not read; known for {bits} bits: {known}")
     for role in ("quant_scale", "quant_zero"):
         if role in layer and layer.scalar(role):
             raise layer.unsupported(f"its scales or zero points are themselves quantized ({role})")
     layer.expect("shape", ("I64", "I32"), 2)
     N, K = (int(size) for size in layer.read("shape"))
     nbytes = layer.nbytes("W_q")
-    if N < 1 or K < 1 or nbytes * (2 if bits == 4 else 1) != N * K:
-        raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of {bits} bit")
-    codes = layer.read("W_q").reshape(-1).view(torch.uint8)
-    if bits == 4:
-        codes = torch.cat((codes >> 4, codes & 15))  # the first half of the rows, then the second half
     scales, zeros = _column(layer, "scale"), _column(layer, "zero")
     groups = scales.numel()
-    if zeros.numel() != groups or N * K % groups:
+    if N < 1 or K < 1 or zeros.numel() != groups or N * K % groups:
         raise layer.error("scale", f"{groups} scales and {zeros.numel()} zero points do not agree with [{N}, {K}]")
+    rows = groups if axis == 1 else N * K // groups  # of the stored matrix
+    if nbytes != -(-rows // count) * (N * K // rows) * dtype.itemsize:
+        raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of {bits} bit")
+    packed = layer.read("W_q").reshape(-1).view(dtype)
+    fields = [packed >> bits * number & (1 << bits) - 1 for number in reversed(range(count))]
+    codes = torch.cat([field.to(torch.uint8) for field in fields])[: N * K]
 
     if axis == 0:
 
@@ -60,7 +70,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         grouped = codes.reshape(groups, group_size).float()
         return ((grouped - zeros.float()[:, None]) * scales.float()[:, None]).reshape(N, K)
 
-    if bits != 4:
+    if bits > 4:
         raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide", dequantize)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
@@ -96,11 +106,10 @@ FORMAT = DirectoryFormat(
     name="hqq",
     title="HQQ",
     methods=("hqq",),
-    variants=(("4 bit, axis=1, floating zero points", "uint4"),),
+    variants=(("1, 2, 3 and 4 bit, axis=1, floating zero points", "uint4"),),
     refused=(
         ("axis=0", "groups run along N; dequantized on request"),
         ("5, 6 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
-        ("1, 2 and 3 bit", "codes are not 4 bit wide"),
         ("quant_scale, quant_zero", "scales or zero points are themselves quantized"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),

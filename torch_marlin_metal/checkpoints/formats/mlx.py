@@ -12,13 +12,14 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, unpack
+from torch_marlin_metal.checkpoints.formats.mlx_names import hf_name, hf_values
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, in_four_bits, spread, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# Maps each mode to the bit widths whose layout is known. Only 4 bit can stay packed; the other widths are decoded on
-# request.
+# Maps each mode to the bit widths whose layout is known. Codes of 2 and 3 bits become codes of 4 bits, and those of 5
+# bits and more are decoded on request.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
@@ -36,7 +37,7 @@ def _own_settings(layer: Layer, settings: Settings) -> Settings:
 
     AutoRound stores a module's own settings only under "quantization".
     """
-    module = layer.name if layer.expert is None else layer.name.rpartition(".")[0]
+    module = layer.roles["scales"].removesuffix(".scales")
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):
         if isinstance(values.get(module), dict):
@@ -108,13 +109,14 @@ def _read_affine(layer: Layer, N: int, K: int, bits: int, group_size: int) -> Pa
         codes = unpack(layer.read("weight").t(), bits, K).float()
         return (codes * spread(scales.float(), K, group_size) + spread(biases.float(), K, group_size)).t()
 
-    if bits != 4:
+    if bits > 4:
         raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
     fitted = fit_groups(K, group_size, scales, biases)
     if fitted is None:
         raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
+    words = layer.read("weight")
     return PackedWeight(
-        b_packed=as_words(layer.read("weight")),
+        b_packed=as_words(words) if bits == 4 else in_four_bits(words.t(), K, lambda piece: unpack(piece, bits, K)),
         scales=fitted[1][0].contiguous(),
         weight_format="uint4_bias",
         group_size=fitted[0],
@@ -128,9 +130,13 @@ FORMAT = DirectoryFormat(
     name="mlx",
     title="MLX (mlx-lm, transformers' Metal quantizer)",
     methods=("metal", "mlx"),
-    variants=(("affine, 4 bit", "uint4_bias"), ("mxfp4", "mxfp4"), ("nvfp4, with or without a global scale", "nvfp4")),
+    variants=(
+        ("affine, 2, 3 and 4 bit", "uint4_bias"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4, with or without a global scale", "nvfp4"),
+    ),
     refused=(
-        ("2, 3, 5, 6 and 8 bit layers", "codes are not 4 bit wide; dequantized on request"),
+        ("5, 6 and 8 bit layers", "codes are not 4 bit wide; dequantized on request"),
         ("mxfp8", "8-bit weights; dequantized on request"),
     ),
     anchors={".scales": "scales"},
@@ -151,4 +157,6 @@ FORMAT = DirectoryFormat(
     read=_read,
     implied=_implied,
     stacked_rank=3,
+    hf_name=hf_name,
+    hf_values=hf_values,
 )

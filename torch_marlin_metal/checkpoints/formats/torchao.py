@@ -1,4 +1,4 @@
-"""Reads torchao's layers of the classes NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int4).
+"""Reads torchao's layers of the classes NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int1 to int4).
 
 Their inner tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors
 support wrote them. The attributes of these classes that are not tensors are in config.json under `tensor_attributes`,
@@ -27,6 +27,7 @@ from torch_marlin_metal.checkpoints.wide import FP8, wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OFFSET = 8
+INTEGERS = {f"int{bits}": bits for bits in range(1, 5)}  # target dtypes whose codes fit into 4 bits
 FIELDS = ("qdata", "scale", "zero_point", "per_tensor_scale", "scale_and_zero", "act_pre_scale")
 
 
@@ -141,11 +142,12 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
         points = 0 if zeros is None else spread(zeros.float() - OFFSET, K, group_size)
         return ((codes.float() - points) * spread(scales.float(), K, group_size)).t()
 
-    if not attributes.get("target_dtype", "").endswith("int4"):
-        raise layer.unsupported(f"weights of {attributes.get('target_dtype')}, not int4", dequantize)
-    low, high = (int(bound) for bound in codes.aminmax())
-    if low < -OFFSET or high >= OFFSET:
-        raise layer.error("qdata", f"expected int4 codes in -8..7, got a range of {low} to {high}")
+    target = re.split("[.:]", attributes.get("target_dtype", ""))[-1]
+    if target not in INTEGERS:
+        raise layer.unsupported(f"weights of {attributes.get('target_dtype')}, not of int1 to int4", dequantize)
+    (low, high), end = (int(bound) for bound in codes.aminmax()), 1 << INTEGERS[target] - 1
+    if low < -end or high >= end:
+        raise layer.error("qdata", f"expected {target} codes in {-end}..{end - 1}, got a range of {low} to {high}")
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
     fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
@@ -187,7 +189,7 @@ FORMAT = DirectoryFormat(
     variants=(
         ("NVFP4Tensor, scales swizzled or not", "nvfp4"),
         ("MXTensor of float4_e2m1, blocks of 32", "mxfp4"),
-        ("IntxUnpackedToInt8Tensor of int4", "uint4b8, uint4"),
+        ("IntxUnpackedToInt8Tensor of int1 to int4", "uint4b8, uint4"),
         ("Int4Tensor; Int4TilePackedTo4dTensor of an NVIDIA GPU", "uint4_bias; uint4b8 if every zero point is 0"),
         ("Int4PlainInt32Tensor of an Intel GPU", "uint4; uint4b8 if every zero point is 8"),
     ),

@@ -50,7 +50,7 @@ class Chain:
         first: the argument of the first call.
         step: one call: takes the state and the number of the call, and returns the next state.
         finish: waits until the last state is ready.
-        clock: the function that measures a number of calls: `wall_clock`, `gpu_clock` or `lazy_clock`.
+        clock: the function that measures a number of calls, such as `wall_clock` or `gpu_clock`.
     """
 
     first: object
@@ -97,28 +97,6 @@ def gpu_clock(chain: Chain, calls: int) -> Measured:
     finally:
         seconds, is_whole = timer._end_gpu_time()
     return Measured(seconds / calls, (returned - begin) / calls, has_gaps=not is_whole)
-
-
-def lazy_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls of a lazy library (MLX), which computes nothing until the chain is finished.
-
-    MLX gives no access to its command buffers. The function therefore runs a chain, and then a chain of twice the
-    length. The difference of the two times is the time of the additional calls, without the cost of starting and
-    waiting. The host's time is measured separately, as in `gpu_clock`.
-    """
-
-    def evaluated(count: int) -> tuple[float, float]:
-        chain.finish(chain.first)
-        begin = time.perf_counter()
-        state = chain.run(count, chain.first)
-        noted = time.perf_counter()
-        chain.finish(state)
-        return time.perf_counter() - noted, noted - begin
-
-    short, _ = evaluated(calls)
-    long, noting = evaluated(2 * calls)
-    # A disturbance of the shorter chain can make the difference zero or negative.
-    return Measured(max(long - short, 1e-3 * long) / calls, noting / (2 * calls))
 
 
 def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:

@@ -1,9 +1,7 @@
-"""The alternatives that `bench` compares: PyTorch's dense product, its 4-bit operator, MLX, and `two_pass`."""
+"""The alternatives that `bench` compares: PyTorch's dense product, its 4-bit operator, and `two_pass`."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch_marlin_metal.gpu.tuning.chains import (
     Chain,
     cold_copies,
     gemm_chain,
-    lazy_clock,
     product_chain,
     rotating,
 )
@@ -23,7 +20,6 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 OURS = "torch_marlin_metal"
 ATEN_GROUP_SIZES = (32, 64, 128, 256)
-MLX_GROUP_SIZES = (32, 64, 128)
 
 
 class NoPeer(Exception):
@@ -50,7 +46,6 @@ def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tup
         "torch dense": _dense,
         "two_pass": _two_pass,
         "torch int4": _aten,
-        "mlx": _mlx,
     }
     for name, make in makers.items():
         try:
@@ -93,33 +88,6 @@ def _aten(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
         a,
         lambda state, index: product(state, copies[index % len(copies)][0], weight.group_size, scales_and_zeros),
     )
-
-
-def _mlx(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
-    if a.device.type != "mps":
-        raise NoPeer("compared on a Mac's GPU only")
-    if weight.group_size not in MLX_GROUP_SIZES:
-        raise NoPeer(f"group_size {weight.group_size} is none of {MLX_GROUP_SIZES}")
-    if importlib.util.find_spec("mlx") is None:
-        raise NoPeer("not installed")
-    try:
-        mx: Any = importlib.import_module("mlx.core")
-    except ImportError as error:
-        raise NoPeer(f"does not load: {error}") from error
-    dtype = getattr(mx, str(a.dtype).removeprefix("torch."))
-    dense = mx.random.normal((weight.N, weight.K)).astype(dtype)
-    words, scales, biases = mx.quantize(dense, group_size=weight.group_size, bits=4)
-    copies = [[mx.array(part) for part in (words, scales, biases)] for _ in range(-(-cold_bytes // words.nbytes))]
-    first = mx.random.normal(tuple(a.shape)).astype(dtype)
-    mx.eval(first, copies)
-
-    def step(state: Any, index: int) -> Any:
-        product = mx.quantized_matmul(
-            state, *copies[index % len(copies)], transpose=True, group_size=weight.group_size, bits=4
-        )
-        return state + product[:, :1] * 0
-
-    return Chain(first, step, mx.eval, lazy_clock)
 
 
 def _random(shape: tuple[int, int], end: int, dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.directory import open_reader
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
+from torch_marlin_metal.checkpoints.formats.gguf import unknown_architecture
+from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
@@ -20,27 +24,12 @@ from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.patterns import selects
 
-# Architectures of files and transformers' model types. transformers has no table for Llama 4's text model.
+# Architectures whose configs are made here. transformers has no table for Llama 4's text model, and for those of
+# `GGUF_CONFIG_ARCHS` it makes the config itself.
 MODEL_TYPES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "phi2": "phi",
-    "phi3": "phi3",
-    "olmo2": "olmo2",
-    "olmoe": "olmoe",
-    "starcoder2": "starcoder2",
-    "stablelm": "stablelm",
-    "command-r": "cohere",
-    "granite": "granite",
-    "smollm3": "smollm3",
-    "nemotron": "nemotron",
+    name: known.model_type
+    for name, known in ARCHITECTURES.items()
+    if name != "llama4" and name not in GGUF_CONFIG_ARCHS
 }
 
 
@@ -90,7 +79,13 @@ def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
         settings = None if return_tensors or not active() else _settings(Path(gguf_checkpoint_path))
         if settings is not None:
             return {"config": settings}
-        return original(gguf_checkpoint_path, return_tensors=return_tensors, **kwargs)
+        try:
+            return original(gguf_checkpoint_path, return_tensors=return_tensors, **kwargs)
+        except ValueError as error:
+            architecture = str(read_gguf(Path(gguf_checkpoint_path))[0].get("general.architecture", ""))
+            if architecture in ARCHITECTURES or not active():
+                raise
+            raise UnsupportedFormat(unknown_architecture(Path(gguf_checkpoint_path), architecture)) from error
 
     return load_gguf_checkpoint
 

@@ -17,6 +17,7 @@ from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
+from torch_marlin_metal.integrations.transformers.mlx import changes_back
 from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import split_of
 from torch_marlin_metal.layers.float_experts import is_stack
@@ -42,7 +43,7 @@ class PackedCheckpoint:
         self._config = config
         self._loader: Loader | None = None
         self._device_map: dict[str, Any] | None = None
-        self._prefix_change: list[Any] = []
+        self._added: list[Any] = []
 
     def read_ahead(self, device_map: dict[str, Any] | None) -> None:
         """Starts to read the layers in threads while transformers prepares the model."""
@@ -63,7 +64,9 @@ class PackedCheckpoint:
             ModelMismatchError: the plan of the load fails.
         """
         if self._loader is not None:
-            return [*self._prefix_change, *conversions]
+            return [*self._added, *conversions]
+        self._added = changes_back(self.reader)
+        conversions = [*self._added, *conversions]
         names = ModelNames(model, conversions, is_stack)
         unused = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         door = Door(
@@ -84,7 +87,8 @@ class PackedCheckpoint:
             logger.warning(f"{self.reader.path}: layer {source} is left out: {reason}")
         if plan.prefix:
             logger.warning(f"{self.reader.path}: names begin with {plan.prefix!r}, which is removed")
-            self._prefix_change = [PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))]
+            prefix = PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))
+            self._added, conversions = [prefix, *self._added], [prefix, *conversions]
         self._loader.place()
         for place in plan.places:
             for name in place.spot.target.names:
@@ -98,14 +102,14 @@ class PackedCheckpoint:
         model._keys_to_ignore_on_load_unexpected |= {
             "^" + re.sub(r"\d+", r"\\d+", re.escape(n)) + "$" for n in reported
         }
-        return [*self._prefix_change, *conversions]
+        return conversions
 
     def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
         """Reads the packed layers, one at a time, and puts each in the place of its placeholder."""
         assert self._loader is not None
         self._device_map = device_map
         model._weight_conversions = [
-            change for change in getattr(model, "_weight_conversions", ()) if change not in self._prefix_change
+            change for change in getattr(model, "_weight_conversions", ()) if change not in self._added
         ]
         split = split_of(OP, model)
         if split is not None:

@@ -1,0 +1,103 @@
+// The byte_split kernels for any vector policy V: split activations (byte_split.h) are multiplied by codes that are
+// bytes, too. Sums of products are exact in 32 bits. Included after the ISA pragma. V must define everything that the
+// policies in vec_*.h define, and also:
+//   Bytes, Sums        vectors of bytes and of 32-bit sums, with set_sums and to_float
+//   kE2M1Offset        added to twice an E2M1 value to make the byte; 12 if the instruction needs unsigned bytes, or 0
+//   kOperandsPerLoad   the number of 32-bit operands per load
+//   nibbles, load_table, look_up
+//   add_products       adds the products of a range of k
+#pragma once
+
+#include <utility>
+
+#include "csrc/cpu/kernels/byte_split.h"
+#include "csrc/cpu/kernels/segments.h"
+
+namespace marlin::cpu {
+
+// Decodes the even or the odd codes of packed words to bytes. A byte stands for the value (byte - offset) * unit.
+template <class V, CodeKind codes>
+class CodeBytes {
+ public:
+  static constexpr float unit = codes == CodeKind::e2m1 ? 0.5F : 1.F;
+
+  explicit CodeBytes(const float* values)
+      : offset_(codes == CodeKind::e2m1 ? V::kE2M1Offset : -static_cast<int>(values[0])) {
+    if constexpr (codes == CodeKind::e2m1) {
+      alignas(16) int8_t table[16];
+      for (int q = 0; q < 16; ++q)
+        table[q] = static_cast<int8_t>(2 * values[q] + V::kE2M1Offset);
+      table_ = V::load_table(table);
+    }
+  }
+  int offset() const { return offset_; }
+  template <int odd>
+  [[gnu::always_inline]] typename V::Bytes decode(typename V::I words) const {
+    const typename V::Bytes nibbles = V::template nibbles<odd>(words);
+    if constexpr (codes == CodeKind::e2m1) return V::look_up(table_, nibbles);
+    return nibbles;
+  }
+
+ private:
+  typename V::Bytes table_{};
+  int offset_;
+};
+
+// The addresses that the products of the next 8 k read.
+template <class V, int R>
+struct SplitOperands {
+  const uint32_t* words;
+  const uint32_t* ahead;
+  const int32_t* x;  // as pack_split packs them
+  int64_t ld_words;
+
+  [[gnu::always_inline]] void advance() {
+    words += ld_words;
+    ahead += ld_words;
+    x += operands_of<V::kOperandsPerLoad>(R);
+  }
+};
+
+template <class V, int R, int C>
+using SplitSums = typename V::Sums[kSplitBytes * R * C];
+
+template <class V, CodeKind codes, int R, int C>
+void split_step(const Step& s) {
+  const CodeBytes<V, codes> bytes(s.values);
+  const auto* header = static_cast<const int32_t*>(s.x);
+  SplitOperands<V, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words};
+  add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
+    SplitSums<V, R, C> sums;
+    unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
+      const typename V::Sums start = V::set_sums(-bytes.offset() * header[R + i]);
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) { sums[i * C + c] = start; });
+    });
+    V::template add_products<codes, R, C>(bytes, next, begin, end, sums);
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+      auto of_byte = [&](int byte) __attribute__((always_inline)) { return V::to_float(sums[byte * R * C + i]); };
+      const typename V::F low = V::fma(of_byte(1), V::set1(0x1p8F), of_byte(2));
+      const float unit = std::bit_cast<float>(header[i / C]) * CodeBytes<V, codes>::unit;
+      total[i] = V::mul(V::fma(of_byte(0), V::set1(0x1p16F), low), V::set1(unit));
+    });
+    header += kSegmentHeader * R;
+  });
+}
+
+template <class V, int max_rows, int C>
+constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = 1;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 1;
+  kernel.row_bytes = split_row_bytes<V::kOperandsPerLoad>();
+  kernel.pack = pack;
+  auto fill = [&]<CodeKind codes, int... i>(std::integer_sequence<int, i...>) {
+    ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &split_step<V, codes, 1 + i, C>), ...);
+  };
+  fill.template operator()<CodeKind::integer>(std::make_integer_sequence<int, max_rows>{});
+  fill.template operator()<CodeKind::e2m1>(std::make_integer_sequence<int, max_rows>{});
+  return kernel;
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,53 @@
+#include "csrc/cpu/kernels/kernel_table.h"
+
+namespace marlin::cpu {
+
+const KernelSet* kernels_of(Isa isa) {
+  switch (isa) {
+    case Isa::avx2:
+      return avx2_kernels();
+    case Isa::avx512:
+    case Isa::amx:  // adds tiles to AVX-512
+      return avx512_kernels();
+    case Isa::neon:
+      return neon_kernels();
+    default:
+      return portable_kernels();
+  }
+}
+
+// This build has no code for the following families.
+#if !defined(__x86_64__)
+const KernelSet* avx2_kernels() {
+  return nullptr;
+}
+const KernelSet* avx512_kernels() {
+  return nullptr;
+}
+const MatrixKernel* avx2_byte_split_kernel() {
+  return nullptr;
+}
+#endif
+#if !defined(__aarch64__)
+const KernelSet* neon_kernels() {
+  return nullptr;
+}
+const MatrixKernel* byte_matrix_kernel() {
+  return nullptr;
+}
+#endif
+#if !defined(__x86_64__) && !defined(__aarch64__)
+const Bf16DotKernels* bf16_dot_kernels() {
+  return nullptr;
+}
+const ByteSplitKernels* byte_split_kernels() {
+  return nullptr;
+}
+#endif
+#if !defined(__x86_64__) || !defined(__linux__)
+const AmxKernels* amx_kernels(int) {
+  return nullptr;
+}
+#endif
+
+}  // namespace marlin::cpu

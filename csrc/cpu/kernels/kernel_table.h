@@ -1,0 +1,145 @@
+// The functions of each instruction-set family, as tables for gemm.cpp, dequantize.cpp and repack.cpp.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "csrc/cpu/capability.h"
+#include "csrc/cpu/formats.h"
+
+namespace marlin::cpu {
+
+// K is divided into chunks of at most kChunk elements. A kernel reads all packed rows of a chunk side by side, each
+// along N, so one core reads several sequential streams. N is divided into strips, the columns that one kernel call
+// computes. A segment is the k of one group within a chunk. The products of a segment are summed first and then scaled
+// once.
+inline constexpr int kChunk = 128;
+
+// The product of one block of rows with one strip of columns, over one chunk. gemm.cpp pads, so strips are always
+// whole.
+struct Step {
+  const float* values;    // [16], the value of each code
+  const uint32_t* words;  // [k/8, strip], row stride ld_words
+  int64_t ld_words;
+  // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only.
+  // The first-level cache could lose them: if N is a power of two, all rows of a chunk share a few of its sets.
+  const uint32_t* ahead;
+  const float* panel;  // [k, strip] decoded codes, if the kernel reads these instead of words
+  // If not nullptr, the next strip of the same chunk, which this step decodes into next_panel between its products.
+  const Step* next;
+  float* next_panel;
+  const void* x;      // packed activations of the row block
+  const float* sums;  // [segments, rows], the sums of activations, row stride ld_sums
+  int64_t ld_sums;
+  const float* scales;  // [segments, strip], row stride ld_scales
+  const float* zeros;   // like scales; unused if role is none
+  int64_t ld_scales;
+  ZerosRole role;
+  int rows;     // in the row block
+  int k;        // a multiple of 8, at most the plan's chunk
+  int segment;  // a multiple of 8
+  float* y;     // [rows, strip] fp32; the products are added to it
+};
+using StepFunction = void (*)(const Step&);
+
+inline constexpr int kMaxBlockRows = 32;
+
+// What pack() takes: `count` activations of one chunk, for row `row` of a block of `rows` rows.
+struct PackRow {
+  const float* values;
+  int count;
+  int segment;
+  int rows;
+  int row;
+  void* out;
+};
+
+// A kernel that multiplies blocks of min_rows to max_rows rows with strips of `strip` columns.
+struct MatrixKernel {
+  int strip;
+  int min_rows;
+  int max_rows;
+  int row_unit;     // every row block starts at a multiple of this
+  int panel_bytes;  // size of Step::panel, which `unpack` fills; 0 if the steps read words
+  int ahead_rows;   // a step with one segment and at most this many rows decodes Step::next
+  // True if `unpack` multiplies the codes by the scales of their groups. In this case, Step::scales holds the global
+  // scale, and a whole chunk is one segment.
+  bool scaled_panel;
+  bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
+  int row_bytes;                                              // packed activations of one row and chunk
+  bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
+  // If not nullptr, called before and after all steps of a task, to set and release per-thread state. `rows` is the
+  // number of rows of the largest row block.
+  void (*begin)(int segment, int rows);
+  void (*end)();
+  std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodeKindCount> step;
+  std::array<void (*)(const Step&, float* panel), kCodeKindCount> unpack;
+};
+
+// Eight rows of a weight, in up to kDequantizeColumns columns. All arrays are padded to a multiple of 32 columns.
+inline constexpr int kDequantizeColumns = 256;
+
+struct DequantizeBlock {
+  const float* values;    // [16]
+  const uint32_t* words;  // [count]
+  const float* scales;    // [count]; in scales, zeros and values, every NaN is the canonical quiet NaN
+  const float* zeros;     // [count]; unused if role is none
+  ZerosRole role;
+  int count;
+  char* out;  // [8, kDequantizeColumns]
+  ElementType out_type;
+};
+
+// Makes a row of words. Code j of each word comes from bits shift[j] to shift[j] + 3 of the same column of row from[j].
+struct GatherCodes {
+  std::array<const uint32_t*, 8> from;
+  std::array<int, 8> shift;
+  int64_t count;
+  uint32_t* out;
+};
+
+struct KernelSet {
+  MatrixKernel small_m;
+  MatrixKernel large_m;
+  void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
+  void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
+  void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
+  std::array<void (*)(const DequantizeBlock&), kCodeKindCount> dequantize;
+  void (*gather_codes)(const GatherCodes&);
+  // Copies with stores that bypass the caches, for results that do not fit in them. A plain store would first read the
+  // cache line that it replaces. Other threads see the copy after a stream_fence().
+  void (*stream)(void* to, const void* from, int64_t bytes);
+};
+
+struct Bf16DotKernels {
+  MatrixKernel fp32_row;  // for one row of fp32, each activation split into three bf16 terms
+  MatrixKernel small_m;   // for bf16 activations
+  MatrixKernel large_m;   // for bf16 activations
+};
+
+// Kernels that split each activation into three bytes, for integer and E2M1 codes.
+struct ByteSplitKernels {
+  MatrixKernel small_m;
+  MatrixKernel large_m;
+};
+
+struct AmxKernels {
+  MatrixKernel exact;   // for codes that bf16 represents exactly
+  MatrixKernel scaled;  // for the same codes; the panel holds them multiplied by their scales
+  MatrixKernel table;   // for codes that need three bf16 terms
+};
+
+// Each returns nullptr if this build has no code for the family.
+const KernelSet* kernels_of(Isa isa);
+const KernelSet* portable_kernels();
+const KernelSet* avx2_kernels();
+const KernelSet* avx512_kernels();
+const KernelSet* neon_kernels();
+const Bf16DotKernels* bf16_dot_kernels();
+const ByteSplitKernels* byte_split_kernels();
+const MatrixKernel* avx2_byte_split_kernel();
+const MatrixKernel* byte_matrix_kernel();
+const AmxKernels* amx_kernels(int activation_parts);
+
+}  // namespace marlin::cpu

@@ -1,0 +1,290 @@
+// The fp32 kernels for any vector policy V (vec_*.h). Every function is a template of V, so that instances for
+// different instruction sets never share a symbol.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/cpu/kernels/kernel_table.h"
+#include "csrc/cpu/kernels/segments.h"
+#include "csrc/cpu/unroll.h"
+
+namespace marlin::cpu {
+
+// s.x is [k, R]: the R activations of one k are adjacent.
+template <class V, CodeKind codes, bool from_panel, int R, int C>
+void step(const Step& s) {
+  using F = typename V::F;
+  const typename V::template Decoder<codes> decoder(s.values);
+  const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
+  const float* panel = s.panel;
+  const float* x = static_cast<const float*>(s.x);
+  add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& acc) __attribute__((always_inline)) {
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
+    for (int k = begin; k < end; k += 8) {
+      typename V::I word[C];
+      if constexpr (!from_panel) {
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
+        for (int i = 0; i < C * V::width; i += 16)
+          __builtin_prefetch(ahead + i, 0, 2);
+      }
+      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+        F code[C];
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+          if constexpr (from_panel) {
+            code[c] = V::load(panel + (j * C + c) * V::width);
+          } else {
+            code[c] = decoder.template decode<j>(word[c]);
+          }
+        });
+        unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+          const F activation = V::set1(x[j * R + i]);
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            acc[i * C + c] = V::fma(code[c], activation, acc[i * C + c]);
+          });
+        });
+      });
+      words += s.ld_words;
+      ahead += s.ld_words;
+      panel += 8 * C * V::width;
+      x += 8 * R;
+    }
+  });
+}
+
+template <class V, CodeKind codes, int C>
+void unpack(const Step& s, float* panel) {
+  const typename V::template Decoder<codes> decoder(s.values);
+  const uint32_t* words = s.words;
+  for (int k = 0; k < s.k; k += 8, words += s.ld_words, panel += 8 * C * V::width) {
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+      const typename V::I word = V::load_words(words + c * V::width);
+      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+        V::store(panel + (j * C + c) * V::width, decoder.template decode<j>(word));
+      });
+    });
+  }
+}
+
+template <class V>
+bool pack_fp32(const PackRow& p) {
+  float* to = static_cast<float*>(p.out) + p.row;
+  for (int k = 0; k < p.count; ++k, to += p.rows)
+    *to = p.values[k];
+  return true;
+}
+
+template <class V>
+void to_float(const void* source, ElementType type, int64_t count, float* out) {
+  int64_t i = 0;
+  if (type == ElementType::float16) {
+    const auto* in = static_cast<const uint16_t*>(source);
+    for (; i + V::width <= count; i += V::width)
+      V::store(out + i, V::load_half(in + i));
+    for (; i < count; ++i)
+      out[i] = half_to_float(in[i]);
+  } else if (type == ElementType::bfloat16) {
+    const auto* in = static_cast<const uint16_t*>(source);
+    for (; i < count; ++i)
+      out[i] = bfloat16_to_float(in[i]);
+  } else if (type == ElementType::uint8) {
+    const auto* in = static_cast<const uint8_t*>(source);
+    for (; i < count; ++i)
+      out[i] = static_cast<float>(in[i]);
+  } else {
+    const auto* in = static_cast<const float*>(source);
+    for (; i < count; ++i)
+      out[i] = in[i];
+  }
+}
+
+// Converts E4M3 codes through fp16. Exponent and mantissa of a code are shifted into the same fields of an fp16. E4M3
+// has the exponent bias 7 and fp16 has 15, so the fp16 is the code's value times 2^-8, also for subnormals. The product
+// with 256 = 2^8 corrects this.
+template <class V>
+void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
+  int64_t i = 0;
+  if (coding == ScaleCoding::e4m3) {
+    constexpr int kBlock = 64;
+    for (; i + kBlock <= count; i += kBlock) {
+      uint16_t half[kBlock];
+      for (int j = 0; j < kBlock; ++j) {
+        const unsigned code = source[i + j];
+        const unsigned nan = (code & 0x7FU) == 0x7FU ? 0x7E00U : 0U;
+        half[j] = static_cast<uint16_t>((code & 0x80U) << 8 | (code & 0x7FU) << 7 | nan);
+      }
+      for (int j = 0; j < kBlock; j += V::width) {
+        V::store(out + i + j, V::mul(V::load_half(half + j), V::set1(256.F)));
+      }
+    }
+    for (; i < count; ++i)
+      out[i] = e4m3_to_float(source[i]);
+  } else {
+    for (; i < count; ++i)
+      out[i] = e8m0_to_float(source[i]);
+  }
+}
+
+template <class V>
+void from_float(const float* __restrict source, ElementType type, int64_t count, void* __restrict out) {
+  int64_t i = 0;
+  if (type == ElementType::float16) {
+    auto* __restrict to = static_cast<uint16_t*>(out);
+    for (; i + V::width <= count; i += V::width)
+      V::store_half(to + i, V::load(source + i));
+    for (; i < count; ++i)
+      to[i] = float_to_half(source[i]);
+  } else if (type == ElementType::bfloat16) {
+    auto* __restrict to = static_cast<uint16_t*>(out);
+    for (; i < count; ++i)
+      to[i] = float_to_bfloat16(source[i]);
+  } else {
+    auto* __restrict to = static_cast<float*>(out);
+    for (; i < count; ++i)
+      to[i] = source[i];
+  }
+}
+
+template <class V, ElementType type>
+[[gnu::always_inline]] inline void store_pair(void* out, int64_t i, typename V::F a, typename V::F b) {
+  if constexpr (type == ElementType::float16) {
+    V::store_half(static_cast<uint16_t*>(out) + i, a);
+    V::store_half(static_cast<uint16_t*>(out) + i + V::width, b);
+  } else if constexpr (type == ElementType::bfloat16) {
+    V::store_bfloat16(static_cast<uint16_t*>(out) + i, a, b);
+  } else {
+    V::store(static_cast<float*>(out) + i, a);
+    V::store(static_cast<float*>(out) + i + V::width, b);
+  }
+}
+
+// Decodes eight rows of the weight in the order of the format table's formula. Each product and sum is rounded to fp32.
+template <class V, CodeKind codes, ElementType type, ZerosRole role>
+[[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
+  using F = typename V::F;
+  const typename V::template Decoder<codes> decoder(d.values);
+  for (int i = 0; i < d.count; i += 2 * V::width) {
+    typename V::I word[2];
+    F scale[2], zero[2], w[2];
+    unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
+      word[c] = V::load_words(d.words + i + c * V::width);
+      scale[c] = V::load(d.scales + i + c * V::width);
+      if constexpr (role != ZerosRole::none) zero[c] = V::load(d.zeros + i + c * V::width);
+    });
+    unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+      unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
+        w[c] = decoder.template decode<j>(word[c]);
+        if constexpr (role == ZerosRole::zero_point) w[c] = V::sub(w[c], zero[c]);
+        w[c] = V::mul(w[c], scale[c]);
+        if constexpr (role == ZerosRole::bias) w[c] = V::add(V::rounded(w[c]), zero[c]);
+      });
+      store_pair<V, type>(d.out + j * kDequantizeColumns * element_bytes(type), i, w[0], w[1]);
+    });
+  }
+}
+
+template <class V, CodeKind codes>
+void dequantize(const DequantizeBlock& d) {
+  auto with_role = [&]<ElementType type>() {
+    switch (d.role) {
+      case ZerosRole::none:
+        return dequantize_as<V, codes, type, ZerosRole::none>(d);
+      case ZerosRole::zero_point:
+        return dequantize_as<V, codes, type, ZerosRole::zero_point>(d);
+      case ZerosRole::bias:
+        return dequantize_as<V, codes, type, ZerosRole::bias>(d);
+    }
+  };
+  switch (d.out_type) {
+    case ElementType::float16:
+      return with_role.template operator()<ElementType::float16>();
+    case ElementType::bfloat16:
+      return with_role.template operator()<ElementType::bfloat16>();
+    default:
+      return with_role.template operator()<ElementType::float32>();
+  }
+}
+
+template <class V>
+void stream(void* to, const void* from, int64_t bytes) {
+  auto* out = static_cast<char*>(to);
+  const auto* in = static_cast<const char*>(from);
+  int64_t i = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % 64));
+  std::memcpy(out, in, static_cast<size_t>(i));
+  for (; i + 64 <= bytes; i += 64)
+    V::stream_line(out + i, in + i);
+  std::memcpy(out + i, in + i, static_cast<size_t>(bytes - i));
+}
+
+template <class V>
+void gather_codes(const GatherCodes& g) {
+  int64_t n = 0;
+  for (; n + V::width <= g.count; n += V::width) {
+    typename V::I word{};
+    unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+      word = V::template insert_code<j>(word, V::load_words(g.from[j] + n), g.shift[j]);
+    });
+    V::store_words(g.out + n, word);
+  }
+  for (; n < g.count; ++n) {
+    uint32_t word = 0;
+    for (size_t j = 0; j < 8; ++j)
+      word |= ((g.from[j][n] >> g.shift[j]) & 15U) << (4 * j);
+    g.out[n] = word;
+  }
+}
+
+template <class V, bool from_panel, int min_rows, int max_rows, int C>
+constexpr MatrixKernel matrix_kernel() {
+  MatrixKernel kernel{};
+  kernel.strip = C * V::width;
+  kernel.min_rows = min_rows;
+  kernel.max_rows = max_rows;
+  kernel.row_unit = 1;
+  kernel.panel_bytes = from_panel ? static_cast<int>(sizeof(float)) * C * V::width * kChunk : 0;
+  kernel.row_bytes = kChunk * int{sizeof(float)};
+  kernel.pack = &pack_fp32<V>;
+  auto fill = [&]<CodeKind codes>() {
+    auto& steps = kernel.step[static_cast<size_t>(codes)];
+    // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode, so one
+    // instance serves all codes.
+    constexpr CodeKind used = from_panel ? CodeKind::table : V::template decoder_for<codes>;
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
+    }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
+    kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, V::template decoder_for<codes>, C>;
+  };
+  fill.template operator()<CodeKind::integer>();
+  fill.template operator()<CodeKind::e2m1>();
+  fill.template operator()<CodeKind::table>();
+  return kernel;
+}
+
+template <class V>
+constexpr KernelSet kernel_set() {
+  // If there are more than small_m_rows rows, they are divided into blocks of nearly equal size for the large_m kernel,
+  // which takes up to large_m_rows rows. The smallest block is the smaller of two: small_m_rows + 1 rows that are one
+  // block, and half of large_m_rows + 1 rows, which need two blocks.
+  constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
+  return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
+          matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
+          &to_float<V>,
+          &decode_scales<V>,
+          &from_float<V>,
+          {&dequantize<V, V::template decoder_for<CodeKind::integer>>,
+           &dequantize<V, V::template decoder_for<CodeKind::e2m1>>, &dequantize<V, CodeKind::table>},
+          &gather_codes<V>,
+          &stream<V>};
+}
+
+}  // namespace marlin::cpu
+
+// Defines the function that returns the kernels for the vector policy V.
+#define MARLIN_KERNEL_SET(function, V)                     \
+  namespace marlin::cpu {                                  \
+  const KernelSet* function() {                            \
+    static constexpr KernelSet kKernels = kernel_set<V>(); \
+    return &kKernels;                                      \
+  }                                                        \
+  }

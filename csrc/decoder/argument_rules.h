@@ -1,0 +1,30 @@
+// Shape and dtype rules of the operators between the products of a decoder layer, shared by all backends.
+#pragma once
+
+#include "csrc/core/tensor_checks.h"
+#include "kernels/decoder/params.h"
+
+namespace marlin {
+
+// Each of the functions below checks an operator's arguments, and calls fail() of csrc/core/tensor_checks.h.
+void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps);
+
+// Returns the number of elements of a head that are rotated.
+c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool per_pair);
+
+// Returns an uninitialised tensor of the shape of x [B, H, S, D]. If the heads of a token are adjacent in x, they are
+// adjacent in the result. Otherwise, the tokens of a head are.
+Tensor empty_rotated(const Tensor& x);
+
+// Returns true if the heads of a token are adjacent in memory.
+bool has_token_rows(const Tensor& x);
+
+Activation check_activation(const char* op, std::string_view activation, std::optional<double> limit,
+                            std::optional<double> alpha);
+
+Activation check_gated_activation(const Tensor& gate, const Tensor& up, std::string_view activation,
+                                  std::optional<double> limit, std::optional<double> alpha);
+
+void check_write_cache(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v, const Tensor& start);
+
+}  // namespace marlin

@@ -1,0 +1,16 @@
+// Handles of this folder's operators that several files call through the dispatcher.
+#pragma once
+
+#include "csrc/core/weight_arguments.h"
+
+namespace marlin {
+
+using ActivationSignature = Tensor(const Tensor&, const Tensor&, std::string_view, std::optional<double>,
+                                   std::optional<double>);
+
+inline const auto& activation_op() {
+  static const auto op = find_operator<ActivationSignature>("torch_marlin_metal::gated_activation");
+  return op;
+}
+
+}  // namespace marlin

@@ -1,0 +1,24 @@
+// moe_gemm followed by gated_activation, as one operator: the gate and up projections of a mixture's experts.
+#pragma once
+
+#include "csrc/decoder/argument_rules.h"
+#include "csrc/experts/argument_rules.h"
+
+namespace marlin {
+
+struct GatedProduct {
+  WeightShape shape;
+  Activation activation;
+};
+
+// Raises if an argument is wrong.
+GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                                  const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
+                                  std::optional<double> alpha);
+
+// Calls moe_gemm and gated_activation, one after the other.
+Tensor moe_gemm_then_activation(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
+                                const OptionalTensor& bias, std::string_view activation, bool interleaved,
+                                std::optional<double> limit, std::optional<double> alpha);
+
+}  // namespace marlin

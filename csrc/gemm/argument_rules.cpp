@@ -1,0 +1,50 @@
+#include "csrc/gemm/argument_rules.h"
+
+#include "csrc/core/gemm_variants.h"
+
+namespace marlin {
+
+namespace {
+
+void check_variant(const char* op, std::string_view variant, const Tensor& a) {
+  if (is_gemm_variant(variant, element_type(a))) return;
+  std::string known = "auto";
+  for (std::string_view name : kGemmVariants)
+    known.append(", ").append(name);
+  fail(op, "variant", "one of " + known + ", or a variant with one of its tiles ('double_buffered:128x64x16')",
+       text("'", variant, "'"));
+}
+
+}  // namespace
+
+WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                       std::string_view variant, const char* op) {
+  const Checker check{op, a.device()};
+  if (!is_floating(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., K]"), describe(a));
+  WeightShape shape = check_weight(op, weight);
+  check.on_device("b_packed", weight.b_packed);
+  if (a.sym_size(-1) != shape.K) {
+    fail(op, "a", text("[..., K] with K = ", shape.K, " (8 x the rows of b_packed)"), describe(a));
+  }
+  if (bias) {
+    if (!is_floating(bias->scalar_type()) || bias->dim() != 1 || bias->sym_size(0) != shape.N) {
+      fail(op, "bias", text(kFloating, " [N] = [", shape.N, "]"), describe(*bias));
+    }
+    check.on_device("bias", *bias);
+  }
+  check_variant(op, variant, a);
+  return shape;
+}
+
+WeightShape check_gemm_transposed(const Tensor& a, const WeightArguments& weight) {
+  const char* op = "gemm_transposed";
+  if (!is_floating(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., N]"), describe(a));
+  WeightShape shape = check_weight(op, weight);
+  Checker{op, a.device()}.on_device("b_packed", weight.b_packed);
+  if (a.sym_size(-1) != shape.N) {
+    fail(op, "a", text("[..., N] with N = ", shape.N, " (the columns of b_packed)"), describe(a));
+  }
+  return shape;
+}
+
+}  // namespace marlin

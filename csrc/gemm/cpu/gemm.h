@@ -1,0 +1,41 @@
+// The product on the CPU: plain pointers, no torch. The torch glue is in ops_cpu.cpp.
+#pragma once
+
+#include <span>
+
+#include "csrc/gemm/cpu/plan.h"
+#include "csrc/weights/cpu/api.h"
+
+namespace marlin::cpu {
+
+struct GemmArguments {
+  PackedWeight weight;
+  int64_t M;
+  const void* a;         // [M, K], unit stride in k
+  ElementType a_type;    // also the type of out
+  int64_t a_row_stride;  // in elements; may be 0
+  const int32_t* perm;   // nullptr, or [K]: packed row j multiplies a[m, perm[j]]
+  const void* bias;      // nullptr or [N]
+  ElementType bias_type;
+  void* out;  // [M, N] contiguous
+
+  // The next two describe rows that are not evenly spaced.
+  const int64_t* a_starts = nullptr;  // [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
+  const int64_t* out_rows = nullptr;  // [M]: row m of the product is row out_rows[m] of out
+  bool fp32_out = false;              // out is fp32, whatever a_type is
+};
+
+void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
+
+// The functions below take the machine as an argument, so that tests and benchmarks can run every instruction-set
+// family that this CPU has.
+
+// Returns the problem that the planner solves for these arguments.
+Problem problem_of(const GemmArguments& arguments, Float32Precision precision);
+void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
+             Float32Precision precision);
+// Computes products of weights of one format, K, N and group size side by side, on all threads.
+void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,
+                   Float32Precision precision);
+
+}  // namespace marlin::cpu

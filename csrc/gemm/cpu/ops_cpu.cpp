@@ -1,0 +1,108 @@
+// The products with one packed weight for the CPU: checks tensors, passes plain pointers to the kernels, and returns
+// tensors.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+
+#include "csrc/cpu/parallel.h"
+#include "csrc/gemm/argument_rules.h"
+#include "csrc/gemm/cpu/gemm.h"
+#include "csrc/gemm/cpu/precision.h"
+#include "csrc/weights/cpu/stored_weight.h"
+#include "csrc/weights/operators.h"
+
+namespace marlin::cpu {
+namespace {
+
+// Returns true if "two_pass" has an effect, that is, if the weight is rounded to bf16 and multiplied by PyTorch. This
+// needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the weight exact, at
+// least for tables.
+bool multiplies_rounded(std::string_view variant, const Tensor& a, const OptionalTensor& bias) {
+  if (variant != "two_pass" || a.scalar_type() != at::kBFloat16) return false;
+  if (bias && bias->scalar_type() != at::kBFloat16) return false;
+  return capability().isa == Isa::amx || (capability().isa == Isa::avx512 && detected().fast_bf16_dot);
+}
+
+// Decodes some columns of the weight at a time, rounded to bf16, and multiplies them by PyTorch's product.
+void multiply_rounded(const Tensor& rows, const WeightArguments& weight, const OptionalTensor& bias,
+                      const Tensor& out) {
+  constexpr int64_t kPartBytes = int64_t{4} << 20;  // stays in the cache
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Tensor a = weight.perm ? rows.index_select(1, weight.perm->to(at::kLong)) : rows;
+  const int64_t N = out.size(1);
+  const int64_t width = std::clamp<int64_t>(kPartBytes / (2 * a.size(1)) / 64 * 64, 64, std::max<int64_t>(N, 64));
+  for (int64_t first = 0; first < N; first += width) {
+    const int64_t count = std::min(width, N - first);
+    const auto columns = [&](const OptionalTensor& tensor) {
+      const bool has_columns = tensor && tensor->dim() > 0 && tensor->size(-1) == N && tensor->numel() > 1;
+      return has_columns ? OptionalTensor(tensor->narrow(-1, first, count).contiguous()) : tensor;
+    };
+    OwnedWeight part = weight.own();
+    for (Tensor* tensor : {&part.b_packed, &part.scales})
+      *tensor = *columns(*tensor);
+    for (OptionalTensor* tensor : {&part.zeros, &part.global_scale})
+      *tensor = columns(*tensor);
+    part.perm = std::nullopt;
+    const Tensor decoded = dequantize_op().call(part.arguments(), at::kBFloat16);
+    out.narrow(1, first, count).copy_(bias ? at::addmm(*columns(bias), a, decoded) : at::mm(a, decoded));
+  }
+}
+
+// Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
+Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                std::string_view variant, bool fp32_out) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant, op);
+  const StoredWeight stored(weight, shape);
+
+  at::DimVector sizes(a.sizes());
+  sizes.back() = stored.view.N;
+  Tensor out = at::empty(sizes, fp32_out ? a.options().dtype(at::kFloat) : a.options());
+  if (out.numel() == 0) return out;
+
+  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, stored.view.K});
+  if (!fp32_out && multiplies_rounded(variant, rows, bias)) {
+    stored.check_perm(op);
+    const std::array<int64_t, 2> flat{rows.size(0), stored.view.N};
+    multiply_rounded(rows, weight, bias, out.view(flat));
+    return out;
+  }
+  if (rows.stride(1) != 1) rows = rows.contiguous();
+  const Tensor stored_bias = contiguous_or_undefined(bias);
+
+  GemmArguments arguments{};
+  arguments.weight = stored.view;
+  arguments.M = rows.size(0);
+  arguments.a = rows.const_data_ptr();
+  arguments.a_type = element_type(rows);
+  arguments.a_row_stride = rows.stride(0);
+  arguments.perm = stored.perm_data(op);
+  arguments.bias = bias ? stored_bias.const_data_ptr() : nullptr;
+  arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
+  arguments.out = out.mutable_data_ptr();
+  arguments.fp32_out = fp32_out;
+  cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
+  return out;
+}
+
+Tensor gemm_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
+  return multiply("gemm", a, weight, bias, variant, false);
+}
+
+Tensor gemm_fp32_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  return multiply("gemm_fp32", a, weight, bias, "auto", true);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CPU, m) {
+  m.impl("gemm", weight_kernel<gemm_cpu>);
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32_cpu>);
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,208 @@
+#include "csrc/gemm/cpu/plan.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "csrc/cpu/kernels/kernel_table.h"
+#include "csrc/gemm/cpu/blocks.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
+constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a block: a quarter of a 1 MB second-level cache
+constexpr int64_t kBlockRows = 128;
+// An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
+// 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
+constexpr int64_t kAmxMinRows = 5;
+// With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
+// fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
+// rows on.
+constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
+// amx_scaled multiplies coded scales into the panel. That pays if more than 16 rows, which are two tiles, share the
+// panel: for groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows
+// (same Xeon, two and 16 threads). For groups of 16 it always pays.
+constexpr int64_t kAmxScaledMinRows = 17;
+// If the codes of a table need three bf16 terms each, they are decoded three times and need three to six tile products.
+// In this case AMX ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to
+// 1.4 times at 16 rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
+constexpr int64_t kAmxTableMinRows = 16;
+constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
+constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
+// K is split before columns are, if the partial sums take at most this much memory. Threads that read whole rows of
+// words are faster than threads that share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
+// times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
+// 128 KB cancelled the gain.
+constexpr int64_t kMaxPartialBytes = 88 << 10;
+// With one row of activations and at least this many columns, AMD's CPUs use half chunks. They read the eight rows of
+// words of a half chunk faster than the 16 rows of a whole chunk, which lie 16 KB or more apart. Products with cold
+// weights were 1.04 to 1.24 times as fast with half chunks; fp32 activations were 0.97 to 1.07 times as fast. Half
+// chunks also scale sums twice as often: with fewer columns, products were 0.85 to 1.00 times as fast, and with two
+// rows of activations 0.95 times (EPYC, two threads). Intel's CPUs were not measured.
+constexpr int64_t kHalfChunkMinColumns = 4096;
+
+// Returns true for AMD's CPUs with AVX-512. On x86, capability.cpp calls bf16 dot products fast only if the CPU is
+// AMD's.
+bool is_amd(const Machine& machine) {
+  return machine.isa == Isa::avx512 && machine.fast_bf16_dot;
+}
+
+// Returns true if M rows are computed in blocks of four rows instead of eight. A block of four rows has room for four
+// vectors of columns instead of two, so each vector that holds an activation is used twice as often. On an EPYC, bf16
+// and fp32 products of 8 and 16 rows were 1.00 to 1.10 times as fast in blocks of four. With five to seven and with
+// twelve rows they were 0.95 to 1.02 times as fast, so blocks of four are not used there.
+bool in_blocks_of_four(const Machine& machine, int64_t M) {
+  return is_amd(machine) && (M == 8 || M == 16);
+}
+
+int64_t chunk_of(const Machine& machine, const Problem& problem, Kernel kernel) {
+  const bool one_row = problem.M == 1 && kernel == Kernel::byte_split_small_m;
+  return is_amd(machine) && one_row && problem.N >= kHalfChunkMinColumns ? kChunk / 2 : kChunk;
+}
+
+}  // namespace
+
+KernelShape kernel_shape(Isa isa, Kernel kernel) {
+  if (kernel == Kernel::amx || kernel == Kernel::amx_scaled || kernel == Kernel::amx_table) return {32, 32, 16};
+  const bool neon = isa == Isa::neon;
+  if (kernel == Kernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
+  if (kernel == Kernel::byte_split_avx2) return {32, 1, 1};
+  if (kernel == Kernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
+  if (kernel == Kernel::byte_split) return {neon ? 8 : 32, 4, 1};
+  if (kernel == Kernel::byte_matrix) return {8, 4, 1};
+  if (kernel == Kernel::bf16_dot_small_m && neon) return {16, 1, 1};
+  if (kernel == Kernel::bf16_dot && neon) return {8, 8, 2};
+  const bool small_m = kernel == Kernel::small_m || kernel == Kernel::bf16_dot_small_m;
+  switch (isa) {
+    case Isa::avx512:
+    case Isa::amx:
+      return small_m ? KernelShape{64, 4, 1} : KernelShape{32, 12, 1};
+    case Isa::avx2:
+      return small_m ? KernelShape{32, 2, 1} : KernelShape{16, 6, 1};
+    case Isa::neon:
+      return small_m ? KernelShape{16, 4, 1} : KernelShape{16, 6, 1};
+    default:
+      return small_m ? KernelShape{8, 2, 1} : KernelShape{8, 4, 1};
+  }
+}
+
+namespace {
+
+struct Choice {
+  Kernel kernel;
+  int parts = 1;  // bf16 terms per activation
+};
+
+// Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
+std::optional<Choice> choose_amx(const Machine& machine, const Problem& problem) {
+  if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
+  const bool table = problem.code_parts > 1;
+  const bool group_16 = problem.group_size < 32;
+  const bool float32 = problem.a_type == ElementType::float32;
+  const int64_t min_rows = table ? kAmxTableMinRows : group_16 && float32 ? kAmxMinRowsGroup16Float32 : kAmxMinRows;
+  if (problem.M < min_rows) return std::nullopt;
+  const bool reduced = problem.precision == Float32Precision::reduced;
+  const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
+  if (table) return Choice{Kernel::amx_table, parts};
+  const bool scaled = has_coded_scales(problem.format) && (group_16 || problem.M >= kAmxScaledMinRows);
+  return Choice{scaled ? Kernel::amx_scaled : Kernel::amx, parts};
+}
+
+// A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
+// these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
+// decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
+Choice choose_kernel(const Machine& machine, const Problem& problem) {
+  if (const auto amx = choose_amx(machine, problem)) return *amx;
+  const bool small_m =
+      problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
+  const Choice fp32{small_m ? Kernel::small_m : Kernel::large_m};
+  const bool reduced = problem.precision == Float32Precision::reduced;
+  const bool half = problem.a_type != ElementType::float32;
+  // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
+  // is used for fp32 only if the caller allows reduced precision.
+  const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
+  if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {Kernel::byte_split_avx2};
+  if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
+  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
+  if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
+    const int dot_rows = kernel_shape(machine.isa, Kernel::bf16_dot_small_m).max_rows;
+    const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
+    return {few ? Kernel::bf16_dot_small_m : Kernel::bf16_dot};
+  }
+  // At one row, a matrix product has no second row of activations, and takes as many instructions as dot products.
+  if (byte_split && machine.byte_matrix && problem.M > 1) return {Kernel::byte_matrix};
+  if (byte_split && machine.byte_dot) {
+    return {problem.M <= kByteSplitSmallMRows ? Kernel::byte_split_small_m : Kernel::byte_split};
+  }
+  if (fast_dot && problem.a_type == ElementType::bfloat16) return {Kernel::bf16_dot_small_m};
+  if (fast_dot && !half && problem.M == 1) return {Kernel::bf16_dot_fp32_row, 3};
+  return fp32;
+}
+
+Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int parts) {
+  Plan plan{};
+  plan.kernel = kernel;
+  plan.parts = parts;
+  const KernelShape shape = kernel_shape(machine.isa, plan.kernel);
+  plan.chunk = chunk_of(machine, problem, kernel);
+  plan.strip = shape.strip;
+  plan.max_rows = shape.max_rows;
+  plan.row_unit = shape.row_unit;
+  plan.passes = std::max<int64_t>(ceil_divide(problem.M, kPassRows), 1);
+  const int64_t pass_rows = std::max<int64_t>(ceil_divide(problem.M, plan.passes), 1);
+
+  const int64_t threads = std::max(machine.threads, 1);
+  const int64_t strips = ceil_divide(problem.N, plan.strip);
+  const int64_t row_blocks = ceil_divide(pass_rows, plan.max_rows);
+  const int64_t max_slices = std::max<int64_t>(ceil_divide(problem.K, kChunk) / kSliceMinChunks, 1);
+  int64_t slices = 1;
+  for (int64_t n = 2; n <= std::min(threads, max_slices); ++n) {
+    const int64_t partial_bytes = int64_t{sizeof(float)} * n * pass_rows * problem.N;
+    if (threads % n == 0 && partial_bytes <= kMaxPartialBytes) slices = n;
+  }
+  plan.column_tasks = std::min(strips, threads / slices);
+  plan.row_tasks = std::clamp<int64_t>(threads / (plan.column_tasks * slices), 1, row_blocks);
+  plan.k_slices = std::clamp<int64_t>(threads / (plan.column_tasks * plan.row_tasks), 1, max_slices);
+
+  plan.block_rows = std::min(ceil_divide(pass_rows, plan.row_tasks), kBlockRows);
+  const int64_t block_strips = kBlockBytes / (int64_t{sizeof(float)} * plan.block_rows * plan.strip);
+  plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_divide(strips, plan.column_tasks));
+  return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const Machine& machine, const Problem& problem) {
+  const Choice choice = choose_kernel(machine, problem);
+  return divide(machine, problem, choice.kernel, choice.parts);
+}
+
+Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed) {
+  if (failed.kernel == Kernel::amx_scaled) return divide(machine, problem, Kernel::amx, failed.parts);
+  const bool small_m = problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows;
+  return divide(machine, problem, small_m ? Kernel::small_m : Kernel::large_m, 1);
+}
+
+std::string to_string(const Plan& plan) {
+  static constexpr const char* kNames[] = {"small_m",
+                                           "large_m",
+                                           "bf16_dot_fp32_row",
+                                           "bf16_dot_small_m",
+                                           "bf16_dot",
+                                           "byte_split_avx2",
+                                           "byte_split_small_m",
+                                           "byte_split",
+                                           "byte_matrix",
+                                           "amx",
+                                           "amx_scaled",
+                                           "amx_table"};
+  auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
+  return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
+         number("max_rows", plan.max_rows) + number("chunk", plan.chunk) + number("passes", plan.passes) +
+         number("block_rows", plan.block_rows) + number("block_columns", plan.block_columns) +
+         number("row_tasks", plan.row_tasks) + number("column_tasks", plan.column_tasks) +
+         number("k_slices", plan.k_slices);
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,72 @@
+// The CPU planner: chooses the kernel and the block sizes, and divides the work between threads. Pure functions.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "csrc/core/weight_format.h"
+#include "csrc/cpu/machine.h"
+
+namespace marlin::cpu {
+
+// The precision that the caller wants for fp32 activations. With `highest` every kernel is as exact as fp32. `reduced`
+// allows activations to be split into two bf16 terms or three bytes. 16-bit activations are not affected.
+enum class Float32Precision : int32_t { highest, reduced };
+
+struct Problem {
+  int64_t M;
+  int64_t N;
+  int64_t K;
+  WeightFormat format;
+  int64_t group_size;
+  ElementType a_type;
+  // the number of bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if that is impossible
+  int code_parts;
+  Float32Precision precision;
+};
+
+enum class Kernel : int {
+  small_m,
+  large_m,
+  bf16_dot_fp32_row,
+  bf16_dot_small_m,
+  bf16_dot,
+  byte_split_avx2,
+  byte_split_small_m,
+  byte_split,
+  byte_matrix,
+  amx,
+  amx_scaled,
+  amx_table
+};
+
+// The planner's copy of a kernel's shape; a test compares it with the kernels' own tables.
+struct KernelShape {
+  int strip;     // columns per kernel call
+  int max_rows;  // rows per kernel call
+  int row_unit;  // every row block starts at a multiple of this
+};
+
+struct Plan {
+  Kernel kernel;
+  int parts;           // bf16 terms per activation; 1 if the kernel computes in fp32
+  int64_t chunk;       // k per kernel call
+  int64_t strip;       // columns per kernel call
+  int64_t max_rows;    // rows per kernel call, at most
+  int64_t row_unit;    // every row block starts at a multiple of this
+  int64_t passes;      // the rows are divided into this many passes of nearly equal size
+  int64_t block_rows;  // the fp32 results of block_rows x block_columns stay in the cache
+  int64_t block_columns;
+  int64_t row_tasks;  // row_tasks * column_tasks * k_slices is at most the number of threads
+  int64_t column_tasks;
+  int64_t k_slices;  // if there are several, their fp32 partial sums are added in the order of k
+};
+
+KernelShape kernel_shape(Isa isa, Kernel kernel);
+Plan make_plan(const Machine& machine, const Problem& problem);
+// Returns the plan to use if the kernel of `failed` cannot represent a value: from amx_scaled to amx, and from any
+// other kernel to fp32.
+Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed);
+std::string to_string(const Plan& plan);
+
+}  // namespace marlin::cpu

@@ -1,0 +1,372 @@
+// One pass of a matrix product: packs the activations, loops over chunks of K and, in each chunk, over strips of
+// columns, and calls a MatrixKernel for the arithmetic. kernel_table.h defines chunk, strip and segment. gemm.cpp runs
+// the tasks on threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "csrc/cpu/kernels/kernel_table.h"
+#include "csrc/cpu/scratch.h"
+#include "csrc/gemm/cpu/blocks.h"
+#include "csrc/gemm/cpu/plan.h"
+#include "csrc/weights/cpu/scales.h"
+
+namespace marlin::cpu {
+
+// Parts of scratch memory start at multiples of this many elements, so that products do not share cache lines.
+inline constexpr int64_t kScratchUnit = 64;
+
+inline const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
+  switch (plan.kernel) {
+    case Kernel::bf16_dot_fp32_row:
+      return bf16_dot_kernels()->fp32_row;
+    case Kernel::bf16_dot_small_m:
+      return bf16_dot_kernels()->small_m;
+    case Kernel::bf16_dot:
+      return bf16_dot_kernels()->large_m;
+    case Kernel::byte_split_avx2:
+      return *avx2_byte_split_kernel();
+    case Kernel::byte_split_small_m:
+      return byte_split_kernels()->small_m;
+    case Kernel::byte_split:
+      return byte_split_kernels()->large_m;
+    case Kernel::byte_matrix:
+      return *byte_matrix_kernel();
+    case Kernel::amx:
+      return amx_kernels(plan.parts)->exact;
+    case Kernel::amx_scaled:
+      return amx_kernels(plan.parts)->scaled;
+    case Kernel::amx_table:
+      return amx_kernels(plan.parts)->table;
+    case Kernel::small_m:
+      return kernels.small_m;
+    default:
+      return kernels.large_m;
+  }
+}
+
+// Computes one pass of a product, that is, some of its rows.
+class Pass {
+ public:
+  Pass(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels, int64_t pass)
+      : a_(arguments),
+        w_(arguments.weight),
+        plan_(plan),
+        kernels_(kernels),
+        matrix_(matrix_kernel(plan, kernels)),
+        role_(zeros_role(w_.format)),
+        values_(code_values(w_.format, w_.lut)),
+        chunk_k_(plan.chunk),
+        chunks_(ceil_divide(w_.K, chunk_k_)),
+        strips_(ceil_divide(w_.N, plan.strip)),
+        group_(std::min<int64_t>(w_.group_size, chunk_k_)),
+        segment_(matrix_.scaled_panel ? chunk_k_ : group_),
+        pass_(pass),
+        row_(part(a_.M, plan.passes, pass).begin) {
+    x_.rows = part(a_.M, plan_.passes, pass).size();
+    x_.row_blocks = ceil_divide(x_.rows, plan_.max_rows);
+    x_.pitch = ceil_divide(ceil_divide(x_.rows, plan_.row_unit), x_.row_blocks) * plan_.row_unit;
+    x_.segments = ceil_divide(chunk_k_, segment_);
+    x_.row_bytes = matrix_.row_bytes;
+  }
+
+  const GemmArguments& arguments() const { return a_; }
+  const Plan& plan() const { return plan_; }
+  int64_t pass() const { return pass_; }
+  int64_t rows() const { return x_.rows; }
+
+  // The sizes of the parts of scratch memory that place() takes: bytes of packed activations, and elements of the
+  // others.
+  int64_t value_bytes() const { return round_up(chunks_ * x_.row_blocks * x_.pitch * x_.row_bytes, kScratchUnit); }
+  int64_t sum_count() const { return round_up(chunks_ * x_.segments * x_.rows, kScratchUnit); }
+  int64_t start_count() const { return x_.row_blocks + 1; }
+  int64_t partial_count() const {
+    return plan_.k_slices > 1 ? round_up(plan_.k_slices * x_.rows * w_.N, kScratchUnit) : 0;
+  }
+
+  // Takes the memory for the packed activations, their sums, the row blocks and the partial sums.
+  void place(char* values, float* sums, int64_t* starts, float* partial) {
+    const int64_t row_units = ceil_divide(x_.rows, plan_.row_unit);
+    for (int64_t i = 0; i <= x_.row_blocks; ++i)
+      starts[i] = std::min(row_units * i / x_.row_blocks * plan_.row_unit, x_.rows);
+    x_.values = values;
+    x_.sums = sums;
+    x_.starts = starts;
+    partial_ = plan_.k_slices > 1 ? partial : nullptr;
+  }
+
+  // False if the kernel cannot represent an activation or a scale; the pass must then be repeated with another plan.
+  bool representable() const { return representable_.load(std::memory_order_relaxed); }
+
+  // Packing: a task per chunk and row block. Chunks are innermost, so that a thread reads its rows from front to back.
+  int64_t pack_tasks() const { return chunks_ * x_.row_blocks; }
+  int64_t pack_task_elements() const { return chunk_k_ * ceil_divide(x_.rows, x_.row_blocks); }
+  void pack(int64_t task) {
+    if (!pack(task % chunks_, task / chunks_)) representable_.store(false, std::memory_order_relaxed);
+  }
+
+  // The products, for packed activations.
+  int64_t tasks() const { return row_tasks() * plan_.column_tasks * plan_.k_slices; }
+  void multiply(int64_t index) {
+    const int64_t slice = index % plan_.k_slices;
+    const int64_t rest = index / plan_.k_slices;
+    run_task(part(x_.row_blocks, row_tasks(), rest / plan_.column_tasks),
+             part(strips_, plan_.column_tasks, rest % plan_.column_tasks), part(chunks_, plan_.k_slices, slice),
+             partial_ == nullptr ? nullptr : partial_ + slice * x_.rows * w_.N);
+  }
+
+  // Returns the number of rows of the partial sums over slices of K; 0 if K is not sliced.
+  int64_t sliced_rows() const { return plan_.k_slices > 1 ? x_.rows : 0; }
+  void add_slices(int64_t m) const {
+    float* total = partial_ + m * w_.N;
+    for (int64_t slice = 1; slice < plan_.k_slices; ++slice) {
+      const float* from = partial_ + (slice * x_.rows + m) * w_.N;
+      for (int64_t n = 0; n < w_.N; ++n)
+        total[n] += from[n];
+    }
+    write(m, 0, w_.N, total);
+  }
+
+ private:
+  int64_t row_tasks() const { return std::min(plan_.row_tasks, x_.row_blocks); }
+
+  bool pack(int64_t chunk, int64_t block_index) const {
+    bool good = true;
+    const Range block = x_.block(block_index);
+    const int64_t k0 = chunk * chunk_k_;
+    const int64_t count = std::min<int64_t>(chunk_k_, w_.K - k0);
+    for (int64_t i = 0; i < block.size(); ++i) {
+      float buffer[kChunk];
+      const int64_t size = element_bytes(a_.a_type);
+      const int64_t m = row_ + block.begin + i;
+      const int64_t start = a_.a_starts == nullptr ? m * a_.a_row_stride : a_.a_starts[m];
+      const char* from = static_cast<const char*>(a_.a) + start * size;
+      if (a_.perm == nullptr) {
+        kernels_.to_float(from + k0 * size, a_.a_type, count, buffer);
+      } else if (size == sizeof(float)) {
+        gather(reinterpret_cast<const float*>(from), a_.perm + k0, count, buffer);
+      } else {
+        uint16_t gathered[kChunk];
+        gather(reinterpret_cast<const uint16_t*>(from), a_.perm + k0, count, gathered);
+        kernels_.to_float(gathered, a_.a_type, count, buffer);
+      }
+      good &= matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
+                            static_cast<int>(i), x_.block_values(chunk, block_index)});
+      if (role_ == ZerosRole::none) continue;
+      for (int64_t segment = 0; segment * segment_ < count; ++segment) {
+        const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
+        x_.segment_sums(chunk, segment)[block.begin + i] = sum(buffer + range.begin, range.size());
+      }
+    }
+    return good;
+  }
+
+  template <class Element>
+  static void gather(const Element* from, const int32_t* perm, int64_t count, Element* out) {
+    for (int64_t k = 0; k < count; ++k)
+      out[k] = from[perm[k]];
+  }
+
+  // Returns the sum of `count` values; count is a multiple of 8.
+  static float sum(const float* values, int64_t count) {
+    float lanes[8] = {};
+    for (int64_t i = 0; i < count; i += 8) {
+      for (int j = 0; j < 8; ++j)
+        lanes[j] += values[i + j];
+    }
+    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+  }
+
+  void run_task(Range blocks, Range strips, Range chunks, float* partial) {
+    static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
+    const int64_t block_strips = plan_.block_columns / plan_.strip;
+    const int64_t block_step = std::max<int64_t>(1, plan_.block_rows / plan_.max_rows);
+    const int64_t columns = block_strips * plan_.strip;
+    float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
+    float* scales = scale_scratch.get<float>(2 * groups() * columns);
+    // The scratch memory holds two panels. If the last strip reaches beyond N, its words are copied and padded; the
+    // room for this copy lies before the panels.
+    const int64_t tail = chunk_k_ / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
+    char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
+    auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
+    Panels panels{reinterpret_cast<float*>(scratch + tail),
+                  reinterpret_cast<float*>(scratch + tail + matrix_.panel_bytes)};
+    if (matrix_.begin != nullptr) {
+      const int64_t rows = blocks.size() == 1 ? x_.block(blocks.begin).size() : plan_.max_rows;
+      matrix_.begin(static_cast<int>(segment_), static_cast<int>(rows));
+    }
+    for (int64_t s = strips.begin; s < strips.end; s += block_strips) {
+      const Range some_strips{s, std::min(s + block_strips, strips.end)};
+      for (int64_t b = blocks.begin; b < blocks.end; b += block_step) {
+        const Range some_blocks{b, std::min(b + block_step, blocks.end)};
+        const Range rows{x_.block(some_blocks.begin).begin, x_.block(some_blocks.end - 1).end};
+        std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
+        int64_t loaded = -1;
+        WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
+        Step step{};
+        step.values = values_.data();
+        step.segment = static_cast<int>(group_);
+        step.ld_scales = some_strips.size() * plan_.strip;
+        step.role = role_;
+        step.ld_sums = x_.rows;
+        for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+          loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
+          if (!representable_.load(std::memory_order_relaxed)) break;
+          step.k = static_cast<int>(std::min<int64_t>(chunk_k_, w_.K - chunk * chunk_k_));
+          step.scales = scales;
+          step.zeros = scales + groups() * step.ld_scales;
+          step.ld_words = w_.N;
+          float* y_strip = y;
+          Step strip_step = of_strip(step, some_strips.begin, chunk, some_strips, ahead.next(), tail_words);
+          for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
+            const bool last = strip + 1 == some_strips.end;
+            const Step next = last ? Step{} : of_strip(step, strip + 1, chunk, some_strips, ahead.next(), tail_words);
+            run_strip(some_blocks, chunk, strip_step, last ? nullptr : &next, panels, y_strip);
+            strip_step = next;
+            y_strip += rows.size() * plan_.strip;
+          }
+        }
+        finish(some_strips, rows, y, partial);
+      }
+    }
+    if (matrix_.end != nullptr) matrix_.end();
+  }
+
+  int64_t columns_of(const Range& strips) const {
+    return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
+  }
+
+  // Returns the number of groups in a chunk.
+  int64_t groups() const { return ceil_divide(chunk_k_, group_); }
+
+  // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
+  // N. For a scaled panel, the second array holds the global scale instead, as [columns of the strips]. Returns the
+  // number of the chunk's first group. If `loaded` is that number, `scales` holds this chunk's values already, and
+  // nothing is loaded.
+  int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
+    const int64_t k0 = chunk * chunk_k_;
+    const int64_t first = k0 / w_.group_size;
+    if (first == loaded) return loaded;
+    const int64_t width = strips.size() * plan_.strip;
+    const int64_t count = columns_of(strips);
+    const int64_t begin = strips.begin * plan_.strip;
+    float* zeros = scales + groups() * width;
+    for (int64_t i = 0; i < groups() && k0 + i * group_ < w_.K; ++i, scales += width, zeros += width) {
+      const int64_t group = (k0 + i * group_) / w_.group_size;
+      if (matrix_.scaled_panel) {
+        load_group_scales(kernels_, w_, group, begin, count, scales);
+        if (!matrix_.representable(scales, count)) representable_.store(false, std::memory_order_relaxed);
+        if (i == 0) load_global_scale(w_, begin, count, zeros);
+      } else {
+        load_scales(kernels_, w_, group, begin, count, scales);
+      }
+      std::fill(scales + count, scales + width, 0.F);
+      if (role_ != ZerosRole::none) load_zeros(kernels_, w_, group, begin, count, zeros);
+      std::fill(zeros + count, zeros + width, 0.F);
+    }
+    return first;
+  }
+
+  // Returns the step for one strip of a chunk. The caller sets the row block.
+  Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
+                uint32_t* tail_words) const {
+    step.words = w_.words + chunk * (chunk_k_ / 8) * w_.N + strip * plan_.strip;
+    step.ahead = ahead;
+    step.scales += (strip - strips.begin) * plan_.strip;
+    step.zeros += (strip - strips.begin) * plan_.strip;
+    if ((strip + 1) * plan_.strip > w_.N) {
+      const int64_t count = w_.N - strip * plan_.strip;
+      for (int64_t r = 0; r < step.k / 8; ++r) {
+        std::copy_n(step.words + r * w_.N, count, tail_words + r * plan_.strip);
+        std::fill_n(tail_words + r * plan_.strip + count, plan_.strip - count, 0U);
+      }
+      step.words = tail_words;
+      step.ahead = tail_words;
+      step.ld_words = plan_.strip;
+    }
+    return step;
+  }
+
+  struct Panels {
+    float* of_this;
+    float* of_next;
+    bool decoded = false;  // true if the previous step has already filled of_this
+  };
+
+  void run_strip(const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels, float* y) const {
+    const auto codes = static_cast<size_t>(code_kind(w_.format));
+    if (matrix_.panel_bytes != 0) {
+      if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
+      step.panel = panels.of_this;
+      panels.decoded = next != nullptr && segment_ == chunk_k_ && x_.block(blocks.begin).size() <= matrix_.ahead_rows;
+      if (panels.decoded) {
+        step.next = next;
+        step.next_panel = panels.of_next;
+        std::swap(panels.of_this, panels.of_next);
+      }
+    }
+    if (matrix_.scaled_panel) step.scales = step.zeros;  // the global scale
+    step.segment = static_cast<int>(segment_);
+    const float* sums = x_.segment_sums(chunk, 0);
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+      const Range block = x_.block(b);
+      step.x = x_.block_values(chunk, b);
+      step.rows = static_cast<int>(block.size());
+      step.sums = sums + block.begin;
+      step.y = y;
+      matrix_.step[codes][static_cast<size_t>(block.size())](step);
+      step.next = nullptr;
+      y += block.size() * plan_.strip;
+    }
+  }
+
+  // y is [strip][row][columns of the strip].
+  void finish(const Range& strips, const Range& rows, float* y, float* partial) const {
+    for (int64_t m = rows.begin; m < rows.end; ++m) {
+      for (int64_t strip = strips.begin; strip < strips.end; ++strip) {
+        const int64_t n = strip * plan_.strip;
+        const int64_t count = std::min(plan_.strip, w_.N - n);
+        float* from = y + ((strip - strips.begin) * rows.size() + (m - rows.begin)) * plan_.strip;
+        if (partial != nullptr) {
+          std::copy_n(from, count, partial + m * w_.N + n);
+        } else {
+          write(m, n, count, from);
+        }
+      }
+    }
+  }
+
+  // Writes row m of the pass.
+  void write(int64_t m, int64_t n, int64_t count, float* from) const {
+    if (a_.bias != nullptr) {
+      for (int64_t i = 0; i < count; ++i)
+        from[i] += load_element(a_.bias, a_.bias_type, n + i);
+    }
+    const int64_t row = a_.out_rows == nullptr ? row_ + m : a_.out_rows[row_ + m];
+    const ElementType type = a_.fp32_out ? ElementType::float32 : a_.a_type;
+    kernels_.from_float(from, type, count, static_cast<char*>(a_.out) + (row * w_.N + n) * element_bytes(type));
+  }
+
+  const GemmArguments& a_;
+  const PackedWeight& w_;
+  const Plan plan_;
+  const KernelSet& kernels_;
+  const MatrixKernel& matrix_;
+  const ZerosRole role_;
+  const std::array<float, 16> values_;
+  const int64_t chunk_k_;  // number of k in a whole chunk
+  const int64_t chunks_;
+  const int64_t strips_;
+  const int64_t group_;    // the group size, or chunk_k_ if that is smaller
+  const int64_t segment_;  // number of k that a kernel sums before it applies scales
+  const int64_t pass_;
+  const int64_t row_;  // the pass' first row of the product
+  Activations x_{};
+  float* partial_ = nullptr;  // [k_slices, rows, N] sums over slices of K, or nullptr if there is one slice
+  std::atomic<bool> representable_{true};
+};
+
+}  // namespace marlin::cpu

@@ -1,0 +1,42 @@
+// gemm_fp32 computes the same product as gemm but returns fp32. This file implements it for all devices except the CPU,
+// which has a kernel for it.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "csrc/gemm/argument_rules.h"
+#include "csrc/gemm/operators.h"
+
+namespace marlin {
+namespace {
+
+// The GPU kernels write results in the dtype of the activations, so the activations are widened.
+Tensor gemm_fp32(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  check_gemm(a, weight, bias, "auto", "gemm_fp32");
+  return gemm_op().call(a.to(at::kFloat), weight, bias, "auto");
+}
+
+Tensor gemm_fp32_autograd(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  const char* op = "gemm_fp32";
+  check_weight_no_grad(op, weight);
+  check_no_grad(op, "a", a);
+  check_no_tangent(op, "a", a);
+  if (bias) {
+    check_no_grad(op, "bias", *bias);
+    check_no_tangent(op, "bias", *bias);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return gemm_fp32_op().call(a, weight, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32>);
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Autograd, m) {
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32_autograd>);
+}
+
+}  // namespace marlin

@@ -1,0 +1,137 @@
+// The product with the transposed weight, which gives the gradient of gemm with respect to a. The weight is decoded in
+// parts, to save memory. A part consists of some rows of the weight, which is [K, N]. Each row gives one column of the
+// result, so no sum extends over several parts.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/argsort.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+
+#include "csrc/core/math.h"
+#include "csrc/gemm/argument_rules.h"
+#include "csrc/gemm/operators.h"
+#include "csrc/weights/operators.h"
+
+namespace marlin {
+namespace {
+
+constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
+constexpr int64_t kDefaultBytes = int64_t{64} << 20;
+// On the CPU a part has at most this many bytes, even if the limit allows more. When a larger block is freed, the C
+// library returns it to the system. The next part then causes a page fault for each of its pages, and these faults take
+// longer than decoding the weights.
+constexpr int64_t kCpuPartBytes = int64_t{16} << 20;
+
+// How the rows of K are divided into parts: a part has several whole groups, or a fraction of one group.
+struct Division {
+  int64_t rows;        // rows of a part; the last part of K or of a group may have fewer
+  bool inside_groups;  // true if no part contains rows of two groups
+};
+
+// Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest part is
+// eight rows, or one group if the format fixes the group size. If even that is larger than `bytes`, all parts have the
+// smallest size.
+Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
+  const int64_t fitting = bytes / row_bytes;
+  if (fitting >= K) return {K, false};
+  const int64_t group = std::min(group_size, K);
+  if (fitting >= group || fixed_group_size(format) != 0) {
+    const int64_t groups = group_count(K, group);
+    const int64_t most = std::max<int64_t>(fitting / group, 1);
+    return {ceil_divide(groups, ceil_divide(groups, most)) * group, false};
+  }
+  const int64_t words = group / kCodesPerWord;
+  const int64_t most = std::max<int64_t>(fitting / kCodesPerWord, 1);
+  return {ceil_divide(words, ceil_divide(words, most)) * kCodesPerWord, true};
+}
+
+Tensor dequantize_rows(const WeightArguments& weight, int64_t first, int64_t rows, bool inside_group,
+                       at::ScalarType dtype) {
+  const int64_t first_group = first / weight.group_size;
+  const int64_t groups = inside_group ? 1 : group_count(rows, weight.group_size);
+  OwnedWeight part = weight.own();
+  part.b_packed = weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord);
+  part.scales = weight.scales.narrow(0, first_group, groups);
+  if (weight.zeros) part.zeros = weight.zeros->narrow(0, first_group, groups);
+  if (inside_group) part.group_size = rows;
+  part.perm = std::nullopt;
+  return dequantize_op().call(part.arguments(), dtype);
+}
+
+// Multiplies rows of activations by a part of the weight and writes the rounded product to that part's columns of
+// `out`. If the part has another dtype than the activations, some rows of the activations are converted at a time. The
+// converted rows and their product take at most `bytes`.
+void multiply_part(const Tensor& rows, const Tensor& part, int64_t bytes, Tensor out) {
+  int64_t step = rows.size(0);
+  if (rows.scalar_type() != part.scalar_type()) {
+    const int64_t row_bytes = static_cast<int64_t>(part.element_size()) * (part.size(0) + part.size(1));
+    step = std::clamp<int64_t>(bytes / row_bytes, 1, step);
+  }
+  for (int64_t first = 0; first < rows.size(0); first += step) {
+    const int64_t count = std::min(step, rows.size(0) - first);
+    out.narrow(0, first, count).copy_(at::mm(rows.narrow(0, first, count).to(part.scalar_type()), part.t()));
+  }
+}
+
+Tensor gemm_transposed(const Tensor& a, const WeightArguments& weight) {
+  const WeightShape shape = check_gemm_transposed(a, weight);
+  const int64_t K = shape.K.expect_int();
+  const int64_t N = shape.N.expect_int();
+  at::DimVector sizes(a.sizes());
+  sizes.back() = K;
+  const int64_t bytes = a.is_cpu() ? std::min(gradient_bytes(), kCpuPartBytes) : gradient_bytes();
+  if (a.numel() == 0) return at::empty(sizes, a.options());
+
+  // The computation is in fp32, which autocast must not round.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // The dtype of a decoded part. bf16 will do, because it has the range of fp32. fp16 will not: with fp32 scales,
+  // weights can exceed its range, and small weights lose bits. Checking the scales first would make the host wait for
+  // the GPU on mps.
+  const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
+  const Tensor rows = a.reshape({-1, N});
+  const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));
+  // If activations are converted, their copies get half of the bytes.
+  const bool converts = dtype != a.scalar_type();
+  const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
+  const Division division = divide(shape.format, K, weight.group_size, row_bytes, part_bytes);
+
+  Tensor out;
+  if (division.rows >= K && !converts) {
+    out = at::mm(rows, dequantize_rows(weight, 0, K, false, dtype).t());
+  } else {
+    out = at::empty({rows.size(0), K}, a.options());
+    for (int64_t first = 0, last = 0; first < K; first = last) {
+      last = std::min(first + division.rows, K);
+      if (division.inside_groups) last = std::min(last, (first / weight.group_size + 1) * weight.group_size);
+      const Tensor part = dequantize_rows(weight, first, last - first, division.inside_groups, dtype);
+      multiply_part(rows, part, part_bytes, out.narrow(1, first, last - first));
+    }
+  }
+  if (weight.perm) out = out.index_select(1, at::argsort(*weight.perm));
+  return out.view(sizes);
+}
+
+}  // namespace
+
+// Reads the variable at each call, so that a program can change it; getenv costs far less than a product.
+int64_t gradient_bytes() {
+  const char* text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0') return kDefaultBytes;
+  char* end = nullptr;
+  errno = 0;
+  const long long bytes = std::strtoll(text, &end, 10);
+  TORCH_CHECK_VALUE(*end == '\0' && errno == 0 && bytes >= 1, kVariable, ": expected bytes, at least 1, got '", text,
+                    "'");
+  return bytes;
+}
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, CompositeExplicitAutograd, m) {
+  m.impl("gemm_transposed", weight_kernel<gemm_transposed>);
+}
+
+}  // namespace marlin

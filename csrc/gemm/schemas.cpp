@@ -1,0 +1,49 @@
+// The schemas of the products with one packed weight, and their fake (Meta) kernels. The library is defined here; the
+// other families add to it.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "csrc/gemm/argument_rules.h"
+
+// docs/use/operators.md lists shapes and dtypes. Outputs are always new tensors.
+TORCH_LIBRARY(torch_marlin_metal, m) {
+  using marlin::weight_schema;
+  m.def(weight_schema("gemm(Tensor a, Weight weight, *, Tensor? bias=None, str variant=\"auto\") -> Tensor"));
+  m.def(weight_schema("gemm_fp32(Tensor a, Weight weight, *, Tensor? bias=None) -> Tensor"));
+  m.def(weight_schema("gemm_transposed(Tensor a, Weight weight, *) -> Tensor"));
+}
+
+namespace marlin {
+namespace {
+
+Tensor gemm_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant);
+  c10::SymDimVector sizes(a.sym_sizes());
+  sizes.back() = shape.N;
+  return at::empty_symint(sizes, a.options());
+}
+
+Tensor gemm_fp32_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+  const WeightShape shape = check_gemm(a, weight, bias, "auto", "gemm_fp32");
+  c10::SymDimVector sizes(a.sym_sizes());
+  sizes.back() = shape.N;
+  return at::empty_symint(sizes, a.options().dtype(at::kFloat));
+}
+
+Tensor gemm_transposed_meta(const Tensor& a, const WeightArguments& weight) {
+  const WeightShape shape = check_gemm_transposed(a, weight);
+  c10::SymDimVector sizes(a.sym_sizes());
+  sizes.back() = shape.K;
+  return at::empty_symint(sizes, a.options());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, Meta, m) {
+  m.impl("gemm", weight_kernel<gemm_meta>);
+  m.impl("gemm_fp32", weight_kernel<gemm_fp32_meta>);
+  m.impl("gemm_transposed", weight_kernel<gemm_transposed_meta>);
+}
+
+}  // namespace marlin

@@ -1,0 +1,62 @@
+// The shape and dtype rules of a packed weight, and of the operators that decode, look up or repack one. All backends
+// and the fake kernels share them.
+#pragma once
+
+#include "csrc/core/tensor_checks.h"
+#include "csrc/core/weight_arguments.h"
+#include "csrc/core/weight_format.h"
+
+namespace marlin {
+
+struct WeightShape {
+  WeightFormat format;
+  c10::SymInt K;
+  c10::SymInt N;
+  c10::SymInt E = 1;  // the number of experts, or 1 for a single weight
+};
+
+// The checks of a weight's tensors and of tensors with sizes like theirs.
+struct WeightChecker : Checker {
+  bool stacked = false;  // tensors have a leading dimension E
+  c10::SymInt E = 1;
+
+  // Requires a tensor of one of `dtypes` on the device, with these sizes of dimensions called `names`.
+  void sized(std::string_view argument, const Tensor& tensor, bool dtype_ok, std::string_view dtypes,
+             std::string_view names, c10::SymDimVector sizes) const {
+    if (stacked) sizes.insert(sizes.begin(), E);
+    if (!dtype_ok || tensor.sym_sizes() != c10::SymIntArrayRef(sizes)) {
+      fail(op, argument, text(dtypes, " ", dimensions(names), " = ", c10::SymIntArrayRef(sizes)), describe(tensor));
+    }
+    on_device(argument, tensor);
+  }
+
+  // Requires packed words: int32, contiguous.
+  void words(std::string_view argument, const Tensor& tensor, std::string_view names) const {
+    if (tensor.scalar_type() != at::kInt || tensor.dim() != (stacked ? 3 : 2))
+      fail(op, argument, text("int32 ", dimensions(names)), describe(tensor));
+    contiguous(argument, tensor);
+  }
+
+  void perm(const OptionalTensor& perm, const c10::SymInt& K) const {
+    if (perm) sized("perm", *perm, perm->scalar_type() == at::kInt, "int32", "K", {K});
+  }
+
+  std::string dimensions(std::string_view names) const { return text(stacked ? "[E, " : "[", names, "]"); }
+};
+
+// Each of the functions below checks the arguments of one operator, and calls fail() for the first wrong one.
+
+// If `stacked`, the weight's tensors have a leading dimension E.
+WeightShape check_weight(const char* op, const WeightArguments& weight, bool stacked = false);
+WeightShape check_dequantize(const WeightArguments& weight, at::ScalarType dtype);
+WeightShape check_embedding(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype);
+void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
+StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
+void check_awq_repack(const Tensor& qweight);
+void check_transpose_words(const Tensor& words);
+void check_awq_unpack_zeros(const Tensor& qzeros);
+
+// Raises if a tensor of the weight requires grad or has a forward-mode tangent.
+void check_weight_no_grad(const char* op, const WeightArguments& weight);
+
+}  // namespace marlin

@@ -1,0 +1,65 @@
+// A packed weight on the CPU, and the operators that decode, look up or repack one: plain pointers, no torch. The torch
+// glue is in ops_cpu.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/core/weight_format.h"
+#include "csrc/cpu/machine.h"
+
+namespace marlin::cpu {
+
+// A packed weight [K/8, N] with its scales [G, N], all contiguous. G is ceil(K / group_size), so the last group may
+// be short.
+struct PackedWeight {
+  WeightFormat format;
+  int64_t K;
+  int64_t N;
+  int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
+  const uint32_t* words;    // [K/8, N]
+  const void* scales;       // [G, N]
+  ElementType scales_type;  // uint8 for coded scales
+  const void* zeros;        // [G, N] or nullptr
+  ElementType zeros_type;
+  const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
+  int64_t global_scale_stride;  // 0 for one value, 1 for a value per column
+  const float* lut;             // fp32 [16] or nullptr
+};
+
+struct DequantizeArguments {
+  PackedWeight weight;
+  const int32_t* perm;  // nullptr, or [K]: out[perm[j], :] is packed row j
+  void* out;            // [K, N] contiguous
+  ElementType out_type;
+};
+
+struct EmbeddingArguments {
+  PackedWeight weight;
+  const int32_t* perm;  // nullptr, or [K]: out[row, perm[j]] is packed row j
+  const int64_t* ids;   // [count], each in [0, N)
+  int64_t count;
+  void* out;  // [count, K] contiguous
+  ElementType out_type;
+};
+
+void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
+void embedding(const EmbeddingArguments& arguments, const Parallel& parallel);
+
+// Row j of the result is row perm[j] of the source. If perm is nullptr, the result is a copy.
+void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+                 const Parallel& parallel);
+void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);
+// Transposes [rows, columns] to [columns, rows].
+void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel);
+
+void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, StoredZeros stored, uint8_t* out,
+                       const Parallel& parallel);
+void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel);
+
+// Like the functions above, for an instruction-set family that this CPU has, so that tests and benchmarks can run every
+// family.
+void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel);
+void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+                    const Parallel& parallel);
+
+}  // namespace marlin::cpu

@@ -1,0 +1,146 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "csrc/core/math.h"
+#include "csrc/cpu/kernels/kernel_table.h"
+#include "csrc/cpu/scratch.h"
+#include "csrc/weights/cpu/api.h"
+#include "csrc/weights/cpu/scales.h"
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales and zeros of a block take 16 KB
+constexpr int64_t kBlockRows = 8;                          // packed rows per task
+constexpr int64_t kPadding = 32;                           // columns: two of the widest vectors
+
+// A result of this size fills half of a small machine's last-level cache. Larger results are stored with instructions
+// that bypass the caches.
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
+
+void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Replaces every NaN by the canonical quiet NaN. The kernels round to bf16 without a check for NaN: the canonical NaN
+// stays a NaN, but other NaNs may become numbers.
+void drop_payloads(float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];
+}
+
+// The working memory of one task.
+struct Buffers {
+  float* scales;
+  float* zeros;
+  uint32_t* words;  // a padded copy, for a block with fewer than kDequantizeColumns columns
+  char* rows;       // [8, kDequantizeColumns] results
+
+  explicit Buffers(Scratch& scratch) {
+    scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + 1) * kDequantizeColumns);
+    zeros = scales + kBlockColumns + kPadding;
+    rows = reinterpret_cast<char*>(zeros + kBlockColumns + kPadding);
+    words = reinterpret_cast<uint32_t*>(rows) + 8 * kDequantizeColumns;
+  }
+};
+
+class Dequantize {
+ public:
+  Dequantize(const DequantizeArguments& arguments, const KernelSet& kernels)
+      : a_(arguments),
+        w_(arguments.weight),
+        kernels_(kernels),
+        role_(zeros_role(w_.format)),
+        values_(code_values(w_.format, w_.lut)),
+        kernel_(kernels.dequantize[static_cast<size_t>(code_kind(w_.format))]),
+        size_(element_bytes(a_.out_type)),
+        streamed_(w_.K * w_.N * size_ > kStreamBytes) {
+    drop_payloads(values_.data(), 16);
+  }
+
+  void rows(int64_t begin, int64_t end) const {
+    static thread_local Scratch scratch;
+    const Buffers buffers(scratch);
+    for (int64_t n = 0; n < w_.N; n += kBlockColumns) {
+      const int64_t count = std::min(kBlockColumns, w_.N - n);
+      int64_t loaded = -1;
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t group = r * 8 / w_.group_size;
+        if (group != loaded) load_group(group, n, count, buffers);
+        loaded = group;
+        for (int64_t i = 0; i < count; i += kDequantizeColumns) {
+          block(r, n, i, std::min<int64_t>(kDequantizeColumns, count - i), buffers);
+        }
+      }
+    }
+    if (streamed_) stream_fence();
+  }
+
+ private:
+  void load_group(int64_t group, int64_t n, int64_t count, const Buffers& buffers) const {
+    load_scales(kernels_, w_, group, n, count, buffers.scales);
+    drop_payloads(buffers.scales, count);
+    if (role_ == ZerosRole::none) return;
+    load_zeros(kernels_, w_, group, n, count, buffers.zeros);
+    drop_payloads(buffers.zeros, count);
+  }
+
+  // Decodes packed row r, columns n + i to n + i + count - 1.
+  void block(int64_t r, int64_t n, int64_t i, int64_t count, const Buffers& buffers) const {
+    const uint32_t* words = w_.words + r * w_.N + n + i;
+    if (r + 1 < w_.K / 8) {
+      for (int64_t ahead = 0; ahead < count; ahead += 16)
+        __builtin_prefetch(words + w_.N + ahead);
+    }
+    if (count < kDequantizeColumns) {
+      std::copy_n(words, count, buffers.words);
+      words = buffers.words;
+    }
+    kernel_({values_.data(), words, buffers.scales + i, buffers.zeros + i, role_, static_cast<int>(count), buffers.rows,
+             a_.out_type});
+    for (int64_t j = 0; j < 8; ++j) {
+      const int64_t k = a_.perm == nullptr ? 8 * r + j : a_.perm[8 * r + j];
+      char* to = static_cast<char*>(a_.out) + (k * w_.N + n + i) * size_;
+      const char* from = buffers.rows + j * kDequantizeColumns * size_;
+      if (streamed_) {
+        kernels_.stream(to, from, count * size_);
+      } else {
+        std::memcpy(to, from, static_cast<size_t>(count * size_));
+      }
+    }
+  }
+
+  const DequantizeArguments& a_;
+  const PackedWeight& w_;
+  const KernelSet& kernels_;
+  const ZerosRole role_;
+  std::array<float, 16> values_;
+  void (*const kernel_)(const DequantizeBlock&);
+  const int64_t size_;
+  const bool streamed_;
+};
+
+}  // namespace
+
+void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel) {
+  const Dequantize work(arguments, *kernels_of(isa));
+  const int64_t word_rows = arguments.weight.K / 8;
+  parallel.run(ceil_divide(word_rows, kBlockRows), 1, [&](int64_t begin, int64_t end) {
+    work.rows(begin * kBlockRows, std::min(end * kBlockRows, word_rows));
+  });
+}
+
+void dequantize(const DequantizeArguments& arguments, const Parallel& parallel) {
+  dequantize_on(capability().isa, arguments, parallel);
+}
+
+}  // namespace marlin::cpu

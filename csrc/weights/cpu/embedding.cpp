@@ -1,0 +1,76 @@
+// Looks up rows of an embedding table: decodes single columns of a packed weight.
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "csrc/core/math.h"
+#include "csrc/cpu/formats.h"
+#include "csrc/weights/cpu/api.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+constexpr int64_t kGrainCodes = 4096;  // codes per task: decoding them takes about as long as waking a thread
+
+float scale_of(const PackedWeight& weight, int64_t group, int64_t n) {
+  const int64_t index = group * weight.N + n;
+  const ScaleCoding coding = scale_coding(weight.format);
+  if (coding == ScaleCoding::floating) return load_element(weight.scales, weight.scales_type, index);
+  const uint8_t code = static_cast<const uint8_t*>(weight.scales)[index];
+  if (coding == ScaleCoding::e8m0) return e8m0_to_float(code);
+  const float scale = e4m3_to_float(code);
+  return weight.global_scale == nullptr ? scale : scale * weight.global_scale[weight.global_scale_stride * n];
+}
+
+void store(void* out, ElementType type, int64_t index, float value) {
+  if (std::isnan(value)) value = std::numeric_limits<float>::quiet_NaN();
+  switch (type) {
+    case ElementType::float16:
+      static_cast<uint16_t*>(out)[index] = float_to_half(value);
+      break;
+    case ElementType::bfloat16:
+      static_cast<uint16_t*>(out)[index] = float_to_bfloat16(value);
+      break;
+    default:
+      static_cast<float*>(out)[index] = value;
+  }
+}
+
+// Decodes column n in the order of the format table's formula. Each product and sum is rounded to fp32.
+void decode_column(const EmbeddingArguments& arguments, const std::array<float, 16>& values, int64_t n, int64_t row) {
+  const PackedWeight& weight = arguments.weight;
+  const ZerosRole role = zeros_role(weight.format);
+  float scale = 0, zero = 0;
+  for (int64_t k = 0; k < weight.K; ++k) {
+    if (k % weight.group_size == 0) {
+      const int64_t group = k / weight.group_size;
+      scale = scale_of(weight, group, n);
+      if (role != ZerosRole::none) zero = load_element(weight.zeros, weight.zeros_type, group * weight.N + n);
+    }
+    const uint32_t word = weight.words[k / 8 * weight.N + n];
+    float value = values[(word >> (4 * (k % 8))) & 15U];
+    if (role == ZerosRole::zero_point) value -= zero;
+    value *= scale;
+    if (role == ZerosRole::bias) {
+      volatile float rounded = value;  // volatile, because a compiler could fuse the product with the addition
+      value = rounded + zero;
+    }
+    const int64_t place = arguments.perm == nullptr ? k : arguments.perm[k];
+    store(arguments.out, arguments.out_type, row * weight.K + place, value);
+  }
+}
+
+}  // namespace
+
+void embedding(const EmbeddingArguments& arguments, const Parallel& parallel) {
+  const PackedWeight& weight = arguments.weight;
+  const std::array<float, 16> values = code_values(weight.format, weight.lut);
+  const int64_t grain = ceil_divide(kGrainCodes, weight.K);
+  parallel.run(arguments.count, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      decode_column(arguments, values, arguments.ids[row], row);
+  });
+}
+
+}  // namespace marlin::cpu

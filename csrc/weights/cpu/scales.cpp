@@ -1,0 +1,48 @@
+#include "csrc/weights/cpu/scales.h"
+
+namespace marlin::cpu {
+
+namespace {
+
+const void* element_at(const void* data, ElementType type, int64_t index) {
+  return static_cast<const char*>(data) + index * element_bytes(type);
+}
+
+}  // namespace
+
+void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
+                       int64_t count, float* out) {
+  const ScaleCoding coding = scale_coding(weight.format);
+  const void* from = element_at(weight.scales, weight.scales_type, group * weight.N + begin);
+  if (coding == ScaleCoding::floating) {
+    kernels.to_float(from, weight.scales_type, count, out);
+  } else {
+    kernels.decode_scales(static_cast<const uint8_t*>(from), coding, count, out);
+  }
+}
+
+void load_global_scale(const PackedWeight& weight, int64_t begin, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i)
+    out[i] = weight.global_scale == nullptr ? 1.F : weight.global_scale[weight.global_scale_stride * (begin + i)];
+}
+
+void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
+                 float* out) {
+  load_group_scales(kernels, weight, group, begin, count, out);
+  if (weight.global_scale == nullptr) return;
+  if (weight.global_scale_stride == 0) {
+    for (int64_t i = 0; i < count; ++i)
+      out[i] *= weight.global_scale[0];
+  } else {
+    for (int64_t i = 0; i < count; ++i)
+      out[i] *= weight.global_scale[begin + i];
+  }
+}
+
+void load_zeros(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
+                float* out) {
+  kernels.to_float(element_at(weight.zeros, weight.zeros_type, group * weight.N + begin), weight.zeros_type, count,
+                   out);
+}
+
+}  // namespace marlin::cpu

@@ -1,0 +1,102 @@
+// The operators that decode, look up or repack a packed weight, for MPS: checks tensors, finds a plan, encodes it, and
+// returns tensors.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <utility>
+
+#include "csrc/core/tensor_views.h"
+#include "csrc/weights/bind_weight.h"
+
+namespace marlin::mps {
+namespace {
+
+Tensor dequantize_mps(const WeightArguments& weight, at::ScalarType dtype) {
+  const WeightShape shape = check_dequantize(weight, dtype);
+  Bindings bindings;
+  DequantizeProblem problem{.weight = bind_weight("dequantize", weight, shape, bindings)};
+  Tensor out = empty_weight(problem.weight, weight.scales.options().dtype(dtype));
+  bindings[kSlotOut] = out;
+  problem.out = element_type(out);
+  encode(*find_plan(problem, plan_dequantize), std::move(bindings));
+  return out;
+}
+
+// An id outside the table gives a row of NaN. An error would be better, but to raise one, the host would have to wait
+// for the ids.
+Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype) {
+  const WeightShape shape = check_embedding(ids, weight, dtype);
+  Bindings bindings;
+  EmbeddingProblem problem{.weight = bind_weight("embedding", weight, shape, bindings),
+                           .count = checked_size("embedding", "ids", ids.numel()),
+                           .wide_ids = ids.scalar_type() == at::kLong};
+  at::DimVector sizes(ids.sizes());
+  sizes.push_back(problem.weight.K);
+  const auto options = weight.scales.options().dtype(dtype);
+  // Fills the output with zeros if there is a perm: a perm with repeated or out-of-range indices leaves some elements
+  // unwritten.
+  Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
+  if (out.numel() == 0) return out;
+  bindings[kSlotA] = ids.contiguous();
+  bindings[kSlotOut] = out;
+  problem.out = element_type(out);
+  encode(*find_plan(problem, plan_embedding), std::move(bindings));
+  return out;
+}
+
+// Runs one of the four kernels in repack.metal: reads [rows, columns] words and writes `out`.
+Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {}) {
+  if (out.numel() == 0) return out;
+  Bindings bindings;
+  bindings[kSlotPacked] = words;
+  bindings[kSlotPerm] = perm;
+  bindings[kSlotOut] = out;
+  problem.rows = checked_size(op, "rows", words.size(0));
+  problem.columns = checked_size(op, "columns", words.size(1));
+  if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
+  problem.has_perm = perm.defined();
+  encode(*find_plan(problem, plan_repack), std::move(bindings));
+  return out;
+}
+
+Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
+  check_gptq_repack(qweight, perm);
+  return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight, at::empty(qweight.sizes(), qweight.options()),
+                contiguous_or_undefined(perm));
+}
+
+Tensor awq_repack_mps(const Tensor& qweight) {
+  check_awq_repack(qweight);
+  return repack("awq_repack", {.kernel = Kernel::awq_repack}, qweight,
+                at::empty({qweight.size(0) / kCodesPerWord, qweight.size(1) * kCodesPerWord}, qweight.options()));
+}
+
+Tensor empty_zeros(const Tensor& qzeros) {
+  return at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+}
+
+Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
+  const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
+  return repack("gptq_unpack_zeros", {.kernel = Kernel::gptq_unpack_zeros, .stored_zeros = stored}, qzeros,
+                empty_zeros(qzeros));
+}
+
+Tensor awq_unpack_zeros_mps(const Tensor& qzeros) {
+  check_awq_unpack_zeros(qzeros);
+  return repack("awq_unpack_zeros", {.kernel = Kernel::awq_unpack_zeros}, qzeros, empty_zeros(qzeros));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_marlin_metal, MPS, m) {
+  m.impl("dequantize", weight_kernel<dequantize_mps>);
+  m.impl("embedding", weight_kernel<embedding_mps>);
+  m.impl("gptq_repack", gptq_repack_mps);
+  m.impl("gptq_unpack_zeros", gptq_unpack_zeros_mps);
+  m.impl("awq_repack", awq_repack_mps);
+  m.impl("awq_unpack_zeros", awq_unpack_zeros_mps);
+}
+
+}  // namespace marlin::mps

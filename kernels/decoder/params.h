@@ -1,0 +1,156 @@
+// The slots, parameters and launch sizes of the kernels in layer/: normalisation, rotary embedding, gated activation
+// and writing to a cache. Shared by shaders and host. Plain C subset, see kernels/shared/types.h.
+//
+// Launch sizes. Grids are counted in threadgroups.
+//   rms_norm: threads (norm_threads(columns), 1, 1), grid (rows, 1, 1); threadgroup memory kNormBytes.
+//   rotary: threads (kRotaryWidth, kRotaryHeight, 1), grid (ceil(columns / width), ceil(heads / height), batches *
+//     tokens); columns are the pairs and the elements that are not rotated, heads those of q and then those of k.
+//   gated_activation: threads (kElementwiseWidth, kElementwiseHeight, 1), grid (ceil(columns / width),
+//     ceil(rows / height), 1).
+//   write_cache: threads (kCacheWidth, kCacheHeight, 1), grid (ceil(columns / width), ceil(2 * heads / height),
+//     batches * tokens); columns are the larger of k_size and v_size, heads those of k and then those of v.
+#pragma once
+
+#include "kernels/shared/slots.h"
+
+namespace marlin {
+
+enum LayerSlot {
+  kSlotX = 0,           // rms_norm: [rows, columns], row stride in NormParams, unit stride in columns
+  kSlotResidual = 1,    // rms_norm: the same shape, or absent
+  kSlotNormWeight = 2,  // rms_norm: [columns]
+  kSlotNorm = 3,        // rms_norm: [rows, columns]
+  kSlotSum = 4,         // rms_norm: [rows, columns]; only with a residual
+  kSlotRotaryQ = 0,     // rotary: [batches, heads, tokens, head_size], unit stride in head_size
+  kSlotRotaryK = 1,
+  kSlotCos = 2,  // rotary: [batches, tokens, table columns], unit stride in the last
+  kSlotSin = 3,
+  kSlotRotatedQ = 4,  // rotary: the shape of q; heads or tokens come first, see RotaryFlag
+  kSlotRotatedK = 5,
+  kSlotGate = 0,  // gated_activation: [rows, columns], strides in ActivationParams
+  kSlotUp = 1,
+  kSlotActivated = 2,  // gated_activation: contiguous
+  kSlotKeys = 0,       // write_cache: [batches, heads, length, k_size], contiguous
+  kSlotValues = 1,     // write_cache: [batches, heads, length, v_size], contiguous
+  kSlotNewKeys = 2,    // write_cache: [batches, heads, tokens, k_size], unit stride in k_size
+  kSlotNewValues = 3,  // write_cache: [batches, heads, tokens, v_size], unit stride in v_size
+  kSlotStart = 4,      // write_cache: int64 [1]
+};
+
+enum {
+  kNormMaxThreads = 1024,
+  kNormColumnsPerThread = 8,  // the fewest columns per thread, so that short rows take few simdgroups
+  kNormBytes = kNormMaxThreads / kSimdWidth * 4,  // a sum per simdgroup
+  kRotaryWidth = 32,
+  kRotaryHeight = 4,
+  kCacheWidth = 32,
+  kCacheHeight = 4,
+};
+
+constexpr uint32_t norm_threads(uint32_t columns) {
+  return columns >= kNormMaxThreads * kNormColumnsPerThread
+             ? uint32_t(kNormMaxThreads)
+             : round_up(ceil_divide(columns, kNormColumnsPerThread), kSimdWidth);
+}
+
+struct NormParams {
+  int64_t x_stride;
+  int64_t residual_stride;
+  uint32_t columns;
+  float eps;
+  float weight_offset;  // added to each weight
+  int32_t weight_type;  // ElementType
+  uint32_t has_residual;
+  uint32_t unused;
+};
+static_assert(sizeof(NormParams) == 40, "shared with the shaders");
+
+enum RotaryFlag {
+  kRotaryInterleaved = 1,  // a pair is two neighbours; otherwise it is elements i and i + rotary_size / 2
+  kRotaryPerPair = 2,      // cos and sin have a value for each pair; otherwise one for each element
+  kRotaryTransposed = 4,   // multiplies with the transposed matrix, for derivatives
+  kRotaryTokenRowsQ = 8,   // in the rotated q, the heads of a token are adjacent; otherwise the tokens of a head are
+  kRotaryTokenRowsK = 16,  // the corresponding flag for the rotated k
+};
+
+// Strides of a tensor [batches, heads, tokens, columns].
+struct HeadStrides {
+  int64_t batch;
+  int64_t head;
+  int64_t token;
+};
+
+struct RotaryParams {
+  HeadStrides q;
+  HeadStrides k;
+  HeadStrides cos;  // head is 0
+  HeadStrides sin;
+  uint32_t q_heads;
+  uint32_t k_heads;
+  uint32_t tokens;
+  uint32_t head_size;
+  uint32_t rotary_size;  // the first elements of each head, which are rotated
+  int32_t table_type;    // ElementType of cos and sin
+  uint32_t flags;        // RotaryFlags
+  uint32_t unused;
+};
+static_assert(sizeof(RotaryParams) == 128, "shared with the shaders");
+
+enum class Activation : int32_t {
+  silu = 0,
+  gelu = 1,       // x Phi(x), with the error function
+  gelu_tanh = 2,  // gelu's approximation with tanh
+  // In the next two, g = min(gate, limit) and u = min(max(up, -limit), limit).
+  clamped_silu = 3,  // gpt-oss: g sigmoid(alpha g) (u + 1)
+  limited_silu = 4,  // DeepSeek-V4: g sigmoid(g) u
+};
+
+struct ActivationParams {
+  int64_t gate_row;
+  int64_t up_row;
+  int64_t gate_column;
+  int64_t up_column;
+  uint32_t rows;
+  uint32_t columns;
+  int32_t activation;
+  float limit;
+  float alpha;
+  uint32_t unused;
+};
+static_assert(sizeof(ActivationParams) == 56, "shared with the shaders");
+
+struct CacheParams {
+  HeadStrides k;
+  HeadStrides v;
+  uint32_t heads;
+  uint32_t tokens;
+  uint32_t length;  // tokens that the cache holds
+  uint32_t k_size;
+  uint32_t v_size;
+  uint32_t unused;
+};
+static_assert(sizeof(CacheParams) == 72, "shared with the shaders");
+
+}  // namespace marlin
+
+#define MARLIN_KERNELS_NORM(X)                                                                                 \
+  X("decoder/norm", rms_norm, element,                                                                         \
+    MARLIN_SLOT(kSlotX) | MARLIN_SLOT(kSlotResidual) | MARLIN_SLOT(kSlotNormWeight) | MARLIN_SLOT(kSlotNorm) | \
+        MARLIN_SLOT(kSlotSum) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_ROTARY(X)                                                                            \
+  X("decoder/rotary", rotary, element,                                                                      \
+    MARLIN_SLOT(kSlotRotaryQ) | MARLIN_SLOT(kSlotRotaryK) | MARLIN_SLOT(kSlotCos) | MARLIN_SLOT(kSlotSin) | \
+        MARLIN_SLOT(kSlotRotatedQ) | MARLIN_SLOT(kSlotRotatedK) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_ACTIVATION(X)                 \
+  X("decoder/activation", gated_activation, element, \
+    MARLIN_SLOT(kSlotGate) | MARLIN_SLOT(kSlotUp) | MARLIN_SLOT(kSlotActivated) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_CACHE(X)                                                                                   \
+  X("decoder/cache", write_cache, element,                                                                        \
+    MARLIN_SLOT(kSlotKeys) | MARLIN_SLOT(kSlotValues) | MARLIN_SLOT(kSlotNewKeys) | MARLIN_SLOT(kSlotNewValues) | \
+        MARLIN_SLOT(kSlotStart) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_DECODER(X) \
+  MARLIN_KERNELS_NORM(X) MARLIN_KERNELS_ROTARY(X) MARLIN_KERNELS_ACTIVATION(X) MARLIN_KERNELS_CACHE(X)

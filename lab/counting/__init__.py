@@ -1,0 +1,1 @@
+"""Counts the instructions of the kernels with the compiler of `lab/agx/`."""

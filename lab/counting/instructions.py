@@ -1,0 +1,401 @@
+"""Counts instructions in the hot loops of the Metal matrix kernels for an M1 GPU, with Mesa's compiler.
+
+Nothing is executed and no Mac is needed. `sh lab/agx/setup.sh` builds the compiler once. Its counts are not
+times, and Apple's compiler may differ by 10 to 20 %; lab/agx/README.md has the limits.
+
+Counts are per 4-bit weight and lane in the innermost loop. "all" also counts the code that runs at the ends of groups
+and the code that adds partial sums to the totals.
+The exit code is 0 if every count is within its limit, 1 if one is not, and 2 if the compiler is missing.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"
+FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
+INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
+ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
+FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+# Mesa's compiler fails on this kernel, because it does not unroll the loops over the array of accumulators.
+UNCOUNTED = ("gemm_double_buffered_128x128x16", "lut4")
+# The tile of 128 x 128 needs more registers than there are. The model never prefers it.
+MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
+# Iterations of fused's innermost loop per chain of sums.
+FUSED_CHAIN = 4
+FUSED_K = 64
+# The kernels for experts share the bodies of these kernels.
+SHARED_BODIES = {
+    "moe_gemv": ("gemv", "gemm/gemv"),
+    "moe_gemv_gated": ("gemv", "gemm/gemv"),
+    "moe_gemv_reduce": ("gemv", "gemm/gemv"),
+    "moe_gemv_blocks": ("gemv", "gemm/gemv"),
+    "moe_fused": ("gemm_fused", "gemm/fused"),
+}
+# How many times the instructions of that kernel's hot loop the loop of a kernel for experts may have.
+MOST_OF_SHARED_BODY = 1.02
+LIST_KERNELS = """
+#include <cstdio>
+#include "kernels/shared/kernel_list.h"
+#define TILE(M, N, K, ...) std::printf("tile %dx%dx%d %u\\n", M, N, K, marlin::tile_threads({M, N, K}));
+int main() {
+  for (const auto& kernel : marlin::kKernels) {
+    std::printf("%s %s\\n", std::string(kernel.library).c_str(), std::string(kernel.name).c_str());
+  }
+  MARLIN_TILES(TILE)
+}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialised kernel."""
+
+    kernel: str
+    library: str
+    weight_format: str
+    dtype: str = "float16"
+    group_size: int = 64
+    rows: int = 0  # per threadgroup
+    threads: int = 128
+    weights: int = 64  # per lane and iteration of the innermost loop
+
+    def constants(self) -> dict[str, int]:
+        """Returns the function constants of the fastest case: aligned tensors, whole tiles, no options."""
+        scales = "uint8" if self.weight_format in FIXED_GROUPS else "float16"
+        zeros = "uint8" if self.weight_format == "uint4" else "float16"
+        return {
+            "vector_columns": 1,
+            "vector_activations": 1,
+            "rows_per_threadgroup": self.rows,
+            "subnormal_codes": 1,
+            "scales_type": ELEMENT_TYPES[scales],
+            "zeros_type": ELEMENT_TYPES[zeros],
+            "has_global_scale": int(self.weight_format == "nvfp4"),
+            "short_group_size": self.group_size if self.group_size < FUSED_K else 0,
+        }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The counts of a kernel."""
+
+    kernel: str
+    weight_format: str
+    dtype: str
+    group_size: int
+    rows: int
+    instructions: float
+    instructions_all: float
+    converts: float
+    complex_cycles: float
+    matrix_clocks: float
+    estimate: float
+    estimate_all: float
+    load_bytes: float
+    estimate_per_mma: float
+    estimate_over_matrix: float
+    half_registers: int
+    spills: int
+    loop_bytes: int
+    code_bytes: int
+    missed: tuple[str, ...] = ()
+
+
+def cases() -> Iterator[Case]:
+    """Yields all formats with fp16 activations, and for gemv and fused also with bf16 and fp32 activations."""
+    shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
+    shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
+    for kernel, library, rows, threads in shapes:
+        for weight_format in FORMATS:
+            group = FIXED_GROUPS.get(weight_format, 64)
+            yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
+        for weight_format in ("uint4b8", "float4_e2m1"):
+            for group in (16, 32, 128):
+                yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
+        for weight_format in FORMATS:
+            group = FIXED_GROUPS.get(weight_format, 64)
+            for dtype in ("bfloat16", "float32"):
+                yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
+    experts = [("moe_gemv", "experts/moe_gemv", 1, 256), ("moe_gemv_gated", "experts/moe_gemv_gated", 1, 256)]
+    experts += [("moe_gemv_reduce", "experts/moe_gemv_reduce", 1, 512)]
+    experts += [("moe_gemv_blocks", "experts/moe_gemv_blocks", rows, 256) for rows in range(1, 5)]
+    experts += [("moe_fused", "experts/moe_fused", rows, 128) for rows in (8, 16, 24, 32)]
+    for kernel, library, rows, threads in experts:
+        for weight_format in FORMATS:
+            group = FIXED_GROUPS.get(weight_format, 64)
+            for dtype in ("float16", "bfloat16", "float32"):
+                yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
+    for library, kernel, (m, n, k), threads in staged_kernels():
+        for weight_format in FORMATS:
+            group = FIXED_GROUPS.get(weight_format, 64)
+            weights = n * k // threads
+            yield Case(kernel, library, weight_format, group_size=group, rows=m, threads=threads, weights=weights)
+
+
+def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
+    """Yields library, name, tile and threads of each kernel with a tile in its name, from the host's header."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "kernels"
+        compiler = [
+            os.environ.get("CXX", "c++"),
+            "-std=c++20",
+            "-I",
+            str(ROOT),
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            str(program),
+        ]
+        subprocess.run(compiler, input=LIST_KERNELS, text=True, check=True)
+        listed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split("\n")
+    threads = {line.split()[1]: int(line.split()[2]) for line in listed if line.startswith("tile ")}
+    for library, kernel in (line.split() for line in listed if line.count(" ") == 1):
+        tile = re.search(r"\d+x\d+x\d+$", kernel)
+        if tile:
+            m, n, k = map(int, tile[0].split("x"))
+            yield library, kernel, (m, n, k), threads[tile[0]]
+
+
+def readable_copy(folder: Path) -> None:
+    """Copies the kernels, and changes what the tool cannot read: macros of function constants, and const references."""
+    shutil.copytree(ROOT / "kernels", folder / "kernels")
+    rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "kernels/shared/slots.h").read_text())
+    declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
+    for path in filter(Path.is_file, folder.rglob("*")):
+        text = path.read_text().replace("MARLIN_FUNCTION_CONSTANTS(MARLIN_DECLARE_CONSTANT)", declarations)
+        path.write_text(re.sub(r"\b(?:thread const|const thread) (?=[\w<>, ]+&)", "__private const ", text))
+
+
+def is_set_up() -> bool:
+    """Returns true if setup.sh has built the compiler, in its default folder or in AGX_DIR."""
+    return (Path(os.environ.get("AGX_DIR", ROOT / "build" / "agx")) / "usr/local/bin/asahi_clc").exists()
+
+
+def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | str]:
+    """Returns what `measure` returns for each case. Several cases are compiled at a time."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda case: measure(folder, case), chosen))
+
+
+@cache
+def measure(folder: Path, case: Case) -> dict[str, Any] | str:
+    """Returns the tool's counts for one kernel, or its error message if it fails."""
+    entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
+    command = [
+        sys.executable,
+        str(AGXSTAT),
+        str(folder / f"kernels/{case.library}.metal"),
+        "-I",
+        str(folder),
+        "--entry",
+        entry,
+        "--threads",
+        str(case.threads),
+    ]
+    command += [argument for name, value in case.constants().items() for argument in ("-D", f"{name}={value}")]
+    done = subprocess.run([*command, "--O1"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return f"{entry}: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+    counted: dict[str, Any] = json.loads(done.stdout)
+    return counted
+
+
+def shared_body(case: Case) -> Case | None:
+    """Returns the case of the kernel whose body a kernel for experts shares, or None for other kernels."""
+    if case.kernel not in SHARED_BODIES:
+        return None
+    kernel, library = SHARED_BODIES[case.kernel]
+    return replace(case, kernel=kernel, library=library)
+
+
+def count(folder: Path, case: Case) -> Figures | str:
+    counted = measure(folder, case)
+    if isinstance(counted, str):
+        return counted
+    body = shared_body(case)
+    if body is None:
+        return figures(case, counted)
+    shared = measure(folder, body)
+    if isinstance(shared, str):
+        return shared
+    return figures(case, counted, most_instructions=MOST_OF_SHARED_BODY * figures(body, shared).instructions)
+
+
+@dataclass(frozen=True)
+class Loops:
+    """The loops that decide a kernel's speed.
+
+    With bf16 and fp32 activations, gemv has two innermost loops; the slower one is for very small activations.
+
+    Attributes:
+        hot: the faster innermost loop.
+        innermost: both innermost loops, or the only one.
+        outer: the loop around them, or `hot` if there is none.
+    """
+
+    hot: dict[str, Any]
+    innermost: tuple[dict[str, Any], ...]
+    outer: dict[str, Any]
+
+    @classmethod
+    def of(cls, counted: dict[str, Any]) -> "Loops":
+        """Finds the loops in the tool's counts of a kernel."""
+        loops = counted["loops"]
+        hot = loops[counted["hot_loop"]]
+        same = [o for o in loops if o["innermost"] and o["device_load_bytes"] == hot["device_load_bytes"]]
+        hot = min(same, key=lambda o: o["est_cycles"])
+        around = [o for o in loops if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
+        outer = min(around, key=lambda o: o["end"] - o["start"]) if around else hot
+        return cls(hot, tuple(same), outer)
+
+
+def figures(case: Case, counted: dict[str, Any], most_instructions: float | None = None) -> Figures:
+    """Returns the counts of the hot loop, plus a share of the loop around it.
+
+    Args:
+        case: what was counted.
+        counted: what `measure` returned.
+        most_instructions: the limit of the hot loop's instructions per weight, in addition to the bars of the kernel.
+    """
+    loops = Loops.of(counted)
+    hot, outer = loops.hot, loops.outer
+    # An iteration of the outer loop is a group in gemv and a chain in fused.
+    weights_k = case.weights // 4
+    trips = (
+        FUSED_CHAIN if case.kernel in ("gemm_fused", "moe_fused") else max(min(case.group_size, 128) // weights_k, 1)
+    )
+
+    def whole(name: str) -> float:
+        return float(hot[name] + (outer[name] - sum(o[name] for o in loops.innermost)) / trips) / case.weights
+
+    matrix = hot["matrix_cycles"]
+    result = Figures(
+        kernel=case.kernel,
+        weight_format=case.weight_format,
+        dtype=case.dtype,
+        group_size=case.group_size,
+        rows=case.rows,
+        instructions=hot["instructions"] / case.weights,
+        instructions_all=whole("instructions"),
+        converts=hot["converts"] / case.weights,
+        complex_cycles=hot["ic_cycles"] / case.weights,
+        matrix_clocks=matrix / case.weights,
+        estimate=hot["est_cycles"] / case.weights,
+        estimate_all=whole("est_cycles"),
+        load_bytes=hot["device_load_bytes"] / case.weights,
+        estimate_per_mma=hot["est_cycles"] / hot["matrix_ops"] if matrix else 0.0,
+        estimate_over_matrix=hot["est_cycles"] / matrix if matrix else 0.0,
+        half_registers=counted["half_registers"],
+        spills=counted["spills"] + counted["fills"],
+        loop_bytes=hot["code_bytes"],
+        code_bytes=counted["code_bytes"],
+    )
+    return replace(result, missed=tuple(missed_bars(case, result, most_instructions)))
+
+
+def missed_bars(case: Case, got: Figures, most_instructions: float | None) -> Iterator[str]:
+    """Yields the limits that a case exceeds. Limits of gemv apply only to fp16 in groups of 64 or of the fixed size."""
+    kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
+    bars: dict[str, tuple[float, Callable[[Figures], float]]] = {
+        "spills": (MOST_SPILLS.get(case.kernel, 0), lambda f: f.spills)
+    }
+    if most_instructions is not None:
+        bars["instructions"] = (most_instructions, lambda f: f.instructions)
+    is_usual = case.dtype == "float16" and case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
+    if case.kernel == "gemv" and kind != "table" and is_usual:
+        bars["converts"] = (0, lambda f: f.converts)
+        if case.rows == 1:
+            bars["instructions"] = ({"int4": 1.9, "e2m1": 3.8}[kind], lambda f: f.instructions)
+            bars["complex-unit cycles"] = ({"int4": 1.0, "e2m1": 2.0}[kind], lambda f: f.complex_cycles)
+            bars["half-registers"] = (104, lambda f: f.half_registers)
+        if case.rows == 4 and kind == "int4":
+            bars["instructions"] = (5.2, lambda f: f.instructions)
+    if case.kernel == "gemm_fused":
+        bars["half-registers"] = (208, lambda f: f.half_registers)
+        bars["bytes of the loop"] = (12 * 1024, lambda f: f.loop_bytes)
+        ratio = {"int4": {8: 1.40, 16: 1.28, 32: 1.20}, "e2m1": {8: 1.60, 16: 1.40, 32: 1.25}}.get(kind, {})
+        if case.rows in ratio:
+            bars["estimate / matrix"] = (ratio[case.rows], lambda f: f.estimate_over_matrix)
+    for name, (limit, value) in bars.items():
+        if round(value(got), 3) > limit:
+            yield f"{name} {value(got):.2f} > {limit:g}"
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "kernel": lambda f: f.kernel,
+    "format": lambda f: f.weight_format,
+    "activations": lambda f: f.dtype,
+    "group": lambda f: str(f.group_size),
+    "rows": lambda f: str(f.rows),
+    "instr.": lambda f: f"{f.instructions:.2f}",
+    "instr. all": lambda f: f"{f.instructions_all:.2f}",
+    "conv.": lambda f: f"{f.converts:.2f}",
+    "complex cycles": lambda f: f"{f.complex_cycles:.2f}",
+    "matrix clocks": lambda f: f"{f.matrix_clocks:.2f}",
+    "estimate": lambda f: f"{f.estimate:.2f}",
+    "estimate all": lambda f: f"{f.estimate_all:.2f}",
+    "load bytes": lambda f: f"{f.load_bytes:.2f}",
+    "est. per MMA": lambda f: f"{f.estimate_per_mma:.1f}",
+    "est. / matrix": lambda f: f"{f.estimate_over_matrix:.3f}",
+    "half-regs": lambda f: str(f.half_registers),
+    "spills": lambda f: str(f.spills),
+    "loop bytes": lambda f: str(f.loop_bytes),
+    "code bytes": lambda f: str(f.code_bytes),
+    "bars": lambda f: "; ".join(f.missed) or "held",
+}
+
+
+def print_table(rows: list[Figures], markdown: bool) -> None:
+    cells = [list(COLUMNS), *([show(row) for show in COLUMNS.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    if markdown:
+        cells.insert(1, ["-" * width for width in widths])
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="kernels whose host name contains this")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    if not is_set_up():
+        print("instructions.py: the compiler is not here: run sh lab/agx/setup.sh", file=sys.stderr)
+        return 2
+    chosen = [c for c in cases() if options.only in f"{c.kernel}_{c.weight_format}_{c.dtype}"]
+    left_out = [c for c in chosen if (c.kernel, c.weight_format) == UNCOUNTED]
+    chosen = [c for c in chosen if c not in left_out]
+    with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
+        readable_copy(Path(folder))
+        bodies = [body for body in map(shared_body, chosen) if body is not None]
+        measure_all(Path(folder), dict.fromkeys([*chosen, *bodies]))
+        counted = [count(Path(folder), case) for case in chosen]
+    rows = [row for row in counted if isinstance(row, Figures)]
+    failures = [row for row in counted if isinstance(row, str)]
+    if options.json:
+        print(json.dumps({"kernels": [asdict(row) for row in rows], "failures": failures}, indent=1))
+    else:
+        print_table(rows, options.markdown)
+        print(*failures, sep="\n", end="\n" if failures else "")
+        print(*(f"not counted, see UNCOUNTED: {c.kernel}_{c.weight_format}" for c in left_out), sep="\n")
+    return 1 if failures or any(row.missed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Counts the instructions of `lab/model/counts.csv` with the compiler of instructions.py.
+
+    python -m lab.counting.kernel_counts            # prints the rows
+    python -m lab.counting.kernel_counts --write    # stores them
+    python -m lab.counting.kernel_counts --check    # compares them; the exit code is 1 if they differ
+
+tensor_instructions.py counts the rows of gemm_tensor.
+
+All kernels are counted with fp16 activations and one format of each code kind. gemv, fused and their forms for experts
+are also counted with bf16 and fp32 activations and all formats, because their registers, and so the threadgroups on a
+core, differ by format.
+Groups have 64 codes or the fixed size of the format, tensors are aligned, and there are no options. A kernel that the
+tool cannot compile (UNCOUNTED of instructions.py) gets the counts of single_stage.
+
+moe_gemv_blocks has a loop for each number of rows, and moe_fused one for each number of row blocks. A row of the table
+has the counts of the largest loop. What runs once is counted in a copy of the kernel that has this loop only.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lab.counting.instructions import (
+    FIXED_GROUPS,
+    FORMATS,
+    FUSED_K,
+    Case,
+    Loops,
+    cases,
+    is_set_up,
+    measure,
+    measure_all,
+    readable_copy,
+)
+from lab.model.counts import DTYPES, KernelCounts, differences, rows, store
+
+FORMATS_OF_KINDS = ("uint4b8", "float4_e2m1", "lut4")
+FUSED_CHAIN_K = 256
+# The kernels with several loops, and the conditions that choose a loop.
+LARGEST_LOOPS = {"moe_gemv_blocks": r"rows\.count == \d", "moe_fused": r"rows\.count > (?:\d \* )?kBlock"}
+
+
+def counted_cases(dtype: str) -> Iterator[Case]:
+    """Yields the cases of one dtype that the planner can ask for, in the order of the table."""
+    for case in cases():
+        is_listed = case.weight_format in (FORMATS_OF_KINDS if dtype == "float16" else FORMATS)
+        is_usual = case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
+        if case.kernel == "moe_gemv_gated":  # the planner takes the counts of moe_gemv for it
+            continue
+        if is_listed and is_usual and case.dtype == dtype:
+            yield case
+
+
+def tile(case: Case) -> tuple[int, int, int]:
+    if case.kernel.startswith(("gemv", "moe_gemv")):
+        return case.rows, 128, 16
+    if case.kernel in ("gemm_fused", "moe_fused"):
+        return case.rows, 32, FUSED_K
+    name = re.search(r"(\d+)x(\d+)x(\d+)$", case.kernel)
+    assert name is not None, f"{case.kernel} has no tile in its name"
+    M, N, K = map(int, name.groups())
+    return M, N, K
+
+
+def slots(part: dict[str, Any]) -> int:
+    return int(part["issue"] + part["simd_cycles"])
+
+
+def once(counted: dict[str, Any]) -> int:
+    """Returns the slots of what runs once, in a kernel with one outer loop."""
+    return slots(counted["total"]) - slots(Loops.of(counted).outer)
+
+
+def keep_largest_loop(folder: Path) -> None:
+    """Removes all loops but the largest from the kernels with several."""
+    for kernel, condition in LARGEST_LOOPS.items():
+        path = folder / f"kernels/experts/{kernel}.metal"
+        text, replaced = re.subn(condition, "true", path.read_text())
+        if replaced == 0:
+            raise RuntimeError(f"kernel_counts.py: found no {condition} in {path.name}")
+        path.write_text(text)
+
+
+def row(case: Case, counted: dict[str, Any], once: int) -> KernelCounts:
+    """Returns a row of the table: counts of the innermost loop, the loop around it, and the rest, which runs once."""
+    loops = Loops.of(counted)
+    hot = loops.hot
+    return KernelCounts(
+        case.dtype,
+        case.kernel,
+        case.weight_format,
+        *tile(case),
+        issue=hot["issue"],
+        complex=hot["ic_cycles"],
+        matrix=hot["matrix_ops"],
+        outer_issue=slots(loops.outer) - sum(slots(loop) for loop in loops.innermost),
+        outer_k=FUSED_CHAIN_K if case.kernel in ("gemm_fused", "moe_fused") else 0,
+        fixed_issue=once,
+        half_registers=counted["half_registers"],
+        waits=hot["waits"],
+    )
+
+
+def counted_rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[KernelCounts]:
+    """Yields the rows of a dtype.
+
+    Args:
+        dtype: the dtype.
+        folder: a copy of the kernels.
+        largest_loops: another copy, after keep_largest_loop().
+    """
+    chosen = list(counted_cases(dtype))
+    alone = [case for case in chosen if case.kernel in LARGEST_LOOPS]
+    once_alone = dict(zip(alone, measure_all(largest_loops, alone), strict=True))
+    for case, counted in zip(chosen, measure_all(folder, chosen), strict=True):
+        if isinstance(counted, dict):
+            single = once_alone.get(case, counted)
+            if isinstance(single, str):
+                raise RuntimeError(f"kernel_counts.py: {case.kernel} with one loop: {single}")
+            yield row(case, counted, once(single))
+            continue
+        other = case.kernel.replace("double_buffered", "single_stage")
+        stand_in = Case(other, case.library, case.weight_format, rows=case.rows, threads=case.threads)
+        counted = measure(folder, stand_in)
+        if isinstance(counted, str) or other == case.kernel:
+            raise RuntimeError(f"kernel_counts.py: {case.kernel}: {counted}")
+        yield row(case, counted, once(counted))
+
+
+def count() -> list[KernelCounts]:
+    """Returns the rows of all dtypes as they are counted now."""
+    with tempfile.TemporaryDirectory(prefix="kernels-") as parent:
+        folder, largest_loops = Path(parent) / "whole", Path(parent) / "largest"
+        readable_copy(folder)
+        readable_copy(largest_loops)
+        keep_largest_loop(largest_loops)
+        return [found for dtype in DTYPES for found in counted_rows(dtype, folder, largest_loops)]
+
+
+def write_or_check(found: list[KernelCounts], *, kernel: str, check: bool) -> int:
+    """Stores new rows in place of those of gemm_tensor, or of all other kernels; or compares both.
+
+    Returns:
+        The exit code: 1 if rows that are compared differ.
+    """
+    is_tensor = kernel == "gemm_tensor"
+    if not check:
+        store([row for row in rows() if (row.kernel == "gemm_tensor") != is_tensor] + found)
+        return 0
+    stored = [row for row in rows() if (row.kernel == "gemm_tensor") == is_tensor]
+    lines = differences(found, stored)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    return 1 if lines else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare the rows with the stored ones")
+    what.add_argument("--write", action="store_true", help="write the rows into lab/model/counts.csv")
+    options = parser.parse_args()
+    if not is_set_up():
+        print("kernel_counts.py: the compiler is not here: run sh lab/agx/setup.sh", file=sys.stderr)
+        return 2
+    found = count()
+    if options.check or options.write:
+        return write_or_check(found, kernel="all others", check=options.check)
+    print(*found, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

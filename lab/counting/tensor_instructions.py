@@ -1,0 +1,257 @@
+"""Counts the instructions around the matrix products of kernels for tensor units: our gemm_tensor and MLX's.
+
+Both are compiled from source for the M1's GPU by Mesa's compiler (lab/agx/README.md). In both, the same 16
+instructions replace each matmul2d and are subtracted from the counts (lab/agx/tensor_stub). Nothing is executed.
+Apple's compiler and the M5's instructions differ. The wheel of MLX is downloaded if it is not cached.
+
+A tile is 64 rows and 64 columns, and has four simdgroups. A count is the instructions of all lanes in a step of 64 k,
+per weight of the tile. "decode" holds the instructions that turn words into operands: masks, shifts, conversions,
+products with scales, and transfers of decoded weights through threadgroup memory. "ends" holds the instructions at the
+ends of groups, which in our kernel scale the sums.
+
+    python -m lab.counting.tensor_instructions            # prints a table of both sides
+    python -m lab.counting.tensor_instructions --write    # writes the model's counts of our kernel
+    python -m lab.counting.tensor_instructions --check    # compares them; the exit code is 1 if they differ
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.counting import instructions
+from lab.counting.kernel_counts import write_or_check
+from lab.model.counts import KernelCounts
+from softmetal.witness.libraries import MLX_WITH_TENSORS, mlx_include
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = ROOT / "lab" / "agx" / "tensor_stub"
+# The dtype of the counted code. The M1 has no bfloat instructions, so floats take the place of bfloat. The decode is
+# the same on a GPU that has such instructions, as the M5 does.
+COUNTED_AS = {"float16": "float16", "bfloat16": "float32"}
+PRODUCTS = 32 * 32 * 32 // 512  # of 512 multiply-adds, in a simdgroup's step
+WEIGHTS = 64 * 64  # of a step
+LANES = 128
+# Our format, and MLX's kernel for the same codes.
+PAIRS = {
+    "uint4b8": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
+    "uint4": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
+    "uint4_bias": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
+    "float4_e2m1": ("fp_quantized_nax.h", "fp_qmm_t_nax<half, 32, 4, true, false, 64, 64, 64, 2, 2>"),
+    "mxfp4": ("fp_quantized_nax.h", "fp_qmm_t_nax<half, 32, 4, true, false, 64, 64, 64, 2, 2>"),
+    "nvfp4": ("fp_quantized_nax.h", "fp_qmm_t_nax<half, 16, 4, true, false, 64, 64, 64, 2, 2>"),
+}
+# What the tool cannot read in MLX's headers, and the same in other words.
+REWORDED = {
+    "__metal_get_thread_index_in_simdgroup(ushort())": "(ushort)get_sub_group_local_id()",
+    "typename metal::vec<U, kElemsPerFrag>": "stub_fragment<U>",
+    "const thread dtype_frag_t<T>&": "dtype_frag_t<T>",
+}
+FRAGMENT = """
+template <typename T> struct stub_fragment {
+  T e[8];
+  stub_fragment() thread {}
+  stub_fragment(T x) thread { for (int i = 0; i < 8; ++i) e[i] = x; }
+  thread T& operator[](int i) thread { return e[i]; }
+  const thread T& operator[](int i) const thread { return e[i]; }
+};
+"""
+DECODE = {
+    "and",
+    "or",
+    "xor",
+    "bfi",
+    "bfeil",
+    "extr",
+    "asr",
+    "shl",
+    "convert",
+    "hadd",
+    "hfma",
+    "hmul",
+    "fmul",
+    "fcmpsel",
+}
+DECODE |= {"icmpsel", "local_load", "local_store"}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Instructions per weight of a step, and half-registers of a lane."""
+
+    everything: float
+    decode: float
+    ends: float
+    half_registers: int
+    spills: int
+
+
+def stat(folder: Path, source: str, entry: str, options: list[str]) -> dict[str, Any]:
+    """Returns what the tool counts.
+
+    Raises:
+        RuntimeError: the tool fails.
+    """
+    command = [sys.executable, str(instructions.AGXSTAT), source, "-I", ".", "--entry", entry, "--threads", str(LANES)]
+    done = subprocess.run([*command, *options, "--O1"], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{entry}: {done.stderr.strip().splitlines()[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Counts:
+    """Returns the counts of a step.
+
+    Args:
+        found: what the tool counts.
+        steps: iterations of the innermost loop in a step of 64 k.
+        calls: calls of matmul2d in an iteration.
+        chain: how many k an iteration of the surrounding loop covers; 0 if there is no such loop.
+    """
+    innermost = [o for o in found["loops"] if o["innermost"] and o["device_load_bytes"]]
+    hot = min(innermost, key=lambda o: o["instructions"])  # MLX has one more loop for tiles that are not whole
+    histogram = hot["histogram"]
+    scale = steps * LANES / WEIGHTS
+    # A stubbed product has 8 ffma and 8 fadd. What is left of both multiplies by a scale or adds a bias.
+    products = max(histogram.get("ffma", 0) - 8 * calls, 0)
+    decode = sum(histogram.get(name, 0) for name in DECODE) + products
+    outer = [o for o in found["loops"] if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
+    ends = 0.0
+    if outer and chain:
+        around = min(outer, key=lambda o: o["end"] - o["start"])
+        ends = (around["instructions"] - hot["instructions"]) * 64 / chain * LANES / WEIGHTS
+    return Counts(
+        (hot["instructions"] - 16 * calls) * scale,
+        decode * scale,
+        ends,
+        found["half_registers"],
+        found["spills"] + found["fills"],
+    )
+
+
+def calls_of(weight_format: str) -> int:
+    """Returns the products of a step of 32 k: two left operands in two halves, and the sums of activations."""
+    return 6 if weight_format == "uint4_bias" else 4
+
+
+def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int) -> dict[str, Any]:
+    """Returns what the tool counts in gemm_tensor with a tile of 64 x 64."""
+    case = instructions.Case("gemm_tensor", "gemm/tensor", weight_format, dtype, group_size=group_size, rows=64)
+    # Only groups of 16 are short in this kernel, and nvfp4's scales are part of its operands.
+    constants = case.constants() | {"short_group_size": 0}
+    options = [argument for name, value in constants.items() for argument in ("-D", f"{name}={value}")]
+    return stat(folder, "kernels/gemm/tensor.metal", f"gemm_tensor_{weight_format}_{dtype}", options)
+
+
+def ours(folder: Path, weight_format: str) -> Counts:
+    """Counts gemm_tensor with fp16 activations."""
+    group = instructions.FIXED_GROUPS.get(weight_format, 32 if weight_format == "float4_e2m1" else 64)
+    found = stat_ours(folder, weight_format, "float16", group)
+    return counts(found, 2, calls_of(weight_format), 128 if weight_format == "nvfp4" else group)
+
+
+def model_row(folder: Path, weight_format: str, dtype: str) -> KernelCounts:
+    """Returns a row of the model's table. The step is 32 rows, 32 columns and 32 k, which every tile has."""
+    group = instructions.FIXED_GROUPS.get(weight_format, 64)
+    found = stat_ours(folder, weight_format, COUNTED_AS[dtype], group)
+    loops = instructions.Loops.of(found)
+    hot, outer = loops.hot, loops.outer
+    return KernelCounts(
+        dtype,
+        "gemm_tensor",
+        weight_format,
+        *(32, 32, 32),
+        issue=hot["issue"] - 16 * calls_of(weight_format),
+        complex=hot["ic_cycles"],
+        matrix=PRODUCTS,
+        outer_issue=outer["issue"] - hot["issue"],
+        outer_k=0,
+        fixed_issue=found["total"]["issue"] - outer["issue"],
+        half_registers=found["half_registers"],
+        waits=hot["waits"],
+    )
+
+
+def model_rows() -> list[KernelCounts]:
+    """Returns the rows of gemm_tensor as they are counted now."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare_ours(folder)
+        return [model_row(folder, form, dtype) for dtype in COUNTED_AS for form in PAIRS]
+
+
+def mlx(folder: Path, header: str, entry: str) -> Counts:
+    """Counts a kernel of MLX."""
+    base = "mlx/backend/metal/kernels"
+    headers = ("utils.h", "steel/gemm/gemm_nax.h", "quantized_utils.h", header)
+    source = "mlx.metal"
+    includes = "".join(f'#include "{base}/{name}"\n' for name in headers)
+    (folder / source).write_text(f"#include <metal_stdlib>\n{includes}")
+    return counts(stat(folder, source, entry, []), 1, 8, 0)
+
+
+def prepare_ours(folder: Path) -> None:
+    """Copies our sources and the stub, in words that the tool can read. Adds instances for float activations."""
+    instructions.readable_copy(folder)
+    shutil.copytree(STUB, folder, dirs_exist_ok=True)
+    with (folder / "kernels/gemm/tensor.metal").open("a") as source:
+        source.writelines(
+            f'MARLIN_INSTANTIATE_AS("gemm_tensor_{form}_float32", gemm_tensor<WeightFormat::{form}, float>)\n'
+            for form in PAIRS
+        )
+
+
+def prepare(folder: Path) -> None:
+    """Copies both projects' sources and the stub, in words that the tool can read."""
+    prepare_ours(folder)
+    shutil.copytree(mlx_include(MLX_WITH_TENSORS), folder, dirs_exist_ok=True)
+    path = folder / "mlx/backend/metal/kernels/steel/gemm/nax.h"
+    text = path.read_text()
+    for old, new in REWORDED.items():
+        if old not in text:
+            raise RuntimeError(f"nax.h: expected {old!r}")
+        text = text.replace(old, new)
+    path.write_text(text.replace("using namespace metal;", f"using namespace metal;{FRAGMENT}", 1))
+
+
+def main() -> int:
+    """Prints the table, or writes or checks the model's rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare the model's rows with fresh counts")
+    what.add_argument("--write", action="store_true", help="write the model's rows")
+    options = parser.parse_args()
+    if not instructions.is_set_up():
+        print("sh lab/agx/setup.sh builds the compiler; AGX_DIR names its folder", file=sys.stderr)
+        return 2
+    if options.check or options.write:
+        return write_or_check(model_rows(), kernel="gemm_tensor", check=options.check)
+    print(
+        "| format | | all | of these decode | ends of groups | half-registers | spills |\n|---|---|---|---|---|---|---|"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        known: dict[str, Counts] = {}
+        for weight_format, (header, entry) in PAIRS.items():
+            if entry not in known:
+                known[entry] = mlx(folder, header, entry)
+            own, other = ours(folder, weight_format), known[entry]
+            for who, c in ((f"{weight_format} | ours", own), (" | MLX", other)):
+                print(
+                    f"| {who} | {c.everything:.2f} | {c.decode:.2f} | {c.ends:.2f} | {c.half_registers} | {c.spills} |"
+                )
+            print(f"| | ratio | {own.everything / other.everything:.2f} | {own.decode / other.decode:.2f} | | | |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measures products on a CPU beside other projects and the machine's limits."""

@@ -1,0 +1,1 @@
+"""Measurements on a Mac that compare this package with other projects."""

@@ -1,0 +1,1 @@
+"""Measures whole models on a CPU."""

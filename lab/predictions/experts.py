@@ -1,0 +1,207 @@
+"""Prints what the model predicts for the experts of two mixtures: gpt-oss-20b and Qwen3-30B-A3B.
+
+A layer's experts are two products with `moe_gemm`: gate and up, and down with the weighted sum. For each chip and
+number of tokens, a table compares the predicted time with two others:
+
+- the limit: the longer of the time to read the weights of the experts that are chosen, and the time of the rows'
+  matrix products. Launches are not in it.
+- one expert after the other: a `gemm` for each product of each chosen expert, and from two tokens on a kernel that
+  gathers the expert's rows and one that adds its results to the output. These two take a launch and the time in which
+  memory reads and writes their rows. The host's wait for the router's choice is not in it.
+
+Nothing runs on a GPU. Each token chooses its experts at random, and all experts are equally likely.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from rich.console import Console
+from rich.table import Table
+
+from lab import model
+from lab.model.kernel import DISPATCH_SECONDS
+from lab.predictions.rows import Bar
+from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+# The numbers of tokens for which the time is compared with the limit: at 1, and from 512 on.
+BARRED = (1, 512, 2048)
+MOST_OF_LIMIT = 1.15
+NEGLIGIBLE = 1e-6  # a probability
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes of a layer's experts."""
+
+    name: str
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    weight_format: str
+    group_size: int
+
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Returns N and K of the gate and up product, and of the down product."""
+        return (2 * self.inner, self.hidden), (self.hidden, self.inner)
+
+
+MIXTURES = (
+    Mixture("gpt-oss-20b", 2880, 2880, 32, 4, "mxfp4", 32),
+    Mixture("Qwen3-30B-A3B", 2048, 768, 128, 8, "uint4b8", 64),
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times in seconds of a layer's experts.
+
+    Attributes:
+        kernels: the tilings of the two products.
+        seconds: the predicted time.
+        launches: the part of it that launches take.
+        sorting: the part of it that sorting takes, without launches.
+        limit: the longer of memory time and matrix time, added up over both products.
+        one_by_one: the predicted time of one expert after the other.
+    """
+
+    kernels: tuple[str, str]
+    seconds: float
+    launches: float
+    sorting: float
+    limit: float
+    one_by_one: float
+
+    @property
+    def over_limit(self) -> float:
+        """Returns the predicted time over the limit."""
+        return self.seconds / self.limit
+
+
+def weight_bytes(mixture: Mixture, N: int, K: int) -> float:
+    """Returns the bytes of one expert's weight."""
+    scale_bytes = 1 if WEIGHT_FORMATS[mixture.weight_format].scale_coding != "floating" else 2
+    return N * K * (0.5 + scale_bytes / mixture.group_size)
+
+
+def limit(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> float:
+    experts = model.expected_routing(tokens, mixture.top_k, mixture.experts, 8).experts
+    seconds = 0.0
+    for N, K in mixture.products():
+        memory = experts * weight_bytes(mixture, N, K) / gpu.reachable_dram_bytes_per_second
+        matrix = 2 * tokens * mixture.top_k * N * K / gpu.matrix_flop_per_second
+        seconds += max(memory, matrix)
+    return seconds
+
+
+@cache
+def one_product(mixture: Mixture, rows: int, N: int, K: int, gpu: str) -> float:
+    group_size = WEIGHT_FORMATS[mixture.weight_format].fixed_group_size or mixture.group_size
+    problem = model.Problem(rows, N, K, mixture.weight_format, group_size)
+    return model.best(problem, AppleSiliconGPU.from_name(gpu))[1]
+
+
+def rows_of_an_expert(tokens: int, mixture: Mixture) -> Iterator[tuple[int, float]]:
+    """Yields each number of rows that an expert can have, and its probability."""
+    p = mixture.top_k / mixture.experts
+    for rows in range(1, tokens + 1):
+        log = math.lgamma(tokens + 1) - math.lgamma(rows + 1) - math.lgamma(tokens - rows + 1)
+        probability = math.exp(log + rows * math.log(p) + (tokens - rows) * math.log1p(-p))
+        if probability > NEGLIGIBLE:
+            yield rows, probability
+
+
+def moving_rows(mixture: Mixture, rows: int, gpu: AppleSiliconGPU) -> float:
+    """Returns the time of gathering an expert's rows and of adding its results, in fp16."""
+    row_bytes = 2 * mixture.hidden
+    # Gathering reads and writes a row. Adding reads a result and the output's row, and writes the latter.
+    return 2 * DISPATCH_SECONDS + rows * 5 * row_bytes / gpu.reachable_dram_bytes_per_second
+
+
+def one_by_one(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> float:
+    seconds = 0.0
+    for rows, probability in rows_of_an_expert(tokens, mixture):
+        products = sum(one_product(mixture, rows, N, K, gpu.name) for N, K in mixture.products())
+        moves = moving_rows(mixture, rows, gpu) if tokens > 1 else 0.0
+        seconds += probability * (products + moves)
+    return mixture.experts * seconds
+
+
+def predict(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> Prediction:
+    """Returns the predicted times of a layer's experts with fp16 activations."""
+    kernels, dispatches = [], []
+    for (N, K), is_down in zip(mixture.products(), (False, True), strict=True):
+        problem = model.ExpertsProblem.of_tokens(
+            tokens, mixture.top_k, mixture.experts, N, K, reduce=is_down, rows_by_slot=is_down,
+            weight_format=mixture.weight_format, group_size=mixture.group_size,
+        )  # fmt: skip
+        tiling, _ = model.best(problem, gpu)
+        kernels.append(tiling.name)
+        dispatches += model.costs(problem, tiling, gpu).dispatches
+    return Prediction(
+        kernels=(kernels[0], kernels[1]),
+        seconds=sum(d.seconds for d in dispatches),
+        launches=sum(d.launch_seconds for d in dispatches),
+        sorting=sum(d.seconds - d.launch_seconds for d in dispatches if d.kernel == "moe_sort"),
+        limit=limit(mixture, tokens, gpu),
+        one_by_one=one_by_one(mixture, tokens, gpu),
+    )
+
+
+def bars(mixture: Mixture, gpu: AppleSiliconGPU) -> Iterator[Bar]:
+    """Yields the requirements on one chip, each with its value."""
+    for tokens in TOKENS:
+        found = predict(mixture, tokens, gpu)
+        where = f"{mixture.name}, {gpu.name}, {tokens} tokens"
+        if tokens in BARRED:
+            yield Bar(f"{where}: time over the limit", found.over_limit, MOST_OF_LIMIT)
+        yield Bar(f"{where}: time over that of one expert after the other", found.seconds / found.one_by_one, 1.0)
+
+
+def short(kernel: str) -> str:
+    """Returns the variant's two first letters and its rows: "fu32" for "fused:32x32x64"."""
+    variant, tile = kernel.split(":")
+    return variant[:2] + tile.split("x")[0]
+
+
+def table_of(mixture: Mixture, gpus: list[AppleSiliconGPU]) -> Table:
+    """Returns, by tokens and chip: time over limit, the same without launches, speed over one by one, and kernels."""
+    title = f"{mixture.name}: time over limit (without launches), times faster than one by one, rows of a block"
+    table = Table(title=title, title_justify="left")
+    table.add_column("tokens", justify="right")
+    for gpu in gpus:
+        table.add_column(gpu.name, justify="right")
+    for tokens in TOKENS:
+        cells = []
+        for gpu in gpus:
+            found = predict(mixture, tokens, gpu)
+            bare = (found.seconds - found.launches) / found.limit
+            kernels = " ".join(map(short, found.kernels))
+            cells.append(f"{found.over_limit:.2f} ({bare:.2f}) {found.one_by_one / found.seconds:.1f}x {kernels}")
+        table.add_row(str(tokens), *cells)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs="*", default=AppleSiliconGPU.names(), help="chips (default: all)")
+    gpus = [AppleSiliconGPU.from_name(name) for name in parser.parse_args().gpus]
+    console = Console(width=max(120, 32 * len(gpus) + 10))
+    for mixture in MIXTURES:
+        console.print(table_of(mixture, gpus))
+    missed = [bar for mixture in MIXTURES for gpu in gpus for bar in bars(mixture, gpu) if not bar.holds]
+    table = Table("requirement that is missed", "value", "at most")
+    for bar in missed:
+        table.add_row(bar.what, f"{bar.value:.3f}", f"{bar.limit:g}")
+    console.print(table if missed else "all requirements hold")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""Runs `published.py`."""
+
+import sys
+
+from lab.published.published import main
+
+sys.exit(main())

@@ -1,0 +1,348 @@
+"""Compares the model with published times of other projects' kernels on real Macs.
+
+Takes a CSV file with the columns of published.csv. For every point that can be modelled, it prints the predicted time
+divided by the published time. Then it prints the median and the range of this ratio for each kind of measurement. The
+last two columns show whether the median rests on one chip or one publication: they are the range of the median if the
+points of any one chip, or of any one source, are left out. This project has measured none of the points. --plot draws
+all points, --json prints them for programs.
+
+The exit code is 0 if a row could be modelled, 1 if none could, and 2 if the file is not such a table.
+
+    python -m lab.published lab/published/published.csv --plot published.png
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lab import model
+from lab.published import published_kernels as kernels
+from lab.published.published_kernels import Product
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+CALIBRATION = Path(__file__).with_name("published.csv")
+Row = Mapping[str, str]
+COLUMNS = (
+    *("id", "chip", "gpu_cores", "software", "what", "format", "group", "act", "M", "N", "K", "quantity", "value"),
+    *("source", "note"),
+)
+# From this number of rows on, MLX uses a matrix kernel, and a scalar kernel for fewer.
+MLX_MATRIX_ROWS = 10
+# From this GPU family on, MLX's matrix kernels use tensor units, which cannot be counted.
+TENSOR_FAMILY = 10
+# The size of an output layer, if the publication names none.
+WIDE = (131072, 4096)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A published figure and the model's prediction: both in seconds, or for `bandwidth` both in bytes per second."""
+
+    id: str
+    kind: str
+    chip: str
+    what: str
+    source: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Returns predicted over published time."""
+        return self.predicted / self.published
+
+
+class NotModelled(Exception):
+    """A row of the file measured something that the model cannot predict. The message is the reason."""
+
+
+class BadTable(Exception):
+    """The file is not a table of published figures. The message names the row, the column and what was expected."""
+
+
+def number(row: Row, column: str) -> float:
+    """Returns a column's value, which must be a positive number."""
+    try:
+        value = float(row[column])
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise BadTable(f"row {row['id']}: {column}: expected a positive number, got {row[column]!r}")
+    return value
+
+
+def count(row: Row, column: str) -> int:
+    """Returns a column's value, which must be a positive integer."""
+    if not row[column].isdecimal() or int(row[column]) == 0:
+        raise BadTable(f"row {row['id']}: {column}: expected a positive integer, got {row[column]!r}")
+    return int(row[column])
+
+
+def gpu_of(row: Row) -> AppleSiliconGPU:
+    if row["chip"] not in AppleSiliconGPU.names():
+        raise NotModelled(f"no chip {row['chip']!r}")
+    try:
+        return AppleSiliconGPU.from_name(row["chip"], count(row, "gpu_cores") if row["gpu_cores"] else None)
+    except ValueError as error:
+        raise NotModelled(f"{row['chip']} with {row['gpu_cores']} cores") from error
+
+
+def llama_model(row: Row) -> kernels.Model:
+    found = kernels.MODELS.get(row["what"].split(",")[0])
+    if found is None or row["format"] not in ("q4_0", "q8_0"):
+        raise NotModelled(f"{row['what']} in {row['format']}")
+    if not row["software"].startswith("llama.cpp"):
+        raise NotModelled(f"kernels of {row['software']}")
+    refuse_tensor_units(row)
+    return found
+
+
+def refuse_tensor_units(row: Row) -> None:
+    """Refuses a row that names the tensor units, whose kernels cannot be counted. MLX calls them NAX."""
+    text = f"{row['software']} {row['what']} {row['note']}".lower()
+    if "tensor unit" in text or "tensor api" in text or "nax" in text:
+        raise NotModelled("kernels for tensor units")
+
+
+def prompt(row: Row) -> Point:
+    gpu, M = gpu_of(row), count(row, "M")
+    predicted = kernels.whole_model(llama_model(row), M, row["format"], gpu, kernels.ggml_matrix)
+    return point(row, "llama.cpp, prompts", M / number(row, "value"), predicted)
+
+
+def token(row: Row) -> Point:
+    gpu = gpu_of(row)
+    predicted = kernels.whole_model(llama_model(row), 1, row["format"], gpu, kernels.ggml_vector)
+    return point(row, "llama.cpp, tokens", 1 / number(row, "value"), predicted)
+
+
+def few_tokens(row: Row) -> Point:
+    gpu, M = gpu_of(row), count(row, "M")
+    if M > kernels.GGML_MOST_VECTOR_ROWS:
+        return prompt(row)
+    kernel = kernels.ggml_few_rows if "ext" in row["software"] else kernels.ggml_vector
+    if kernel is kernels.ggml_few_rows and M > 1 and row["format"] == "q8_0":
+        raise NotModelled("mul_mv_ext in q8_0")
+    predicted = kernels.whole_model(llama_model(row), M, row["format"], gpu, kernel)
+    return point(row, "llama.cpp, 1 to 8 rows", M / number(row, "value"), predicted)
+
+
+def mlx_product(row: Row) -> Product:
+    if not row["software"].startswith("MLX"):
+        raise NotModelled(f"kernels of {row['software']}")
+    refuse_tensor_units(row)
+    gpu, M = gpu_of(row), count(row, "M")
+    if row["act"] == "bf16" and not gpu.has_bfloat:
+        raise NotModelled("bf16 is emulated on M1 and M2, and was not counted")
+    N, K = WIDE if row["N"] == "wide" else (count(row, "N"), count(row, "K"))
+    name = f"{row['format']}/{row['group']}"
+    if name not in kernels.WEIGHT_BYTES:
+        raise NotModelled(name)
+    product = Product(M, N, K, name, cached="cache" in row["note"] and "not" not in row["note"])
+    if gpu.family >= TENSOR_FAMILY and kernels.mlx_takes_matrix(product, gpu):
+        raise NotModelled("kernels for tensor units")
+    return product
+
+
+def mlx_kind(rows: int) -> str:
+    return "MLX, matrix kernels" if rows >= MLX_MATRIX_ROWS else "MLX, scalar kernels"
+
+
+def mlx_time(row: Row) -> Point:
+    if row["what"].startswith("gather_qmm"):
+        return experts(row)
+    if row["what"] != "quantized_matmul":
+        raise NotModelled(row["what"])
+    product = mlx_product(row)
+    return point(row, mlx_kind(product.M), 1e-3 * number(row, "value"), kernels.mlx(product, gpu_of(row)))
+
+
+def experts(row: Row) -> Point:
+    """Models a layer with eight experts for each token: three gathered products, one after the other."""
+    tokens = row["what"].split(",")[1].split()[0]
+    if not tokens.isdigit() or "chained" not in row["what"]:
+        raise NotModelled(row["what"])
+    experts_read = 8 * int(tokens)
+    weight_format = f"{row['format']}/{row['group']}"
+    if weight_format not in kernels.WEIGHT_BYTES:
+        raise NotModelled(weight_format)
+    product = Product(1, count(row, "N") * experts_read, count(row, "K"), weight_format)
+    predicted = 3 * kernels.mlx_vector(product, gpu_of(row))
+    return point(row, "MLX, scalar kernels", 1e-3 * number(row, "value"), predicted)
+
+
+def bandwidth(row: Row) -> Point:
+    gpu = gpu_of(row)
+    published = 1e9 * number(row, "value")
+    if row["what"] == "stream":
+        return point(row, "memory rate", 1 / published, 1 / gpu.reachable_dram_bytes_per_second)
+    if row["what"].startswith("quantized_matmul"):
+        product = mlx_product(row)
+        size = product.weight_bytes
+        return point(row, mlx_kind(product.M), size / published, kernels.mlx(product, gpu))
+    raise NotModelled(row["what"])
+
+
+def dense(row: Row) -> Point:
+    if row["what"] != "matmul" or not row["software"].startswith("torch") or not row["M"]:
+        raise NotModelled(f"{row['what']} of {row['software']}")
+    gpu, M, N, K = gpu_of(row), count(row, "M"), count(row, "N"), count(row, "K")
+    if row["act"] not in ("fp16", "fp32"):
+        raise NotModelled(f"dense {row['act']}")
+    if gpu.family >= TENSOR_FAMILY:
+        raise NotModelled("kernels for tensor units")
+    problem = model.Problem(M, N, K, activations={"fp16": "float16", "fp32": "float32"}[row["act"]])
+    (two_pass,) = model.candidates(problem, gpu, "two_pass")
+    predicted = model.costs(problem, two_pass, gpu).dispatches[1].seconds
+    return point(row, "torch, dense products", 2e-12 * M * N * K / number(row, "value"), predicted)
+
+
+def point(row: Row, kind: str, published: float, predicted: float) -> Point:
+    rows = f", {row['M']} rows" if row["M"] else ""
+    what = f"{row['what']} {row['format']}{rows}"
+    return Point(row["id"], kind, row["chip"], what, row["source"], published, predicted)
+
+
+MAKERS: dict[str, Callable[[Row], Point]] = {
+    "pp512": prompt,
+    "tg128": token,
+    "pp tokens": few_tokens,
+    "time": mlx_time,
+    "bandwidth": bandwidth,
+    "rate": dense,
+}
+
+
+def compare(rows: Iterable[Row]) -> tuple[list[Point], dict[str, str]]:
+    """Returns a point for each row that can be modelled, and the reason, by id, for each row that cannot."""
+    points, left = [], {}
+    for row in rows:
+        make = MAKERS.get(row["quantity"])
+        try:
+            if make is None:
+                raise NotModelled(row["quantity"])
+            points.append(make(row))
+        except NotModelled as reason:
+            left[row["id"]] = str(reason)
+    return points, left
+
+
+def read(path: Path) -> list[Row]:
+    """Reads a table of published figures. Raises BadTable if it is none."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file, restval="")
+            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            if missing:
+                raise BadTable(f"expected the columns {', '.join(COLUMNS)}, got a table without {', '.join(missing)}")
+            return list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadTable(str(error)) from error
+
+
+def by_kind(points: Iterable[Point]) -> dict[str, list[Point]]:
+    kinds: dict[str, list[Point]] = {}
+    for found in points:
+        kinds.setdefault(found.kind, []).append(found)
+    return kinds
+
+
+def summary_of(points: Sequence[Point]) -> dict[str, Any]:
+    """Returns the number of points, the median and range of their ratios, and the range of the median without one."""
+    ratios = [found.ratio for found in points]
+    return {
+        "points": len(points),
+        "median": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "without_a_chip": medians_without(points, lambda found: found.chip),
+        "without_a_source": medians_without(points, lambda found: found.source),
+    }
+
+
+def medians_without(points: Iterable[Point], part_of: Callable[[Point], str]) -> list[float]:
+    """Returns the least and the largest median if one part of the points is left out; nothing if there is one part."""
+    found = [(part_of(point), point.ratio) for point in points]
+    parts = {part for part, _ in found}
+    if len(parts) == 1:
+        return []
+    medians = [statistics.median(ratio for other, ratio in found if other != part) for part in parts]
+    return [min(medians), max(medians)]
+
+
+def draw(points: Iterable[Point], path: Path) -> None:
+    """Draws the ratio of the predicted to the published figure for each point, in a row for each kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    kinds = by_kind(points)
+    families = {7: "M1", 8: "M2", 9: "M3, M4", 10: "M5"}
+    for number, name in families.items():
+        shown = [
+            (point.ratio, height + 0.12 * (number - 8.5))
+            for height, of_kind in enumerate(kinds.values())
+            for point in of_kind
+            if AppleSiliconGPU.from_name(point.chip).family == number
+        ]
+        if shown:
+            x, y = zip(*shown, strict=True)
+            axes.scatter(x, y, s=14, label=name)
+    axes.axvspan(0.9, 1.1, alpha=0.15)
+    axes.set_yticks(range(len(kinds)), list(kinds))
+    axes.set_xlabel("predicted time / published time")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, nargs="?", default=CALIBRATION, help="published figures (default: ours)")
+    parser.add_argument("--plot", type=Path, help="draw all points into this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    try:
+        points, left = compare(read(arguments.csv))
+    except BadTable as error:
+        print(f"published.py: {arguments.csv}: {error}", file=sys.stderr)
+        return 2
+    if not points:
+        print(f"published.py: {arguments.csv}: no row that the model describes", file=sys.stderr)
+        return 1
+    if arguments.plot:
+        draw(points, arguments.plot)
+    summary = {kind: summary_of(found) for kind, found in by_kind(points).items()}
+    if arguments.json:
+        shown = [{**asdict(p), "ratio": p.ratio} for p in points]
+        print(json.dumps({"points": shown, "kinds": summary, "not_modelled": left}, indent=1))
+        return 0
+    console = Console(width=140)
+    table = Table("id", "kind", "chip", "what", "published us", "predicted us", "predicted / published")
+    for found in points:
+        is_rate = found.published < 1e-9
+        times = ("", "") if is_rate else (f"{found.published * 1e6:.1f}", f"{found.predicted * 1e6:.1f}")
+        table.add_row(found.id, found.kind, found.chip, found.what, *times, f"{found.ratio:.2f}")
+    console.print(table)
+    table = Table("kind", "points", "median", "least", "most", "without a chip", "without a source")
+    for kind, row in summary.items():
+        ranges = (
+            " to ".join(f"{median:.2f}" for median in row[name]) for name in ("without_a_chip", "without_a_source")
+        )
+        table.add_row(kind, str(row["points"]), *(f"{row[name]:.2f}" for name in ("median", "least", "most")), *ranges)
+    console.print(table)
+    reasons = sorted(set(left.values()))
+    console.print(f"{len(left)} rows are not modelled: {', '.join(reasons)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Counts what kernels and host do on the software Metal device."""

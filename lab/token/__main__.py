@@ -1,0 +1,73 @@
+"""`python -m lab.token MODEL`: the operations of a decoded token before and after fusing, and its predicted time."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+
+from lab.token.token import TokenOperations, trace_token
+from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
+from torch_marlin_metal.cli.output import DONE, Json, reported, show
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def trace(
+    model: Annotated[Path, typer.Argument(help="A model's directory, or its config.json.", show_default=False)],
+    gpu: Gpu = None,
+    cores: Cores = None,
+    weight_format: Format = "uint4b8",
+    group_size: GroupSize = None,
+    dtype: Dtype = "float16",
+    context: Annotated[int, typer.Option(min=0, help="Tokens before the traced one.")] = 1024,
+    dispatch_us: Annotated[
+        float | None, typer.Option(help="Microseconds of one dispatch; without it, the model.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the predicted times into this file.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Counts the operations of a decoded token before and after fusing, and predicts its time on each chip.
+
+    Only the model's config is read. From it, a few layers with random 4-bit weights are made, and these run on the CPU.
+    """
+    found = trace_token(
+        model,
+        gpus=None if gpu is None and cores is None else [gpu_of("lab.token", gpu, cores)],
+        weight_format=weight_format,
+        group_size=group_size,
+        dtype=floating(dtype),
+        context=context,
+        dispatch_seconds=None if dispatch_us is None else dispatch_us / 1e6,
+    )
+    if plot is not None:
+        found.plot(plot)
+    value = {
+        "model_type": found.model_type,
+        "layers": found.layers,
+        "sampled_layers": found.sampled,
+        "context": found.context,
+        "before": _side(found.before),
+        "after": _side(found.after),
+        "fused": found.fused.splitlines(),
+    }
+    show(value, Group(found.__rich__(), found.fused), as_json)
+    return DONE
+
+
+def _side(side: TokenOperations) -> dict[str, Any]:
+    return {
+        "operations": side.total,
+        "operations_of_a_layer": side.layer,
+        "kinds": side.kinds,
+        "cache_bytes": side.work.cache_bytes,
+        "products": [asdict(product) | {"count": count} for product, count in side.work.products.items()],
+        "seconds": {cost.gpu: asdict(cost) | {"seconds": cost.seconds} for cost in side.costs},
+    }
+
+
+app.command()(reported(trace))
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,179 @@
+"""Codes of other widths than 4 bits: those of 1, 2 and 3 bits become codes of 4 bits, the others floats on request."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from hqq.core.quantize import Quantizer
+from safetensors.torch import load_file
+
+from tests.support import checkpoint_writers as writers
+from torch_marlin_metal import convert
+
+LAYER, K, N = writers.LAYER, 128, 32
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def bit_string(values: np.ndarray, bits: int) -> np.ndarray:
+    """Packs each column as one little-endian bit string."""
+    columns = []
+    for column in values.T:
+        number = sum(int(value) << (bits * i) for i, value in enumerate(column))
+        columns.append(np.frombuffer(number.to_bytes(len(column) * bits // 8, "little"), dtype=np.int32))
+    return np.stack(columns, axis=1)
+
+
+def planes(values: np.ndarray, bits: int) -> np.ndarray:
+    """Packs 32 codes of each column as words of their low bits, then words of the next, as GPTQModel's gptq_p."""
+    widths = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}[bits]
+    rows = []
+    for block in values.reshape(-1, 32, values.shape[1]):
+        first = 0
+        for width in widths:
+            rows.append(bit_string((block >> first) & ((1 << width) - 1), width))
+            first += width
+    return np.concatenate(rows)
+
+
+def write_gptq(
+    path: Path, rng: np.random.Generator, bits: int, *, packed=bit_string, version: int = 1, sym: bool = False
+) -> np.ndarray:
+    """Writes a GPTQ layer of any code width, and returns its weight `[N, K]`."""
+    G, top = K // 32, 1 << bits
+    codes = rng.integers(0, top, (K, N))
+    zeros = np.full((G, N), top // 2) if sym else rng.integers(version == 1, top, (G, N))
+    scales = writers.random_floats(rng, (G, N), "fp16")
+    stored = zeros - (version == 1)
+    tensors = {"qweight": packed(codes, bits), "qzeros": packed(stored.T, bits).T, "scales": scales}
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": sym}
+    settings["checkpoint_format"] = "gptq_p" if packed is planes else f"gptq_v{version}" if version == 2 else "gptq"
+    writers.save(path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": settings})
+    return writers.affine(codes, zeros, scales, writers.groups_of(K, 32))
+
+
+def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options) -> None:
+    (weight,) = convert.read_layers(path, **options)
+    assert isinstance(weight, convert.PackedWeight)
+    assert weight.weight_format == weight_format
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*raw zero points of")
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("sym", [False, True])
+def test_gptq(tmp_path, rng, bits, version, sym) -> None:
+    expected = write_gptq(tmp_path, rng, bits, version=version, sym=sym)
+    assert_equal(tmp_path, expected, "uint4b8" if sym else "uint4")
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_gptq_in_planes(tmp_path, rng, bits) -> None:
+    assert_equal(tmp_path, write_gptq(tmp_path, rng, bits, packed=planes, version=2), "uint4")
+
+
+def test_a_zero_point_of_0_borrows_in_version_1_of_2_bits(tmp_path, rng) -> None:
+    """GPTQModel subtracts 1 from each zero point in whole words, so that a 0 becomes 3 and borrows from the next."""
+    expected = write_gptq(tmp_path, rng, 2, version=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    words = tensors[f"{LAYER}.qzeros"]
+    tensors[f"{LAYER}.qzeros"] = (words.long() - 0x55555555).to(torch.int32)
+    settings = {"quant_method": "gptq", "bits": 2, "group_size": 32, "sym": False}
+    writers.save(tmp_path, {n: t.numpy() for n, t in tensors.items()}, {"quantization_config": settings})
+    with pytest.warns(UserWarning, match="raw zero points of 3 in a version 1 file"):
+        assert_equal(tmp_path, expected, "uint4")
+    with pytest.warns(UserWarning, match="raw zero points of 3"):
+        (masked,) = convert.read_layers(tmp_path, gptq_zeros_rule="masked")
+    assert not np.array_equal(masked.dequantize().t().numpy(), expected)
+
+
+@pytest.mark.parametrize(("bits", "packed"), [(8, bit_string), (5, planes), (6, planes), (7, planes)])
+def test_gptq_of_more_bits_is_refused_left_out_or_decoded(tmp_path, rng, bits, packed) -> None:
+    expected = write_gptq(tmp_path, rng, bits, packed=packed, version=2)
+    with pytest.raises(convert.UnsupportedFormat, match=f"model.safetensors: layer '{LAYER}': {bits}-bit GPTQ"):
+        list(convert.read_layers(tmp_path, on_unsupported="error"))
+    assert list(convert.read_layers(tmp_path, on_unsupported="skip")) == []
+    (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+    assert isinstance(dense, convert.DenseWeight)
+    assert f"{bits}-bit" in dense.reason
+    np.testing.assert_array_equal(dense.weight.numpy(), expected)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_hqq(tmp_path, bits, group_size) -> None:
+    """HQQ packs and decodes. Of 3 bits, the number of groups is no multiple of ten."""
+    torch.manual_seed(0)
+    options = {"axis": 1, "compute_dtype": torch.float32, "device": "cpu", "optimize": False}
+    packed, meta = Quantizer.quantize(torch.randn(N, K), nbits=bits, group_size=group_size, **options)
+    expected = Quantizer.dequantize(packed, meta)
+    tensors = {"W_q": packed, "scale": meta["scale"], "zero": meta["zero"]}
+    tensors |= {"shape": torch.tensor([N, K]), "nbits": torch.tensor(bits), "axis": torch.tensor(1)}
+    text = meta["packing"].encode()
+    tensors["packing"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    weights = {"nbits": bits, "group_size": group_size, "axis": 1}
+    config = {"quantization_config": {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}}
+    writers.save(tmp_path, {f"{LAYER}.{n}": t.numpy() for n, t in tensors.items()}, config)
+    assert_equal(tmp_path, expected.numpy(), "uint4")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+def test_torchao(tmp_path, rng, bits) -> None:
+    """The codes of IntxUnpackedToInt8Tensor are signed, in bytes."""
+    top = 1 << bits - 1
+    codes = rng.integers(-top, top, (N, K)).astype(np.int8)
+    scales, points = rng.uniform(0.01, 1, (N, K // 32)).astype(np.float32), rng.integers(-top, top, (N, K // 32))
+    tensors = {"weight.qdata": codes, "weight.scale": scales, "weight.zero_point": points.astype(np.int8)}
+    attributes = {"class": "IntxUnpackedToInt8Tensor", "target_dtype": f"torch.int{bits}", "block_size": "(1, 32)"}
+    config = {"quantization_config": {"quant_method": "torchao"}, "tensor_attributes": attributes}
+    writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
+    expected = (codes - points.repeat(32, 1)).astype(np.float32) * scales.repeat(32, 1)
+    if bits == 5:
+        with pytest.raises(convert.UnsupportedFormat, match=r"weights of torch\.int5, not of int1 to int4"):
+            list(convert.read_layers(tmp_path, on_unsupported="error"))
+        (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+        np.testing.assert_array_equal(dense.weight.numpy(), expected)
+        return
+    assert_equal(tmp_path, expected, "uint4")
+    codes[0, 0] = top
+    writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
+    with pytest.raises(convert.CheckpointError, match=rf"expected int{bits} codes in -{top}\.\.{top - 1}, got a range"):
+        list(convert.read_layers(tmp_path))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("sym", [False, True])
+def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
+    """compressed-tensors packs signed codes and zero points; these along N."""
+    top, G = 1 << bits - 1, K // 32
+    codes, points = rng.integers(-top, top, (N, K)), rng.integers(-top, top, (N, G)) * (not sym)
+    scales = writers.random_floats(rng, (N, G), "fp16")
+    tensors = {"weight_packed": pack_to_int32(torch.from_numpy(codes).to(torch.int8), bits), "weight_scale": scales}
+    tensors["weight_shape"] = torch.tensor([N, K])
+    if not sym:
+        tensors["weight_zero_point"] = pack_to_int32(torch.from_numpy(points).to(torch.int8), bits, packed_dim=0)
+    weights = {"num_bits": bits, "type": "int", "symmetric": sym, "strategy": "group", "group_size": 32}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config |= {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+    writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": config})
+    expected = (codes - points.repeat(32, 1)).astype(np.float32) * scales.float().numpy().repeat(32, 1)
+    assert_equal(tmp_path, expected, "uint4b8" if sym else "uint4")
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_mlx_in_pieces(tmp_path, rng, monkeypatch, bits) -> None:
+    """A large matrix is unpacked some rows at a time."""
+    monkeypatch.setattr("torch_marlin_metal.checkpoints.layer.PIECE", 5 * K)
+    codes = rng.integers(0, 1 << bits, (K, N))
+    scales, biases = (rng.uniform(-1, 1, (N, K // 32)).astype(np.float16).astype(np.float32) for _ in range(2))
+    tensors = {"weight": bit_string(codes, bits).T.copy().view(np.uint32), "scales": scales, "biases": biases}
+    config = {"quantization": {"group_size": 32, "bits": bits, "mode": "affine"}}
+    writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
+    exact = codes.T.astype(np.float64) * scales.repeat(32, 1) + biases.repeat(32, 1)
+    assert_equal(tmp_path, exact.astype(np.float32), "uint4_bias")

@@ -1,0 +1,103 @@
+"""Compares what lab/predictions/ prints with values worked out by hand, and with the figures of the pages."""
+
+import math
+
+import pytest
+
+from lab import model
+from lab.predictions import commits, experts, product, rows, tiles
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+GPT_OSS, QWEN3 = experts.MIXTURES
+M1 = AppleSiliconGPU.from_name("M1")
+
+
+def test_one_commit_adds_the_host_to_the_gpu_and_more_overlap_them() -> None:
+    boundary, wait = commits.BOUNDARY_SECONDS, commits.WAIT_SECONDS
+    work = [(2e-3, 2e-3)] * 4
+    assert commits.token_seconds(work, 1e-3, 0) == (pytest.approx(4e-3 + boundary + 8e-3 + wait), 1)
+    assert commits.token_seconds(work, 1e-3, 2e-3) == (pytest.approx(1e-3 + 4 * boundary + 8e-3 + wait), 4)
+    # If the host is slower, the GPU waits for it. Only the last command buffer runs after the host has ended.
+    assert commits.token_seconds(work, 5e-3, 2e-3)[0] == pytest.approx(20e-3 + boundary + 2e-3 + wait)
+
+
+def test_a_token_has_every_product_and_kernel() -> None:
+    work = commits.operations("M1")
+    products = len(commits.PRODUCTS)
+    assert len(work) == commits.LAYERS * (products + commits.OTHER_KERNELS) + 1
+    assert sum(predicted > 0 for _, predicted in work) == commits.LAYERS * products + 1
+
+
+def test_the_limit_at_one_token_is_memory_and_at_many_tokens_the_matrix_rate() -> None:
+    # Four experts with 2880 x 8640 weights of 4 bits, and a byte for each group of 32. 60.06 GB/s are read.
+    one = 4 * 2880 * 8640 * (0.5 + 1 / 32) / 60.06e9
+    assert experts.limit(GPT_OSS, 1, M1) == pytest.approx(one, rel=1e-3)
+    # 8 cores with 4 schedulers at 1.278 GHz. A scheduler takes 18 clocks for 8^3 multiply-adds.
+    many = 2048 * 4 * 2880 * 8640 / (8**3 / 18 * 4 * 8 * 1.278e9)
+    assert experts.limit(GPT_OSS, 2048, M1) == pytest.approx(many, rel=1e-3)
+
+
+def test_the_rows_of_an_expert_have_the_right_mean() -> None:
+    for mixture, tokens in ((GPT_OSS, 1), (QWEN3, 64)):
+        found = dict(experts.rows_of_an_expert(tokens, mixture))
+        assert sum(found.values()) == pytest.approx(1 - (1 - mixture.top_k / mixture.experts) ** tokens, rel=1e-4)
+        mean = sum(count * probability for count, probability in found.items())
+        assert mean == pytest.approx(tokens * mixture.top_k / mixture.experts, rel=1e-4)
+
+
+# The time over the limit at 1, 16 and 512 tokens, and over that of one expert after the other at 512 tokens.
+@pytest.mark.parametrize(
+    ("mixture", "name", "over_limit", "over_one_by_one"),
+    [
+        (GPT_OSS, "M1", (1.04, 1.04, 1.24), 0.99),
+        (GPT_OSS, "M3 Max", (1.12, 1.06, 1.15), 0.89),
+        (QWEN3, "M1", (1.06, 1.03, 1.34), 0.86),
+        (QWEN3, "M5", (1.10, 1.04, 1.22), 0.78),
+    ],
+)
+def test_experts_stay_as_near_to_the_limit_as_the_page_says(
+    mixture: experts.Mixture, name: str, over_limit: tuple[float, ...], over_one_by_one: float
+) -> None:
+    gpu = AppleSiliconGPU.from_name(name)
+    for tokens, most in zip((1, 16, 512), over_limit, strict=True):
+        found = experts.predict(mixture, tokens, gpu)
+        assert 1 < found.over_limit <= most, (tokens, found)
+        assert found.seconds / found.one_by_one <= (over_one_by_one if tokens == 512 else 1), (tokens, found)
+
+
+def test_one_row_takes_as_long_as_memory_reads_its_weight_and_more_rows_take_longer() -> None:
+    one, eight, many = (rows.best(M, "M1") for M in (1, 8, 512))
+    memory = 4096 * 14336 * (0.5 + 2 / 64) / 60.06e9
+    assert memory < one.seconds < 1.1 * memory and one.launches == pytest.approx(6e-6)
+    assert one.seconds < eight.seconds < many.seconds
+    assert 0 < rows.issue_over_memory(1, "M1", "uint4b8", peak=True) < 1
+
+
+def test_the_memory_and_the_registers_of_tiles() -> None:
+    found = {(row.variant, row.tile): row for row in tiles.budgets(M1, "float16")}
+    row = found["double_buffered", (64, 64, 32)]
+    assert (row.activation_bytes, row.code_bytes) == (2 * 64 * 32 * 2, 2 * 32 * 64 * 2)
+    # two stages of scales and zero points, as floats, of two groups of 64 columns, and a table
+    assert row.threadgroup_bytes == row.activation_bytes + row.code_bytes + 2 * 2 * 2 * 64 * 4 + 80
+    assert (row.matrix_operations, row.accumulators) == (64 * 64 * 32 / 512 / 8, 16)
+    assert row.flop_per_byte == pytest.approx(2 * 64 * 64 * 32 / (64 * 32 * 2 + 64 * 32 / 2))
+    held = math.floor(min(61440 / row.threadgroup_bytes, 106496 / (256 * row.half_registers), 3072 / 256))
+    assert row.occupancy is not None and row.occupancy.threadgroups == held
+    assert found["double_buffered", (64, 64, 64)].threadgroup_bytes == 36944
+    refused = [row for row in found.values() if row.occupancy is None]
+    assert refused and all(row.threadgroup_bytes > 32768 for row in refused)
+    assert {row.variant for row in found.values()} == {"gemv", "fused", "double_buffered", "single_stage", "striped"}
+    tensor = [row for row in tiles.budgets(AppleSiliconGPU.from_name("M5"), "bfloat16") if row.variant == "tensor"]
+    assert [row.simdgroups for row in tensor] == [2, 4, 4, 8]
+
+
+def test_a_product_is_shown_with_every_variant_cheapest_first() -> None:
+    problem = model.Problem(64, 4096, 4096)
+    found = product.candidates(problem, M1)
+    times = [float(candidate.cost.seconds) for candidate in found]
+    assert times == sorted(times)
+    assert found[0].tiling.variant == "fused"
+    assert {candidate.tiling.variant for candidate in found} == {
+        "gemv", "fused", "double_buffered", "single_stage", "striped", "two_pass"
+    }  # fmt: skip
+    assert product.table(problem, M1).row_count == sum(len(candidate.cost.dispatches) for candidate in found)

@@ -1,0 +1,92 @@
+"""The mixtures of mlx-lm, at each door, against the logits that mlx-lm itself computes (tests/data/models/README.md)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torch_marlin_metal import MarlinExperts, MarlinLinear, load_quantized
+from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.models.empty_model import ModelMismatchError
+
+DATA = Path(__file__).parents[1] / "data/models/mlx"
+IDS = torch.tensor([[3, 9, 27, 5, 44, 12, 60, 33]])
+# The layers' experts that become a MarlinExperts, and the largest difference of logits, whose largest is about 1.3.
+# gpt-oss' YaRN rounds its frequencies in another way.
+MODELS = {
+    "mixtral-affine4": (1, 1e-5),
+    "qwen3_moe-mixed_4_6": (0, 1e-5),
+    "gpt_oss-mxfp4-q8": (2, 2e-4),
+    "qwen3_next-affine4": (2, 1e-5),
+    "qwen3_5_moe-affine4": (2, 1e-5),
+    "olmoe-nvfp4": (1, 1e-5),
+    "glm4_moe-mxfp8": (0, 1e-5),
+    "gemma4-affine4": (2, 1e-5),
+}
+
+
+def by_load_quantized(path: Path) -> nn.Module:
+    config = AutoConfig.from_pretrained(path)
+    for key in ("quantization", "quantization_config"):
+        vars(config).pop(key, None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    load_quantized(model, path, progress=False)
+    return model.eval()
+
+
+def by_from_pretrained(path: Path) -> nn.Module:
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*(floats|one expert after the other)")
+@pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_those_of_mlx(name, load) -> None:
+    stacks, bound = MODELS[name]
+    model = load(DATA / name)
+    assert sum(isinstance(module, MarlinExperts) for module in model.modules()) == stacks
+    with torch.no_grad():
+        found = model(IDS).logits[0].numpy()
+    np.testing.assert_allclose(found, np.load(DATA / name / "logits.npy"), rtol=0, atol=bound)
+
+
+def test_every_model_is_tried() -> None:
+    assert sorted(path.name for path in DATA.iterdir()) == sorted(MODELS)
+
+
+def test_routers_and_gates_of_8_bit_become_floats_without_a_warning(recwarn) -> None:
+    path = DATA / "qwen3_5_moe-affine4"
+    model = by_load_quantized(path)
+    assert not [str(entry.message) for entry in recwarn if "floats" in str(entry.message)]
+    settings, state = (
+        json.loads((path / "config.json").read_text())["quantization"],
+        load_file(path / "model.safetensors"),
+    )
+    eight = [layer for layer, own in settings.items() if isinstance(own, dict) and own["bits"] == 8]
+    assert len(eight) == 4
+    for layer in eight:
+        module = model.get_submodule(layer.removeprefix("language_model."))
+        words = state[f"{layer}.weight"].numpy().view(np.uint8)  # one code a byte, groups of 64
+        scales, biases = (state[f"{layer}.{role}"].float().numpy().repeat(64, 1) for role in ("scales", "biases"))
+        np.testing.assert_allclose(module.weight.detach().numpy(), words * scales + biases, rtol=1e-6, atol=1e-7)
+        assert not isinstance(module, MarlinLinear)
+    with pytest.raises(
+        ModelMismatchError, match=r"mlp.gate\': it is packed in .* Qwen3_5MoeTopKRouter is no nn.Linear"
+    ):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=MarlinConfig(on_unsupported="error"))
+
+
+def test_a_saved_model_has_transformers_own_names_and_values(tmp_path) -> None:
+    model = by_from_pretrained(DATA / "qwen3_5_moe-affine4")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)

@@ -1,0 +1,114 @@
+"""The blocks of GGUF files: 32, 64 or 256 weights along K, each of which holds its codes and scales.
+
+ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type of 4 bits, the codes come in runs
+of n bytes: the low nibbles hold the first n codes of the run, and the high nibbles the next n.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES
+from torch_marlin_metal.checkpoints.layer import as_words, words_of_codes
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+
+# Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _codes(blocks: Tensor, run: int) -> Tensor:
+    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`; the low nibbles hold `run` codes, the high ones the next."""
+    runs = blocks.reshape(blocks.shape[0], -1, run)
+    even, odd = runs[..., 0::2], runs[..., 1::2]
+    low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+    return as_words(torch.cat((low, high), dim=2).reshape(blocks.shape[0], -1))
+
+
+def _float16(blocks: Tensor) -> Tensor:
+    """Converts bytes `[N, B, 2]` to fp16 `[B, N]`."""
+    return blocks.contiguous().view(torch.float16).squeeze(-1).t()
+
+
+def _q4_0(blocks: Tensor) -> PackedWeight:
+    return PackedWeight(_codes(blocks[..., 2:], 16), _float16(blocks[..., :2]), "uint4b8", 32)
+
+
+def _q4_1(blocks: Tensor) -> PackedWeight:
+    scales, minimums = _float16(blocks[..., :2]), _float16(blocks[..., 2:4])
+    return PackedWeight(_codes(blocks[..., 4:], 16), scales, "uint4_bias", 32, zeros=minimums)
+
+
+def _q4_k(blocks: Tensor) -> PackedWeight:
+    """Converts Q4_K. Its scales d * sc and minimums dmin * m are products of 11 and 6 bits, so only fp32 holds them."""
+    d, dmin = _float16(blocks[..., :2]).float(), _float16(blocks[..., 2:4]).float()
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
+    minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
+    scales, minimums = _per_sub_block(d, sc), _per_sub_block(dmin, minimum)
+    return PackedWeight(_codes(blocks[..., 16:], 32), scales, "uint4_bias", 32, zeros=-minimums)
+
+
+def _q2_k(blocks: Tensor) -> PackedWeight:
+    """Converts Q2_K, whose scales d * sc and minimums dmin * m are products of 11 and 4 bits."""
+    factors = blocks[..., :16]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu").reshape(4, 1)
+    runs = blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32)
+    codes = ((runs >> shifts) & 3).reshape(blocks.shape[0], -1)
+    scales = _per_sub_block(_float16(blocks[..., 80:82]).float(), factors & 15)
+    minimums = _per_sub_block(_float16(blocks[..., 82:84]).float(), factors >> 4)
+    return PackedWeight(words_of_codes(codes), scales, "uint4_bias", 16, zeros=-minimums)
+
+
+def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
+    """Multiplies the scale of each super-block by the integer factors of its sub-blocks.
+
+    Args:
+        d: fp32 `[B, N]`, the scales of B super-blocks in each of N output features.
+        factors: integers `[N, B, S]`, one for each of the S sub-blocks of a super-block.
+
+    Returns:
+        The products in fp32 `[B * S, N]`: all sub-blocks of an output feature in the order of k.
+    """
+    return (d.unsqueeze(1) * factors.permute(1, 2, 0).float()).reshape(-1, d.shape[1])
+
+
+def _iq4_nl(blocks: Tensor) -> PackedWeight:
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
+    return PackedWeight(_codes(blocks[..., 2:], 16), _float16(blocks[..., :2]), "lut4", 32, lut=lut)
+
+
+def _iq4_xs(blocks: Tensor) -> PackedWeight:
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=3).flatten(2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")
+    high = ((blocks[..., 2:4].unsqueeze(3) >> shifts) & 3).flatten(2)
+    scales = _per_sub_block(_float16(blocks[..., :2]).float(), (low | (high << 4)).to(torch.int8) - 32)
+    lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
+    return PackedWeight(_codes(blocks[..., 8:], 16), scales, "lut4", 32, lut=lut)
+
+
+def _mxfp4(blocks: Tensor) -> PackedWeight:
+    return fp4.mxfp4(_codes(blocks[..., 1:], 16), blocks[..., 0].t(), None, "")
+
+
+def _nvfp4(blocks: Tensor) -> PackedWeight:
+    """Converts NVFP4. Like ggml, it reads scales as unsigned E4M3, with 0x7F as 0."""
+    scales = blocks[..., :4].flatten(1).t()
+    if bool((scales > 0x7F).any()):
+        raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
+    return fp4.nvfp4(_codes(blocks[..., 4:], 8), torch.where(scales == 0x7F, 0, scales), None, None, "")
+
+
+DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q4_K": (144, _q4_k),
+    "IQ4_NL": (18, _iq4_nl),
+    "IQ4_XS": (136, _iq4_xs),
+    "MXFP4": (17, _mxfp4),
+    "NVFP4": (36, _nvfp4),
+    "Q2_K": (84, _q2_k),
+    **{name: (size, partial(kind.read, type_name=name)) for name, (size, kind) in SMALL_TYPES.items()},
+}

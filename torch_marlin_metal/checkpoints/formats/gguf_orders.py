@@ -1,0 +1,122 @@
+"""Restores the values and the order of rows that llama.cpp's converter changed.
+
+For the architecture "llama" and its relatives, it reorders the rows of the q and k projections. In models with linear
+attention (Qwen 3.5), several value heads belong to a key head. transformers has those of one key head side by side;
+llama.cpp has the first value head of each key head, then the second of each, and so on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, BLOCK_NAME
+from torch_marlin_metal.packed_weight import PackedWeight
+
+HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
+# Tensors with rows for value heads: with one row for each head, and with all rows of each head.
+ONE_ROW, ALL_ROWS = (".ssm_a", ".ssm_dt", ".ssm_alpha", ".ssm_beta"), (".attn_gate", ".attn_qkv", ".ssm_conv1d")
+COLUMNS = ".ssm_out"
+
+
+class _Numbers:
+    """Whole numbers of the metadata of one architecture."""
+
+    def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
+        self._architecture, self._metadata = architecture, metadata
+
+    def get(self, key: str, block: int = 0) -> int:
+        value = self._metadata.get(f"{self._architecture}.{key}")
+        if isinstance(value, memoryview):
+            value = value[block] if block < len(value) else 0
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{self._architecture}.{key}: expected a positive whole number, got {value!r}")
+        return value
+
+
+def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: int) -> Tensor | None:
+    """Returns int64 `[rows]`: row r of transformers' tensor is row `order[r]` of the file's; None if none moved.
+
+    Raises:
+        CheckpointError: the rows do not hold the heads that the metadata states.
+    """
+    block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
+    base = block[2].rpartition(".")[0] or block[2] if block is not None else ""
+    numbers = _Numbers(architecture, metadata)
+    if known.reorders and base in HEADS and block is not None:
+        key = HEADS[base]
+        heads = numbers.get(key if f"{architecture}.{key}" in metadata else HEADS[".attn_q"], int(block[1]))
+        _check(rows, heads, 2 * heads)
+        return rotary_order(rows, heads)
+    if not known.tiles_values or base not in (*ONE_ROW, *ALL_ROWS):
+        return None
+    keys, values = numbers.get("ssm.group_count"), numbers.get("ssm.time_step_rank")
+    size = 1 if base in ONE_ROW else numbers.get("ssm.inner_size") // values
+    others = 0 if base in (*ONE_ROW, ".attn_gate") else 2 * keys * numbers.get("ssm.state_size")
+    if rows != others + values * size:
+        raise CheckpointError(f"{rows} rows, but {values} value heads need {others + values * size}")
+    return torch.cat((torch.arange(others, device="cpu"), others + value_order(keys, values, size)))
+
+
+def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
+    """Returns int64 `[columns]` like `row_order`, for the columns of the one matrix whose inputs are value heads."""
+    block, numbers = BLOCK_NAME.fullmatch(name), _Numbers(architecture, metadata)
+    if block is None or block[2] != f"{COLUMNS}.weight" or not ARCHITECTURES[architecture].tiles_values:
+        return None
+    keys, values = numbers.get("ssm.group_count"), numbers.get("ssm.time_step_rank")
+    _check(columns, values, values)
+    return value_order(keys, values, columns // values)
+
+
+def _check(rows: int, heads: int, divisor: int) -> None:
+    if rows % divisor:
+        raise CheckpointError(f"{rows} rows do not hold {heads} heads")
+
+
+def rotary_order(rows: int, heads: int) -> Tensor:
+    """Returns int64 `[rows]`, the order of rotary pairs in halves, from an order in which pairs lie side by side."""
+    return torch.arange(rows, device="cpu").reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+
+
+def value_order(keys: int, values: int, size: int) -> Tensor:
+    """Returns int64 `[values * size]`, the order by key heads, from an order by the number within a key head."""
+    if values % keys:
+        raise CheckpointError(f"{values} value heads do not belong to {keys} key heads")
+    return torch.arange(values * size, device="cpu").reshape(values // keys, keys, size).transpose(0, 1).reshape(-1)
+
+
+def permute_columns(weight: PackedWeight, order: Tensor) -> bool:
+    """Puts the rows k of a packed weight into an order; returns False if groups of k do not stay together."""
+    size = weight.group_size if weight.group_size > 0 else weight.K
+    for unit in (8, size):
+        if len(order) % unit or not torch.equal(
+            order, (order[::unit, None] + torch.arange(unit, device="cpu")).flatten()
+        ):
+            return False
+        if bool((order[::unit] % unit).any()):
+            return False
+    groups = order[::size] // size
+    weight.b_packed, weight.scales = weight.b_packed[order[::8] // 8], weight.scales[groups]
+    weight.zeros = None if weight.zeros is None else weight.zeros[groups]
+    return True
+
+
+def restored(name: str, architecture: str, values: Tensor) -> Tensor:
+    """Returns transformers' values and shape of a tensor of plain numbers."""
+    block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
+    base = block[2] if block is not None else f".{name}"
+    if (
+        known.norm_offset
+        and base.endswith("_norm.weight")
+        and base[1:].removesuffix(".weight") not in known.plain_norms
+    ):
+        return values - known.norm_offset
+    if base == ".ssm_a":
+        return torch.log(-values)
+    if base == ".ssm_conv1d.weight":
+        return values.unsqueeze(1)  # llama.cpp stores the kernels without the dimension of their only channel
+    if base == ".ffn_gate_inp_shexp.weight":
+        return values.reshape(1, -1)  # llama.cpp stores the only row without its dimension
+    return values

@@ -1,0 +1,164 @@
+"""The blocks of GGUF files whose weights have at most 16 values in a group: those of 2 and 3 bits, and less.
+
+Grids, tables of signs and the packing of codes are those of the package gguf, whose function decodes a block. Its
+values are then divided by the scales of their groups, which gives whole codes or entries of a table without rounding:
+a scale has at most 17 significant bits, and its products with codes or entries fit into fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.layer import words_of_codes
+from torch_marlin_metal.packed_weight import PackedWeight
+
+BLOCK = 256  # weights of a block of these types
+PIECE = 1 << 22  # weights that are decoded at a time, so that their floats stay small beside the packed weight
+
+
+def decode(blocks: Any, type_name: str) -> Tensor:
+    """Decodes bytes `[..., bytes of a row]` of any type to fp32 with the optional package gguf.
+
+    Raises:
+        ImportError: the package is not installed.
+        NotImplementedError, KeyError: it does not know the type.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[type_name])).float()
+
+
+@dataclass(frozen=True)
+class SmallType:
+    """A type whose weights are scales times values of a table, or times whole numbers of -8 to 7.
+
+    Attributes:
+        group_size: weights that share a scale.
+        scales: returns the scales of bytes `[N, B, bytes of a block]` in fp32 `[N, B, groups of a block]`.
+        signed: whether gguf's table of magnitudes applies with both signs.
+        has_table: whether the values are those of a table.
+    """
+
+    group_size: int
+    scales: Callable[[Tensor], Tensor]
+    has_table: bool = True
+    signed: bool = True
+
+    def table(self, type_name: str) -> Tensor:
+        """Returns the values of the type in ascending order, with those of "uint4b8" for whole numbers."""
+        if not self.has_table:
+            return torch.arange(-8.0, 8.0, device="cpu")
+        import gguf.quants
+
+        kind = getattr(gguf.quants, type_name)
+        signs = [(float(value), sign) for value in kind.grid_map for sign in (-1, 1)]
+        values = {sign * value if self.signed else value + sign * gguf.quants.IQ1_S.delta for value, sign in signs}
+        return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
+
+    def read(self, blocks: Tensor, type_name: str) -> PackedWeight:
+        """Converts bytes `[N, B, bytes of a block]`.
+
+        Raises:
+            ImportError: the package gguf is not installed.
+        """
+        table = self.table(type_name)
+        rows = max(1, PIECE // (BLOCK * blocks.shape[1]))
+        pieces = [self._codes(piece, type_name, table) for piece in torch.split(blocks, rows)]
+        scales = torch.cat([scales for _, scales in pieces])
+        return PackedWeight(
+            words_of_codes(torch.cat([codes for codes, _ in pieces])),
+            scales.t().contiguous(),
+            "lut4" if self.has_table else "uint4b8",
+            self.group_size,
+            lut=torch.nn.functional.pad(table, (0, 16 - len(table))) if self.has_table else None,
+        )
+
+    def _codes(self, blocks: Tensor, type_name: str, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the codes `[N, K]` in uint8 and the scales `[N, G]` of some rows."""
+        rows = blocks.shape[0]
+        scales = self.scales(blocks).reshape(rows, -1)
+        values = decode(blocks.reshape(rows, -1).numpy(), type_name).reshape(rows, -1, self.group_size)
+        zero = scales == 0  # then any code is right, and the sign of the zero decides
+        negative = values[zero].signbit() != scales[zero].signbit().unsqueeze(1)
+        values /= scales.unsqueeze(2)
+        values[zero] = torch.where(negative, table[0], table[-1])
+        steps = 1 if self.signed else 8
+        places = torch.zeros(256, dtype=torch.uint8, device="cpu")
+        places[((table - table[0]) * steps).long()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")
+        codes = values.sub_(table[0]).mul_(steps).to(torch.uint8)
+        return torch.from_numpy(places.numpy()[codes.numpy()]).reshape(rows, -1), scales
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """Returns the fp16 number at a byte of each block in fp32 `[N, B, 1]`."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _bits(data: Tensor, *shifts: int) -> Tensor:
+    """Returns the data shifted to the right by each of the numbers, side by side: `[N, B, n * len(shifts)]`."""
+    return (data.int().unsqueeze(3) >> torch.tensor(shifts, dtype=torch.int32, device="cpu")).flatten(2)
+
+
+def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.contiguous().view(dtype).int()
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """Returns d * (scale - 32): the low 4 bits of 16 scales lie in 8 bytes, the high 2 bits in 4."""
+    low, high = blocks[..., 96:104], blocks[..., 104:108]
+    low = torch.cat((low & 15, low >> 4), dim=2).int()
+    high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).int()
+    return _half(blocks, 108) * ((low | high << 4) - 32).float()
+
+
+def _top_bits(start: int, factor: float) -> Callable[[Tensor], Tensor]:
+    """Returns the scales of types that have them in the top 4 bits of every second word, or of every word."""
+
+    def scales(blocks: Tensor) -> Tensor:
+        words = _words(blocks[..., start:], torch.int32)
+        words = words[..., 1::2] if start == 2 else words
+        return _half(blocks, 0) * (0.5 + ((words >> 28) & 15).float()) * factor
+
+    return scales
+
+
+def _nibbles(start: int) -> Callable[[Tensor], Tensor]:
+    def scales(blocks: Tensor) -> Tensor:
+        return _half(blocks, 0) * (0.5 + (_bits(blocks[..., start:], 0, 4) & 15).float()) * 0.25
+
+    return scales
+
+
+def _iq3_s(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (1 + 2 * (_bits(blocks[..., 106:110], 0, 4) & 15)).float()
+
+
+def _iq1_s(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (2 * ((_words(blocks[..., 34:50], torch.int16) >> 12) & 7) + 1).float()
+
+
+def _iq1_m(blocks: Tensor) -> Tensor:
+    """Returns d * (2 * scale + 1): four words have 4 bits of d on top, and four scales of 3 bits below."""
+    words = _words(blocks[..., 48:56], torch.int16) & 0xFFFF
+    parts = [(words[..., word] >> 12) << 4 * word for word in range(4)]
+    bits = parts[0] | parts[1] | parts[2] | parts[3]
+    d = bits.to(torch.uint16).view(torch.float16).float().unsqueeze(2)
+    return d * (2 * (_bits(words, 0, 3, 6, 9) & 7) + 1).float()
+
+
+SMALL_TYPES: dict[str, tuple[int, SmallType]] = {
+    "Q3_K": (110, SmallType(16, _q3_k, has_table=False)),
+    "TQ1_0": (54, SmallType(256, lambda blocks: _half(blocks, 52), has_table=False)),
+    "TQ2_0": (66, SmallType(256, lambda blocks: _half(blocks, 64), has_table=False)),
+    "IQ1_S": (50, SmallType(32, _iq1_s, signed=False)),
+    "IQ1_M": (56, SmallType(16, _iq1_m, signed=False)),
+    "IQ2_XXS": (66, SmallType(32, _top_bits(2, 0.25))),
+    "IQ2_XS": (74, SmallType(16, _nibbles(66))),
+    "IQ2_S": (82, SmallType(16, _nibbles(74))),
+    "IQ3_XXS": (98, SmallType(32, _top_bits(66, 0.5))),
+    "IQ3_S": (110, SmallType(32, _iq3_s)),
+}

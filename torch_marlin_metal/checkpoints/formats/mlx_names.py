@@ -1,0 +1,53 @@
+"""The names and values that mlx-lm changes when it converts a checkpoint of transformers, and how to change them back.
+
+Source: the methods `sanitize` of mlx_lm/models/*.py (mlx-lm 0.32.2).
+"""
+
+import re
+
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+
+# mlx-lm's modules that hold all experts of a layer; each part of them is a stack.
+STACKS = re.compile(r"(?:\.switch_mlp|\.experts\.switch_glu|\.experts)\.(gate_proj|up_proj|down_proj)$")
+# Regular expressions for the beginnings of names in mlx-lm's models with a part for language, and transformers' names.
+PREFIXES = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
+CONVOLUTION = "conv1d.weight"  # transformers: [C, 1, width], mlx-lm: [C, width, 1]
+# transformers multiplies with 1 + weight, and mlx-lm stores the sum.
+SHIFTED = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    "model.norm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+)
+SHIFTING = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # model types
+
+
+def hf_name(checkpoint: Checkpoint, name: str, expert: int | None = None) -> str:
+    """Returns the name that a tensor or a layer has in checkpoints of transformers.
+
+    Args:
+        checkpoint: a directory of mlx-lm.
+        name: the name in it.
+        expert: for a stack of experts, the index in the stack.
+    """
+    for pattern, new in PREFIXES:
+        name = re.sub(pattern, new, f"{name}.").removesuffix(".")
+    if expert is None:
+        return name
+    found = STACKS.search(name)
+    return f"{name}.{expert}" if found is None else f"{name[: found.start()]}.experts.{expert}.{found[1]}"
+
+
+def shift(checkpoint: Checkpoint, name: str) -> float:
+    """Returns what mlx-lm has added to a tensor."""
+    return 1.0 if checkpoint.config.get("model_type") in SHIFTING and name.endswith(SHIFTED) else 0.0
+
+
+def hf_values(checkpoint: Checkpoint, name: str, values: Tensor) -> Tensor:
+    """Returns the values that a tensor has in checkpoints of transformers."""
+    if name.endswith(CONVOLUTION) and values.dim() == 3 and values.shape[2] == 1:
+        return values.mT.contiguous()
+    return values - shift(checkpoint, name) if values.dim() == 1 and shift(checkpoint, name) else values

@@ -1,0 +1,38 @@
+"""Tells transformers what mlx-lm has changed in the names and values of the tensors that transformers itself loads."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter, WeightRenaming
+
+from torch_marlin_metal.checkpoints.directory import DirectoryReader
+from torch_marlin_metal.checkpoints.formats import mlx_names
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+
+
+class _Shift(ConversionOps):  # type: ignore[misc]
+    """Subtracts a number from a tensor."""
+
+    def __init__(self, by: float) -> None:
+        self._by = by
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+        """Returns the tensors under their names."""
+        named = {name: held[0] if isinstance(held, list) else held for name, held in input_dict.items()}
+        return {name: value - self._by if value.dim() == 1 else value for name, value in named.items()}
+
+
+def changes_back(reader: CheckpointReader) -> list[Any]:
+    """Returns transformers' conversions for a directory of mlx-lm, and none for another one."""
+    if not isinstance(reader, DirectoryReader) or reader.format.hf_name is not mlx_names.hf_name:
+        return []
+    names = [name for name in reader.tensor_files() if name.endswith(".weight")]
+    changes: list[Any] = [WeightRenaming(pattern, new) for pattern, new in mlx_names.PREFIXES]
+    if any(name.endswith(mlx_names.CONVOLUTION) for name in names):
+        pattern = mlx_names.CONVOLUTION
+        changes.append(WeightConverter(pattern, pattern, [Transpose(1, 2, check_dims=True)]))
+    for ending in mlx_names.SHIFTED:
+        by = mlx_names.shift(reader.checkpoint, ending)
+        if by and any(name.endswith(ending) for name in names):
+            changes.append(WeightConverter(ending.lstrip("."), ending.lstrip("."), [_Shift(by)]))
+    return changes
