@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.gguf_models import FAMILIES, IDS, model_of, write
 from tests.support.llama import MODELS, write_gguf
-from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized
+from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, convert, load_quantized
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
@@ -96,8 +96,8 @@ def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "family"), [("qwen3moe", "qwen3_moe"), ("gpt-oss", "gpt_oss")])
-def test_experts_of_a_mixed_file_are_not_stacked(architecture, family, tmp_path) -> None:
-    """llama.cpp's Q4_K_M keeps some down projections in more bits. These become floats, gate and up stay packed."""
+def test_only_the_stack_that_is_not_4_bit_becomes_floats(architecture, family, tmp_path) -> None:
+    """llama.cpp's Q4_K_M keeps some down projections in more bits. Gate and up stay packed beside them."""
     model = model_of(family)
     path = write(
         tmp_path / "m.gguf", architecture, model, lambda name: "Q8_0" if "blk.1.ffn_down_exps" in name else "Q4_0"
@@ -105,18 +105,12 @@ def test_experts_of_a_mixed_file_are_not_stacked(architecture, family, tmp_path)
     loaded = model_of(family)
     with pytest.warns(UserWarning, match=r"became floats: Q8_0 \(\d+%\)\. They"):
         report = load_quantized(loaded, path, progress=False)
-    packed, separate = (layer.mlp.experts for layer in loaded.model.layers)
-    assert isinstance(packed, MarlinExperts) and not isinstance(separate, MarlinExperts)
-    stack, *left = [layer for layer in report.left if "experts" in layer.name]
-    assert stack.name == "model.layers.1.mlp.experts" and stack.reason.startswith("runs one expert after the other: ")
-    assert len(left) == len(model.model.layers[1].mlp.experts.down_proj)
-    kinds = [type(module) for module in separate.modules()]
-    assert kinds.count(torch.nn.Linear) == len(left)
-    assert kinds.count(MarlinLinear) == len(left) * (2 if family == "qwen3_moe" else 1)
-    for layer, whole in zip(left, model.model.layers[1].mlp.experts.down_proj, strict=True):
-        assert "down" in layer.name and "Q8_0 is not a 4-bit type that is read" in layer.reason
-        weight = loaded.get_submodule(layer.name).weight
-        assert torch.equal(weight, whole if family == "qwen3_moe" else whole.T), layer.name
+    assert not [layer for layer in report.left if "experts" in layer.name]
+    packed, mixed = (layer.mlp.experts for layer in loaded.model.layers)
+    assert isinstance(packed, MarlinExperts) and isinstance(packed.down, ExpertWeights)
+    assert isinstance(mixed, MarlinExperts) and isinstance(mixed.gate_up, ExpertWeights)
+    whole = model.model.layers[1].mlp.experts.down_proj
+    assert torch.equal(mixed.down.weight, whole if family == "qwen3_moe" else whole.mT)
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a 4-bit type that is read"):

@@ -16,8 +16,8 @@ from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, Packe
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.float_experts import ExpertFinder
+from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights
 from torch_marlin_metal.load import loader
-from torch_marlin_metal.load.experts import SeparateExperts
 from torch_marlin_metal.load.placeholder import PendingLinear
 from torch_marlin_metal.models.empty_model import ModelMismatchError
 
@@ -110,17 +110,18 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None
     assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part
 
 
-def test_experts_that_cannot_be_stacked_run_separately_and_compute_the_same(tmp_path) -> None:
+def test_a_stack_with_an_excluded_layer_becomes_floats_alone_and_computes_the_same(tmp_path) -> None:
     expected = split_experts(tmp_path / "source")
     config = MarlinConfig(modules_to_not_convert="*.experts.2.w2")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32, quantization_config=config)
-    assert not [module for module in model.modules() if isinstance(module, MarlinExperts)]
+    stacks = [(type(own.gate_up), type(own.down)) for own in model.modules() if isinstance(own, MarlinExperts)]
+    assert stacks == [(ExpertWeights, FloatExpertWeights)] * 2
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["absent", "in floats"])
-def test_an_expert_that_is_not_packed_is_named(kind, tmp_path) -> None:
+def test_a_layer_that_is_absent_is_named_and_one_of_floats_is_read(kind, tmp_path) -> None:
     path = tmp_path / "source"
     split_experts(path)
     state = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -131,7 +132,15 @@ def test_an_expert_that_is_not_packed_is_named(kind, tmp_path) -> None:
     for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
         file.unlink()
     save_file(state, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelMismatchError, match=r"every expert .* got no .* for model\.layers\.1\..*\.3\.w1$"):
+    if kind == "in floats":
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        assert not any(info.values())
+        gate_up = model.model.layers[1].mlp.experts.gate_up
+        assert torch.equal(gate_up.gate.weight[3], state[f"{lost}.weight"]) and isinstance(gate_up.up, ExpertWeights)
+        return
+    with pytest.raises(
+        ModelMismatchError, match=r"the experts of a mixture lack the layers model\.layers\.1\..*\.3\.w1$"
+    ):
         AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -156,14 +165,14 @@ def test_experts_that_compute_something_else_are_left_alone() -> None:
     assert found == ("model.layers.0.mlp.experts", ("w1", "w3", "w2"))
 
 
-def test_ids_of_no_expert_add_nothing_where_experts_run_one_by_one(tmp_path) -> None:
+def test_ids_of_no_expert_add_nothing_where_a_stack_is_in_floats(tmp_path) -> None:
     stacked_experts(tmp_path / "source")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     config = MarlinConfig(modules_to_not_convert="model.layers.0.*.down_proj.2")
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32, quantization_config=config)
     stack, separate = (one.model.layers[0].mlp.experts for one in (model, other))
     assert isinstance(stack, MarlinExperts)
-    assert isinstance(separate, SeparateExperts)
+    assert isinstance(separate.down, FloatExpertWeights)
     ids, weights = torch.tensor([[1, -1], [4, 0], [-3, 9]]), torch.rand(3, 2)
     a = torch.randn(3, 64)
     with torch.no_grad():

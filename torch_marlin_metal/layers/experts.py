@@ -54,6 +54,12 @@ class ExpertWeights(PackedLayer):
         super().__init__(in_features, sum(sizes), bias, stack=(experts,), **options)
         self.experts, self.in_features, self.sizes = experts, in_features, tuple(sizes)
 
+    @property
+    def place(self) -> torch.device:
+        """Returns the device of the weights."""
+        device: torch.device = self.b_packed.device
+        return device
+
     @classmethod
     def from_packed(
         cls,
@@ -251,8 +257,9 @@ class MarlinExperts(nn.Module):
     one graph.
 
     Args:
-        gate_up: the weights of gate and up, of one part or two.
-        down: the weights of down.
+        gate_up: the weights of gate and up, of one part or two; or the stacks of `layers/mixed_experts.py`, with which
+            the host may wait for the device.
+        down: the weights of down; the same holds for them.
         activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`. If random input
             shows that `gated_activation` computes the same, that operator takes its place. If this is a module, it
             becomes a part of this one. If it is a method of a module, that module must be elsewhere in the model.
@@ -263,8 +270,8 @@ class MarlinExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: ExpertWeights,
-        down: ExpertWeights,
+        gate_up: Any,
+        down: Any,
         activation: Activation,
         top_k: int | None = None,
     ) -> None:
@@ -286,7 +293,8 @@ class MarlinExperts(nn.Module):
     @property
     def num_experts(self) -> int:
         """Returns the number of experts."""
-        return self.gate_up.experts
+        count: int = self.gate_up.experts
+        return count
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns `[T, H]`, the weighted sum over each token's experts.
@@ -315,7 +323,7 @@ class MarlinExperts(nn.Module):
 
     def inner(self, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
         """Returns `[T, top_k, I]`, the activated product with gate and up."""
-        if self._known is not None and not self._known.swapped:
+        if self._known is not None and not self._known.swapped and isinstance(self.gate_up, ExpertWeights):
             return self.gate_up(hidden_states, top_k_index, activation=self._known)  # type: ignore[no-any-return]
         return self.activate(self.gate_up(hidden_states, top_k_index))
 

@@ -10,12 +10,11 @@ from tqdm.auto import tqdm
 
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
-from torch_marlin_metal.layers.experts import StackError
+from torch_marlin_metal.layers.experts import ExpertWeights, StackError
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.load.door import Door, Split
-from torch_marlin_metal.load.experts import SeparateExperts
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
-from torch_marlin_metal.load.placeholder import PendingLinear
+from torch_marlin_metal.load.placeholder import PendingExperts, PendingLinear
 from torch_marlin_metal.load.places import ExpertsPlace, Place, Spot
 from torch_marlin_metal.load.plan import EXCLUDED, plan_load
 from torch_marlin_metal.load.share import FloatShare
@@ -75,7 +74,7 @@ class Loader:
                 elif spot.target.module._parameters.get("weight") is not None:
                     self.changes.hollow_out(spot.target.module)
         for experts in self.plan.experts.values():
-            self._replace(experts.target, SeparateExperts(experts.layers))
+            self._replace(experts.target, PendingExperts())
 
     def fill(self, split: Split | None = None) -> list[LayerReport]:
         """Reads the packed layers and puts them into their places. Returns a report of each.
@@ -92,13 +91,11 @@ class Loader:
         report: list[LayerReport] = []
         total = len(plan.places) + len(plan.experts)
         with tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress) as bar:
-            separate: list[Place] = []
             with keep_file_open():
                 for experts in plan.experts.values():
-                    report.append(self._fill_experts(experts, separate))
+                    report.append(self._fill_experts(experts))
                     bar.update()
-            bar.total += len(separate)
-            for place in sorted([*plan.places, *separate], key=lambda place: place.index):
+            for place in sorted(plan.places, key=lambda place: place.index):
                 with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
                     report += self._fill(place, split)
                 bar.update()
@@ -277,11 +274,10 @@ class Loader:
         sizes = (layer.out_features, layer.in_features)
         return LayerReport(spot.name, kind, sizes, layer.weight_format, layer.group_size, before, after)
 
-    def _fill_experts(self, experts: ExpertsPlace, separate: list[Place]) -> LayerReport:
-        """Reads the experts of a mixture into stacks.
+    def _fill_experts(self, experts: ExpertsPlace) -> LayerReport:
+        """Reads the experts of a mixture into stacks. A stack that no weight format holds becomes floats.
 
-        Weights are copied into the stack as they are read, so that only those of one expert exist beside it. Adds the
-        places of experts that cannot be stacked to `separate`.
+        Weights are copied into the stack as they are read, so that only those of one expert exist beside it.
         """
         target, door = experts.target, self._door
         kind = type(target.module).__name__
@@ -289,33 +285,52 @@ class Loader:
         if experts.dense:
             self._decode_experts(experts)
             return replace(entry, reason=experts.dense, bytes_after=module_bytes(target.module))
+        reasons: dict[str, str] = {}
 
-        def read(inner: str) -> PackedWeight:
+        def read(inner: str, floats: bool) -> PackedWeight | DenseWeight:
             name = f"{target.name}.{inner}"
-            if selects(door.exclude, name):
-                raise StackError(f"{name} stays in floats")
-            weight = self._reader.read(experts.indexes[inner])
-            if not isinstance(weight, PackedWeight):
-                raise StackError(f"{name}: {weight.reason if weight is not None else 'it is skipped'}")
-            return fit_weight(
-                door.op, name, experts.shapes[inner], weight, device=door.device_of(name), dtype=door.dtype
-            )
+            if not floats and selects(door.exclude, name):
+                raise StackError(EXCLUDED)
+            return self._fit_expert(name, experts, inner)
 
-        try:
-            with torch.inference_mode(False):
-                stack = experts.layers.pack(read, door.dtype)
-        except StackError as error:
-            self._warn(f"{target.name} runs one expert after the other: {error.reason}")
-            room = self._model.get_submodule(target.name)
-            assert isinstance(room, SeparateExperts)
-            for inner, linear, shape in room.separate():
-                name = f"{target.name}.{inner}"
-                dense = EXCLUDED if selects(door.exclude, name) else ""
-                separate.append(Place(experts.indexes[inner], name, Spot(Target([name], linear), shape), dense=dense))
-            return replace(entry, reason=f"runs one expert after the other: {error.reason}")
+        def became_floats(reason: str, inner: str, kind: str, held: int) -> None:
+            reasons[inner] = reason
+            if inner in experts.indexes and reason != EXCLUDED:
+                self._share.add(experts.indexes[inner], kind or reason, held)
+
+        with torch.inference_mode(False):
+            stack = experts.layers.pack(read, door.dtype, became_floats)
         self._put(target, stack)
-        entry = replace(entry, weight_format=stack.down.weight_format, group_size=stack.down.group_size)
+        packed = [part for part in stack.modules() if isinstance(part, ExpertWeights)]
+        if not packed:
+            return replace(entry, reason=next(iter(reasons.values())), bytes_after=module_bytes(stack))
+        entry = replace(entry, weight_format=packed[-1].weight_format, group_size=packed[-1].group_size)
         return replace(entry, bytes_after=module_bytes(stack))
+
+    def _fit_expert(self, name: str, experts: ExpertsPlace, inner: str) -> PackedWeight | DenseWeight:
+        """Reads the weight of one layer of an expert, on its device."""
+        door, shape = self._door, experts.shapes[inner]
+        device = door.device_of(name) or real_device(shape.device)
+        weight: PackedWeight | DenseWeight | None
+        if inner in experts.floats:
+            values, bias = experts.floats[inner]
+            weight = DenseWeight(name, values(), None if bias is None else bias(), "floats in the checkpoint")
+        else:
+            weight = self._reader.read(experts.indexes[inner])
+        if weight is None:
+            raise ModelMismatchError(
+                f"{door.op}: layer {name!r}: it cannot be packed, and on_unsupported='skip' cannot leave out a part of "
+                "a mixture's experts"
+            )
+        if isinstance(weight, PackedWeight):
+            return fit_weight(door.op, name, shape, weight, device=device, dtype=door.dtype)
+        if list(weight.weight.shape) != [shape.N, shape.K]:
+            raise ModelMismatchError(
+                f"{door.op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the "
+                f"checkpoint's is {list(weight.weight.shape)}"
+            )
+        held = fit_bias(door.op, name, shape.bias, weight.bias)
+        return replace(weight, weight=weight.weight.to(device), bias=None if held is None else held.to(device))
 
     def _decode_experts(self, experts: ExpertsPlace) -> None:
         """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""

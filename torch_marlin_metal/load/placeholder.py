@@ -36,3 +36,11 @@ class PendingLinear(nn.Module):
     def forward(self, a: Tensor) -> NoReturn:
         """Raises an error, because the model is not loaded yet."""
         raise RuntimeError("a model was used before its 4-bit layers were loaded")
+
+
+class PendingExperts(nn.Module):
+    """Holds the place of the packed experts of a mixture; it has no parameters."""
+
+    def forward(self, *args: Tensor) -> NoReturn:
+        """Raises an error, because the model is not loaded yet."""
+        raise RuntimeError("a model was used before its 4-bit experts were loaded")

@@ -62,13 +62,15 @@ class Place:
 class ExpertsPlace:
     """An experts module, with the shape of each of its layers and the layer's index in the reader.
 
-    `dense` is why the whole module becomes floats, or "".
+    `dense` is why the whole module becomes floats, or "". `floats` has the functions that read the weight and the bias
+    of each layer that the checkpoint has in floats.
     """
 
     target: Target
     layers: ExpertLayers
     shapes: dict[str, LinearShape]
     indexes: dict[str, int] = field(default_factory=dict)
+    floats: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor] | None]] = field(default_factory=dict)
     dense: str = ""
 
 

@@ -149,16 +149,16 @@ class _Planner:
         experts.indexes[inner] = index
 
     def _whole_experts(self) -> None:
-        """Refuses mixtures that are packed only in part, and decides which ones become floats as a whole."""
+        """Refuses mixtures that lack a layer, and decides which ones become floats as a whole."""
+        if any(experts.shapes.keys() - experts.indexes for experts in self._plan.experts.values()):
+            self._float_experts()
         lost = [
             f"{name}.{inner}"
             for name, experts in self._plan.experts.items()
-            for inner in experts.shapes.keys() - experts.indexes
+            for inner in experts.shapes.keys() - experts.indexes.keys() - experts.floats.keys()
         ]
         if lost:
-            raise self._error(
-                f"expected every expert of a mixture in 4 bit or none, got no packed weight for {listing(lost)}"
-            )
+            raise self._error(f"the experts of a mixture lack the layers {listing(lost)}")
         decodes = self._reader.options.on_unsupported == "dequantize"
         for name, experts in self._plan.experts.items():
             if any(selects(self._door.exclude, own, experts.target.module) for own in experts.target.names):
@@ -167,6 +167,23 @@ class _Planner:
                 experts.dense = experts.layers.why_unknown
             elif experts.layers.why_unknown:
                 raise self._error(f"experts {name!r}: {experts.layers.why_unknown}; {self._decodes()}")
+
+    def _float_experts(self) -> None:
+        """Finds the layers of experts that the checkpoint has in floats, beside packed ones."""
+        tensors = {source: read for source, read, kind in self._others if kind in FLOATS}
+        taken = set()
+        for source in tensors:
+            layer = source.removesuffix(".weight")
+            name = self._find(layer) if layer != source else None
+            found = None if name is None or name in self._targets else self._finder.find(name)
+            experts = None if found is None else self._plan.experts.get(self._targets[found[0]].name)
+            if found is None or experts is None or name is None:
+                continue
+            inner = name.removeprefix(f"{found[0]}.")
+            if inner in experts.shapes and inner not in experts.indexes:
+                experts.floats[inner] = tensors[source], tensors.get(f"{layer}.bias")
+                taken |= {source, f"{layer}.bias"}
+        self._others = [other for other in self._others if other[0] not in taken]
 
     def _decodes(self) -> str:
         return f"{typed('on_unsupported', 'dequantize')} decodes it to floats"

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from torch_marlin_metal.checkpoints.reader import DenseWeight
 from torch_marlin_metal.layers.activation import Activation
+from torch_marlin_metal.layers.common_format import stack_exactly
 from torch_marlin_metal.layers.experts import COLUMNS, ExpertWeights, MarlinExperts, StackError, difference
 from torch_marlin_metal.layers.experts_proof import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
+from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights, JoinedExpertWeights
 from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
@@ -138,36 +141,98 @@ class ExpertLayers:
         """Returns the model's activation, which takes gate and up `[..., 2 * I]` and returns `[..., I]`."""
         return Gate(self.gate_module)
 
-    def stack(
-        self, number: int, weights: Iterable[Sequence[PackedWeight]], dtype: torch.dtype | None = None
-    ) -> ExpertWeights:
+    def stack(self, number: int, weights: Iterable[Sequence[PackedWeight]]) -> ExpertWeights:
         """Makes the stack of gate and up (`number` 0) or of down (1) from the parts of one expert after the other."""
         own = self.shapes[number].dtype
-        return ExpertWeights.from_packed(
-            weights, experts=self.count, dtype=dtype or (own if own in FLOAT_DTYPES else None)
-        )
+        return ExpertWeights.from_packed(weights, experts=self.count, dtype=own if own in FLOAT_DTYPES else None)
 
-    def pack(self, read: Callable[[str], PackedWeight], dtype: torch.dtype | None = None) -> "NamedExperts":
-        """Makes the stack of all experts, from one expert at a time.
+    def pack(
+        self,
+        read: Callable[[str, bool], PackedWeight | DenseWeight],
+        dtype: torch.dtype | None = None,
+        floats: Callable[[str, str, str, int], None] = lambda reason, name, kind, held: None,
+    ) -> "NamedExperts":
+        """Makes the stacks of all experts, from one expert at a time. Each stack that can be packed is packed.
 
         Args:
-            read: returns the weight of the layer with a name.
-            dtype: dtype of the biases; None means the dtype that they have in the model.
+            read: returns the weight of the layer with a name. The second argument tells whether it becomes floats. If
+                not, the function may raise StackError for a layer that becomes floats by choice.
+            dtype: dtype of the biases and of a stack in floats; None means the dtype that they have in the model.
+            floats: is told, of each layer that becomes floats: why its stack does, the layer's name, its
+                `DenseWeight.kind` or "" for a packed layer, and its bytes.
 
         Raises:
-            StackError: the weights cannot be stacked, or the model does something else with its experts.
+            StackError: the model does something else with its experts.
         """
         if self.why_unknown:
             raise StackError(self.why_unknown)
+        stacks = [self._stack(number, read, dtype, floats) for number in range(len(WEIGHTS))]
+        joined = self.alternates and not isinstance(stacks[0], JoinedExpertWeights)
+        return NamedExperts(replace(self, parts=(), alternates=False) if joined else self, *stacks)
 
-        def parts(number: int, index: int) -> list[PackedWeight]:
-            found = [read(name) for name in self.names(index)[number]]
-            return [self._alternated(found)] if self.alternates and number == 0 else found
+    def _stack(self, number: int, read: Any, dtype: torch.dtype | None, floats: Any) -> Any:
+        """Makes the stack of gate and up (`number` 0) or of down (1)."""
+        own = self.shapes[number].dtype
+        kept = dtype or (own if own in FLOAT_DTYPES else None)
+        names = [self.names(index)[number] for index in range(self.count)]
+        reasons: list[str] = []
 
-        stacks = [
-            self.stack(number, map(partial(parts, number), range(self.count)), dtype) for number in range(len(WEIGHTS))
+        def packed(part: int | None) -> ExpertWeights | None:
+            def parts(layers: Sequence[str]) -> Sequence[PackedWeight]:
+                found = [self._packed(read, name) for name in (layers if part is None else [layers[part]])]
+                return [self._alternated(found)] if self.alternates and len(found) > 1 else found
+
+            try:
+                return stack_exactly(lambda: map(parts, names), self.count, kept)
+            except StackError as error:
+                reasons.append(error.reason)
+                return None
+
+        whole = packed(None)
+        if whole is not None:
+            return whole
+        apart = [packed(part) for part in range(len(names[0]))] if len(names[0]) > 1 else [None]
+        if not any(apart):
+            return self._floats(number, names, read, kept, partial(floats, reasons[0]))
+        made = [
+            self._floats(number, [[layers[part]] for layers in names], read, kept, partial(floats, reasons[-1]))
+            if stack is None
+            else stack
+            for part, stack in enumerate(apart)
         ]
-        return NamedExperts(replace(self, parts=(), alternates=False) if self.alternates else self, *stacks)
+        return JoinedExpertWeights(made[0], made[1], self.alternates)
+
+    def _packed(self, read: Any, name: str) -> PackedWeight:
+        weight = read(name, False)
+        if not isinstance(weight, PackedWeight):
+            raise StackError(f"{name}: {weight.reason}")
+        return weight
+
+    def _floats(
+        self, number: int, names: Sequence[Sequence[str]], read: Any, dtype: torch.dtype | None, floats: Any
+    ) -> FloatExpertWeights:
+        """Makes a stack of floats from its layers' names for one expert after the other."""
+        values: Tensor | None = None
+        biases: Tensor | None = None
+        sizes: list[int] = []
+        for index, layers in enumerate(names):
+            found = [read(layer, True) for layer in layers]
+            kind = dtype or self.shapes[number].dtype
+            columns = [weight.dequantize(kind) for weight in found]
+            whole = self.join(number, columns) if len(columns) > 1 else columns[0]
+            given = [weight.bias for weight in found if weight.bias is not None]
+            if values is None:
+                sizes = [part.shape[1] for part in columns]
+                values = whole.new_empty(self.count, whole.shape[1], whole.shape[0])
+                biases = whole.new_empty(self.count, whole.shape[1]) if given else None
+            values[index] = whole.T
+            if biases is not None:
+                biases[index] = self.join(number, given) if len(given) > 1 else given[0]
+            for layer, weight, part in zip(layers, found, columns, strict=True):
+                floats(layer, getattr(weight, "kind", ""), part.nbytes)
+            del found, columns, whole, given, weight, part  # only the weights of one expert exist beside the stack
+        assert values is not None
+        return FloatExpertWeights(values, biases, sizes if not self.alternates else [sum(sizes)])
 
     def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Returns one weight with the columns of gate and up in turn."""
@@ -186,17 +251,35 @@ class ExpertLayers:
 class NamedExperts(MarlinExperts):
     """`MarlinExperts` in the place of a model's experts module, with the names that its layers have in checkpoints."""
 
-    def __init__(self, layers: ExpertLayers, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+    def __init__(self, layers: ExpertLayers, gate_up: Any, down: Any) -> None:
         top_k = getattr(getattr(layers.gate_module, "config", None), "num_experts_per_tok", None)
         super().__init__(gate_up, down, layers.gate, top_k)
         self._layers = layers
 
+    def _named(self, index: int) -> Iterator[tuple[str, Any, int]]:
+        """Yields the name in this module of each layer of an expert, the stack that holds it, and its part of it."""
+        for stack, names in zip((self.gate_up, self.down), self._layers.names(index), strict=True):
+            for part, name in enumerate(names):
+                apart = isinstance(stack, JoinedExpertWeights)
+                yield name, stack.parts[part] if apart else stack, 0 if apart else part
+
     def named_layers(self, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-        """Yields the name in this module and the weight of each expert's layers; `copy` as in `to_packed`."""
+        """Yields the name in this module and the weight of each packed layer; `copy` as in `to_packed`."""
         for index in range(self.num_experts):
-            for stack, names in zip((self.gate_up, self.down), self._layers.names(index), strict=True):
-                for part, name in enumerate(names):
+            for name, stack, part in self._named(index):
+                if isinstance(stack, ExpertWeights):
                     yield name, stack.to_packed(index, part, copy=copy)
+
+    def named_floats(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name in this module and the values of each weight and bias of experts in floats."""
+        for index in range(self.num_experts):
+            for name, stack, part in self._named(index):
+                if isinstance(stack, FloatExpertWeights):
+                    start = sum(stack.sizes[:part])
+                    columns = slice(start, start + stack.sizes[part])
+                    yield f"{name}.weight", stack.weight.detach()[index, columns].clone()
+                    if stack.bias is not None:
+                        yield f"{name}.bias", stack.bias.detach()[index, columns].clone()
 
     def to_floats(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model's own experts module with the decoded weights."""
@@ -221,7 +304,7 @@ def pack_experts(experts: nn.Module, quantize: Callable[[str, Tensor], PackedWei
     """
     layers = ExpertLayers.of(experts)
 
-    def packed(name: str) -> PackedWeight:
+    def packed(name: str, floats: bool) -> PackedWeight:
         kind, index = name.split(".")
         stack, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")
         assert stack is not None

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.layers.experts import MarlinExperts
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
@@ -58,9 +58,11 @@ def prepare(
     mixtures: Tasks = {}
     products: Tasks = {}
     for experts in model.modules():
-        if isinstance(experts, MarlinExperts) and experts.top_k and experts.down.b_packed.device.type == "mps":
+        if isinstance(experts, MarlinExperts) and experts.top_k and experts.down.place.type == "mps":
             for M in rows:
                 for stack in (experts.gate_up, experts.down):
+                    if not isinstance(stack, ExpertWeights):
+                        continue  # the first call compiles its kernels
                     is_down, kind = stack is experts.down, dtype or stack.dtype
                     kind = experts.down_dtype or kind if is_down else kind
                     task = partial(_run_without_experts, experts, M, experts.top_k, kind, is_down)
@@ -111,7 +113,7 @@ def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torc
     The activation runs after the product of gate and up.
     """
     stack = experts.down if is_down else experts.gate_up
-    device = stack.b_packed.device
+    device = stack.place
     ids = torch.full((T, top_k), -1, device=device)
     size = (T, top_k, stack.in_features) if is_down else (T, stack.in_features)
     a = torch.zeros(size, dtype=dtype, device=device)

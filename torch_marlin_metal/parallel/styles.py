@@ -308,6 +308,8 @@ class MarlinExpertParallel(PackedStyle):
                 f"{count}"
             )
         for stack in (module.gate_up, module.down):
+            if not isinstance(stack, ExpertWeights):
+                raise TypeError("MarlinExpertParallel: expected packed experts, got experts with a stack in floats")
             tensors: dict[str, Any] = {name: stack._buffers[name] for name in WEIGHT_TENSORS}
             check_weight(
                 "MarlinExpertParallel",

@@ -37,7 +37,7 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
     def get_param(self) -> Tensor:
         """Returns a tensor with the shape `[E, N, K]`, device and dtype of the stack, in almost no memory."""
         stack = self._weight()
-        hollow = torch.empty((), device=stack.b_packed.device, dtype=stack.dtype)
+        hollow = torch.empty((), device=stack.place, dtype=stack.dtype)
         return hollow.expand(stack.experts, sum(stack.sizes), stack.in_features)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
@@ -83,7 +83,11 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
         return scaled
 
     def _weight(self) -> ExpertWeights:
-        stack: ExpertWeights = getattr(self.get_base_layer(), STACKS[self.parameter_name])
+        stack = getattr(self.get_base_layer(), STACKS[self.parameter_name])
+        if not isinstance(stack, ExpertWeights):
+            raise ValueError(
+                f"{self.parameter_name}: expected one packed stack for an adapter, got {type(stack).__name__}"
+            )
         return stack
 
     def _set_weight(self, weight: ExpertWeights) -> None:

@@ -20,7 +20,7 @@ from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.mlx import changes_back
 from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import split_of
-from torch_marlin_metal.layers.float_experts import is_stack
+from torch_marlin_metal.layers.float_experts import WEIGHTS, is_stack
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import EXPERT, Loader, read_ahead
 from torch_marlin_metal.models.empty_model import listing
@@ -98,6 +98,8 @@ class PackedCheckpoint:
         dense = {name for name, _, _ in self.reader.others()}
         kept = {name.removeprefix(plan.prefix) for name in self.reader.tensor_files().keys() - dense}
         packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number
+        # transformers merges experts' floats, which the loader reads itself.
+        packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
         reported = packed | loaded_names(packed, conversions)
         model._keys_to_ignore_on_load_unexpected |= {
             "^" + re.sub(r"\d+", r"\\d+", re.escape(n)) + "$" for n in reported

@@ -242,6 +242,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         stacks = [name for name, module in model.named_modules() if isinstance(module, NamedExperts)]
         inside = tuple(f"{name}." for name in (*everywhere, *stacks))
         state = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
+        for name in stacks:
+            state |= {f"{name}.{inner}": tensor for inner, tensor in model.get_submodule(name).named_floats()}
         for name in everywhere:
             if name not in packed and (bias := model.get_submodule(name).bias) is not None:
                 state[f"{name}.bias"] = bias.detach()
