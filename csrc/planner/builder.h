@@ -58,6 +58,7 @@ struct VariantRules {
 
   // "auto" may take it without a measurement, and for products with experts without its name in a tuner's table
   bool is_automatic = true;
+  bool rounds_weight = false;       // to the activations' type
   bool has_rows_along_x = false;    // in products with experts, the grid's x counts rows, otherwise columns
   bool has_32_bit_offsets = false;  // between the activations of products with experts
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles

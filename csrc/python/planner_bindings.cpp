@@ -212,7 +212,7 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
   py::list dispatches;
   for (size_t i = 0; i < total.dispatches.size(); ++i)
     dispatches.append(dispatch_dict(&plan.dispatches.at(i), total.dispatches[i]));
-  return py::make_tuple(name(tiling), total.seconds, dispatches, applies_gate(plan));
+  return py::make_tuple(name(tiling), total.seconds, dispatches, plan.applies_gate);
 }
 
 using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;
@@ -223,7 +223,13 @@ void add_planner(py::module_& m) {
   m.def("chips", &chips);
   m.def("gpu_families", &gpu_families);
   m.def("kernel_counts", &kernel_counts);
-  m.def("gemm_variants", [] { return std::vector<std::string>(kGemmVariants.begin(), kGemmVariants.end()); });
+  // Returns for each variant, in the planner's order, whether it rounds the weight.
+  m.def("gemm_variants", [] {
+    py::dict rounds;
+    for (std::string_view text : kGemmVariants)
+      rounds[py::str(text)] = rounds_weight(*variant_of(text));
+    return rounds;
+  });
   // Returns the (chip, cores) that the planner uses for a GPU with this name and number of cores.
   m.def("gpu_device", [](const std::string& name, uint32_t cores) {
     const GpuDevice device = gpu_device(name, cores, this_system().family);

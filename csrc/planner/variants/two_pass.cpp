@@ -25,6 +25,7 @@ constinit const VariantRules two_pass_variant{
     .build = build_two_pass,
     .threadgroup_bytes = [](const Tiling&, const GemmProblem&, uint32_t) { return 0U; },
     .is_automatic = false,  // it rounds the weights
+    .rounds_weight = true,
 };
 
 }  // namespace marlin
