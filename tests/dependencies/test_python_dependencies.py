@@ -75,6 +75,24 @@ def test_imports_follow_the_table() -> None:
     assert not unused, f"arrows that nothing needs: {unused}"
 
 
+def test_programs_of_the_laboratory_import_the_software_device_before_the_package() -> None:
+    """Otherwise the package's extension is already loaded without the device, and softmetal raises an error."""
+    checked = 0
+    for path in (PACKAGE.parent / "lab").rglob("*.py"):
+        if not any(imports(path, root) for root in ("softmetal", "tests")):
+            continue
+        first = [
+            name.split(".")[0]
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        ]
+        order = [name for name in first if name in ("softmetal", "lab", "torch_marlin_metal")]
+        assert order == [] or order[0] == "softmetal", path
+        checked += bool(order)
+    assert checked >= 5
+
+
 def modules(root: Path) -> dict[str, Path]:
     """Returns the files of a package by their names as modules; a folder's `__init__.py` has the folder's name."""
     found = {}
