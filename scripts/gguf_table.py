@@ -28,9 +28,10 @@ BLOCKS = 64
 READ = (
     *("llama", "llama4", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gpt-oss"),
     *("gemma", "gemma2", "gemma3", "gemma4", "phi2", "phi3", "starcoder2", "stablelm", "olmo2", "olmoe"),
-    *("command-r", "granite", "smollm3", "nemotron"),
+    *("command-r", "granite", "smollm3", "nemotron", "cohere2", "granitemoe", "arcee", "olmo", "seed_oss", "ernie4_5"),
+    *("exaone4", "glm4", "glm4moe", "lfm2", "dots1", "minimax-m2", "hunyuan-dense"),
 )
-MODEL_TYPES = {"phi2": "phi", "command-r": "cohere"}
+MODEL_TYPES = {"phi2": "phi", "command-r": "cohere", "hunyuan-dense": "hunyuan_v1_dense"}
 # Settings for classes whose default config has not all kinds of layers, or cannot be built.
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama4": {"num_hidden_layers": 2, "moe_layers": [1]},
@@ -40,12 +41,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 64,
     },
+    "glm4moe": {"use_qk_norm": True},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "hunyuan-dense": {"head_dim": 128},
     "nemotron": {"num_attention_heads": 48, "num_key_value_heads": 8},
 }
 # Names of gguf for endings of transformers' names, where gguf's table has none.
 SILENT = {
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",

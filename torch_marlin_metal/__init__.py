@@ -13,14 +13,6 @@ from torch_marlin_metal.extension import CpuCapability, cpu_capability  # before
 
 # isort: split
 from torch_marlin_metal import convert, extension
-from torch_marlin_metal.decoder_ops import (
-    add_rms_norm,
-    gated_activation,
-    moe_gemm_gated,
-    rms_norm,
-    rotary,
-    write_cache,
-)
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS, WeightFormat, weight_format
 from torch_marlin_metal.fuse.layers import FusedLayersReport, fuse_layers
 from torch_marlin_metal.gpu.planning import plan
@@ -31,14 +23,24 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.load.quantized import load_quantized
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.quantize import quantize_model, replace_linear_layers
-from torch_marlin_metal.ops import dequantize, embedding, gemm, gemm_transposed, moe_gemm
+from torch_marlin_metal.ops.decoder import add_rms_norm, gated_activation, rms_norm, rotary, write_cache
+from torch_marlin_metal.ops.experts import moe_gemm, moe_gemm_gated
+from torch_marlin_metal.ops.gemm import gemm, gemm_transposed
+from torch_marlin_metal.ops.mlstm import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
+from torch_marlin_metal.ops.weights import (
+    awq_repack,
+    awq_unpack_zeros,
+    dequantize,
+    embedding,
+    gptq_repack,
+    gptq_unpack_zeros,
+    transpose_words,
+)
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 from torch_marlin_metal.repack import gptq_perm
-from torch_marlin_metal.repack_ops import awq_repack, awq_unpack_zeros, gptq_repack, gptq_unpack_zeros, transpose_words
 from torch_marlin_metal.version import __version__
 from torch_marlin_metal.xlstm.layer import MLSTMCell, MLSTMLayer
-from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
 
 __all__ = [
     "GROUP_SIZES",

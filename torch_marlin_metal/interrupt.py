@@ -1,7 +1,8 @@
 """Lets Ctrl-C end the command line while it imports torch, which takes seconds.
 
-Importing any module of the package imports torch, so `cli.main` begins too late to handle Ctrl-C during that import.
-The package therefore imports this module before torch. In programs other than the command line, it changes nothing.
+Importing any module of the package imports torch, so `cli.main.main` begins too late to handle Ctrl-C during that
+import. The package therefore imports this module before torch. In programs other than the command line, it changes
+nothing.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Packs and unpacks codes, inverts every repacking operator, and makes GPTQ's act-order permutation.
 
 Exporters and tests use these functions, which are pure PyTorch and run on any device. Loading a model uses the
-operators (repack_ops.py).
+operators (ops/weights.py).
 """
 
 import warnings
@@ -12,7 +12,7 @@ from torch import Tensor
 
 CODES_PER_WORD = 8
 # Version 1 of GPTQ's format stores each zero point minus 1. The rule says which zero point a stored nibble of 15 stands
-# for; see `repack_ops.gptq_unpack_zeros`.
+# for; see `ops.weights.gptq_unpack_zeros`.
 ZerosRule = Literal["word", "masked", "unmasked"]
 # AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -39,6 +39,9 @@ struct GemmTile {
 // declares its own.
 std::span<const GemmTile> gemm_tiles();
 
+// Returns true if the variant rounds the weight to the activations' type before it multiplies.
+bool rounds_weight(GemmVariant variant);
+
 // Returns true if the variant has kernels that multiply with the weights of experts.
 bool computes_experts(GemmVariant variant);
 

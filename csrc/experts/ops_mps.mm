@@ -89,7 +89,7 @@ std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& wei
   products.problem.gate = gate;
   const std::shared_ptr<const CompiledPlan> compiled = find_plan(products.problem, a);
   const int64_t T = expert_ids.size(0);
-  if (!applies_gate(compiled->plan) || first_part(compiled->plan, T) < T) return std::nullopt;
+  if (!compiled->plan.applies_gate || first_part(compiled->plan, T) < T) return std::nullopt;
   Tensor out = at::empty({T, expert_ids.size(1), weight.b_packed.size(2) / 2}, a.options());
   products.bindings[kSlotA] = products.rows;
   products.bindings[kSlotOut] = out;

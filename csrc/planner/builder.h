@@ -56,6 +56,7 @@ struct VariantRules {
   // the variant multiplies all operands on all devices.
   std::string (*refusal)(const GemmProblem& problem, const GpuDevice& device) = nullptr;
 
+  bool rounds_weight = false;       // to the activations' type
   bool has_rows_along_x = false;    // in products with experts, the grid's x counts rows, otherwise columns
   bool has_32_bit_offsets = false;  // between the activations of products with experts
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles

@@ -46,6 +46,10 @@ std::span<const GemmTile> gemm_tiles() {
   return tiles;
 }
 
+bool rounds_weight(GemmVariant variant) {
+  return rules_of(variant).rounds_weight;
+}
+
 bool computes_experts(GemmVariant variant) {
   return rules_of(variant).add_expert_tilings != nullptr;
 }

@@ -217,7 +217,7 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
   const double rows = double(product.M) * product.weight.K * element_bytes(product.activations);
   const double distinct = problem.a_slot_stride == 0 ? rows / problem.top_k : rows;
   const double written = combines(tiling, problem) ? 4.0 * product.M * product.weight.N
-                                                   : output_bytes(product, adds_slots(tiling) ? tokens : product.M);
+                                                   : output_bytes(product, adds_up_tokens(tiling) ? tokens : product.M);
   // Blocks of an expert are next to each other, so one expert's weight is read between two of them.
   const double times = rules.has_rows_along_x ? 1 : std::max(1.0, routing.blocks / routing.experts);
   const double bytes =
@@ -227,7 +227,7 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
   const uint32_t unit = rules.row_unit != 0 ? rules.row_unit : tiling.tile.M;
   const double used = unit * expected_routing(tokens, problem.top_k, problem.experts, unit).blocks / routing.blocks;
   const auto threadgroups =
-      columns * (adds_slots(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
+      columns * (adds_up_tokens(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
   const Blocks blocks = blocks_of(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
   found.seconds.push_back(
       together(memory_seconds(bytes, routing.experts * weight, device), core_seconds(blocks, device)));

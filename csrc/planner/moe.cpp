@@ -52,9 +52,7 @@ Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const Gpu
   const MoeParams params = params_of(tiling, problem);
   const uint32_t N = product.weight.N;
   const uint32_t columns = ceil_divide(N, tiling.tile.N);
-  const uint32_t rows = sorts_pairs(tiling)                        ? params.blocks
-                        : tiling.kernel == Kernel::moe_gemv_reduce ? token_count(problem)
-                                                                   : product.M;
+  const uint32_t rows = sorts_pairs(tiling) ? params.blocks : adds_up_tokens(tiling) ? token_count(problem) : product.M;
   const Extent grid = rules_of(tiling.variant).has_rows_along_x ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
   Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
   dispatch.params = params;
@@ -108,17 +106,14 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   return *std::ranges::min_element(tilings, {}, seconds);
 }
 
-bool applies_gate(const Plan& plan) {
-  return plan.dispatches.back().instance.kernel == Kernel::moe_gemv_gated;
-}
-
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
   Dispatch products = moe_dispatch(tiling, problem, device);
   // The activation changes neither the tiling nor the estimated time: it adds little to the end of a threadgroup.
-  if (problem.gate.present && tiling.kernel == Kernel::moe_gemv && product.weight.N % kGemvColumns == 0) {
+  plan.applies_gate = problem.gate.present && !sorts_pairs(tiling) && product.weight.N % kGemvColumns == 0;
+  if (plan.applies_gate) {
     products.instance.kernel = Kernel::moe_gemv_gated;
   }
   if (sorts_pairs(tiling)) {

@@ -44,17 +44,6 @@ Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device) {
                           .seconds = traffic_seconds(problem.count * bytes_of_a_row, device)}}};
 }
 
-namespace {
-
-// Bytes that a thread of a repack kernel reads and writes; variants.h says what a thread does.
-double repacked_bytes(Kernel kernel) {
-  if (kernel == Kernel::gptq_repack) return 2 * sizeof(uint32_t);
-  if (kernel == Kernel::awq_repack) return 2 * kCodesPerWord * sizeof(uint32_t);
-  return sizeof(uint32_t) + kCodesPerWord;
-}
-
-}  // namespace
-
 Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
   const std::string_view op = info(problem.kernel).name;
   if (info(problem.kernel).library != "weights/repack")
@@ -66,7 +55,7 @@ Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
       .grid = elementwise_grid(problem.columns, problem.rows),
       .threads = kElementwiseThreads,
       .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0},
-      .seconds = traffic_seconds(repacked_bytes(problem.kernel) * problem.rows * problem.columns, device)};
+      .seconds = traffic_seconds(double(problem.thread_bytes) * problem.rows * problem.columns, device)};
   dispatch.constants[kConstantHasPerm] = problem.has_perm;
   return {.dispatches = {std::move(dispatch)}};
 }

@@ -37,6 +37,7 @@ struct Plan {
   uint32_t block_words = 0;          // words of workspace for kSlotBlocks
   // True for two_pass: the dispatches write the weight as [K, N] in the activations' type, and the caller multiplies.
   bool dense_product = false;
+  bool applies_gate = false;  // true if the dispatches include the gated activation of the problem
 };
 
 // Returns the predicted time of all dispatches on the GPU.
@@ -49,8 +50,6 @@ Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevic
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device);
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device);
-// Returns true if a plan of plan_moe includes the gated activation of its problem.
-bool applies_gate(const Plan& plan);
 Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device);
 Plan plan_repack(const RepackProblem& problem, const GpuDevice& device);
 Plan plan_probe();

@@ -84,18 +84,18 @@ std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDe
 
 // Returns true if moe_sort must first divide the pairs into blocks of rows.
 constexpr bool sorts_pairs(const Tiling& tiling) {
-  return tiling.kernel != Kernel::moe_gemv && tiling.kernel != Kernel::moe_gemv_reduce;
+  return declares(tiling.kernel, kSlotBlocks);
 }
 
-// Returns true if a threadgroup computes all slots of a token, and adds them.
-constexpr bool adds_slots(const Tiling& tiling) {
-  return tiling.kernel == Kernel::moe_gemv_reduce;
+// Returns true if the kernel that multiplies also weighs and adds up the products of each token.
+constexpr bool adds_up_tokens(const Tiling& tiling) {
+  return declares(tiling.kernel, kSlotRowWeights);
 }
 
 // Returns true if a second kernel, moe_reduce, multiplies the pairs' fp32 products by row weights, or adds them up for
 // each token.
 constexpr bool combines(const Tiling& tiling, const MoeProblem& problem) {
-  return (problem.reduce || problem.has_row_weights) && !adds_slots(tiling);
+  return (problem.reduce || problem.has_row_weights) && !adds_up_tokens(tiling);
 }
 
 // Returns the tiling of a product with experts that has the least estimated time. Throws like gemm_tilings.

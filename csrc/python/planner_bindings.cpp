@@ -203,7 +203,7 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
   const GpuDevice device{cores, true, &chip_of(chip)};
   const Tiling tiling = moe_tiling(problem, device);
   const Plan plan = plan_moe(problem, device);
-  return py::make_tuple(name(tiling), dispatch_list(plan, tiling, problem.product, device), applies_gate(plan));
+  return py::make_tuple(name(tiling), dispatch_list(plan, tiling, problem.product, device), plan.applies_gate);
 }
 
 using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;
@@ -213,7 +213,13 @@ using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32
 void add_planner(py::module_& m) {
   m.def("chips", &chips);
   m.def("gpu_families", &gpu_families);
-  m.def("gemm_variants", [] { return std::vector<std::string>(kGemmVariants.begin(), kGemmVariants.end()); });
+  // Returns for each variant, in the planner's order, whether it rounds the weight.
+  m.def("gemm_variants", [] {
+    py::dict rounds;
+    for (std::string_view text : kGemmVariants)
+      rounds[py::str(text)] = rounds_weight(*variant_of(text));
+    return rounds;
+  });
   // Returns the (chip, cores) that the planner uses for a GPU with this name and number of cores.
   m.def("gpu_device", [](const std::string& name, uint32_t cores) {
     const GpuDevice device = gpu_device(name, cores, this_system().family);

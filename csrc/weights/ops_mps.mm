@@ -46,16 +46,19 @@ Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::Scala
   return out;
 }
 
-// Runs one of the four kernels in repack.metal: reads [rows, columns] words and writes `out`.
-Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {}) {
+// Runs one of the four kernels in repack.metal: reads [rows, columns] words, `thread_rows` of them per thread, and
+// writes `out`.
+Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {},
+              uint32_t thread_rows = 1) {
   if (out.numel() == 0) return out;
   Bindings bindings;
   bindings[kSlotPacked] = words;
   bindings[kSlotPerm] = perm;
   bindings[kSlotOut] = out;
-  problem.rows = checked_size(op, "rows", words.size(0));
+  problem.rows = checked_size(op, "rows", words.size(0)) / thread_rows;
   problem.columns = checked_size(op, "columns", words.size(1));
-  if (problem.kernel == Kernel::awq_repack) problem.rows /= kCodesPerWord;
+  problem.thread_bytes =
+      static_cast<uint32_t>((words.nbytes() + out.nbytes()) / (size_t{problem.rows} * problem.columns));
   problem.has_perm = perm.defined();
   encode(*find_plan(problem, plan_repack), std::move(bindings));
   return out;
@@ -70,7 +73,8 @@ Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
 Tensor awq_repack_mps(const Tensor& qweight) {
   check_awq_repack(qweight);
   return repack("awq_repack", {.kernel = Kernel::awq_repack}, qweight,
-                at::empty({qweight.size(0) / kCodesPerWord, qweight.size(1) * kCodesPerWord}, qweight.options()));
+                at::empty({qweight.size(0) / kCodesPerWord, qweight.size(1) * kCodesPerWord}, qweight.options()), {},
+                kCodesPerWord);
 }
 
 Tensor empty_zeros(const Tensor& qzeros) {

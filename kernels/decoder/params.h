@@ -132,25 +132,3 @@ struct CacheParams {
 static_assert(sizeof(CacheParams) == 72, "shared with the shaders");
 
 }  // namespace marlin
-
-#define MARLIN_KERNELS_NORM(X)                                                                                 \
-  X("decoder/norm", rms_norm, element,                                                                         \
-    MARLIN_SLOT(kSlotX) | MARLIN_SLOT(kSlotResidual) | MARLIN_SLOT(kSlotNormWeight) | MARLIN_SLOT(kSlotNorm) | \
-        MARLIN_SLOT(kSlotSum) | MARLIN_SLOT(kSlotParams))
-
-#define MARLIN_KERNELS_ROTARY(X)                                                                            \
-  X("decoder/rotary", rotary, element,                                                                      \
-    MARLIN_SLOT(kSlotRotaryQ) | MARLIN_SLOT(kSlotRotaryK) | MARLIN_SLOT(kSlotCos) | MARLIN_SLOT(kSlotSin) | \
-        MARLIN_SLOT(kSlotRotatedQ) | MARLIN_SLOT(kSlotRotatedK) | MARLIN_SLOT(kSlotParams))
-
-#define MARLIN_KERNELS_ACTIVATION(X)                 \
-  X("decoder/activation", gated_activation, element, \
-    MARLIN_SLOT(kSlotGate) | MARLIN_SLOT(kSlotUp) | MARLIN_SLOT(kSlotActivated) | MARLIN_SLOT(kSlotParams))
-
-#define MARLIN_KERNELS_CACHE(X)                                                                                   \
-  X("decoder/cache", write_cache, element,                                                                        \
-    MARLIN_SLOT(kSlotKeys) | MARLIN_SLOT(kSlotValues) | MARLIN_SLOT(kSlotNewKeys) | MARLIN_SLOT(kSlotNewValues) | \
-        MARLIN_SLOT(kSlotStart) | MARLIN_SLOT(kSlotParams))
-
-#define MARLIN_KERNELS_DECODER(X) \
-  MARLIN_KERNELS_NORM(X) MARLIN_KERNELS_ROTARY(X) MARLIN_KERNELS_ACTIVATION(X) MARLIN_KERNELS_CACHE(X)

@@ -20,10 +20,11 @@
 // One list per library; a library is one .metal file. Each row is X(library, kernel, naming, slots).
 //
 // host_name() below builds the name under which the host finds a kernel, e.g. gemv_uint4b8_float16:
-//   kernel                                  if naming is plain
+//   kernel                                  if naming is plain or tensor_plain
 //   kernel_<activation or output>           if naming is element
 //   kernel_<format>_<activation or output>  if naming is format_element or tensor_operands; the latter has only the
 //                                           activations of tensor units, and no format with a table
+// The kernels with a naming tensor_... need tensor units.
 // slots are the BufferSlots that the kernel declares.
 //
 // The functions that plan a kernel say how it is launched: csrc/planner/variants/ has a file for each way to compute a
@@ -74,7 +75,7 @@
 
 #define MARLIN_KERNELS_GEMM_TENSOR(X) X("gemm/tensor", gemm_tensor, tensor_operands, kMaskProduct)
 
-#define MARLIN_KERNELS_TENSOR_PROBE(X) X("gemm/tensor_probe", probe_tensor_layout, plain, MARLIN_SLOT(kSlotOut))
+#define MARLIN_KERNELS_TENSOR_PROBE(X) X("gemm/tensor_probe", probe_tensor_layout, tensor_plain, MARLIN_SLOT(kSlotOut))
 
 #define MARLIN_KERNELS_REDUCE(X)                 \
   X("gemm/reduce", reduce, element, kMaskReduce) \
@@ -105,6 +106,25 @@
 
 #define MARLIN_KERNELS_MOE_REDUCE(X) \
   X("experts/moe_reduce", moe_reduce, element, kMaskReduce | MARLIN_SLOT(kSlotExpertIds) | MARLIN_SLOT(kSlotRowWeights))
+
+#define MARLIN_KERNELS_NORM(X)                                                                                 \
+  X("decoder/norm", rms_norm, element,                                                                         \
+    MARLIN_SLOT(kSlotX) | MARLIN_SLOT(kSlotResidual) | MARLIN_SLOT(kSlotNormWeight) | MARLIN_SLOT(kSlotNorm) | \
+        MARLIN_SLOT(kSlotSum) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_ROTARY(X)                                                                            \
+  X("decoder/rotary", rotary, element,                                                                      \
+    MARLIN_SLOT(kSlotRotaryQ) | MARLIN_SLOT(kSlotRotaryK) | MARLIN_SLOT(kSlotCos) | MARLIN_SLOT(kSlotSin) | \
+        MARLIN_SLOT(kSlotRotatedQ) | MARLIN_SLOT(kSlotRotatedK) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_ACTIVATION(X)                 \
+  X("decoder/activation", gated_activation, element, \
+    MARLIN_SLOT(kSlotGate) | MARLIN_SLOT(kSlotUp) | MARLIN_SLOT(kSlotActivated) | MARLIN_SLOT(kSlotParams))
+
+#define MARLIN_KERNELS_CACHE(X)                                                                                   \
+  X("decoder/cache", write_cache, element,                                                                        \
+    MARLIN_SLOT(kSlotKeys) | MARLIN_SLOT(kSlotValues) | MARLIN_SLOT(kSlotNewKeys) | MARLIN_SLOT(kSlotNewValues) | \
+        MARLIN_SLOT(kSlotStart) | MARLIN_SLOT(kSlotParams))
 
 #define MARLIN_KERNELS_MLSTM_GATES(X)                                                           \
   X("mlstm/gates", mlstm_gates, plain,                                                          \
@@ -149,7 +169,10 @@
   MARLIN_KERNELS_MOE_FUSED(X)       \
   MARLIN_KERNELS_MOE_TENSOR(X)      \
   MARLIN_KERNELS_MOE_REDUCE(X)      \
-  MARLIN_KERNELS_DECODER(X)         \
+  MARLIN_KERNELS_NORM(X)            \
+  MARLIN_KERNELS_ROTARY(X)          \
+  MARLIN_KERNELS_ACTIVATION(X)      \
+  MARLIN_KERNELS_CACHE(X)           \
   MARLIN_KERNELS_MLSTM_GATES(X)     \
   MARLIN_KERNELS_MLSTM_STATES(X)    \
   MARLIN_KERNELS_MLSTM_OUTPUT(X)    \
@@ -175,6 +198,7 @@
   MARLIN_INSTANTIATE_TENSOR_##codes(format, kernel)
 
 #define MARLIN_INSTANTIATE_plain(kernel)
+#define MARLIN_INSTANTIATE_tensor_plain(kernel)
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_FORMAT, kernel)
 #define MARLIN_INSTANTIATE_tensor_operands(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_TENSOR_FORMAT, kernel)
@@ -200,7 +224,11 @@
 
 namespace marlin {
 
-enum class KernelNaming { plain, element, format_element, tensor_operands };
+enum class KernelNaming { plain, tensor_plain, element, format_element, tensor_operands };
+
+constexpr bool is_plain(KernelNaming naming) {
+  return naming == KernelNaming::plain || naming == KernelNaming::tensor_plain;
+}
 
 constexpr bool names_format(KernelNaming naming) {
   return naming == KernelNaming::format_element || naming == KernelNaming::tensor_operands;
@@ -236,9 +264,14 @@ constexpr const KernelInfo& info(Kernel kernel) {
   return kKernels[static_cast<size_t>(kernel)];
 }
 
+constexpr bool declares(Kernel kernel, uint32_t slot) {
+  return (info(kernel).slots >> slot & 1) != 0;
+}
+
 // Returns true if the kernel needs Metal language version 4.0 and a GPU with tensor units.
 constexpr bool needs_tensor_units(Kernel kernel) {
-  return kernel == Kernel::gemm_tensor || kernel == Kernel::moe_tensor || kernel == Kernel::probe_tensor_layout;
+  const KernelNaming naming = info(kernel).naming;
+  return naming == KernelNaming::tensor_operands || naming == KernelNaming::tensor_plain;
 }
 
 // Returns true if the kernels for tensor units have an instance for such a product.
@@ -279,7 +312,7 @@ inline std::string host_name(const KernelInstance& instance) {
   const KernelInfo& row = info(instance.kernel);
   std::string result(row.name);
   if (names_format(row.naming)) result.append("_").append(name(instance.format));
-  if (row.naming != KernelNaming::plain) result.append("_").append(name(instance.element));
+  if (!is_plain(row.naming)) result.append("_").append(name(instance.element));
   return result;
 }
 
@@ -287,7 +320,7 @@ inline std::string host_name(const KernelInstance& instance) {
 // kernel is not a template.
 inline std::string template_instance(const KernelInstance& instance) {
   const KernelInfo& row = info(instance.kernel);
-  if (row.naming == KernelNaming::plain) return {};
+  if (is_plain(row.naming)) return {};
   std::string result(row.name);
   result.append("<");
   if (names_format(row.naming)) result.append("WeightFormat::").append(name(instance.format)).append(", ");

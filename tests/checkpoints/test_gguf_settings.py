@@ -11,8 +11,9 @@ from gguf import GGUFWriter, RopeScalingType
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from tests.support.gguf_metadata import of_biases, of_gemma3, shape
 from tests.support.gguf_models import model_of, write
-from tests.support.gguf_settings import CASES, IDS, distance, kinds, of_biases, of_gemma3, reference, shape
+from tests.support.gguf_settings import CASES, IDS, distance, kinds, reference
 from torch_marlin_metal import load_quantized
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS
@@ -21,7 +22,7 @@ from torch_marlin_metal.integrations import transformers as integration
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.gguf import MODEL_TYPES
 from torch_marlin_metal.models.empty_model import ModelMismatchError
-from torch_marlin_metal.models.gguf_settings import SPECIAL, has_setting
+from torch_marlin_metal.models.gguf_special import SPECIAL, has_setting
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -313,7 +314,7 @@ def test_the_table_has_every_key_of_gguf_and_of_transformers() -> None:
     tables = [GGUF_CONFIG_MAPPING.get(kind.removesuffix("_text"), {}) for kind in MODEL_TYPES.values()]
     mapped = {key for table in tables for key in table}
     assert mapped - KEYS.keys() == {"sliding_window"}  # a mistake in its table for gpt-oss
-    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4", "qwen35", "qwen35moe"}
+    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4", "qwen35", "qwen35moe", "lfm2"}
     assert {architecture for architecture, *_ in CASES.values()} == set(ARCHITECTURES) - {"llama4"}
 
 

@@ -277,9 +277,9 @@ def test_a_shard_that_a_power_failure_cut_off_is_not_trusted(tmp_path, monkeypat
 def test_a_missing_package_is_one_error(monkeypatch):
     import sys
 
-    from torch_marlin_metal import cli
+    from torch_marlin_metal.cli.main import main
 
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "torch_marlin_metal.cli.app")
     with pytest.raises(SystemExit, match="the command line needs the package typer: pip install typer"):
-        cli.main()
+        main()

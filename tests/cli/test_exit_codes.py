@@ -169,7 +169,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
     """Sends the signal while a stand-in for torch waits in its import."""
     (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
     script = tmp_path / ("torch-marlin-metal" if way == "script" else "program.py")
-    script.write_text("from torch_marlin_metal.cli import main\nmain()\n")
+    script.write_text("from torch_marlin_metal.cli.main import main\nmain()\n")
     arguments = ["-m", "torch_marlin_metal"] if way == "module" else [str(script)]
     process = subprocess.Popen(
         [sys.executable, *arguments, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -191,7 +191,7 @@ def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
     code = """
 import os, signal, sys
 sys.argv = ["torch-marlin-metal", "convert", sys.argv[1], sys.argv[2]]
-from torch_marlin_metal.cli import main
+from torch_marlin_metal.cli.main import main
 from torch_marlin_metal.checkpoints import writer
 def interrupted(*_, **__):
     try:

@@ -40,13 +40,13 @@ inline constexpr Activations kActivations[] = {{ElementType::float16},
                                                {ElementType::float32},
                                                {ElementType::float32, Float32Precision::reduced}};
 
-inline cpu::Plan plan_of(const Machine& machine, const Tensors& t, Float32Precision precision) {
+inline cpu::CpuPlan plan_of(const Machine& machine, const Tensors& t, Float32Precision precision) {
   return cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), precision));
 }
 
 // Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. If fp32 activations are
 // split into two bf16 parts, which keep 16 of 24 bits, the error is larger.
-inline double error_unit(const cpu::Plan& plan, const Tensors& t) {
+inline double error_unit(const cpu::CpuPlan& plan, const Tensors& t) {
   return t.c.a_type == ElementType::float32 && plan.parts == 2 ? 0x1p-17 : 16 * 0x1p-24;
 }
 
@@ -100,7 +100,7 @@ inline double check_gemm(const Machine& machine, const Tensors& t,
                          Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
   const Case& c = t.c;
   const Array out = run(machine, t, precision);
-  const cpu::Plan plan = plan_of(machine, t, precision);
+  const cpu::CpuPlan plan = plan_of(machine, t, precision);
   const double unit = error_unit(plan, t);
   const std::vector<double> x = t.activations();
   const std::vector<double> x_size =

@@ -34,7 +34,7 @@ void test_reduced(const Machine& machine, int rounds) {
     for (int i = 0; i < rounds; ++i) {
       const Tensors t = make(random_case(random, format, ElementType::float32, false));
       worst = std::max(worst, check_gemm(machine, t, Float32Precision::reduced));
-      const cpu::Plan plan = plan_of(machine, t, Float32Precision::reduced);
+      const cpu::CpuPlan plan = plan_of(machine, t, Float32Precision::reduced);
       parts += plan.parts == 2 ? 1 : 0;
       bytes += cpu::is_byte_split(plan.kernel) ? 1 : 0;
       ++cases;

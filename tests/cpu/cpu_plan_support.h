@@ -5,8 +5,8 @@
 
 namespace marlin::cpu {
 
-inline bool is_byte_split(Kernel kernel) {
-  return kernel >= Kernel::byte_split_avx2 && kernel <= Kernel::byte_matrix;
+inline bool is_byte_split(CpuKernel kernel) {
+  return kernel >= CpuKernel::byte_split_avx2 && kernel <= CpuKernel::byte_matrix;
 }
 
 }  // namespace marlin::cpu

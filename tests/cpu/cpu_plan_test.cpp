@@ -16,7 +16,7 @@ constexpr Machine kAppleM1{Isa::neon, false, 4, true};
 constexpr Machine kAppleM2{Isa::neon, true, 4, true, true};
 constexpr Machine kXeon{Isa::amx, false, 16, true};
 
-Problem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
+CpuProblem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
   return {M, N, K, WeightFormat::uint4b8, 128, a_type, 1, Float32Precision::highest};
 }
 
@@ -24,27 +24,27 @@ void test_choices() {
   using enum ElementType;
   struct Row {
     Machine machine;
-    Problem problem;
+    CpuProblem problem;
     const char* expected;
   };
-  Problem table_of_floats = problem(1, 4096, 4096, bfloat16);
+  CpuProblem table_of_floats = problem(1, 4096, 4096, bfloat16);
   table_of_floats.format = WeightFormat::lut4;
   table_of_floats.code_parts = 3;
-  Problem large_m_of_table = table_of_floats;
+  CpuProblem large_m_of_table = table_of_floats;
   large_m_of_table.M = 16;
-  Problem some_rows_of_table = table_of_floats;
+  CpuProblem some_rows_of_table = table_of_floats;
   some_rows_of_table.M = 15;
-  Problem subnormal_parts = large_m_of_table;
+  CpuProblem subnormal_parts = large_m_of_table;
   subnormal_parts.code_parts = 0;
   auto reduced = [](int64_t M, WeightFormat format = WeightFormat::uint4b8, int64_t group_size = 128) {
-    Problem reduced = problem(M, 4096, 4096, float32);
+    CpuProblem reduced = problem(M, 4096, 4096, float32);
     reduced.format = format;
     reduced.group_size = group_size;
     reduced.precision = Float32Precision::reduced;
     return reduced;
   };
   auto coded = [](int64_t M, WeightFormat format, int64_t group_size) {
-    Problem coded = problem(M, 4096, 4096, bfloat16);
+    CpuProblem coded = problem(M, 4096, 4096, bfloat16);
     coded.format = format;
     coded.group_size = group_size;
     return coded;
@@ -127,7 +127,7 @@ void test_choices() {
       {kXeon, problem(1, 128, 256, float32), "small_m parts=1 strip=64 tasks=1x2x1"},
   };
   for (const Row& row : rows) {
-    const Plan plan = make_plan(row.machine, row.problem);
+    const CpuPlan plan = make_plan(row.machine, row.problem);
     const std::string printed = to_string(plan);
     const std::string got = printed.substr(0, printed.find(" max_rows")) + " tasks=" + std::to_string(plan.row_tasks) +
                             "x" + std::to_string(plan.column_tasks) + "x" + std::to_string(plan.k_slices);
@@ -140,8 +140,8 @@ void test_choices() {
 // other case.
 void test_chunks() {
   using enum ElementType;
-  const auto check = [](const Machine& machine, const Problem& problem, int64_t expected) {
-    const Plan plan = make_plan(machine, problem);
+  const auto check = [](const Machine& machine, const CpuProblem& problem, int64_t expected) {
+    const CpuPlan plan = make_plan(machine, problem);
     expect(plan.chunk == expected, "chunk: expected " + std::to_string(expected) + ", got " + to_string(plan));
   };
   check(kZen4, problem(1, 4096, 4096, bfloat16), kChunk / 2);
@@ -157,11 +157,11 @@ void test_chunks() {
 // If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If bf16 cannot represent an activation, amx
 // falls back to fp32.
 void test_fallbacks() {
-  Problem coded = problem(64, 4096, 4096, ElementType::bfloat16);
+  CpuProblem coded = problem(64, 4096, 4096, ElementType::bfloat16);
   coded.format = WeightFormat::mxfp4;
   coded.group_size = 32;
-  Plan plan = make_plan(kXeon, coded);
-  for (const Kernel kernel : {Kernel::amx_scaled, Kernel::amx, Kernel::large_m}) {
+  CpuPlan plan = make_plan(kXeon, coded);
+  for (const CpuKernel kernel : {CpuKernel::amx_scaled, CpuKernel::amx, CpuKernel::large_m}) {
     expect(plan.kernel == kernel,
            "fallback: expected " + std::to_string(static_cast<int>(kernel)) + ", got " + to_string(plan));
     plan = make_fallback_plan(kXeon, coded, plan);
@@ -178,8 +178,8 @@ void test_invariants() {
             for (const int64_t N : {1, 7, 100, 512, 4096, 11008}) {
               for (const int64_t K : {8, 136, 4096}) {
                 const Machine machine{isa, fast_dot, threads, fast_dot};
-                const Problem p = problem(M, N, K, a_type);
-                const Plan plan = make_plan(machine, p);
+                const CpuProblem p = problem(M, N, K, a_type);
+                const CpuPlan plan = make_plan(machine, p);
                 const std::string at = std::string(isa_name(isa)) + " M=" + std::to_string(M) +
                                        " N=" + std::to_string(N) + " K=" + std::to_string(K) + ": " + to_string(plan);
                 expect(to_string(make_plan(machine, p)) == to_string(plan), at + ": a second call gave another plan");
@@ -187,7 +187,7 @@ void test_invariants() {
                   expect(plan.parts != 2 && !is_byte_split(plan.kernel),
                          at + ": computes with less than the highest precision");
                 } else {
-                  Problem reduced = p;
+                  CpuProblem reduced = p;
                   reduced.precision = Float32Precision::reduced;
                   expect(to_string(make_plan(machine, reduced)) == to_string(plan),
                          at + ": the fp32 precision setting changed the plan for 16-bit activations");
@@ -229,32 +229,32 @@ void test_shapes() {
     const KernelSet* kernels = kernels_of(isa);
     if (kernels == nullptr) continue;
     std::printf("%s: shapes\n", isa_name(isa));
-    check_kernel(kernels->small_m, kernel_shape(isa, Kernel::small_m), std::string(isa_name(isa)) + " small_m");
-    check_kernel(kernels->large_m, kernel_shape(isa, Kernel::large_m), std::string(isa_name(isa)) + " large_m");
+    check_kernel(kernels->small_m, kernel_shape(isa, CpuKernel::small_m), std::string(isa_name(isa)) + " small_m");
+    check_kernel(kernels->large_m, kernel_shape(isa, CpuKernel::large_m), std::string(isa_name(isa)) + " large_m");
     expect(kernels->large_m.min_rows <= kernels->small_m.max_rows + 1,
            std::string(isa_name(isa)) + ": no kernel for the rows between small_m and large_m");
   }
   const Isa dotting = neon_kernels() == nullptr ? Isa::avx512 : Isa::neon;
   if (const Bf16DotKernels* dot = bf16_dot_kernels()) {
-    check_kernel(dot->fp32_row, kernel_shape(dotting, Kernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
-    check_kernel(dot->small_m, kernel_shape(dotting, Kernel::bf16_dot_small_m), "bf16_dot_small_m");
-    check_kernel(dot->large_m, kernel_shape(dotting, Kernel::bf16_dot), "bf16_dot");
+    check_kernel(dot->fp32_row, kernel_shape(dotting, CpuKernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
+    check_kernel(dot->small_m, kernel_shape(dotting, CpuKernel::bf16_dot_small_m), "bf16_dot_small_m");
+    check_kernel(dot->large_m, kernel_shape(dotting, CpuKernel::bf16_dot), "bf16_dot");
   }
   if (const MatrixKernel* kernel = avx2_byte_split_kernel()) {
-    check_kernel(*kernel, kernel_shape(Isa::avx2, Kernel::byte_split_avx2), "byte_split_avx2", false);
+    check_kernel(*kernel, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", false);
   }
   if (const ByteSplitKernels* split = byte_split_kernels()) {
-    check_kernel(split->small_m, kernel_shape(dotting, Kernel::byte_split_small_m), "byte_split_small_m", false);
-    check_kernel(split->large_m, kernel_shape(dotting, Kernel::byte_split), "byte_split", false);
+    check_kernel(split->small_m, kernel_shape(dotting, CpuKernel::byte_split_small_m), "byte_split_small_m", false);
+    check_kernel(split->large_m, kernel_shape(dotting, CpuKernel::byte_split), "byte_split", false);
   }
   if (const MatrixKernel* kernel = byte_matrix_kernel()) {
-    check_kernel(*kernel, kernel_shape(Isa::neon, Kernel::byte_matrix), "byte_matrix", false);
+    check_kernel(*kernel, kernel_shape(Isa::neon, CpuKernel::byte_matrix), "byte_matrix", false);
   }
   for (int parts = 1; parts <= 3; ++parts) {
     if (const AmxKernels* tiles = amx_kernels(parts)) {
-      check_kernel(tiles->exact, kernel_shape(Isa::amx, Kernel::amx), "amx");
-      check_kernel(tiles->scaled, kernel_shape(Isa::amx, Kernel::amx_scaled), "amx_scaled");
-      check_kernel(tiles->table, kernel_shape(Isa::amx, Kernel::amx_table), "amx_table");
+      check_kernel(tiles->exact, kernel_shape(Isa::amx, CpuKernel::amx), "amx");
+      check_kernel(tiles->scaled, kernel_shape(Isa::amx, CpuKernel::amx_scaled), "amx_scaled");
+      check_kernel(tiles->table, kernel_shape(Isa::amx, CpuKernel::amx_table), "amx_table");
     }
   }
 }

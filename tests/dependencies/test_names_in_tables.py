@@ -12,6 +12,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import ALIASES, WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNEL_LIST = ROOT / "kernels/shared/kernel_list.h"
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -22,6 +23,8 @@ class Names:
     Attributes:
         enumeration: the names' type in C++. C++ outside of `tables` must not write its enumerators at all.
         names: the names as text, which may be passed on and stored, but not compared.
+        is_chosen: C++ may write an enumerator where it chooses one, as where a plan names its kernel, but not compare.
+            Python does not know the names: a word such as "dequantize" means an option there.
         tables: files of csrc/ and kernels/ that have a row for each name.
         left: how many comparisons each file of the package still has. Numbers may only shrink; remove zeros.
     """
@@ -29,6 +32,7 @@ class Names:
     enumeration: str
     names: frozenset[str]
     tables: tuple[str, ...]
+    is_chosen: bool = False
     left: dict[str, int] = field(default_factory=dict)
 
 
@@ -46,12 +50,12 @@ KINDS = {
             "csrc/planner/decision_rows.h",
             *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
         ),
-        left={
-            # the CPU's own meaning of two_pass, and what the tuner and the doctor leave out
-            "csrc/gemm/cpu/ops_cpu.cpp": 1,
-            "torch_marlin_metal/cli/doctor_variants.py": 1,
-            "torch_marlin_metal/gpu/tuning/tuner.py": 1,
-        },
+    ),
+    "kernels": Names(
+        enumeration="Kernel",
+        names=frozenset(re.findall(r'\bX\("[\w/]+",\s*(\w+),', KERNEL_LIST.read_text())),
+        tables=("kernels/shared/kernel_list.h", "csrc/planner/decision_rows.h"),
+        is_chosen=True,
     ),
 }
 
@@ -60,7 +64,10 @@ def in_cpp(text: str, kind: Names) -> Iterator[int]:
     """Yields the lines that write an enumerator, or compare with a name."""
     names = "|".join(sorted(kind.names, key=len, reverse=True))
     literal = rf'"(?:{names})"'
-    found = rf"\b{kind.enumeration}::(?:{names})\b|[=!]=\s*{literal}|{literal}\s*[=!]=|\bstarts_with\({literal}"
+    enumerator = rf"\b{kind.enumeration}::(?:{names})\b"
+    if kind.is_chosen:
+        enumerator = rf"[=!]=\s*(?:\w+::)*{enumerator}|{enumerator}\s*[=!]=|\bcase\s+(?:\w+::)*{enumerator}"
+    found = rf"{enumerator}|[=!]=\s*{literal}|{literal}\s*[=!]=|\bstarts_with\({literal}"
     code = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
     for match in re.finditer(found, code):
         yield code.count("\n", 0, match.start()) + 1
@@ -100,6 +107,8 @@ def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
         for path in sorted((root / room).rglob("*")):
             name = path.relative_to(root).as_posix()
             reader = readers.get(path.suffix)
+            if reader is in_python and kind.is_chosen:
+                continue
             if reader is not None and name not in kind.tables and (lines := sorted(reader(path.read_text(), kind))):
                 found[name] = lines
     return found
@@ -111,9 +120,9 @@ def test_names_are_compared_only_in_tables(kind: str) -> None:
     found = comparisons(ROOT, names)
     files = found.keys() | names.left.keys()
     wrong = {file: found.get(file, []) for file in files if len(found.get(file, [])) != names.left.get(file, 0)}
-    traits = "kernels/shared/types.h, csrc/planner/builder.h"
+    traits = "kernels/shared/types.h, kernels/shared/kernel_list.h, csrc/planner/builder.h"
     assert not wrong, f"ask for a trait of the {kind} instead ({traits}), or lower `left`: file and lines {wrong}"
-    assert all((ROOT / table).exists() for table in names.tables)
+    assert names.names and all((ROOT / table).exists() for table in names.tables)
 
 
 PLANTED_FORMATS = {
@@ -134,8 +143,17 @@ PLANTED_VARIANTS = {
 }
 
 
+PLANTED_KERNELS = {
+    "csrc/planner/a.cpp": "const Plan plan{.kernel = Kernel::gemv};\nbool f(Kernel x) { return x != Kernel::gemv; }\n",
+    "csrc/mps/b.mm": "  switch (kernel) {\n    case marlin::Kernel::moe_gemv:\n",
+    "csrc/gemm/c.h": "// Kernel::gemv == x\nbool f() { return Kernel::moe_sort == kernel; }\n",
+    "csrc/mps/d.mm": 'std::string name = "moe_sort";\nbool sorts = info(kernel).name == "moe_sort";\n',
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "planted"), [("weight formats", PLANTED_FORMATS), ("kernel variants", PLANTED_VARIANTS)]
+    ("kind", "planted"),
+    [("weight formats", PLANTED_FORMATS), ("kernel variants", PLANTED_VARIANTS), ("kernels", PLANTED_KERNELS)],
 )
 def test_a_planted_comparison_is_found(kind: str, planted: dict[str, str], tmp_path: Path) -> None:
     for file, text in planted.items():

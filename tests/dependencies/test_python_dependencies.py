@@ -1,26 +1,28 @@
 """Imports between the folders of the Python package run one way, as the table below allows."""
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
 # For each folder, the folders that it may import; "base" stands for the modules outside of folders.
 ALLOWED = {
     "base": set(),
+    "ops": {"base"},
     "quantize": {"base"},
-    "layers": {"base", "quantize"},
-    "fuse": {"base", "layers"},
+    "layers": {"base", "ops", "quantize"},
+    "fuse": {"base", "ops", "layers"},
     "checkpoints": {"base", "quantize", "layers"},
     "replace": {"base", "layers", "checkpoints"},
     "models": {"base", "quantize", "layers", "checkpoints", "replace"},
     "load": {"base", "layers", "checkpoints", "models"},
-    "gpu": {"base", "quantize", "checkpoints"},
-    "xlstm": {"base"},
+    "gpu": {"base", "ops", "quantize", "checkpoints"},
+    "xlstm": {"ops"},
     "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "load", "parallel"},
-    "cli": {"base", "public", "checkpoints", "models", "load", "gpu", "xlstm"},
+    "cli": {"base", "public", "ops", "checkpoints", "models", "load", "gpu"},
     "run": {"integrations"},
-    "public": {"base", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
+    "public": {"base", "ops", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
 }
 # Modules that only re-export names for users. Inside the package only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}
@@ -71,3 +73,82 @@ def test_imports_follow_the_table() -> None:
     assert not wrong, wrong
     unused = {(room, other) for room, others in ALLOWED.items() for other in others - arrows.get(room, set())}
     assert not unused, f"arrows that nothing needs: {unused}"
+
+
+def test_programs_of_the_laboratory_import_the_software_device_before_the_package() -> None:
+    """Otherwise the package's extension is already loaded without the device, and softmetal raises an error."""
+    checked = 0
+    for path in (PACKAGE.parent / "lab").rglob("*.py"):
+        if not any(imports(path, root) for root in ("softmetal", "tests")):
+            continue
+        first = [
+            name.split(".")[0]
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        ]
+        order = [name for name in first if name in ("softmetal", "lab", "torch_marlin_metal")]
+        assert order == [] or order[0] == "softmetal", path
+        checked += bool(order)
+    assert checked >= 5
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Returns the files of a package by their names as modules; a folder's `__init__.py` has the folder's name."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported_files(path: Path, known: Iterable[str]) -> set[str]:
+    """Returns the modules among `known` that a file imports; `from folder import module` imports the folder, too.
+
+    Not the package itself: its `__init__.py` imports the public names for users, and every import of a module loads it.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name in known and "." in name}
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Returns the groups of files that import each other in a circle."""
+    files = modules(root)
+    graph = {name: imported_files(path, files) - {name} for name, path in files.items()}
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for other in graph[waiting.pop()] - seen:
+                seen.add(other)
+                waiting.append(other)
+        return seen
+
+    after = {name: reached(name) for name in graph}
+    groups = {tuple(sorted(other for other in after[name] if name in after[other])) for name in graph}
+    return sorted(list(group) for group in groups if group)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    planted = {
+        "package/__init__.py": "from package.a import x",
+        "package/a.py": "from package.folder import b",
+        "package/folder/__init__.py": "def f():\n    from package.c import y",
+        "package/folder/b.py": "",
+        "package/c.py": "import package.a",
+        "package/d.py": "from package import a",
+    }
+    for name, text in planted.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert circles(tmp_path / "package") == [["package.a", "package.c", "package.folder"]]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.support.kernels.decoder import run_activation, run_norm, run_rotary, run_write_cache
-from tests.support.layer_reference import (
+from tests.support.decoder_reference import (
     ACTIVATIONS,
     check,
     exact_activation,
@@ -13,6 +12,7 @@ from tests.support.layer_reference import (
     random,
     rotary_magnitude,
 )
+from tests.support.kernels.decoder import run_activation, run_norm, run_rotary, run_write_cache
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 

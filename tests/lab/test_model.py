@@ -10,7 +10,7 @@ import pytest
 
 import torch_marlin_metal as tmm
 from lab import model
-from lab.model import counts, geometry
+from lab.model import counts, geometry, tilings
 from tests.support.pages import blocks
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.profiling import AppleSiliconGPU
@@ -183,3 +183,15 @@ def test_constants_are_those_of_the_kernels() -> None:
     ):  # fmt: skip
         value = re.search(rf"\b{theirs} = (\d+)", header)
         assert value is not None and getattr(geometry, ours) == int(value[1]), theirs
+
+
+def test_of_equal_times_the_one_with_more_simdgroups_in_flight_is_taken_if_few_are() -> None:
+    def taken(seconds: list[float], in_flight: list[float]) -> int:
+        row = model.Tiling("gemv", "gemv", (1, 128, 16), simdgroups=np.arange(1, 4), k_per_slice=64, splits=np.ones(3))
+        cost = model.DispatchCost(seconds=np.array(seconds), in_flight=np.array(in_flight))
+        return int(tilings.cheapest(row, model.PlanCost([cost]))[0].simdgroups) - 1
+
+    assert taken([1.00, 1.01, 1.03], [4, 8, 16]) == 1
+    assert taken([1.00, 1.01, 1.02], [4, 8, 16]) == 2
+    assert taken([1.00, 1.01, 1.02], [12, 30, 40]) == 0
+    assert taken([1.00, 0.99, 1.00], [4, 6, 5]) == 1

@@ -127,7 +127,7 @@ CASES = {
         'all names begin with "module.", "_orig_mod.", "llm." or the like',
         lambda made: made.renamed(lambda name: f"_orig_mod.llm.{name}"),
         "The prefix is removed, with a warning. diffusers cannot rename its own part, so there the load stops.",
-        r"all names begin with '_orig_mod.llm.'",
+        r"names begin with '_orig_mod.llm.'",
         {"diffusers": STOPS},
     ),
     "names": Case(
@@ -319,6 +319,7 @@ def test_a_case_ends_as_the_page_says(name, door, tmp_path, request) -> None:
         kind = (MarlinEmbedding, nn.Embedding) if layer == "table" else (MarlinLinear, nn.Linear)
         assert type(model.get_submodule(layer)) is kind[layer in floats]
     assert isinstance(model.experts, MarlinExperts)
+    assert model.norm.weight.dtype == case.options.get("dtype", torch.float32)
     if door not in UNTIED:
         table, head = model.table, model.head
         assert head.weight is table.weight if floats else head.b_packed is table.b_packed

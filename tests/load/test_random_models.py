@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from tests.support import random_models
+from tests.support import random_doors, random_models
 from tests.support.random_models import case
+from torch_marlin_metal import MarlinLinear
 
 SEEDS = (5, 11, 17, 23, 29, 41)  # each takes about a second
 
@@ -13,6 +14,28 @@ SEEDS = (5, 11, 17, 23, 29, 41)  # each takes about a second
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_model_computes_what_its_decoded_weights_compute(seed, tmp_path) -> None:
     assert case(random.Random(seed), tmp_path).startswith(("right", "refused"))
+
+
+@pytest.mark.parametrize("kind", random_doors.CASES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("seed", [3, 7])
+def test_other_files_and_libraries(kind, seed, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(random_doors, "DOORS", (kind,))
+    assert random_doors.case(random.Random(seed), tmp_path).startswith("right")
+
+
+@pytest.mark.parametrize("kind", random_doors.CASES, ids=lambda kind: kind.__name__)
+def test_a_wrong_weight_behind_another_door_is_noticed(kind, tmp_path, monkeypatch) -> None:
+    compare = random_models.compare
+
+    def wrong(exact, loaded, *rest):
+        packed = next(module for module in loaded.modules() if isinstance(module, MarlinLinear))
+        packed.b_packed.bitwise_xor_(0x11111111)  # the lowest bit of each code
+        compare(exact, loaded, *rest)
+
+    monkeypatch.setattr(random_doors, "compare", wrong)
+    monkeypatch.setattr(random_doors, "DOORS", (kind,))
+    with pytest.raises(AssertionError, match="relative errors"):
+        random_doors.case(random.Random(3), tmp_path)
 
 
 def test_a_wrong_weight_is_noticed(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import torch_marlin_metal as tmm
 from tests.support import reference
-from tests.support.layer_reference import (
+from tests.support.decoder_reference import (
     ACTIVATIONS,
     CLAMPED,
     check,

@@ -22,11 +22,11 @@ PARTS += ("LICENSE", "README.md", "conftest.py", "tests/support", "tests/layers/
 COMPILED = ("*.so", "*.dylib", "lib", "built_for.cmake")
 # Runs the command line with only one of doctor's checks.
 SHORT_DOCTOR = """
-from torch_marlin_metal import cli
 from torch_marlin_metal.cli import doctor_steps
+from torch_marlin_metal.cli.main import main
 doctor_steps.QUICK = {}
 doctor_steps.STEPS = {"first product": doctor_steps.STEPS["first product"]}
-cli.main()
+main()
 """
 
 

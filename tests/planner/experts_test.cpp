@@ -222,8 +222,8 @@ void check_gates() {
           .activation = static_cast<int32_t>(Activation::clamped_silu), .interleaved = 1, .limit = 7, .alpha = 1.5};
       const Plan plan = plan_moe(problem, device);
       subject = std::string(chip.name) + ", " + std::to_string(tokens) + " tokens, N=" + std::to_string(N);
-      expect(!applies_gate(alone), "no activation without a gate");
-      expect(applies_gate(plan) == (tokens == 1 && N % kGemvColumns == 0), "the activation");
+      expect(!alone.applies_gate, "no activation without a gate");
+      expect(plan.applies_gate == (tokens == 1 && N % kGemvColumns == 0), "the activation");
       const Dispatch& dispatch = plan.dispatches.back();
       check_dispatch(dispatch);
       expect(plan.dispatches.size() == alone.dispatches.size() && seconds(plan) == seconds(alone),

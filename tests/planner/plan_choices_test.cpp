@@ -143,7 +143,8 @@ void check_elementwise() {
       expect(host_name(embedding.dispatches[0].instance) == "embedding_uint4b8_float32", "function");
       expect_tiling(embedding.dispatches[0].grid.x, embedding.dispatches[0].threads.x, K / 8, "words");
       expect_tiling(embedding.dispatches[0].grid.y, embedding.dispatches[0].threads.y, 3, "ids");
-      const Plan repack = plan_repack({.kernel = Kernel::awq_repack, .rows = K / 8, .columns = N}, {});
+      const Plan repack =
+          plan_repack({.kernel = Kernel::awq_repack, .rows = K / 8, .columns = N, .thread_bytes = 64}, {});
       // Bytes at 0.88 of an M1's 68.25 GB/s, which are read and written in addition to the launch.
       const auto time_of = [](double bytes) { return 6e-6 + bytes / (0.88 * 68.25e9); };
       const double weight = 0.5 * K * N + 2.0 * ceil_divide(K, 32U) * N;

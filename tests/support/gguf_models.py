@@ -26,6 +26,11 @@ SLIDING = ["sliding_attention", "full_attention"]
 OWN_SIZES = {
     "qwen35": LINEAR,
     "qwen35moe": LINEAR,
+    "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
+    "cohere2": {"sliding_window": 8, "layer_types": SLIDING},
+    "glm4moe": {"first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 4, "routed_scaling_factor": 2.5},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     # Two layers share keys and values, and have the double width, as in Gemma 4 E2B.
     "gemma4": {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64}
     | {"num_hidden_layers": 4, "layer_types": SLIDING * 2, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
@@ -48,8 +53,9 @@ TYPES = {
     "gpt-oss": "gpt_oss",
     "llama4": "llama4_text",
 }
-TYPES |= {"phi2": "phi", "command-r": "cohere"}
-REORDERED = ("llama", "granite", "smollm3")
+TYPES |= {"phi2": "phi", "command-r": "cohere", "glm4moe": "glm4_moe"}
+TYPES |= {"minimax-m2": "minimax_m2", "hunyuan-dense": "hunyuan_v1_dense"}
+REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
 LINEAR_ATTENTION = ("qwen35", "qwen35moe")
 TRANSPOSED_EXPERTS = ("gpt-oss", "llama4")
@@ -57,6 +63,9 @@ IDS = torch.tensor([[3, 9, 27, 41, 5]])
 # Parameters that llama.cpp's converters rename before they ask gguf's table.
 RENAMED = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
 RENAMED |= {"layer_scalar": "layer_scalar.weight"}
+RENAMED |= {"e_score_correction_bias": "e_score_correction.bias"}
+RENAMED |= {"mlp.e_score_correction_bias": "block_sparse_moe.e_score_correction.bias"}
+RENAMED |= {"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"}
 SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 PLAIN = ("F32", "F16", "BF16")
 
@@ -70,7 +79,7 @@ def model_of(family: str, **settings: Any) -> nn.Module:
         for name, tensor in model.state_dict().items():
             if "norm" in name or name.endswith(("scale", "layer_scalar")):
                 tensor.add_(torch.rand_like(tensor) * (0.2 if name.endswith("layer_scalar") else 1))
-            if name.endswith(("A_log", "dt_bias")):
+            if name.endswith(("A_log", "dt_bias", "e_score_correction_bias")):
                 tensor.copy_(torch.randn_like(tensor))
     return model
 
@@ -138,10 +147,12 @@ def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Ite
         index = index.reshape(heads, 2, -1, *index.shape[1:]).swapaxes(1, 2).reshape(index.shape)
     if architecture in LINEAR_ATTENTION and "linear_attn" in name:
         index = linear_attention(config, name, index)
+    if "conv.conv" in name:
+        index = index.squeeze(1)
     if "shared_expert_gate" in name:
         index = index.squeeze()
-    for ending, other in RENAMED.items():
-        name = name.removesuffix(ending) + other if name.endswith(f".{ending}") else name
+    for ending in sorted((each for each in RENAMED if name.endswith(f".{each}")), key=len)[-1:]:
+        name = name.removesuffix(ending) + RENAMED[ending]
     yield names.get_name(name, try_suffixes=(".weight", ".bias")), index
 
 
@@ -186,7 +197,12 @@ def write(
         flat = tensor.view(-1).numpy()  # shares the memory of the model
         for target, index in tensors(architecture, config, name, np.arange(flat.size).reshape(tensor.shape)):
             values = np.ascontiguousarray(flat[index])
-            if values.ndim == 1 or "ffn_gate_inp" in target or "ssm_conv1d" in target or target.endswith(".bias"):
+            if (
+                values.ndim == 1
+                or "ffn_gate_inp" in target
+                or "conv" in target.rpartition(".")[0].rpartition(".")[2]
+                or target.endswith(".bias")
+            ):
                 writer.add_tensor(target, changed(architecture, name, values))  # llama.cpp keeps these in fp32
                 continue
             kind = GGMLQuantizationType[kinds(target)]

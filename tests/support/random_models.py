@@ -4,7 +4,7 @@ import copy
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +45,15 @@ def case(rng: random.Random, work: Path) -> str:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers makes them 0
                 parameter.normal_(std=0.05)
-    exact, layers = copy.deepcopy(model), []
-    for bias, name, weight in chosen(rng, exact):
-        layers.append(packed(rng, target, name, weight))
-        with torch.no_grad():
-            weight.copy_(layers[-1].dequantize().T)
-            layers[-1].bias = None if bias is None else bias.detach().clone()
+    exact = copy.deepcopy(model)
+    layers = pack_some(rng, exact, target)
     prefix = rng.choice(PREFIXES)
-    gone = {f"{layer.name}.{key}" for layer in layers for key in ("weight", "bias")} | set(model.all_tied_weights_keys)
-    gone |= {layer.name.rsplit(".", 2)[0] + end for layer in layers for end in (".gate_up_proj", ".down_proj")}
-    gone |= {f"{name}_bias" for name in gone if name.endswith("_proj")}
-    gone |= {layer.name.rpartition(".")[0] for layer in layers}
-    gone |= {f"{layer.name.rpartition('.')[0]}_bias" for layer in layers}
-    others = [(prefix + name, value) for name, value in model.state_dict().items() if name not in gone]
+    state = [(prefix + name, value) for name, value in others(model, layers)]
     excluded = [rng.choice(layers).name] if rng.random() < 0.2 else []
     for layer in layers:
         layer.name = prefix + layer.name
     try:
-        write(work / "saved", target, layers, others, json.loads(model.config.to_json_string()))
+        write(work / "saved", target, layers, state, json.loads(model.config.to_json_string()))
         loaded = load(door, model, work / "saved", rng.choice(("error", "dequantize")), excluded)
     except convert.UnsupportedFormat:
         return "refused by the format"
@@ -74,11 +65,34 @@ def case(rng: random.Random, work: Path) -> str:
     return f"right, {door}"
 
 
+def others(model: Any, layers: list[PackedWeight]) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors of a model beside these layers, as a checkpoint has them."""
+    gone = {f"{layer.name}.{key}" for layer in layers for key in ("weight", "bias")} | set(model.all_tied_weights_keys)
+    gone |= {layer.name.rsplit(".", 2)[0] + end for layer in layers for end in (".gate_up_proj", ".down_proj")}
+    gone |= {f"{name}_bias" for name in gone if name.endswith("_proj")}
+    gone |= {layer.name.rpartition(".")[0] for layer in layers}
+    gone |= {f"{layer.name.rpartition('.')[0]}_bias" for layer in layers}
+    return [(name, value) for name, value in model.state_dict().items() if name not in gone]
+
+
+def pack_some(rng: random.Random, exact: Any, target: str) -> list[PackedWeight]:
+    """Packs some layers of a model, and gives the model their decoded weights."""
+    layers = []
+    for bias, name, weight in chosen(rng, exact):
+        layers.append(packed(rng, target, name, weight))
+        with torch.no_grad():
+            weight.copy_(layers[-1].dequantize().T)
+            layers[-1].bias = None if bias is None else bias.detach().clone()
+    return layers
+
+
 def chosen(rng: random.Random, model: Any) -> Iterator[tuple[torch.Tensor | None, str, torch.Tensor]]:
     """Yields some layers of a model: the bias, the name in a checkpoint, and a view `[N, K]` of the weight."""
     share, some = rng.choice((0.3, 0.7, 1.0)), False
-    taken, table = taken_weights(model), model.get_input_embeddings()
-    ties = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    taken = taken_weights(model)
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    tied = getattr(model, "all_tied_weights_keys", {})
+    ties = {*tied, *tied.values()}
     for name, module in model.named_modules():
         if is_experts(module):
             if rng.random() < share:
@@ -120,7 +134,12 @@ def packed(rng: random.Random, target: str, name: str, weight: torch.Tensor) -> 
 
 
 def write(
-    path: Path, target: str, layers: list[PackedWeight], others: list[tuple[str, torch.Tensor]], config: Any
+    path: Path,
+    target: str,
+    layers: list[PackedWeight],
+    others: list[tuple[str, torch.Tensor]],
+    config: Any,
+    file: str = "model.safetensors",
 ) -> None:
     if target != "native":
         options = {"version": 2} if target == "gptq" else {}
@@ -130,7 +149,7 @@ def write(
     for layer in layers:
         state |= {f"{layer.name}.{key}": value for key, value in exporter.own_tensors(layer, layer.name).items()}
     path.mkdir()
-    save_file(state, path / "model.safetensors", {"format": "pt"})
+    save_file(state, path / file, {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": exporter.settings()}))
 
 
@@ -147,7 +166,12 @@ def load(door: str, model: Any, path: Path, on_unsupported: Any, excluded: list[
         return model
 
 
-def compare(exact: Any, loaded: Any, what: str) -> None:
+Runs = Callable[[Any, dict[str, torch.Tensor]], list[torch.Tensor]]
+
+
+def compare(
+    exact: Any, loaded: Any, what: str, inputs: Callable[[Any], dict[str, torch.Tensor]] = inputs_of, runs: Runs = run
+) -> None:
     """Compares the outputs with those of the decoded model in fp64, on two inputs.
 
     A router may choose other experts for one input, where two of its scores differ by a rounding.
@@ -159,11 +183,11 @@ def compare(exact: Any, loaded: Any, what: str) -> None:
     errors = []
     wide = copy.deepcopy(exact).double()
     for seed in (1, 2):
-        given = inputs_of(exact)
+        given = inputs(exact)
         if "input_ids" in given:
             numbers = torch.Generator().manual_seed(seed)
             given["input_ids"] = torch.randint(5, 60, given["input_ids"].shape, generator=numbers)
-        found, expected, float32 = (run(one, given)[0].double() for one in (loaded, wide, exact))
+        found, expected, float32 = (runs(one, given)[0].double() for one in (loaded, wide, exact))
         scale = expected.norm()
         own = float((float32 - expected).norm() / scale)
         errors.append((float((found - expected).norm() / scale), own))

@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import typed
-from torch_marlin_metal.layers.experts_proof import why_unknown
+from torch_marlin_metal.layers.experts_equivalence import why_unknown
 from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
 from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects

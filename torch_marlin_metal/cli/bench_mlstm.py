@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_marlin_metal.cli.output import progress_bar, table
 from torch_marlin_metal.gpu.tuning.chains import synchronize
-from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm
+from torch_marlin_metal.ops.mlstm import MLSTMState, mlstm
 
 TOKENS = (64, 128, 256, 512)
 HEADS, DK, DV = 4, 128, 256  # sizes of a layer with about a hundred million parameters

@@ -15,7 +15,8 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.errors import check
 from torch_marlin_metal.gpu.tuning.products import Product
-from torch_marlin_metal.ops import gemm, moe_gemm
+from torch_marlin_metal.ops.experts import moe_gemm
+from torch_marlin_metal.ops.gemm import gemm
 
 DTYPES = ("float16", "bfloat16", "float32")
 Kind = tuple[str, str]  # a weight format and the dtype of activations
@@ -62,13 +63,16 @@ def compare(kinds: Iterable[Kind]) -> dict[str, float]:
 
 def cases(problem: Product) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
     """Yields the name, a function for the result on mps, and the exact result, for each kernel that this GPU runs."""
-    planned = plan(
-        64, problem.N, problem.K, weight_format=problem.weight_format, group_size=problem.group_size,
-        dtype=problem.torch_dtype, tuned=False,
-    )  # fmt: skip
-    left_out = set() if any(row.variant == "tensor" for row in planned.candidates) else {"tensor"}
-    yield from _products(problem, [name for name in ROWS if name not in left_out])
-    yield from _mixtures(problem, [name for name in MOE_VARIANTS if name not in left_out])
+    available = {
+        candidate.variant
+        for M in set(ROWS.values())
+        for candidate in plan(
+            M, problem.N, problem.K, weight_format=problem.weight_format, group_size=problem.group_size,
+            dtype=problem.torch_dtype, tuned=False,
+        ).candidates
+    }  # fmt: skip
+    yield from _products(problem, [name for name in ROWS if name in available])
+    yield from _mixtures(problem, [name for name in MOE_VARIANTS if name in available])
 
 
 def _activations(problem: Product, rows: int) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.decoder_ops import write_cache
-from torch_marlin_metal.layers.proof import random_like, runs
+from torch_marlin_metal.layers.equivalence import is_supported, random_like
+from torch_marlin_metal.ops.decoder import write_cache
 
 ARGUMENT = "past_key_values"
 TOKENS = 6  # length of the caches on which `CacheWriter` is compared with the original
@@ -51,7 +51,7 @@ def _write(layer: Any, k: Tensor, v: Tensor) -> bool:
     utils = sys.modules["transformers.cache_utils"]
     slides = type(layer) is utils.StaticSlidingWindowLayer
     needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    if not (slides or type(layer) is utils.StaticLayer) or not runs(k) or k.dtype != v.dtype or needs_grad:
+    if not (slides or type(layer) is utils.StaticLayer) or not is_supported(k) or k.dtype != v.dtype or needs_grad:
         return False
     tokens = k.shape[-2]
     if slides and layer.cumulative_length_int + tokens > layer.max_cache_len:

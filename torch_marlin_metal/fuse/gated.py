@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.decoder_ops import ActivationName, gated_activation
-from torch_marlin_metal.layers.proof import agrees, agrees_in_training, random_like, runs
+from torch_marlin_metal.layers.equivalence import agrees, agrees_in_training, is_supported, random_like
+from torch_marlin_metal.ops.decoder import ActivationName, gated_activation
 
 Forward = Callable[..., Tensor]
 Block = Callable[[nn.Module, Tensor], Tensor]
@@ -86,7 +86,7 @@ def fused_block(module: nn.Module) -> Block | None:
         return None
     dtype = weight.dtype
     x = random_like(torch.empty(2, 3, size, dtype=dtype, device=weight.device))
-    if not runs(x):
+    if not is_supported(x):
         return None
     try:
         expected = module.forward(x)
@@ -107,6 +107,6 @@ def with_original(block: Block, original: Forward) -> Block:
     """Returns a forward that calls the original for tensors that the operators do not support."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return block(self, x) if runs(x) else original(self, x)
+        return block(self, x) if is_supported(x) else original(self, x)
 
     return forward

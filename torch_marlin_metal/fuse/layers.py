@@ -1,4 +1,4 @@
-"""Finds the parts of a transformers model that the operators of `decoder_ops` can compute, and replaces them."""
+"""Finds the parts of a transformers model that the operators of `ops/decoder.py` can compute, and replaces them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse import caches, gated, masks, norms, residual, rotary, sinks
-from torch_marlin_metal.layers.proof import TOLERANCE, difference, has_forward_of_its_own
+from torch_marlin_metal.layers.equivalence import TOLERANCE, difference, has_forward_of_its_own
 
 TOKENS = 6  # length of the run that shows with which arguments layers are called
 

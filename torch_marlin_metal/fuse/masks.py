@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.layers.proof import random_like
+from torch_marlin_metal.layers.equivalence import random_like
 
 Attention = Callable[..., Any]
 KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that keeps what was computed from it

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import layer_norm
 
-from torch_marlin_metal.decoder_ops import rms_norm
-from torch_marlin_metal.layers.proof import agrees, random_like, runs
+from torch_marlin_metal.layers.equivalence import agrees, is_supported, random_like
+from torch_marlin_metal.ops.decoder import rms_norm
 
 Forward = Callable[..., Tensor]
 
@@ -53,7 +53,7 @@ def is_candidate(module: nn.Module) -> bool:
         return False
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
-    if len(parameters) != 1 or weight is None or weight.dim() != 1 or not runs(weight) or weight.is_meta:
+    if len(parameters) != 1 or weight is None or weight.dim() != 1 or not is_supported(weight) or weight.is_meta:
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -85,7 +85,7 @@ def fused_norm(original: Forward, norm: Norm) -> Callable[[nn.Module, Tensor], T
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         weight = self.weight
-        if x.dtype != weight.dtype or not runs(x):
+        if x.dtype != weight.dtype or not is_supported(x):
             return original(self, x)
         # the heads of a token are adjacent, so rows are read in the order of memory
         if x.dim() == 4 and x.stride(1) < x.stride(2):

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_marlin_metal.decoder_ops import add_rms_norm
 from torch_marlin_metal.fuse.norms import Norm
-from torch_marlin_metal.layers.proof import agrees, agrees_in_training, random_like, runs
+from torch_marlin_metal.layers.equivalence import agrees, agrees_in_training, is_supported, random_like
+from torch_marlin_metal.ops.decoder import add_rms_norm
 
 # The orders in which a layer may call its norms (N) and blocks (B). In the second order, each block has a norm after
 # it, too.
@@ -99,7 +99,7 @@ def fused_layer(
     defaults = {p.name: p.default for p in named[1:] if p.default is not p.empty}
     given = defaults | dict(zip([p.name for p in named], seen.args, strict=False)) | seen.kwargs
     hidden = given.get(named[0].name)
-    if not isinstance(hidden, Tensor) or not runs(hidden) or hidden.is_meta:
+    if not isinstance(hidden, Tensor) or not is_supported(hidden) or hidden.is_meta:
         return None, "its first argument is not a tensor of float16, bfloat16 or float32"
     blocks = [call for call in seen.calls if children[call[0]] not in norms]
     (attention, attention_args, attention_kwargs), (mlp, mlp_args, mlp_kwargs) = blocks
@@ -126,7 +126,7 @@ def fused_layer(
             rest = dict(kwargs)
             x = rest.pop(first)
         weight = modules[add].weight
-        if not runs(x) or x.dtype != weight.dtype:
+        if not is_supported(x) or x.dtype != weight.dtype:
             return original(self, *args, **kwargs)
         options = {name: rest.get(name, defaults.get(name)) for name in own}
         if takes_more:
@@ -160,7 +160,7 @@ def fused_layer(
             lambda: layer.forward(*positional, **arguments),
         )
     except Exception as error:  # a layer that keeps state can raise anything when its call is repeated
-        return None, f"the proof failed: {type(error).__name__}: {error}"
+        return None, f"the comparison failed: {type(error).__name__}: {error}"
     if not agrees(got, expected):
         return None, "its sums differ from those of the usual decoder layers"
     if not is_same_in_training:

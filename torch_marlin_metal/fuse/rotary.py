@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.decoder_ops import rotary
-from torch_marlin_metal.layers.proof import agrees, runs
+from torch_marlin_metal.layers.equivalence import agrees, is_supported
+from torch_marlin_metal.ops.decoder import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]
@@ -73,7 +73,7 @@ def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> 
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         usual = not args and not kwargs and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype
-        if not usual or not runs(q) or cos.requires_grad:
+        if not usual or not is_supported(q) or cos.requires_grad:
             result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
             return result
         return _apply(variant, q, k, cos, sin)

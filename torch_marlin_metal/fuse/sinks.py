@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.fuse.masks import kept_with
-from torch_marlin_metal.layers.proof import agrees, random_like, runs
+from torch_marlin_metal.layers.equivalence import agrees, is_supported, random_like
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 # With more queries than this, the original is called. Here the mask is repeated for each head of a group, which would
@@ -87,7 +87,7 @@ def fused_attention(original: FunctionType) -> Attention:
                 and attention_mask.shape[1:] == (1, query.shape[2], key.shape[2])
                 and attention_mask.dtype == query.dtype
             )
-        if fits and runs(query) and not dropout:
+        if fits and is_supported(query) and not dropout:
             return _attend(module, query, key, value, attention_mask, scaling)
         result: tuple[Tensor, Tensor | None] = original(
             module, query, key, value, attention_mask, scaling, dropout, **kwargs

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from torch_marlin_metal.layers.embedding import why_not_embedding
@@ -15,7 +15,9 @@ from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, to
 from torch_marlin_metal.models.experts import shape_of, why_never_experts
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
+from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
+from torch_marlin_metal.quantize.weight import quantize_weight
 
 logger = logging.get_logger(__name__)
 NO_TIES: Mapping[str, str] = {}
@@ -72,6 +74,20 @@ def choose_layers(
     )
     check_coverage(op, report)
     return [name for name, reason in why.items() if not reason]
+
+
+def quantized(op: str, name: str, matrix: Tensor, config: Any) -> PackedWeight:
+    """Quantizes the weight `[N, K]` of a layer as a `MarlinConfig` says.
+
+    Raises:
+        ValueError: the weight cannot be quantized; the message names the layer.
+    """
+    try:
+        return quantize_weight(
+            matrix, config.weight_format, config.group_size, config.method, **config.quantize_options
+        )
+    except ValueError as error:
+        raise ValueError(f"{op}: layer {name!r}: {error}") from error
 
 
 def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Module], tables: set[int]) -> bool:

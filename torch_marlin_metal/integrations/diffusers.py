@@ -29,7 +29,7 @@ from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.extension import require
-from torch_marlin_metal.integrations.choice import choose_layers
+from torch_marlin_metal.integrations.choice import choose_layers, quantized
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, as_config
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
     check_devices,
@@ -41,12 +41,11 @@ from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import Loader
-from torch_marlin_metal.load.placeholder import inherit
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.models.empty_model import ModelMismatchError, packed_layer
 from torch_marlin_metal.models.prepare import prepare
+from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.quantize.weight import quantize_weight
 
 __all__ = ["MarlinConfig", "MarlinDiffusersQuantizer"]
 
@@ -118,7 +117,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self._loader = Loader(model, self._reader, door, logger.warning)
             if prefix := self._loader.plan.prefix:
                 raise ModelMismatchError(
-                    f"{OP}: {self._reader.path}: all names begin with {prefix!r}, which {type(model).__name__} lacks; "
+                    f"{OP}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} lacks; "
                     "load_quantized removes it"
                 )
             self._loader.place()
@@ -156,13 +155,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Quantizes a weight."""
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        config = self.quantization_config
-        try:
-            packed = quantize_weight(
-                param_value, config.weight_format, config.group_size, config.method, **config.quantize_options
-            )
-        except ValueError as error:
-            raise ValueError(f"{OP}: layer {name!r}: {error}") from error
+        packed = quantized(OP, name, param_value, self.quantization_config)
         # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal import extension
-from torch_marlin_metal.decoder_ops import ActivationName, gated_activation
-from torch_marlin_metal.layers.proof import DTYPES, TOLERANCE, in_mode, random_like
+from torch_marlin_metal.layers.equivalence import DTYPES, TOLERANCE, in_mode, random_like
+from torch_marlin_metal.ops.decoder import ActivationName, gated_activation
 
 Activation = Callable[[Tensor], Tensor]
 DEPTH = 3  # levels of modules in which to look for the limit and alpha of an activation

@@ -14,7 +14,7 @@ from torch_marlin_metal.layers.experts import ExpertWeights, StackError
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
-from torch_marlin_metal.load.placeholder import PendingExperts, PendingLinear, inherit
+from torch_marlin_metal.load.placeholder import PendingExperts, PendingLinear
 from torch_marlin_metal.load.places import ExpertsPlace, Place, Spot
 from torch_marlin_metal.load.plan import EXCLUDED, plan_load
 from torch_marlin_metal.load.share import FloatShare
@@ -31,7 +31,7 @@ from torch_marlin_metal.models.empty_model import (
 )
 from torch_marlin_metal.models.gguf_settings import unknown_keys
 from torch_marlin_metal.models.report import LayerReport, module_bytes
-from torch_marlin_metal.models.swap import Target
+from torch_marlin_metal.models.swap import Target, inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import selects
 

@@ -37,26 +37,35 @@ def namer(model: nn.Module, rename: Rename | None) -> Callable[[str], str | None
     return by_prefix
 
 
-def shared_prefix(layers: Iterable[str], others: Iterable[str], has_place: Callable[[str], bool]) -> str:
-    """Returns the beginning of all names of a checkpoint that hides its layers from the model, or "".
+def shared_prefix(
+    layers: Iterable[str], others: Iterable[str], has_place: Callable[[str], bool], in_part: bool = False
+) -> str:
+    """Returns the beginning of the names of a checkpoint that hides its layers from the model, or "".
 
     torch.compile ("_orig_mod."), DistributedDataParallel ("module.") and programs that hold the model in an attribute
-    add such a beginning when they save.
+    add such a beginning when they save. A model for text and images adds one to the names of its model for text.
 
     Args:
         layers: the names of the layers.
         others: the names of all other tensors.
         has_place: tells whether the model has a place for the layer with a name.
+        in_part: whether the model may be a part of the model in the checkpoint, so that other names begin differently.
     """
     named = list(layers)
-    if not named or any(map(has_place, named)):
+    if any(map(has_place, named)):
         return ""
-    every = [*named, *others]
-    parts = named[0].split(".")
-    for count in range(1, len(parts)):
-        prefix = ".".join(parts[:count]) + "."
-        if not all(name.startswith(prefix) for name in every):
-            return ""
-        if any(has_place(name.removeprefix(prefix)) for name in named):
-            return prefix
-    return ""
+    found = {prefix for name in named if (prefix := _hiding(name, has_place))}
+    every = (*named, *others)
+    if whole := [prefix for prefix in found if all(name.startswith(prefix) for name in every)]:
+        return min(whole, key=len)
+    fitting = [
+        prefix for prefix in found if all(has_place(name[len(prefix) :]) for name in named if name.startswith(prefix))
+    ]
+    return fitting[0] if in_part and len(fitting) == 1 else ""
+
+
+def _hiding(name: str, has_place: Callable[[str], bool]) -> str:
+    """Returns the shortest beginning of a name whose removal gives the name of a layer, or ""."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:count]) + "." for count in range(1, len(parts)))
+    return next((one for one in beginnings if has_place(name.removeprefix(one))), "")

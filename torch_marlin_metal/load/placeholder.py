@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.load.model_tensors import initialized
 from torch_marlin_metal.models.empty_model import LinearShape
-from torch_marlin_metal.models.swap import HOOKS
 
 
 class PendingLinear(nn.Module):
@@ -45,17 +44,3 @@ class PendingExperts(nn.Module):
     def forward(self, *args: Tensor) -> NoReturn:
         """Raises an error, because the model is not loaded yet."""
         raise RuntimeError("a model was used before its 4-bit experts were loaded")
-
-
-def inherit(new: nn.Module, old: nn.Module) -> None:
-    """Copies the training mode and the hooks, including accelerate's, from a module to its replacement."""
-    if new is old:
-        return
-    new.train(old.training)
-    for name in HOOKS:
-        setattr(new, name, getattr(old, name))
-    hook = getattr(old, "_hf_hook", None)
-    if hook is not None:
-        from accelerate.hooks import add_hook_to_module
-
-        add_hook_to_module(new, hook)

@@ -88,7 +88,7 @@ class LoadPlan:
     """What each part of a checkpoint becomes in a model.
 
     Attributes:
-        prefix: the beginning of all names in the checkpoint that the model does not have, or "".
+        prefix: the beginning of names in the checkpoint that the model does not have, or "".
         places: the packed layers outside mixtures.
         experts: the experts of mixtures, by the name of their module.
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.

@@ -75,7 +75,9 @@ class _Planner:
                 self._door.ignore or (),
             )
         names = [name for name, _, _ in self._others]
-        plan.prefix = shared_prefix(self._reader.layer_names, names, lambda name: self._has(self._door.find(name)))
+        plan.prefix = shared_prefix(
+            self._reader.layer_names, names, lambda name: self._has(self._door.find(name)), self._door.hosted
+        )
         self._layers()
         self._whole_experts()
         dense = {self._find(name) for name in names}

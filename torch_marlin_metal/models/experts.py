@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.reader import DenseWeight
 from torch_marlin_metal.layers.activation import Activation
 from torch_marlin_metal.layers.common_format import stack_exactly
 from torch_marlin_metal.layers.experts import COLUMNS, ExpertWeights, MarlinExperts, StackError, difference
-from torch_marlin_metal.layers.experts_proof import why_unknown
+from torch_marlin_metal.layers.experts_equivalence import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights, JoinedExpertWeights
 from torch_marlin_metal.models.empty_model import LinearShape

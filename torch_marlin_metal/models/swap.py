@@ -97,7 +97,7 @@ def swap(
                 report.layers.append(result)
             else:
                 new, entry = result
-                _inherit(new, target.module)
+                inherit(new, target.module)
                 report.layers.append(entry)
                 if atomic:
                     staged.append((target, new))
@@ -126,10 +126,18 @@ def _install(model: nn.Module, names: list[str], module: nn.Module) -> None:
         model.set_submodule(name, module)
 
 
-def _inherit(new: nn.Module, old: nn.Module) -> None:
+def inherit(new: nn.Module, old: nn.Module) -> None:
+    """Copies the training mode and the hooks, including accelerate's, from a module to its replacement."""
+    if new is old:
+        return
     new.train(old.training)
     for name in HOOKS:
         setattr(new, name, getattr(old, name))
+    hook = getattr(old, "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, hook)
 
 
 def _selected(choice: Filter | None, target: Target) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.xlstm.ops import MLSTMState, mlstm, mlstm_step
+from torch_marlin_metal.ops.mlstm import MLSTMState, mlstm, mlstm_step
 
 
 def _run(

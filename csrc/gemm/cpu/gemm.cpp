@@ -95,9 +95,9 @@ void run_together(std::deque<Pass>& passes, const Parallel& parallel) {
 
 // Computes a pass again, because the kernel of `failed` cannot represent one of its values. Tries one fallback plan
 // after another.
-void run_with_fallback(const Machine& machine, const Problem& problem, const KernelSet& kernels, const Pass& failed,
+void run_with_fallback(const Machine& machine, const CpuProblem& problem, const KernelSet& kernels, const Pass& failed,
                        const Parallel& parallel) {
-  Plan plan = failed.plan();
+  CpuPlan plan = failed.plan();
   bool done = false;
   while (!done) {
     plan = make_fallback_plan(machine, problem, plan);
@@ -119,7 +119,7 @@ int threads_for_each(std::span<const GemmArguments> products, int threads) {
 
 }  // namespace
 
-Problem problem_of(const GemmArguments& arguments, Float32Precision precision) {
+CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision) {
   const PackedWeight& weight = arguments.weight;
   return {arguments.M,
           weight.N,
@@ -150,7 +150,7 @@ void gemm_group_on(const Machine& machine, std::span<const GemmArguments> produc
   int64_t rows = 0;
   for (const GemmArguments& product : products) {
     if (product.M == 0 || product.weight.N == 0) continue;
-    const Plan plan = make_plan(share, problem_of(product, precision));
+    const CpuPlan plan = make_plan(share, problem_of(product, precision));
     for (int64_t pass = 0; pass < plan.passes; ++pass) {
       const int64_t more = part(product.M, plan.passes, pass).size();
       if (rows + more > kRowsTogether) {

@@ -31,7 +31,7 @@ void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Preci
 // family that this CPU has.
 
 // Returns the problem that the planner solves for these arguments.
-Problem problem_of(const GemmArguments& arguments, Float32Precision precision);
+CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision);
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
              Float32Precision precision);
 // Computes products of weights of one format, K, N and group size side by side, on all threads.

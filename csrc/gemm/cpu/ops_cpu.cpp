@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
+#include "csrc/core/gemm_variants.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/gemm/argument_rules.h"
 #include "csrc/gemm/cpu/gemm.h"
@@ -20,11 +22,12 @@
 namespace marlin::cpu {
 namespace {
 
-// Returns true if "two_pass" has an effect, that is, if the weight is rounded to bf16 and multiplied by PyTorch. This
+// Returns true if a variant that rounds the weight has an effect, that is, if it is multiplied by PyTorch in bf16. This
 // needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the weight exact, at
 // least for tables.
 bool multiplies_rounded(std::string_view variant, const Tensor& a, const OptionalTensor& bias) {
-  if (variant != "two_pass" || a.scalar_type() != at::kBFloat16) return false;
+  const std::optional<GemmVariant> named = variant_of(variant);
+  if (!named || !rounds_weight(*named) || a.scalar_type() != at::kBFloat16) return false;
   if (bias && bias->scalar_type() != at::kBFloat16) return false;
   return capability().isa == Isa::amx || (capability().isa == Isa::avx512 && detected().fast_bf16_dot);
 }

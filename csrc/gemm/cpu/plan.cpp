@@ -56,24 +56,25 @@ bool in_blocks_of_four(const Machine& machine, int64_t M) {
   return is_amd(machine) && (M == 8 || M == 16);
 }
 
-int64_t chunk_of(const Machine& machine, const Problem& problem, Kernel kernel) {
-  const bool one_row = problem.M == 1 && kernel == Kernel::byte_split_small_m;
+int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel kernel) {
+  const bool one_row = problem.M == 1 && kernel == CpuKernel::byte_split_small_m;
   return is_amd(machine) && one_row && problem.N >= kHalfChunkMinColumns ? kChunk / 2 : kChunk;
 }
 
 }  // namespace
 
-KernelShape kernel_shape(Isa isa, Kernel kernel) {
-  if (kernel == Kernel::amx || kernel == Kernel::amx_scaled || kernel == Kernel::amx_table) return {32, 32, 16};
+KernelShape kernel_shape(Isa isa, CpuKernel kernel) {
+  if (kernel == CpuKernel::amx || kernel == CpuKernel::amx_scaled || kernel == CpuKernel::amx_table)
+    return {32, 32, 16};
   const bool neon = isa == Isa::neon;
-  if (kernel == Kernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
-  if (kernel == Kernel::byte_split_avx2) return {32, 1, 1};
-  if (kernel == Kernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
-  if (kernel == Kernel::byte_split) return {neon ? 8 : 32, 4, 1};
-  if (kernel == Kernel::byte_matrix) return {8, 4, 1};
-  if (kernel == Kernel::bf16_dot_small_m && neon) return {16, 1, 1};
-  if (kernel == Kernel::bf16_dot && neon) return {8, 8, 2};
-  const bool small_m = kernel == Kernel::small_m || kernel == Kernel::bf16_dot_small_m;
+  if (kernel == CpuKernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
+  if (kernel == CpuKernel::byte_split_avx2) return {32, 1, 1};
+  if (kernel == CpuKernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
+  if (kernel == CpuKernel::byte_split) return {neon ? 8 : 32, 4, 1};
+  if (kernel == CpuKernel::byte_matrix) return {8, 4, 1};
+  if (kernel == CpuKernel::bf16_dot_small_m && neon) return {16, 1, 1};
+  if (kernel == CpuKernel::bf16_dot && neon) return {8, 8, 2};
+  const bool small_m = kernel == CpuKernel::small_m || kernel == CpuKernel::bf16_dot_small_m;
   switch (isa) {
     case Isa::avx512:
     case Isa::amx:
@@ -90,12 +91,12 @@ KernelShape kernel_shape(Isa isa, Kernel kernel) {
 namespace {
 
 struct Choice {
-  Kernel kernel;
+  CpuKernel kernel;
   int parts = 1;  // bf16 terms per activation
 };
 
 // Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
-std::optional<Choice> choose_amx(const Machine& machine, const Problem& problem) {
+std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
   const bool table = problem.code_parts > 1;
   const bool group_16 = problem.group_size < 32;
@@ -104,44 +105,44 @@ std::optional<Choice> choose_amx(const Machine& machine, const Problem& problem)
   if (problem.M < min_rows) return std::nullopt;
   const bool reduced = problem.precision == Float32Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
-  if (table) return Choice{Kernel::amx_table, parts};
+  if (table) return Choice{CpuKernel::amx_table, parts};
   const bool scaled = has_coded_scales(problem.format) && (group_16 || problem.M >= kAmxScaledMinRows);
-  return Choice{scaled ? Kernel::amx_scaled : Kernel::amx, parts};
+  return Choice{scaled ? CpuKernel::amx_scaled : CpuKernel::amx, parts};
 }
 
 // A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
 // these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
 // decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
-Choice choose_kernel(const Machine& machine, const Problem& problem) {
+Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (const auto amx = choose_amx(machine, problem)) return *amx;
   const bool small_m =
-      problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
-  const Choice fp32{small_m ? Kernel::small_m : Kernel::large_m};
+      problem.M <= kernel_shape(machine.isa, CpuKernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
+  const Choice fp32{small_m ? CpuKernel::small_m : CpuKernel::large_m};
   const bool reduced = problem.precision == Float32Precision::reduced;
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
   // is used for fp32 only if the caller allows reduced precision.
   const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
-  if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {Kernel::byte_split_avx2};
+  if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
-    const int dot_rows = kernel_shape(machine.isa, Kernel::bf16_dot_small_m).max_rows;
+    const int dot_rows = kernel_shape(machine.isa, CpuKernel::bf16_dot_small_m).max_rows;
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
-    return {few ? Kernel::bf16_dot_small_m : Kernel::bf16_dot};
+    return {few ? CpuKernel::bf16_dot_small_m : CpuKernel::bf16_dot};
   }
   // At one row, a matrix product has no second row of activations, and takes as many instructions as dot products.
-  if (byte_split && machine.byte_matrix && problem.M > 1) return {Kernel::byte_matrix};
+  if (byte_split && machine.byte_matrix && problem.M > 1) return {CpuKernel::byte_matrix};
   if (byte_split && machine.byte_dot) {
-    return {problem.M <= kByteSplitSmallMRows ? Kernel::byte_split_small_m : Kernel::byte_split};
+    return {problem.M <= kByteSplitSmallMRows ? CpuKernel::byte_split_small_m : CpuKernel::byte_split};
   }
-  if (fast_dot && problem.a_type == ElementType::bfloat16) return {Kernel::bf16_dot_small_m};
-  if (fast_dot && !half && problem.M == 1) return {Kernel::bf16_dot_fp32_row, 3};
+  if (fast_dot && problem.a_type == ElementType::bfloat16) return {CpuKernel::bf16_dot_small_m};
+  if (fast_dot && !half && problem.M == 1) return {CpuKernel::bf16_dot_fp32_row, 3};
   return fp32;
 }
 
-Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int parts) {
-  Plan plan{};
+CpuPlan divide(const Machine& machine, const CpuProblem& problem, CpuKernel kernel, int parts) {
+  CpuPlan plan{};
   plan.kernel = kernel;
   plan.parts = parts;
   const KernelShape shape = kernel_shape(machine.isa, plan.kernel);
@@ -173,18 +174,18 @@ Plan divide(const Machine& machine, const Problem& problem, Kernel kernel, int p
 
 }  // namespace
 
-Plan make_plan(const Machine& machine, const Problem& problem) {
+CpuPlan make_plan(const Machine& machine, const CpuProblem& problem) {
   const Choice choice = choose_kernel(machine, problem);
   return divide(machine, problem, choice.kernel, choice.parts);
 }
 
-Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed) {
-  if (failed.kernel == Kernel::amx_scaled) return divide(machine, problem, Kernel::amx, failed.parts);
-  const bool small_m = problem.M <= kernel_shape(machine.isa, Kernel::small_m).max_rows;
-  return divide(machine, problem, small_m ? Kernel::small_m : Kernel::large_m, 1);
+CpuPlan make_fallback_plan(const Machine& machine, const CpuProblem& problem, const CpuPlan& failed) {
+  if (failed.kernel == CpuKernel::amx_scaled) return divide(machine, problem, CpuKernel::amx, failed.parts);
+  const bool small_m = problem.M <= kernel_shape(machine.isa, CpuKernel::small_m).max_rows;
+  return divide(machine, problem, small_m ? CpuKernel::small_m : CpuKernel::large_m, 1);
 }
 
-std::string to_string(const Plan& plan) {
+std::string to_string(const CpuPlan& plan) {
   static constexpr const char* kNames[] = {"small_m",
                                            "large_m",
                                            "bf16_dot_fp32_row",

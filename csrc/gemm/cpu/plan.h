@@ -13,7 +13,7 @@ namespace marlin::cpu {
 // allows activations to be split into two bf16 terms or three bytes. 16-bit activations are not affected.
 enum class Float32Precision : int32_t { highest, reduced };
 
-struct Problem {
+struct CpuProblem {
   int64_t M;
   int64_t N;
   int64_t K;
@@ -25,7 +25,7 @@ struct Problem {
   Float32Precision precision;
 };
 
-enum class Kernel : int {
+enum class CpuKernel : int {
   small_m,
   large_m,
   bf16_dot_fp32_row,
@@ -47,8 +47,8 @@ struct KernelShape {
   int row_unit;  // every row block starts at a multiple of this
 };
 
-struct Plan {
-  Kernel kernel;
+struct CpuPlan {
+  CpuKernel kernel;
   int parts;           // bf16 terms per activation; 1 if the kernel computes in fp32
   int64_t chunk;       // k per kernel call
   int64_t strip;       // columns per kernel call
@@ -62,11 +62,11 @@ struct Plan {
   int64_t k_slices;  // if there are several, their fp32 partial sums are added in the order of k
 };
 
-KernelShape kernel_shape(Isa isa, Kernel kernel);
-Plan make_plan(const Machine& machine, const Problem& problem);
+KernelShape kernel_shape(Isa isa, CpuKernel kernel);
+CpuPlan make_plan(const Machine& machine, const CpuProblem& problem);
 // Returns the plan to use if the kernel of `failed` cannot represent a value: from amx_scaled to amx, and from any
 // other kernel to fp32.
-Plan make_fallback_plan(const Machine& machine, const Problem& problem, const Plan& failed);
-std::string to_string(const Plan& plan);
+CpuPlan make_fallback_plan(const Machine& machine, const CpuProblem& problem, const CpuPlan& failed);
+std::string to_string(const CpuPlan& plan);
 
 }  // namespace marlin::cpu

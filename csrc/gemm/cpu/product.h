@@ -19,29 +19,29 @@ namespace marlin::cpu {
 // Parts of scratch memory start at multiples of this many elements, so that products do not share cache lines.
 inline constexpr int64_t kScratchUnit = 64;
 
-inline const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kernels) {
+inline const MatrixKernel& matrix_kernel(const CpuPlan& plan, const KernelSet& kernels) {
   switch (plan.kernel) {
-    case Kernel::bf16_dot_fp32_row:
+    case CpuKernel::bf16_dot_fp32_row:
       return bf16_dot_kernels()->fp32_row;
-    case Kernel::bf16_dot_small_m:
+    case CpuKernel::bf16_dot_small_m:
       return bf16_dot_kernels()->small_m;
-    case Kernel::bf16_dot:
+    case CpuKernel::bf16_dot:
       return bf16_dot_kernels()->large_m;
-    case Kernel::byte_split_avx2:
+    case CpuKernel::byte_split_avx2:
       return *avx2_byte_split_kernel();
-    case Kernel::byte_split_small_m:
+    case CpuKernel::byte_split_small_m:
       return byte_split_kernels()->small_m;
-    case Kernel::byte_split:
+    case CpuKernel::byte_split:
       return byte_split_kernels()->large_m;
-    case Kernel::byte_matrix:
+    case CpuKernel::byte_matrix:
       return *byte_matrix_kernel();
-    case Kernel::amx:
+    case CpuKernel::amx:
       return amx_kernels(plan.parts)->exact;
-    case Kernel::amx_scaled:
+    case CpuKernel::amx_scaled:
       return amx_kernels(plan.parts)->scaled;
-    case Kernel::amx_table:
+    case CpuKernel::amx_table:
       return amx_kernels(plan.parts)->table;
-    case Kernel::small_m:
+    case CpuKernel::small_m:
       return kernels.small_m;
     default:
       return kernels.large_m;
@@ -51,7 +51,7 @@ inline const MatrixKernel& matrix_kernel(const Plan& plan, const KernelSet& kern
 // Computes one pass of a product, that is, some of its rows.
 class Pass {
  public:
-  Pass(const GemmArguments& arguments, const Plan& plan, const KernelSet& kernels, int64_t pass)
+  Pass(const GemmArguments& arguments, const CpuPlan& plan, const KernelSet& kernels, int64_t pass)
       : a_(arguments),
         w_(arguments.weight),
         plan_(plan),
@@ -74,7 +74,7 @@ class Pass {
   }
 
   const GemmArguments& arguments() const { return a_; }
-  const Plan& plan() const { return plan_; }
+  const CpuPlan& plan() const { return plan_; }
   int64_t pass() const { return pass_; }
   int64_t rows() const { return x_.rows; }
 
@@ -352,7 +352,7 @@ class Pass {
 
   const GemmArguments& a_;
   const PackedWeight& w_;
-  const Plan plan_;
+  const CpuPlan plan_;
   const KernelSet& kernels_;
   const MatrixKernel& matrix_;
   const ZerosRole role_;

@@ -24,6 +24,7 @@ constinit const VariantRules two_pass_variant{
     .tiling = two_pass_tiling,
     .build = build_two_pass,
     .threadgroup_bytes = [](const Tiling&, const GemmProblem&, uint32_t) { return 0U; },
+    .rounds_weight = true,
 };
 
 }  // namespace marlin

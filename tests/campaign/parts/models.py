@@ -1,5 +1,5 @@
-"""Loads tiny models of random families from random formats through random doors; see `tests/support/random_models.py`."""
+"""Loads tiny models of random families from random formats and files through random doors."""
 
-from tests.support.random_models import case
+from tests.support.random_doors import case
 
 __all__ = ["case"]

@@ -175,7 +175,7 @@ int main() {
   std::printf("\"end\": 0}, \"kernels\": {");
   for (const KernelInfo& kernel : kKernels) {
     std::printf("\"%s\": [\"%s\", %d, %u], ", std::string(kernel.name).c_str(), std::string(kernel.library).c_str(),
-                static_cast<int>(kernel.naming), kernel.slots);
+                is_plain(kernel.naming) ? 0 : 1 + names_format(kernel.naming), kernel.slots);
   }
   std::printf("\"\": []}, \"formats\": [");
   for (int format = 0; format < kWeightFormatCount; ++format) {

@@ -26,7 +26,7 @@ class Key:
         neutral: values with the meaning of an absent key. A config without the setting is right for them.
         off: the setting's value for a neutral value, if a config has the setting.
         size: whether the shapes of the tensors say the same. Loading compares these, so the key is not compared.
-        special: whether `models.gguf_settings` or `models.gguf_rope` has code of its own for it.
+        special: whether `models.gguf_special` or `models.gguf_rope` has code of its own for it.
         harmless: why the key changes nothing that a model computes, or "".
     """
 
@@ -49,8 +49,8 @@ KEYS: dict[str, Key] = {
     "expert_count": Key(("num_local_experts", "num_experts"), (0,)),
     "expert_feed_forward_length": Key(("moe_intermediate_size", "intermediate_size"), (0,), size=True),
     "expert_shared_feed_forward_length": Key(("shared_expert_intermediate_size",), (0,), size=True),
-    "expert_shared_count": Key(harmless="the names and shapes of the tensors say it"),
-    "leading_dense_block_count": Key(harmless="the names of the tensors say it"),
+    "expert_shared_count": Key(("n_shared_experts",), (0,), size=True),
+    "leading_dense_block_count": Key(("first_k_dense_replace",), size=True),
     "interleave_moe_layer_step": Key(harmless="the names of the tensors say it"),
     "moe_every_n_layers": Key(harmless="the names of the tensors say it"),
     "nextn_predict_layers": Key(harmless="transformers' models lack these blocks, which are left out"),
@@ -77,6 +77,7 @@ KEYS: dict[str, Key] = {
     "attn_logit_softcapping": Key(("attn_logit_softcapping",), (0,)),
     "final_logit_softcapping": Key(("final_logit_softcapping",), (0,)),
     "use_parallel_residual": Key(special=True),
+    "shortconv.l_cache": Key(("conv_L_cache",), (0,)),
     # Linear attention
     "ssm.conv_kernel": Key(("linear_conv_kernel_dim",), (0,)),
     "ssm.state_size": Key(("linear_key_head_dim",), (0,)),
@@ -90,10 +91,10 @@ KEYS: dict[str, Key] = {
     # Experts
     "expert_used_count": Key(("num_experts_per_tok", "top_k_experts"), (0,)),
     "expert_weights_norm": Key(special=True),
-    "expert_weights_scale": Key(neutral=(0, 1)),
+    "expert_weights_scale": Key(("routed_scaling_factor",), (0, 1), 1.0),
     "expert_gating_func": Key(special=True),
-    "expert_group_count": Key(neutral=(0, 1)),
-    "expert_group_used_count": Key(neutral=(0, 1)),
+    "expert_group_count": Key(("n_group",), (0, 1), 1),
+    "expert_group_used_count": Key(("topk_group",), (0, 1), 1),
     # Rotary embedding
     "rope.dimension_count": ROPE,
     "rope.dimension_count_swa": ROPE,
@@ -159,7 +160,6 @@ KEYS: dict[str, Key] = {
             "posnet.block_count",
             "convnext.embedding_length",
             "convnext.block_count",
-            "shortconv.l_cache",
         ),
         ABSENT,
     ),

@@ -42,7 +42,7 @@ class Architecture:
 LINEAR_ATTENTION = {"norm_offset": 1.0, "plain_norms": ("ssm_norm",), "tiles_values": True}
 # What the converters do. In Llama 4 of transformers, the two rows of a rotary pair lie side by side, too.
 RULES: dict[str, dict[str, Any]] = {
-    **{name: {"reorders": True} for name in ("llama", "granite", "smollm3")},
+    **{name: {"reorders": True} for name in ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo")},
     **{name: {"norm_offset": 1.0} for name in ("gemma", "gemma2", "gemma3", "nemotron")},
     **dict.fromkeys(("qwen35", "qwen35moe"), LINEAR_ATTENTION),
     "gpt-oss": {"alternates": True},

@@ -115,7 +115,7 @@ def restored(name: str, architecture: str, values: Tensor) -> Tensor:
         return values - known.norm_offset
     if base == ".ssm_a":
         return torch.log(-values)
-    if base == ".ssm_conv1d.weight":
+    if base in (".ssm_conv1d.weight", ".shortconv.conv.weight"):
         return values.unsqueeze(1)  # llama.cpp stores the kernels without the dimension of their only channel
     if base == ".ffn_gate_inp_shexp.weight":
         return values.reshape(1, -1)  # llama.cpp stores the only row without its dimension

@@ -16,6 +16,7 @@ COMMON = """\
 .attn_q_norm=.self_attn.q_norm
 .attn_qkv=.linear_attn.in_proj_qkv
 .attn_v=.self_attn.v_proj
+.exp_probs_b.bias=.mlp.gate.e_score_correction_bias
 .ffn_down=.mlp.down_proj
 .ffn_down_exps=.mlp.experts.down_proj
 .ffn_down_shexp=.mlp.shared_expert.down_proj
@@ -73,4 +74,23 @@ command-r cohere
 granite granite
 smollm3 smollm3
 nemotron nemotron
+cohere2 cohere2
+granitemoe granitemoe .ffn_down_exps=.block_sparse_moe.experts.down_proj
+  .ffn_gate_inp.weight=.block_sparse_moe.router.weight
+arcee arcee
+olmo olmo
+seed_oss seed_oss
+ernie4_5 ernie4_5
+exaone4 exaone4
+glm4 glm4 .ffn_up=.mlp.gate_up_proj .post_attention_norm=.post_self_attn_layernorm .post_ffw_norm=.post_mlp_layernorm
+glm4moe glm4_moe .ffn_down_shexp=.mlp.shared_experts.down_proj .ffn_gate_shexp=.mlp.shared_experts.gate_proj
+  .ffn_up_shexp=.mlp.shared_experts.up_proj
+lfm2 lfm2 .attn_k_norm=.self_attn.k_layernorm .attn_norm=.operator_norm .attn_output=.self_attn.out_proj
+  .attn_q_norm=.self_attn.q_layernorm .ffn_down=.feed_forward.w2 .ffn_gate=.feed_forward.w1 .ffn_norm=.ffn_norm
+  .ffn_up=.feed_forward.w3 .shortconv.conv=.conv.conv .shortconv.in_proj=.conv.in_proj
+  .shortconv.out_proj=.conv.out_proj token_embd_norm=model.embedding_norm
+dots1 dots1 .ffn_down_shexp=.mlp.shared_experts.down_proj .ffn_gate_shexp=.mlp.shared_experts.gate_proj
+  .ffn_up_shexp=.mlp.shared_experts.up_proj
+minimax-m2 minimax_m2 .exp_probs_b.bias=.mlp.e_score_correction_bias
+hunyuan-dense hunyuan_v1_dense .attn_k_norm=.self_attn.key_layernorm .attn_q_norm=.self_attn.query_layernorm
 """

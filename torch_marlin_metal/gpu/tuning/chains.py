@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.

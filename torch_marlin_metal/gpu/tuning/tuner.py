@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.planning import PlanCandidate
 from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, interleave, rotating
 from torch_marlin_metal.gpu.tuning.errors import check
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange, TuningTable
-from torch_marlin_metal.ops import gemm
+from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -25,8 +26,9 @@ MOST_CANDIDATES = 8
 SLOWEST = 3.0
 # A candidate replaces the planner's choice if it is faster by this factor and if the gain exceeds the rounds' spread.
 MARGIN = 1.02
-# From this number of rows on, two_pass is a candidate. With fewer rows, as in decoding, it never is: it rounds weights.
-TWO_PASS_ROWS = 64
+# From this number of rows on, variants that round the weight are candidates. With fewer rows, as in decoding, they are
+# not.
+ROUNDING_ROWS = 64
 
 # The tuner compares all rows of this many columns, which it draws at random, with fp64.
 COMPARED_COLUMNS = 256
@@ -121,20 +123,21 @@ def candidates(product: Product, M: int) -> tuple[list[str], str]:
     """Returns the names of the candidates to time, and the name of the planner's choice."""
     planned = product.plan(M)
     chosen = planned.chosen
-    exact = [candidate for candidate in planned.candidates if not _is_two_pass(candidate)]
+    exact = [candidate for candidate in planned.candidates if not _rounds_weight(candidate)]
     of_variant: dict[str, PlanCandidate] = {}
     for candidate in (chosen, *exact):
         of_variant.setdefault(candidate.variant, candidate)
     names = [candidate.name for candidate in of_variant.values()]
     further = [candidate.name for candidate in exact if candidate.seconds <= SLOWEST * chosen.seconds]
     names += [name for name in further if name not in names][: max(0, MOST_CANDIDATES - len(names))]
-    if M >= TWO_PASS_ROWS:
-        names += [candidate.name for candidate in planned.candidates if _is_two_pass(candidate)]
+    if M >= ROUNDING_ROWS:
+        names += [candidate.name for candidate in planned.candidates if _rounds_weight(candidate)]
     return names, chosen.name
 
 
-def _is_two_pass(candidate: PlanCandidate) -> bool:
-    return candidate.variant == "two_pass"
+def _rounds_weight(candidate: PlanCandidate) -> bool:
+    rounds: bool = native.gemm_variants()[candidate.variant]
+    return rounds
 
 
 def _winner(

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_a
 from torch import nn
 from tqdm.auto import tqdm
 
-from torch_marlin_metal.integrations.peft import whole_model
+import torch_marlin_metal.integrations.peft.whole_model as whole_model
 from torch_marlin_metal.integrations.peft.experts import add_to_experts, check_experts, targeted
 from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear, check_config
 from torch_marlin_metal.integrations.peft.merging import PackedMerging

@@ -16,8 +16,8 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.layers.experts import ExpertWeights
 from torch_marlin_metal.layers.float_experts import WEIGHTS
 from torch_marlin_metal.load.model_tensors import initialized
-from torch_marlin_metal.load.placeholder import inherit
 from torch_marlin_metal.models.experts import ExpertLayers, NamedExperts
+from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 
 Quantize = Callable[[str, Tensor], PackedWeight]

@@ -5,7 +5,7 @@ weight nor makes one. When transformers has loaded everything else, `fill` puts 
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class PackedCheckpoint:
         self._added = changes_back(self.reader)
         conversions = [*self._added, *conversions]
         names = ModelNames(model, conversions, is_stack)
-        unused = matcher(model._keys_to_ignore_on_load_unexpected or ())
+        unused = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         door = Door(
             op=OP,
             find=names.find,
@@ -77,7 +77,7 @@ class PackedCheckpoint:
             ignore=self._config.ignore,
             exclude_argument="modules_to_not_convert",
             hosted=True,
-            unused=lambda source: unused(names.tensor(f"{source}.weight")),
+            unused=lambda source: any(one.search(names.tensor(f"{source}.weight")) for one in unused),
             reinitializes=reinitializes,
             device_of=lambda name: device_of(self._device_map, name),
         )
@@ -86,7 +86,7 @@ class PackedCheckpoint:
         for source, reason in plan.left_out.items():
             logger.warning(f"{self.reader.path}: layer {source} is left out: {reason}")
         if plan.prefix:
-            logger.warning(f"{self.reader.path}: all names begin with {plan.prefix!r}, which is removed")
+            logger.warning(f"{self.reader.path}: names begin with {plan.prefix!r}, which is removed")
             prefix = PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))
             self._added, conversions = [prefix, *self._added], [prefix, *conversions]
         self._loader.place()
@@ -100,7 +100,10 @@ class PackedCheckpoint:
         packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number
         # transformers merges experts' floats, which the loader reads itself.
         packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
-        model._keys_to_ignore_on_load_unexpected |= ignored_patterns(packed | loaded_names(packed, conversions))
+        reported = packed | loaded_names(packed, conversions)
+        model._keys_to_ignore_on_load_unexpected |= {
+            "^" + re.sub(r"\d+", r"\\d+", re.escape(n)) + "$" for n in reported
+        }
         return conversions
 
     def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
@@ -150,14 +153,3 @@ def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
         return torch.device("cpu")
     main = [torch.device(place) for place in device_map.values() if torch.device(place).type != "cpu"]
     return main[0] if main else torch.device(get_device(device_map, name, valid_torch_device=True))
-
-
-def ignored_patterns(names: Iterable[str]) -> set[str]:
-    """Returns regular expressions for tensors of packed layers, so that transformers does not report them."""
-    return {"^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$" for name in names}
-
-
-def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Returns a function that tells whether one of the regular expressions occurs in a name."""
-    expressions = [re.compile(pattern) for pattern in patterns]
-    return lambda name: any(expression.search(name) for expression in expressions)

@@ -75,15 +75,7 @@ class TransformersSplit:
         whole: Collection[str],
         reader: CheckpointReader,
     ) -> None:
-        """Finds the styles of packed layers, and refuses processes with another package or checkpoint.
-
-        Args:
-            op: the caller's name, for errors.
-            model: the model.
-            layers: packed Linear layers.
-            whole: names of layers that cannot be split: packed embeddings, layers tied to them, and layers that become
-                floats.
-            reader: the checkpoint.
+        """Finds the styles of packed layers, and refuses processes with another package or checkpoint; see `Split`.
 
         Raises:
             NotImplementedError: the plan has a style that this package does not have for the layer, or the plan splits

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
@@ -21,7 +19,7 @@ from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.settings import names_no_layer
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
-from torch_marlin_metal.integrations.choice import choose_layers
+from torch_marlin_metal.integrations.choice import choose_layers, quantized
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.float_experts import FloatExperts, MergedOneByOne
 from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
@@ -40,13 +38,12 @@ from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.model_tensors import initialized
-from torch_marlin_metal.load.placeholder import inherit
 from torch_marlin_metal.load.unset import watch
 from torch_marlin_metal.models.empty_model import is_transposed, packed_layer
 from torch_marlin_metal.models.experts import NamedExperts
 from torch_marlin_metal.models.prepare import prepare
+from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.quantize.weight import quantize_weight
 
 logger = logging.get_logger(__name__)
 
@@ -181,13 +178,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
-        config = self.quantization_config
-        try:
-            return quantize_weight(
-                matrix, config.weight_format, config.group_size, config.method, **config.quantize_options
-            )
-        except ValueError as error:
-            raise ValueError(f"{OP}: layer {name!r}: {error}") from error
+        return quantized(OP, name, matrix, self.quantization_config)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._failure is not None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch_marlin_metal.integrations.transformers.names import tied_modules
 from torch_marlin_metal.layers.fuse import unfused
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.load.placeholder import inherit
 from torch_marlin_metal.models.experts import NamedExperts
+from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 
 

@@ -16,7 +16,7 @@ DEVICES = ("cpu", "mps", "meta")
 TOLERANCE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5, torch.float32: 2.0**-16}
 
 
-def runs(tensor: Tensor) -> bool:
+def is_supported(tensor: Tensor) -> bool:
     """Returns whether the operators support this tensor. Other tensors go to the original forward."""
     return tensor.device.type in DEVICES and tensor.dtype in DTYPES
 

@@ -1,9 +1,8 @@
 """Python functions for the operations between a decoder layer's products.
 
-These are the norm, the rotary embedding, the gated activation, also with the experts' products before it, and the
-writing to a cache. Each function is one operator. All but one are one dispatch on mps, for which PyTorch's own
-operators need up to ten; for many rows, the experts' products need more. All functions accept any strides. All
-except the writing to a cache compute in fp32, round once and have derivatives.
+These are the norm, the rotary embedding, the gated activation, and the writing to a cache. Each function is one
+operator, and one dispatch on mps, for which PyTorch's own operators need up to ten. All functions accept any strides.
+All except the writing to a cache compute in fp32, round once and have derivatives.
 """
 
 from typing import Literal
@@ -11,15 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.ops import weight_arguments
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal import extension  # noqa: F401  registers the operators
 
 _ops = torch.ops.torch_marlin_metal
 _rms_norm = _ops.rms_norm.default
 _add_rms_norm = _ops.add_rms_norm.default
 _rotary = _ops.rotary.default
 _gated_activation = _ops.gated_activation.default
-_moe_gemm_gated = _ops.moe_gemm_gated.default
 _write_cache = _ops.write_cache.default
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu", "limited_silu"]
@@ -133,53 +130,6 @@ def gated_activation(
         ValueError: an argument has the wrong dtype, shape, device or value.
     """
     result: Tensor = _gated_activation(gate, up, activation=activation, limit=limit, alpha=alpha)
-    return result
-
-
-def moe_gemm_gated(
-    a: Tensor,
-    weight: PackedWeight,
-    expert_ids: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ActivationName = "silu",
-    interleaved: bool = False,
-    limit: float | None = None,
-    alpha: float | None = None,
-) -> Tensor:
-    """Multiplies each token with the gate and up projections of its experts, and applies the gated activation.
-
-    The result is that of `moe_gemm` followed by `gated_activation`: the products are rounded in between. On mps, few
-    rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
-
-    Args:
-        a: as in `moe_gemm`, like the three arguments that follow.
-        weight: the weights of E experts, with an even N: the columns of gate and up of each expert.
-        expert_ids: int32 or int64 `[T, top_k]`.
-        bias: `[E, N]`; None stands for `weight.bias`.
-        activation: as in `gated_activation`.
-        interleaved: whether the columns alternate between gate and up. Otherwise the first N / 2 columns are gate.
-        limit: for "clamped_silu" and "limited_silu" only.
-        alpha: for "clamped_silu" only.
-
-    Returns:
-        `[T, top_k, N / 2]` in the dtype of `a`.
-
-    Raises:
-        TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
-    """
-    tensors, named = weight_arguments("moe_gemm_gated", weight, bias, takes_bias=True)
-    result: Tensor = _moe_gemm_gated(
-        a,
-        *tensors,
-        expert_ids,
-        activation=activation,
-        interleaved=interleaved,
-        limit=limit,
-        alpha=alpha,
-        **named,
-    )
     return result
 
 

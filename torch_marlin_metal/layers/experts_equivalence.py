@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.layers.equivalence import agrees, in_mode, random_like
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
-from torch_marlin_metal.layers.proof import agrees, in_mode, random_like
 
 TOKENS, EXPERTS, TOP_K = 4, 3, 2
 HIDDEN, INNER = 16, 24  # a model's own sizes would need gigabytes

@@ -1,14 +1,60 @@
-"""The operators that convert the layouts of GPTQ, AWQ and compressed-tensors to the packed layout.
+"""The operators that decode a packed weight, and those that convert other layouts to the packed layout.
 
-`repack.py` converts in the other direction, for exporters and tests.
+The layouts are those of GPTQ, AWQ and compressed-tensors. `repack.py` converts in the other direction, for exporters
+and tests.
 """
 
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.ops.arguments import weight_arguments
+from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import ZerosRule
 
 _ops = torch.ops.torch_marlin_metal
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Returns a weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
+
+    The weight is computed in fp32 and rounded once.
+
+    Args:
+        weight: `[K, N]`. If several values of its `perm` are the same index, the result has one of their rows; which
+            one is unspecified.
+        dtype: float16, bfloat16 or float32.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+        ValueError: an argument has the wrong dtype, shape, device or value.
+    """
+    tensors, named = weight_arguments("dequantize", weight)
+    result: Tensor = _ops.dequantize(*tensors, dtype=dtype, **named)
+    return result
+
+
+def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Looks up vectors of a packed embedding table: vector i is column i of the weight `[K, N]`.
+
+    Decodes only the vectors of the given ids. They have the same bits as in the result of `dequantize`. No tensor has a
+    gradient.
+
+    Args:
+        ids: int32 or int64, any shape and strides, values in `[0, N)`.
+        weight: `[K, N]`; N is the size of the vocabulary, K the length of a vector.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        `[..., K]` in `dtype`. On mps an id outside the table gives a vector of NaN, because only the GPU knows the ids.
+
+    Raises:
+        IndexError: on the CPU, an id outside the table.
+        TypeError: `weight` is not a `PackedWeight`.
+        ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
+    """
+    tensors, named = weight_arguments("embedding", weight)
+    result: Tensor = _ops.embedding(ids, *tensors, dtype=dtype, **named)
+    return result
 
 
 def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:

@@ -1,0 +1,235 @@
+"""The ten commonest kinds of files, from file to generated tokens in the lines that a user types.
+
+`python -m tests.journeys.test_ranks` writes the table of docs/use/what-loads.md.
+"""
+
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import torch_marlin_metal.integrations.transformers  # noqa: F401
+from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scheme, write
+from tests.load.test_widths import GPTQ, four
+from tests.support import gguf_models
+from torch_marlin_metal import load_quantized, quantize_weight
+from torch_marlin_metal.layers.packed_layer import PackedLayer
+
+ROOT = Path(__file__).parents[2]
+PAGE, MODELS = ROOT / "docs/use/what-loads.md", ROOT / "tests/data/models"
+BEGIN, END = "<!-- table of files -->", "<!-- end of the files -->"
+IDS = torch.tensor([[3, 9, 27, 5]])
+NEW = 4
+# K-quants have blocks of 256 weights.
+LARGE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 8}
+BLOCK, SCALE_BYTES = 256, {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # offsets of fp16
+
+
+def blocks_of(values: np.ndarray, kind: Any) -> np.ndarray:
+    """Quantizes with the package gguf, or makes random small blocks of a type that it only decodes."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        rng, size = np.random.default_rng(values.size), SCALE_BYTES[kind.name]
+        found = rng.integers(0, 256, (values.size // BLOCK, size), dtype=np.uint8)
+        for offset in SCALES[kind.name]:
+            found[:, offset : offset + 2] = np.full(len(found), 2e-5, np.float16).view(np.uint8).reshape(-1, 2)
+        return found.reshape(*values.shape[:-1], -1)
+
+
+def q4_k_m(name: str) -> str:
+    """The recipe of llama.cpp, as far as two layers have it."""
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name or name.startswith("output") else "Q4_K"
+
+
+def ud_q4_k_xl(name: str) -> str:
+    """Experts as unsloth has them: gate and up Q4_K, down Q5_K, everything else Q8_0."""
+    return "Q5_K" if "down_exps" in name else "Q4_K" if "_exps" in name else "Q8_0"
+
+
+def ud_q2_k_xl(name: str) -> str:
+    return "Q3_K" if "down_exps" in name else "Q2_K" if "_exps" in name else "Q8_0"
+
+
+def of_gguf(architecture: str, family: str, kinds: Callable[[str], str]) -> Callable[[Path], Path]:
+    def made(path: Path) -> Path:
+        model = gguf_models.model_of(family, **LARGE)
+        model.config.save_pretrained(path)
+        before = gguf_models.quantize
+        gguf_models.quantize = blocks_of
+        try:
+            return gguf_models.write(path / "model.gguf", architecture, model, kinds)
+        finally:
+            gguf_models.quantize = before
+
+    return made
+
+
+def nvfp4_and_fp8(path: Path) -> Path:
+    """The MLP in NVFP4 and the attention in FP8, as compressed-tensors stores them."""
+
+    def part(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if weight.shape[0] == weight.shape[1]:
+            return fp8(weight)
+        packed = quantize_weight(weight, "nvfp4", 16)
+        return {
+            "weight_packed": packed.b_packed.T.contiguous().view(torch.uint8),
+            "weight_scale": packed.scales.T.contiguous().view(torch.float8_e4m3fn),
+            "weight_global_scale": 1 / packed.global_scale,
+        }
+
+    write(path, part, scheme("mixed-precision", 4, "float"))
+    return path
+
+
+def four_and_eight(path: Path) -> Path:
+    """AutoRound's: most layers in 4 bit, some in 8."""
+    names = [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
+    settings = GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:gptq"}
+    settings["extra_config"] = {name: {"bits": 8} for name in names}
+    write(path, lambda weight: (gptq if weight.shape[0] < weight.shape[1] else four)(weight), settings)
+    return path
+
+
+def block_fp8(path: Path) -> Path:
+    write(path, blocks, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"})
+    file = path / "model.safetensors"
+    state = load_file(file)  # transformers leaves the head in the dtype of the file
+    half = {name: value.half() for name, value in state.items() if value.dtype == torch.float32 and "scale" not in name}
+    save_file(state | half, file, {"format": "pt"})
+    return path
+
+
+def stored(folder: str) -> Callable[[Path], Path]:
+    return lambda path: MODELS / folder
+
+
+@dataclass(frozen=True)
+class Journey:
+    """One kind of file: its rank, its name, what makes a small one, and what of it stays packed."""
+
+    rank: int
+    what: str
+    make: Callable[[Path], Path]
+    packed: str
+
+
+JOURNEYS = (
+    Journey(1, "GGUF Q4_K_M, dense", of_gguf("qwen3", "qwen3", q4_k_m), "Q4_K"),
+    Journey(1, "GGUF UD-Q4_K_XL, mixture", of_gguf("qwen35moe", "qwen35moe", ud_q4_k_xl), "gate and up of the experts"),
+    Journey(2, "MLX 4 bit, mixture", stored("mlx/qwen3_5_moe-affine4"), "all but routers and gates"),
+    Journey(3, "gpt-oss, MLX MXFP4-Q8", stored("mlx/gpt_oss-mxfp4-q8"), "the experts"),
+    Journey(4, "NVFP4 and FP8", nvfp4_and_fp8, "the NVFP4 layers"),
+    Journey(5, "GGUF Q8_0", of_gguf("llama", "llama", lambda name: "Q8_0"), "nothing"),
+    Journey(5, "MLX mxfp8, mixture", stored("mlx/glm4_moe-mxfp8"), "nothing"),
+    Journey(6, "GGUF Q6_K", of_gguf("llama", "llama", lambda name: "Q6_K"), "nothing"),
+    Journey(6, "MLX mixed_4_6, mixture", stored("mlx/qwen3_moe-mixed_4_6"), "the 4-bit layers"),
+    Journey(7, "FP8 in blocks", block_fp8, "nothing: transformers loads it"),
+    Journey(8, "GGUF UD-Q2_K_XL, mixture", of_gguf("qwen3moe", "qwen3moe", ud_q2_k_xl), "Q2_K and Q3_K, as 4 bit"),
+    Journey(9, "AutoRound int4 and int8", four_and_eight, "the int4 layers"),
+    Journey(10, "bitsandbytes nf4", stored("bitsandbytes-nf4-doublequant"), "all"),
+)
+
+
+def load(path: Path, device: str) -> Any:
+    """The lines that a user types."""
+    if path.suffix == ".gguf":
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent)).half()
+        load_quantized(model, path, device=device, progress=False)
+        return model.to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16, device_map={"": device})
+
+
+def bytes_of(model: nn.Module) -> tuple[int, int]:
+    """Returns the bytes of a model's tensors, and those of its packed layers."""
+    held = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    layers = [layer for layer in model.modules() if isinstance(layer, PackedLayer)]
+    inside = {id(t): t.nbytes for layer in layers for t in layer.buffers()}
+    return sum(held.values()), sum(inside.values())
+
+
+def bytes_in(path: Path) -> int:
+    """Returns the bytes of the tensors of a file."""
+    if path.suffix == ".gguf":
+        return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
+    total = 0
+    with safe_open(path / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118  it is no dictionary
+            total += file.get_tensor(name).nbytes
+    return total
+
+
+def run(journey: Journey, path: Path, device: str = "cpu") -> tuple[float, float]:
+    """Loads and generates. Returns bytes in memory over bytes in the file, and the packed share of the memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load(path, device)
+    with torch.no_grad():
+        assert bool(model(IDS.to(device)).logits.isfinite().all())
+        tokens = model.generate(IDS.to(device), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    assert tokens.shape == (1, IDS.shape[1] + NEW)
+    held, packed = bytes_of(model)
+    return held / bytes_in(path), packed / held
+
+
+def row(journey: Journey, result: tuple[float, float]) -> str:
+    return f"| {journey.rank} | {journey.what} | {journey.packed} | {result[1]:.0%} | {result[0]:.2f} |"
+
+
+def rows_of_page() -> list[str]:
+    table = re.search(f"{BEGIN}\n\n(.*)\n\n{END}", PAGE.read_text(), re.DOTALL)[1]
+    return table.splitlines()[2:]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    made: dict[str, Path] = {}
+    for journey in JOURNEYS:
+        folder = tmp_path_factory.mktemp("file")
+        made[journey.what] = journey.make(folder)
+    return made
+
+
+@pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: journey.what)
+def test_a_file_of_each_rank_loads_and_generates_as_the_page_says(journey, files) -> None:
+    assert row(journey, run(journey, files[journey.what])) in rows_of_page()
+
+
+@pytest.mark.parametrize(
+    "journey", [one for one in JOURNEYS if "mixture" in one.what or one.rank in (3, 4)], ids=lambda j: j.what
+)
+def test_the_same_on_mps(journey, files, mps) -> None:
+    assert row(journey, run(journey, files[journey.what], mps)) in rows_of_page()
+
+
+def test_the_page_has_all_ranks() -> None:
+    assert {journey.rank for journey in JOURNEYS} == set(range(1, 11))
+    assert len(rows_of_page()) == len(JOURNEYS)
+
+
+def table() -> str:
+    lines = ["| rank | file | what stays packed | share of memory | memory / file |", "|---|---|---|---|---|"]
+    for journey in JOURNEYS:
+        with tempfile.TemporaryDirectory() as folder:
+            lines.append(row(journey, run(journey, journey.make(Path(folder)))))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    logging.set_verbosity_error()
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")

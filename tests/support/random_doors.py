@@ -1,0 +1,161 @@
+"""Random models behind the doors of other files and libraries: GGUF, diffusers and sentence-transformers."""
+
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from sentence_transformers.base.modules.transformer import Transformer
+from sentence_transformers.sentence_transformer.modules.pooling import Pooling
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+import torch_marlin_metal.integrations.diffusers
+import torch_marlin_metal.integrations.sentence_transformers  # noqa: F401
+from tests.journeys.architectures import class_of, run, shrunken
+from tests.support import gguf_models, random_models
+from tests.support.random_models import FAMILIES, FORMATS, compare, pack_some, write
+from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.models.empty_model import ModelMismatchError
+
+QUANTIZED = ("Q4_0", "Q4_0", "Q4_1", "Q5_0", "Q8_0")
+FLOATS = ("F16", "BF16", "F32")  # llama.cpp stores no experts in them beside packed ones
+PROMPT = {"encoder_hidden_states": (1, 4, 32)}
+TEXTS = tuple(
+    name for name in FAMILIES if name not in ("t5", "bart", "gemma3")
+)  # those of one stack that needs only text
+
+
+def flux(rng: random.Random) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=rng.choice((1, 2)), num_single_layers=rng.choice((0, 1)),
+        attention_head_dim=16, num_attention_heads=rng.choice((2, 4)), joint_attention_dim=32,
+        pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    sizes = {"hidden_states": (1, 4, 16), "pooled_projections": (1, 32), "img_ids": (4, 3), "txt_ids": (4, 3)}
+    return model, sizes | PROMPT
+
+
+def unet(rng: random.Random) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    model = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64), layers_per_block=1, sample_size=8, cross_attention_dim=32,
+        attention_head_dim=8, use_linear_projection=rng.random() < 0.5,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    return model, {"sample": (1, 4, 8, 8)} | PROMPT
+
+
+def pixart(rng: random.Random) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    model = diffusers.PixArtTransformer2DModel(
+        sample_size=8, num_layers=rng.choice((1, 2)), patch_size=2, attention_head_dim=16, num_attention_heads=2,
+        in_channels=4, out_channels=8, cross_attention_dim=32, caption_channels=32, use_additional_conditions=False,
+    )  # fmt: skip
+    return model, {"hidden_states": (1, 4, 8, 8)} | PROMPT
+
+
+def of_diffusers(rng: random.Random, work: Path) -> str:
+    """Packs some layers of a model of diffusers, which its `from_pretrained` or `load_quantized` loads."""
+    make, door = rng.choice((flux, unet, pixart)), rng.choice(("diffusers", "load_quantized"))
+    exact, sizes = make(rng)
+    layers = pack_some(rng, exact.eval(), "native")
+    names = tuple(f"{layer.name}." for layer in layers)
+    others = [(name, value) for name, value in exact.state_dict().items() if not name.startswith(names)]
+    config = json.loads(exact.to_json_string())
+    write(work / "saved", "native", layers, others, config, "diffusion_pytorch_model.safetensors")
+    if door == "diffusers":
+        loaded = type(exact).from_pretrained(work / "saved")
+    else:
+        (work / "saved" / "diffusion_pytorch_model.safetensors").rename(work / "saved" / "model.safetensors")
+        with torch.device(rng.choice(("cpu", "meta"))):
+            loaded = type(exact).from_config(exact.config)
+        load_quantized(loaded, work / "saved", progress=False)
+
+    def inputs(model: Any) -> dict[str, torch.Tensor]:
+        return {name: torch.randn(size) for name, size in sizes.items()} | {"timestep": torch.tensor([3.0])}
+
+    def runs(model: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        dtype = next(model.parameters()).dtype
+        return run(model, {name: value.to(dtype) for name, value in given.items()})
+
+    count = sum(isinstance(module, MarlinLinear) for module in loaded.modules())
+    assert count == len(layers), f"{count} of {len(layers)} layers are packed"
+    compare(exact, loaded.eval(), f"{make.__name__}, {door}", inputs, runs)
+    return f"right, {make.__name__}, {door}"
+
+
+def of_gguf(rng: random.Random, work: Path) -> str:
+    """Writes a model of any architecture of GGUF files with random types of its matrices."""
+    architecture, family = rng.choice(gguf_models.FAMILIES)
+    exact = gguf_models.model_of(family)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    kinds: dict[str, str] = {}
+
+    def kind_of(name: str) -> str:
+        return kinds.setdefault(name, rng.choice(QUANTIZED if "_exps" in name else QUANTIZED + FLOATS))
+
+    path = gguf_models.write(work / "model.gguf", architecture, exact, kind_of)
+    device = rng.choice(("cpu", "meta"))
+    with torch.device(device):
+        loaded = type(exact)(exact.config).float()
+    load_quantized(loaded, path, progress=False)
+    compare(exact, loaded.eval(), f"{architecture}, {family}, {device}, {kinds}")
+    return f"right, GGUF, {architecture}"
+
+
+def of_sentence_transformers(rng: random.Random, work: Path) -> str:
+    """Loads the body of a model of transformers through sentence-transformers, and pools its last states."""
+    family, target = rng.choice(TEXTS), rng.choice(sorted(FORMATS))
+    model = class_of(family)(shrunken(family)).eval()
+    body = AutoModel.from_config(model.config).eval()
+    layers = pack_some(rng, body, target)
+    state = random_models.others(body, layers)
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, "[UNK]"))
+    # transformers would take the dtype of the scales for that of a config that states none.
+    config = json.loads(body.config.to_json_string()) | {"dtype": "float32"}
+    try:
+        write(work / "saved", target, layers, state, config)
+    except convert.UnsupportedFormat:
+        return "refused by the format"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        work / "saved"
+    )
+    try:
+        loaded = Transformer(str(work / "saved"))
+    except ModelMismatchError as error:
+        if "has a forward of its own" not in str(error):
+            raise
+        return "refused: a table with a forward of its own"
+    compare(
+        body,
+        nn.Sequential(loaded, Pooling(loaded.get_embedding_dimension(), "mean")).eval(),
+        f"{family}, {target}, sentence-transformers",
+        lambda _: {"input_ids": torch.arange(5, 13)[None], "attention_mask": torch.ones(1, 8)},
+        pooled,
+    )
+    return "right, sentence-transformers"
+
+
+def pooled(model: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the mean of the last states, by sentence-transformers' module or from the model itself."""
+    with torch.no_grad():
+        if isinstance(model, nn.Sequential):
+            return [model(dict(given))["sentence_embedding"]]
+        return [model(**given).last_hidden_state.mean(1)]
+
+
+CASES = (of_diffusers, of_gguf, of_sentence_transformers)
+DOORS = (*CASES, *[random_models.case] * len(CASES))  # half of the cases are directories behind this package's doors
+
+
+def case(rng: random.Random, work: Path) -> str:
+    """Makes and loads one model; see `random_models.case`."""
+    torch.manual_seed(rng.randrange(1 << 30))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return rng.choice(DOORS)(rng, work)

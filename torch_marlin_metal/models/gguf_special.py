@@ -1,0 +1,279 @@
+"""The keys of GGUF files that need code of their own to be compared with a config of transformers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, FileSettings, Key, same, shown
+from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
+from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER
+from torch_marlin_metal.patterns import NameFilter, selects
+
+# Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
+PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4}
+# Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
+PER_LAYER = {
+    "head_dim": ("sliding_attention", "head_dim"),
+    "global_head_dim": ("full_attention", "head_dim"),
+    "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
+    "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
+}
+
+# How the router weighs experts: 2 is sigmoid, 3 softmax over the chosen ones; 1, softmax over all, elsewhere.
+GATING = {"llama4": 2, "glm4moe": 2, "dots1": 2, "minimax-m2": 2, "gpt-oss": 3}
+PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
+FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that a file and a config give other values.
+
+    Attributes:
+        said: what the file says, by its keys and tensors; None stands for the numbers of a tensor.
+        setting: the config's setting, or "" if the config has none.
+        held: the config's value.
+        wanted: the value that the file asks for.
+        why: for a difference without a setting: what is wrong.
+    """
+
+    said: Mapping[str, Any]
+    setting: str = ""
+    held: Any = None
+    wanted: Any = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        said = [key if value is None else f"{key} = {shown(value)}" for key, value in self.said.items()]
+        return f"{', '.join(said)}, but {self.why or f'config.{self.setting} is {shown(self.held)}'}"
+
+    def chosen(self, ignore: NameFilter) -> bool:
+        """Returns whether `ignore` selects one of the keys."""
+        return any(selects(ignore, key) for key in self.said)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared: the config, the file, whether llama.cpp's defaults count, and the size of a head."""
+
+    config: Any
+    file: FileSettings
+    complete: bool
+    head: int
+
+    def difference(self, key: str, setting: str, value: Any) -> Iterator[Difference]:
+        """Yields the difference of a setting from the value that a key asks for, if there is one."""
+        held = held_value(self.config, setting)
+        if not same(held, value):
+            yield Difference({self.file.full(key): self.file.values.get(key, value)}, setting, held, value)
+
+    def nowhere(self, key: str, why: str = "") -> Difference:
+        """Returns the difference of a key for which the config has no setting."""
+        why = why or f"{type(self.config).__name__} has no setting for it"
+        return Difference({self.file.full(key): self.file.values[key]}, why=why)
+
+
+def has_setting(config: Any, name: str) -> bool:
+    """Returns whether a config's class has a setting. A config also keeps values that its class does not know."""
+    if config.model_type in VARY_BY_LAYER and name in PER_LAYER:
+        return True
+    declared = getattr(type(config), "__dataclass_fields__", None)
+    return hasattr(config, name) if declared is None else name in declared or name in type(config).attribute_map
+
+
+def held_value(config: Any, name: str) -> Any:
+    """Returns the value of a setting that a config has."""
+    if config.model_type not in VARY_BY_LAYER or name not in PER_LAYER:
+        return getattr(config, name)
+    kind, own = PER_LAYER[name]
+    return getattr(config.per_layer_config[config.layer_types.index(kind) if kind in config.layer_types else 0], own)
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of a head, of layers without a sliding window if sizes vary."""
+    name = "global_head_dim" if has_setting(config, "global_head_dim") else "head_dim"
+    own = held_value(config, name) if has_setting(config, name) else getattr(config, name, None)
+    return int(own or config.hidden_size // config.num_attention_heads)
+
+
+def plain(case: Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
+    """Yields the difference of a key that one setting holds."""
+    setting = next((setting for setting in key.settings if has_setting(case.config, setting)), "")
+    neutral = value in key.neutral
+    if isinstance(value, list) or not isinstance(value, bool | int | float):
+        yield case.nowhere(name, f"one number for all layers is expected for a {type(case.config).__name__}")
+    elif not setting:
+        fixed = FIXED.get((case.file.architecture, name))
+        if not neutral and not (fixed is not None and same(fixed, value)) and not key.size:
+            yield case.nowhere(name)
+    elif not neutral:
+        yield from case.difference(name, setting, value)
+    elif held_value(case.config, setting) not in (*key.neutral, None):
+        yield from case.difference(name, setting, key.off)
+
+
+def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    vary = has_setting(case.config, "global_head_dim")
+    if vary:
+        yield from case.difference(name, "head_dim" if name.endswith("_swa") else "global_head_dim", value)
+    elif name == "attention.key_length":
+        if value != (held := head_size(case.config)):
+            yield Difference({case.file.full(name): value}, "head_dim", held, value)
+    elif value != case.head:
+        yield case.nowhere(name, f"transformers' {type(case.config).__name__} has one size of a head, {case.head}")
+
+
+def _blocks(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    count = int(case.file.number(name) or 0) - int(case.file.number("nextn_predict_layers") or 0)
+    yield from case.difference(name, "num_hidden_layers", count)
+
+
+def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields differences of the width, which is twice as large in some layers of Gemma 4."""
+    if not isinstance(value, list) or not has_setting(case.config, "use_double_wide_mlp"):
+        yield from plain(case, name, Key(("intermediate_size",), size=True), value)
+        return
+    yield from case.difference(name, "intermediate_size", min(value))
+    if {each // min(value) for each in value} - {1, 2} or any(each % min(value) for each in value):
+        yield case.nowhere(name, "all widths, or twice that width in the last layers, are expected")
+    else:
+        yield from case.difference(name, "use_double_wide_mlp", True)
+
+
+def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if isinstance(value, list) and 0 in value and has_setting(case.config, "layer_types"):
+        yield from case.difference(name, "num_key_value_heads", max(value))
+        types = ["full_attention" if each else "conv" for each in value]
+        if set(value) - {0, max(value)}:
+            yield case.nowhere(name, "one number for all layers of attention is expected")
+        elif case.config.layer_types != types:
+            yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
+        return
+    if not has_setting(case.config, "num_global_key_value_heads"):
+        yield from plain(case, name, Key(("num_key_value_heads",)), value)
+        return
+    pattern = case.file.values.get("attention.sliding_window_pattern")
+    counts = value if isinstance(value, list) else [value] * len(pattern or ())
+    if not isinstance(pattern, list) or len(pattern) != len(counts):
+        yield case.nowhere(name, "a number for each layer of attention.sliding_window_pattern is expected")
+        return
+    for setting, sliding in (("num_key_value_heads", True), ("num_global_key_value_heads", False)):
+        found = {count for count, each in zip(counts, pattern, strict=True) if bool(each) == sliding}
+        if len(found) > 1:
+            yield case.nowhere(name, "one number for all layers of a type is expected")
+        elif found:
+            yield from case.difference(name, setting, found.pop())
+
+
+def _interval(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if not has_setting(case.config, "layer_types"):
+        if value:
+            yield case.nowhere(name)
+        return
+    layers = range(1, case.config.num_hidden_layers + 1)
+    types = ["linear_attention" if number % value else "full_attention" for number in layers]
+    if case.config.layer_types != types:
+        yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
+
+
+def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    heads = case.file.number("ssm.time_step_rank")
+    if has_setting(case.config, "linear_value_head_dim") and heads:
+        yield from case.difference(name, "linear_value_head_dim", value / heads)
+    elif value:
+        yield case.nowhere(name)
+
+
+def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields a difference of the parts of a head that time, height and width turn; all are equal for texts."""
+    sections = [each for each in (value if isinstance(value, list) else [value]) if each]
+    held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
+    if held is not None and list(held) != sections:
+        yield Difference({case.file.full(name): value}, "rope_parameters['mrope_section']", held, sections)
+    elif held is None and not getattr(case.config, "ignore_keys_at_rope_validation", None):
+        yield case.nowhere(name)
+
+
+def _attention_scale(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if not value or isinstance(value, list):
+        return
+    if has_setting(case.config, "attention_multiplier"):
+        yield from case.difference(name, "attention_multiplier", value)
+    elif has_setting(case.config, "query_pre_attn_scalar"):
+        if not same(case.config.query_pre_attn_scalar**-0.5, value):
+            yield from case.difference(name, "query_pre_attn_scalar", round(value**-2, 4))
+    elif not same(case.head**-0.5, value):
+        yield case.nowhere(name)
+
+
+def _layer_pattern(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    window = case.file.number("attention.sliding_window")
+    if not window:
+        return
+    stated = case.file.values.get("attention.sliding_window_pattern", PERIODS.get(case.file.architecture))
+    if stated is None:
+        return
+    layers = range(case.config.num_hidden_layers)
+    if isinstance(stated, list):
+        sliding = [bool(each) for each in stated]
+    else:
+        sliding = [stated == 0 or layer % stated < stated - 1 for layer in layers]
+    types = ["sliding_attention" if each else "full_attention" for each in sliding]
+    if not has_setting(case.config, "layer_types"):
+        if not all(sliding):
+            yield case.nowhere(name)
+    elif case.config.layer_types != types:
+        said = {case.file.full("attention.sliding_window_pattern"): stated}
+        yield Difference(said, "layer_types", case.config.layer_types, types)
+
+
+def _window(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    yield from plain(case, name, KEYS[name], value)
+    if "attention.sliding_window_pattern" not in case.file.values:
+        yield from _layer_pattern(case, name, value)
+
+
+def _weights_norm(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if has_setting(case.config, "norm_topk_prob"):
+        yield from case.difference(name, "norm_topk_prob", bool(value))
+    elif bool(value) == (case.file.architecture == "llama4") and case.file.values.get("expert_count"):
+        yield case.nowhere(name)
+
+
+def _gating(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    expected = GATING.get(case.file.architecture, 1)
+    if value not in (0, expected):
+        yield case.nowhere(name, f"transformers' {type(case.config).__name__} computes {expected}")
+
+
+def _parallel(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    # The converter of StableLM writes True for configs without the setting. The tensors of the norms say what is right.
+    if case.file.architecture != "stablelm" and value != (case.file.architecture in PARALLEL_BLOCKS):
+        yield case.nowhere(name)
+
+
+def _layout(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    known = ARCHITECTURES.get(case.file.architecture)
+    if value != "reference" and not (value == "Meta AI original pth" and known is not None and known.reorders):
+        yield case.nowhere(name, "this order of rows is not known")
+
+
+SPECIAL: dict[str, Callable[[Case, str, Any], Iterator[Difference]]] = {
+    "block_count": _blocks,
+    "feed_forward_length": _feed_forward,
+    "attention.head_count_kv": _key_value_heads,
+    "full_attention_interval": _interval,
+    "ssm.inner_size": _inner_size,
+    "rope.dimension_sections": _sections,
+    "attention.key_length": _head,
+    "attention.value_length": _head,
+    "attention.key_length_swa": _head,
+    "attention.value_length_swa": _head,
+    "attention.scale": _attention_scale,
+    "attention.sliding_window": _window,
+    "attention.sliding_window_pattern": _layer_pattern,
+    "expert_weights_norm": _weights_norm,
+    "expert_gating_func": _gating,
+    "use_parallel_residual": _parallel,
+    "tensor_data_layout": _layout,
+}

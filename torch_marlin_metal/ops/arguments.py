@@ -1,0 +1,38 @@
+"""What the functions of several families need: the arguments of a weight, and the counts of operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_marlin_metal import extension
+from torch_marlin_metal.packed_weight import PackedWeight, operator_arguments
+
+
+def flop_formula(operator: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Registers an operator's formula with torch, which accepts registered operators only."""
+    if extension.refusal is not None:
+        return lambda formula: formula
+    return register_flop_formula(getattr(torch.ops.torch_marlin_metal, operator))
+
+
+def weight_arguments(
+    op: str, weight: PackedWeight, bias: Tensor | None = None, takes_bias: bool = False
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Returns the arguments of the operator `op` for a weight: those by position, and those by name.
+
+    If the operator takes a bias, the weight's own bias takes the place of one that is None.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(
+            f"{op}: weight: expected a PackedWeight, got {type(weight).__name__}; torch.ops.torch_marlin_metal.{op} "
+            "takes the tensors of a weight"
+        )
+    if takes_bias and bias is None:
+        bias = weight.bias
+    return operator_arguments(vars(weight), weight.weight_format, weight.group_size, bias)

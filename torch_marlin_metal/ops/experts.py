@@ -1,0 +1,117 @@
+"""The products of tokens with the weights of their experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.ops.arguments import flop_formula, weight_arguments
+from torch_marlin_metal.ops.decoder import ActivationName
+from torch_marlin_metal.packed_weight import PackedWeight
+
+_ops = torch.ops.torch_marlin_metal
+_moe_gemm_gated = _ops.moe_gemm_gated.default
+
+
+@flop_formula("moe_gemm")
+@flop_formula("moe_gemm_gated")
+def _moe_gemm_flops(
+    a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
+) -> int:
+    """Counts every pair of a token and a slot as a row of a product, even if the pair's id names no expert."""
+    return 2 * ids_shape.numel() * a_shape[-1] * b_packed_shape[2]
+
+
+@flop_formula("moe_gemm_grad_a")
+def _moe_gemm_grad_a_flops(grad_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts the backward product of every pair, as for `moe_gemm`."""
+    return 2 * grad_shape.numel() * 8 * b_packed_shape[1]
+
+
+def moe_gemm(
+    a: Tensor,
+    weight: PackedWeight,
+    expert_ids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    row_weights: Tensor | None = None,
+    reduce: bool = False,
+    variant: str = "auto",
+) -> Tensor:
+    """Multiplies each token with the packed weights of its experts.
+
+    Row (t, s) of the result is `a[t] @ w[expert_ids[t, s]] + bias[expert_ids[t, s]]`, times `row_weights[t, s]` if
+    given. With `reduce` the rows of a token are added in fp32, in the order of s, and the sum is rounded once. Shapes
+    do not depend on values, and the host never waits to learn `expert_ids`. `moe_gemm` is differentiable with respect
+    to `a` and `row_weights`; on mps, the backward pass does wait for `expert_ids`.
+
+    Args:
+        a: `[T, K]`, a row for all experts of a token, or `[T, top_k, K]`; float16, bfloat16 or float32, any strides.
+        weight: the weights of E experts: a `PackedWeight` whose tensors have a leading dimension E. All experts share
+            `lut`, which is `[16]`; `global_scale` is `[E]`, `[E, 1]` or `[E, N]`.
+        expert_ids: int32 or int64 `[T, top_k]`. An id outside `[0, E)` stands for a row of zeros and reads no weight.
+        bias: `[E, N]`; None stands for `weight.bias`.
+        row_weights: `[T, top_k]` in any of the three floating dtypes, or None for 1.
+        reduce: whether to add up the rows of a token.
+        variant: "auto", "gemv", "fused" or "tensor"; the CPU ignores it.
+
+    Returns:
+        `[T, top_k, N]`, or `[T, N]` with `reduce`, in the dtype of `a`.
+
+    Raises:
+        IndexError: on the CPU, `perm` of a chosen expert has a value outside `[0, K)`.
+        TypeError: `weight` is not a `PackedWeight`.
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    tensors, named = weight_arguments("moe_gemm", weight, bias, takes_bias=True)
+    result: Tensor = _ops.moe_gemm(
+        a, *tensors, expert_ids, row_weights=row_weights, reduce=reduce, variant=variant, **named
+    )
+    return result
+
+
+def moe_gemm_gated(
+    a: Tensor,
+    weight: PackedWeight,
+    expert_ids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationName = "silu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """Multiplies each token with the gate and up projections of its experts, and applies the gated activation.
+
+    The result is that of `moe_gemm` followed by `gated_activation`: the products are rounded in between. On mps, few
+    rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
+
+    Args:
+        a: as in `moe_gemm`, like the three arguments that follow.
+        weight: the weights of E experts, with an even N: the columns of gate and up of each expert.
+        expert_ids: int32 or int64 `[T, top_k]`.
+        bias: `[E, N]`; None stands for `weight.bias`.
+        activation: as in `gated_activation`.
+        interleaved: whether the columns alternate between gate and up. Otherwise the first N / 2 columns are gate.
+        limit: for "clamped_silu" and "limited_silu" only.
+        alpha: for "clamped_silu" only.
+
+    Returns:
+        `[T, top_k, N / 2]` in the dtype of `a`.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    tensors, named = weight_arguments("moe_gemm_gated", weight, bias, takes_bias=True)
+    result: Tensor = _moe_gemm_gated(
+        a,
+        *tensors,
+        expert_ids,
+        activation=activation,
+        interleaved=interleaved,
+        limit=limit,
+        alpha=alpha,
+        **named,
+    )
+    return result

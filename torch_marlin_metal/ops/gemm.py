@@ -1,0 +1,84 @@
+"""The products with one packed weight."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.ops.arguments import flop_formula, weight_arguments
+from torch_marlin_metal.packed_weight import PackedWeight
+
+_ops = torch.ops.torch_marlin_metal
+_gemm = _ops.gemm.default
+
+
+@flop_formula("gemm")
+def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Returns 2 M N K, a multiplication and an addition per term, as `FlopCounterMode` counts for `nn.Linear`."""
+    return 2 * a_shape.numel() * b_packed_shape[1]
+
+
+@flop_formula("gemm_fp32")
+def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts the same as for `gemm`."""
+    return 2 * a_shape.numel() * b_packed_shape[1]
+
+
+@flop_formula("gemm_transposed")
+def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Counts the backward product as `FlopCounterMode` counts `nn.Linear`'s."""
+    return 2 * a_shape.numel() * 8 * b_packed_shape[0]
+
+
+def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: str = "auto") -> Tensor:
+    """Multiplies activations with a packed 4-bit weight: `a @ w + bias`.
+
+    The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
+    is differentiable with respect to `a` and `bias`.
+
+    Args:
+        a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
+        weight: `[K, N]`, from `quantize_weight`, `convert.read_layers`, `MarlinLinear.to_packed` or made of tensors.
+        bias: `[N]`, float16, bfloat16 or float32; added in fp32. None stands for `weight.bias`.
+        variant: "auto", or the name of a GPU kernel variant. The CPU ignores all but "two_pass" with bfloat16
+            activations, which rounds the weights there too if the CPU has fast bfloat16 products.
+
+    Returns:
+        `[..., N]` in the dtype of `a`.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+    """
+    tensors, named = weight_arguments("gemm", weight, bias, takes_bias=True)
+    if variant != "auto":
+        named["variant"] = variant
+    result: Tensor = _gemm(a, *tensors, **named)
+    return result
+
+
+def gemm_transposed(a: Tensor, weight: PackedWeight) -> Tensor:
+    """Multiplies by the transposed weight: `a @ w.T`.
+
+    This product gives the gradient of `gemm` with respect to its `a`.
+
+    The weight is decoded in parts of rows of K. A part takes at most `TORCH_MARLIN_METAL_GRADIENT_BYTES` bytes, 64 MiB
+    by default, and on the CPU never more than 16 MiB. The variable is read at each call. The smallest part is eight
+    rows, or one group of nvfp4 and mxfp4. The parts are in bfloat16 if `a` is, because that dtype has the range of
+    float32, and otherwise in float32. The number of parts changes the result only by the rounding of sums, and equal
+    calls give equal bits. The function is differentiable with respect to `a`; forward-mode derivatives are refused.
+
+    Args:
+        a: `[..., N]`, float16, bfloat16 or float32, any strides.
+        weight: `[K, N]`; its bias is not used.
+
+    Returns:
+        `[..., K]` in the dtype of `a`.
+
+    Raises:
+        TypeError: `weight` is not a `PackedWeight`.
+        ValueError: an argument or the variable is wrong; the message names it and says what was expected.
+    """
+    tensors, named = weight_arguments("gemm_transposed", weight)
+    result: Tensor = _ops.gemm_transposed(a, *tensors, **named)
+    return result
