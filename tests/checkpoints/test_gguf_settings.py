@@ -140,6 +140,16 @@ def tiny(path, architecture: str, states, **settings):
     return model
 
 
+def test_layers_of_another_kind_are_refused(tmp_path) -> None:
+    """The heads of an LFM 2 file say which layers are convolutions."""
+    reference("lfm2", tmp_path / "m.gguf")
+    _, family, settings, _ = CASES["lfm2"]
+    model = model_of(family, **settings | {"layer_types": ["full_attention", "conv"]})
+    said = re.escape("lfm2.attention.head_count_kv = [0, 1], but config.layer_types is ['full_attention', 'conv']")
+    with pytest.raises(ModelMismatchError, match=said):
+        load_quantized(model, tmp_path / "m.gguf", progress=False)
+
+
 NOWHERE = {
     "attn_logit_softcapping": ("llama", lambda writer: writer.add_attn_logit_softcapping(30.0), "30"),
     "embedding_scale": ("qwen2", lambda writer: writer.add_embedding_scale(12.0), "12"),

@@ -198,7 +198,7 @@ CASES = {
     "exaone4 without windows": (
         "exaone4",
         "exaone4",
-        rope("default") | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        rope("default") | {"sliding_window": None, "layer_types": ["full_attention"] * 5, "num_hidden_layers": 5},
         metadata.of_exaone4,
     ),
     "glm4": ("glm4", "glm4", rope("default", partial_rotary_factor=0.5), metadata.of_glm4),
