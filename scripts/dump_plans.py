@@ -3,7 +3,7 @@
     .venv/bin/python scripts/dump_plans.py > before.txt     # then change the planner, build, and
     .venv/bin/python scripts/dump_plans.py | diff before.txt -
 
-A line has the product, the chosen tiling, its predicted seconds, its launches with all sizes and constants, and a hash
+A line has the product, the chosen tiling, its estimated seconds, its launches with all sizes and constants, and a hash
 of all other candidates. The products are drawn at random, but are the same in every run: a format that is added later
 does not change those of the others.
 """
@@ -54,7 +54,7 @@ def gemm_line(rng: random.Random, name: str, chip: str, cores: int) -> str:
         "variant": rng.choice(("auto", "auto", "auto", *native.gemm_variants())),
     }
     try:
-        rows, chosen = native.gemm_plans(**problem, tuned=False, own_system=False)
+        rows, chosen, _ = native.gemm_plans(**problem, tuned=False, own_system=False)
     except (ValueError, RuntimeError) as error:
         return f"gemm {problem} -> {type(error).__name__}: {error}"
     tiling, _, _, seconds, dispatches = rows[chosen]
@@ -78,10 +78,10 @@ def experts_line(rng: random.Random, name: str, chip: str, cores: int) -> str:
         "variant": rng.choice(("auto", "auto", "auto", "gemv", "fused", "tensor")),
     }
     try:
-        tiling, seconds, dispatches, gated = native.moe_plan(**problem)
+        tiling, dispatches, gated = native.moe_plan(**problem)
     except (ValueError, RuntimeError) as error:
         return f"moe_gemm {problem} -> {type(error).__name__}: {error}"
-    return f"moe_gemm {problem} -> {tiling} {seconds!r} gated={gated}: {described(dispatches)}, {dispatches!r}"
+    return f"moe_gemm {problem} -> {tiling} gated={gated}: {described(dispatches)}, {dispatches!r}"
 
 
 def main() -> None:

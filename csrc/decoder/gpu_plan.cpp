@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "csrc/planner/cost/kernel_cost.h"
+#include "csrc/planner/rates.h"
 
 namespace marlin {
 

@@ -7,7 +7,7 @@
 
 #include "csrc/core/math.h"
 #include "csrc/planner/commit_policy.h"
-#include "csrc/planner/cost/kernel_cost.h"
+#include "csrc/planner/rates.h"
 
 namespace marlin {
 

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "csrc/planner/cost/cost.h"
+#include "csrc/planner/estimate.h"
 
 namespace marlin {
 
@@ -100,10 +100,9 @@ void add_reduction(Plan& plan, const Tiling& tiling, const GemmProblem& problem)
 }
 
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
-  const GpuFamily& family = family_of(*device.chip);
-  const KernelCounts& counts = counts_of(row, problem, family);
   const uint32_t bytes = tile_threadgroup_bytes(row.tile, problem.activations, row.stages);
-  const Occupancy held = occupancy(tile_threads(row.tile), counts.half_registers, bytes, family);
+  const uint32_t registers = half_registers(row, problem, row.tile.M, device);
+  const Occupancy held = occupancy(tile_threads(row.tile), registers, bytes, family_of(*device.chip));
   return uint64_t{device.cores} * held.threadgroups;
 }
 

@@ -56,12 +56,15 @@ struct VariantRules {
   // the variant multiplies all operands on all devices.
   std::string (*refusal)(const GemmProblem& problem, const GpuDevice& device) = nullptr;
 
-  // "auto" may take it without a measurement, and for products with experts without its name in a tuner's table
-  bool is_automatic = true;
   bool rounds_weight = false;       // to the activations' type
   bool has_rows_along_x = false;    // in products with experts, the grid's x counts rows, otherwise columns
   bool has_32_bit_offsets = false;  // between the activations of products with experts
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles
+  // The rows in which decision_rows.h counts what a block costs. 0 if it has no rows for the variant: "auto" then takes
+  // it only if a tuner measured it as the fastest.
+  uint32_t row_unit = 0;
+  uint32_t most_simdgroups = 0;  // of a threadgroup, which divide K between them; 0 if the tile fixes the number
+  bool has_tensor_products = false;
 };
 
 #define MARLIN_DECLARE_VARIANT(name) extern const VariantRules name##_variant;

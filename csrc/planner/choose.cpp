@@ -1,20 +1,22 @@
-// Plans a problem: makes a tiling for each tile that can compute it, chooses the cheapest, and builds a plan for that.
+// Plans a problem: makes a tiling for each tile that can compute it, chooses the one with the least estimated time, and
+// builds a plan for that.
 #include "csrc/planner/builder.h"
-#include "csrc/planner/cost/cost.h"
+#include "csrc/planner/decisions.h"
+#include "csrc/planner/estimate.h"
 
 namespace marlin {
 
 namespace {
 
-// Returns the cheapest of the tilings that `eligible` admits, or null if it admits none.
+// Returns the best of the tilings that `eligible` admits, or null if it admits none.
 template <typename Eligible>
-const Tiling* cheapest(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
-                       const Eligible& eligible) {
+const Tiling* best_of(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
+                      const Eligible& eligible) {
   const Tiling* found = nullptr;
   double least = 0;
   for (const Tiling& tiling : tilings) {
     if (!eligible(tiling)) continue;
-    const double seconds = cost(tiling, problem, device).seconds;
+    const double seconds = estimate(tiling, problem, device).total();
     if (found != nullptr && seconds >= least) continue;
     found = &tiling;
     least = seconds;
@@ -89,20 +91,30 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device) {
   const Tiling* found = nullptr;
   if (!problem.tuned.is_auto()) {
-    found = cheapest(tilings, problem, device, [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); });
+    found = best_of(tilings, problem, device, [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); });
   }
   if (found == nullptr) {
     found =
-        cheapest(tilings, problem, device, [](const Tiling& tiling) { return rules_of(tiling.variant).is_automatic; });
+        best_of(tilings, problem, device, [](const Tiling& tiling) { return rules_of(tiling.variant).row_unit != 0; });
   }
-  return found == nullptr ? tilings.front() : *found;
+  if (found == nullptr) {
+    found = best_of(tilings, problem, device, [](const Tiling&) { return true; });
+  }
+  return *found;
+}
+
+std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device) {
+  if (!problem.variant.is_auto()) return "the call names its variant";
+  if (problem.tuned.names_row(chosen)) return "the tuner measured it as the fastest";
+  const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
+  return std::string(find_decision(chosen.variant, type, problem.weight.format)->reason);
 }
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   Plan plan = rules_of(tiling.variant).build(tiling, problem, device);
-  const PlanCost predicted = cost(tiling, problem, device);
+  const Estimate found = estimate(tiling, problem, device);
   for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
+    plan.dispatches[i].seconds = found.seconds.at(i);
   return plan;
 }
 

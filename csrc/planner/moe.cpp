@@ -2,7 +2,6 @@
 // rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
 // products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
 // also add a token's products, or apply a gated activation to them.
-#include "csrc/planner/cost/experts_cost.h"
 #include "csrc/planner/variants/split_k.h"
 
 namespace marlin {
@@ -23,7 +22,7 @@ NamedVariant wanted_variant(const MoeProblem& problem, const GpuDevice& device) 
   const std::optional<GemmVariant> tuned = product.tuned.variant();
   if (!product.variant.is_auto() || !tuned || !computes_experts(*tuned)) return product.variant;
   const VariantRules& rules = rules_of(*tuned);
-  const bool counts = !rules.is_automatic && (rules.refusal == nullptr || rules.refusal(product, device).empty());
+  const bool counts = rules.row_unit == 0 && (rules.refusal == nullptr || rules.refusal(product, device).empty());
   return counts ? NamedVariant(*tuned) : product.variant;
 }
 
@@ -97,13 +96,13 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   for (const GemmTile& row : gemm_tiles()) {
     const VariantRules& rules = rules_of(row.variant);
     if (!computes_experts(row.variant) || (rules.has_32_bit_offsets && !fits_32_bits)) continue;
-    if (variant.is_auto() ? !rules.is_automatic : variant != row.variant) continue;
+    if (variant.is_auto() ? rules.row_unit == 0 : variant != row.variant) continue;
     rules.add_expert_tilings(tilings, row, problem, device);
   }
   if (tilings.empty()) {
     refuse("moe_gemm", "variant", expert_variants() + " on mps", "'" + variant.text() + "'");
   }
-  const auto seconds = [&](const Tiling& tiling) { return experts_cost(tiling, problem, device).seconds; };
+  const auto seconds = [&](const Tiling& tiling) { return estimate(tiling, problem, device).total(); };
   return *std::ranges::min_element(tilings, {}, seconds);
 }
 
@@ -112,7 +111,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
   Dispatch products = moe_dispatch(tiling, problem, device);
-  // The activation changes neither the tiling nor the predicted time: it adds little to the end of a threadgroup.
+  // The activation changes neither the tiling nor the estimated time: it adds little to the end of a threadgroup.
   plan.applies_gate = problem.gate.present && !sorts_pairs(tiling) && product.weight.N % kGemvColumns == 0;
   if (plan.applies_gate) {
     products.instance.kernel = Kernel::moe_gemv_gated;
@@ -128,9 +127,9 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
     plan.partials = {product.weight.N, product.M, 1};
     plan.dispatches.push_back(reduce_dispatch(problem));
   }
-  const PlanCost predicted = experts_cost(tiling, problem, device);
+  const Estimate found = estimate(tiling, problem, device);
   for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.dispatches[i].seconds = predicted.dispatches.at(i).seconds;
+    plan.dispatches[i].seconds = found.seconds.at(i);
   return plan;
 }
 

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "csrc/planner/builder.h"
-#include "csrc/planner/cost/cost.h"
+#include "csrc/planner/estimate.h"
 
 namespace marlin {
 

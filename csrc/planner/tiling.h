@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -70,13 +71,16 @@ constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem
 }
 
 // Returns a tiling for each tile that can compute the problem and that problem.variant allows. K is split in the way
-// that the cost model finds cheapest. Throws std::invalid_argument if the problem is empty or the variant cannot
+// whose estimated time is the least. Throws std::invalid_argument if the problem is empty or the variant cannot
 // compute it.
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the tiling that a tuner measured to be best, or else the cheapest one. two_pass rounds the weights, so it is
-// used only if the problem or the tuner names it.
+// Returns the tiling that a tuner measured to be best. Else, of the tilings for which there are decisions, or of all if
+// there are none for the named variant, returns the one with the least estimated time.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device);
+
+// Returns why choose() returned this tiling.
+std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device);
 
 // Returns true if moe_sort must first divide the pairs into blocks of rows.
 constexpr bool sorts_pairs(const Tiling& tiling) {
@@ -94,7 +98,7 @@ constexpr bool combines(const Tiling& tiling, const MoeProblem& problem) {
   return (problem.reduce || problem.has_row_weights) && !adds_up_tokens(tiling);
 }
 
-// Returns the cheapest tiling of a product with experts. Throws like gemm_tilings.
+// Returns the tiling of a product with experts that has the least estimated time. Throws like gemm_tilings.
 Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

@@ -8,11 +8,11 @@
 #include <tuple>
 #include <vector>
 
-#include "csrc/core/weight_format.h"
+#include "csrc/planner/builder.h"
 #include "csrc/planner/commit_policy.h"
-#include "csrc/planner/cost/experts_cost.h"
+#include "csrc/planner/decisions.h"
+#include "csrc/planner/estimate.h"
 #include "csrc/planner/plan_cache.h"
-#include "csrc/python/tile_budgets.h"
 
 namespace py = pybind11;
 
@@ -52,32 +52,6 @@ py::tuple tile_tuple(const TileShape& tile) {
   return py::make_tuple(tile.M, tile.N, tile.K);
 }
 
-py::list kernel_counts() {
-  py::list rows;
-  for (const KernelCounts& row : kKernelCounts) {
-    py::dict entry;
-    entry["kernel"] = info(row.kernel).name;
-    entry["weight_format"] = name(row.format);
-    entry["tile"] = tile_tuple(row.tile);
-    entry["issue"] = row.step.issue;
-    entry["complex"] = row.step.complex;
-    entry["matrix"] = row.step.matrix;
-    entry["outer_issue"] = row.outer_issue;
-    entry["fixed_issue"] = row.fixed_issue;
-    entry["half_registers"] = row.half_registers;
-    rows.append(entry);
-  }
-  return rows;
-}
-
-py::dict occupancy_dict(const Occupancy& occupancy) {
-  py::dict entry;
-  entry["threadgroups"] = occupancy.threadgroups;
-  entry["simdgroups"] = occupancy.simdgroups;
-  entry["limit"] = occupancy.limit;
-  return entry;
-}
-
 const Chip& chip_of(const std::string& name) {
   const Chip* chip = find_chip(name);
   if (chip == nullptr) throw std::invalid_argument("chip: expected a name in chips(), got '" + name + "'");
@@ -88,42 +62,39 @@ py::tuple extent(const Extent& extent) {
   return py::make_tuple(extent.x, extent.y, extent.z);
 }
 
-void add_costs(py::dict& entry, const DispatchCost& cost) {
-  entry["occupancy"] = occupancy_dict(cost.occupancy);
-  entry["bound"] = cost.bound;
-#define MARLIN_ADD_COST(field) entry[#field] = cost.field;
-  MARLIN_DISPATCH_COSTS(MARLIN_ADD_COST)
-#undef MARLIN_ADD_COST
-}
-
-// `dispatch` is null for the dense product, which PyTorch launches.
-py::dict dispatch_dict(const Dispatch* dispatch, const DispatchCost& cost) {
+py::dict dispatch_dict(const Dispatch& dispatch, uint32_t half_registers) {
   std::ostringstream text;
-  if (dispatch != nullptr) text << *dispatch;
+  text << dispatch;
   py::dict entry;
-  entry["kernel"] = cost.kernel;
-  entry["function"] = dispatch != nullptr ? host_name(dispatch->instance) : std::string(cost.kernel);
-  entry["text"] = dispatch != nullptr ? text.str() : std::string(cost.kernel);
-  entry["grid"] = extent(dispatch != nullptr ? dispatch->grid : Extent{});
-  entry["threads"] = extent(dispatch != nullptr ? dispatch->threads : Extent{});
-  entry["threadgroup_bytes"] = dispatch != nullptr ? dispatch->threadgroup_bytes : 0;
-  add_costs(entry, cost);
+  entry["kernel"] = info(dispatch.instance.kernel).name;
+  entry["function"] = host_name(dispatch.instance);
+  entry["text"] = text.str();
+  entry["grid"] = extent(dispatch.grid);
+  entry["threads"] = extent(dispatch.threads);
+  entry["threadgroup_bytes"] = dispatch.threadgroup_bytes;
+  entry["half_registers"] = half_registers;
+  entry["seconds"] = dispatch.seconds;
   return entry;
 }
 
-// Returns the cost of any kernel. `described` has a value for each field of KernelLoad.
-py::dict kernel_cost_of(const std::string& chip, uint32_t cores, const py::dict& described) {
-  KernelLoad load{.threadgroups = described["threadgroups"].cast<uint64_t>(),
-                  .threads = described["threads"].cast<uint32_t>(),
-                  .half_registers = described["half_registers"].cast<uint32_t>(),
-                  .threadgroup_bytes = described["threadgroup_bytes"].cast<uint32_t>(),
-                  .loads_ahead = described["loads_ahead"].cast<bool>()};
-#define MARLIN_READ_LOAD(field) load.field = described[#field].cast<double>();
-  MARLIN_KERNEL_LOADS(MARLIN_READ_LOAD)
-#undef MARLIN_READ_LOAD
-  py::dict entry;
-  add_costs(entry, kernel_cost(load, {.cores = cores, .chip = &chip_of(chip)}));
-  return entry;
+// Returns the dispatches of a plan. The registers of kernels that compute no products are not known, and 0.
+py::list dispatch_list(const Plan& plan, const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
+  py::list dispatches;
+  uint32_t launch = 0;
+  for (const Dispatch& dispatch : plan.dispatches) {
+    const bool computes = !plan.dense_product && dispatch.instance.kernel == tiling.kernel;
+    const uint32_t rows = computes ? row_blocks(tiling, problem.M, launch++).rows : 0;
+    dispatches.append(dispatch_dict(dispatch, computes ? half_registers(tiling, problem, rows, device) : 0));
+  }
+  if (plan.dense_product) {  // which PyTorch launches
+    Dispatch dense;
+    dense.seconds = estimate(tiling, problem, device).seconds.at(1);
+    py::dict entry = dispatch_dict(dense, 0);
+    for (const char* key : {"kernel", "function", "text"})
+      entry[key] = "torch.matmul";
+    dispatches.append(entry);
+  }
+  return dispatches;
 }
 
 template <typename Enum, size_t count>
@@ -169,18 +140,42 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   const Tiling& chosen = choose(tilings, problem, device);
   py::list rows;
   for (const Tiling& tiling : tilings) {
-    const PlanCost total = cost(tiling, problem, device);
-    const std::vector<Dispatch> kernels = build_plan(tiling, problem, device).dispatches;
-    py::list dispatches;
-    for (size_t i = 0; i < total.dispatches.size(); ++i)
-      dispatches.append(dispatch_dict(i < kernels.size() ? &kernels[i] : nullptr, total.dispatches[i]));
-    rows.append(py::make_tuple(name(tiling), name(tiling.variant), tile_tuple(tiling.tile), total.seconds, dispatches));
+    const Plan plan = build_plan(tiling, problem, device);
+    rows.append(py::make_tuple(name(tiling), name(tiling.variant), tile_tuple(tiling.tile),
+                               estimate(tiling, problem, device).total(),
+                               dispatch_list(plan, tiling, problem, device)));
   }
-  return py::make_tuple(rows, &chosen - tilings.data());
+  return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
 }
 
-// Returns the tiling's name, the predicted time and the dispatches of a product with experts, and whether a gated
-// activation needs no dispatch of its own. Tokens and scales have the type of the activations, or one byte if the
+// Returns variant, tile, simdgroups, bytes of threadgroup memory and half-registers of each tile that a chip can run;
+// of gemv and fused, with as many simdgroups as the preferred threadgroup memory allows.
+py::list tiles(const std::string& activations, const std::string& chip) {
+  GpuDevice device{.cores = 1, .half_subnormals = true, .chip = &chip_of(chip)};
+  set_system(device, supposed_system(*device.chip));
+  py::list rows;
+  for (const GemmTile& row : gemm_tiles()) {
+    if (row.tile == TileShape{} || !fits(row, element(activations))) continue;
+    const GemmProblem problem{.weight = {.K = 4096, .N = row.tile.N, .group_size = 128},
+                              .M = row.tile.M,
+                              .activations = element(activations)};
+    const VariantRules& rules = rules_of(row.variant);
+    std::optional<Tiling> tiling = rules.tiling(row, problem, device);
+    if (!tiling) continue;
+    if (rules.row_unit != 0) {
+      tiling->simdgroups = rules.most_simdgroups;
+      while (threadgroup_bytes(*tiling, problem, row.tile.M) > kPreferredThreadgroupBytes)
+        --tiling->simdgroups;
+    }
+    rows.append(py::make_tuple(name(row.variant), tile_tuple(row.tile), tiling->simdgroups,
+                               threadgroup_bytes(*tiling, problem, row.tile.M),
+                               half_registers(row, problem, row.tile.M, device)));
+  }
+  return rows;
+}
+
+// Returns the tiling's name and the dispatches of a product with experts, and whether a gated activation needs no
+// dispatch of its own. Tokens and scales have the type of the activations, or one byte if the
 // format says so.
 py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
                    uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
@@ -207,12 +202,8 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
                      .gate = reduce ? OptionalGate{} : OptionalGate(MoeGate{})};
   const GpuDevice device{cores, true, &chip_of(chip)};
   const Tiling tiling = moe_tiling(problem, device);
-  const PlanCost total = experts_cost(tiling, problem, device);
   const Plan plan = plan_moe(problem, device);
-  py::list dispatches;
-  for (size_t i = 0; i < total.dispatches.size(); ++i)
-    dispatches.append(dispatch_dict(&plan.dispatches.at(i), total.dispatches[i]));
-  return py::make_tuple(name(tiling), total.seconds, dispatches, plan.applies_gate);
+  return py::make_tuple(name(tiling), dispatch_list(plan, tiling, problem.product, device), plan.applies_gate);
 }
 
 using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, std::string>;
@@ -222,7 +213,6 @@ using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32
 void add_planner(py::module_& m) {
   m.def("chips", &chips);
   m.def("gpu_families", &gpu_families);
-  m.def("kernel_counts", &kernel_counts);
   // Returns for each variant, in the planner's order, whether it rounds the weight.
   m.def("gemm_variants", [] {
     py::dict rounds;
@@ -235,20 +225,8 @@ void add_planner(py::module_& m) {
     const GpuDevice device = gpu_device(name, cores, this_system().family);
     return py::make_tuple(device.chip->name, device.cores);
   });
-  m.def("dram_bytes_per_second",
-        [](const std::string& chip, uint32_t cores) { return dram_bytes_per_second(chip_of(chip), cores); });
-  m.def("largest_threadgroup", &largest_threadgroup);
-  m.def("occupancy",
-        [](uint32_t threads, uint32_t half_registers, uint32_t threadgroup_bytes, const std::string& chip) {
-          return occupancy_dict(occupancy(threads, half_registers, threadgroup_bytes, family_of(chip_of(chip))));
-        });
-  m.def("tile_budgets", [](const std::string& activations) { return tile_budgets(element(activations)); });
-  m.def("kernel_cost", &kernel_cost_of, py::arg("chip"), py::arg("cores"), py::arg("load"));
-  m.def("reads",
-        [](double bytes, uint32_t times, const std::string& chip) { return reads(bytes, times, chip_of(chip)); });
+  m.def("tiles", &tiles, py::arg("activations"), py::arg("chip"));
   m.def("dispatch_seconds", [] { return kDispatchSeconds; });
-  m.def("threadgroup_limit", [] { return uint32_t{kMaxThreadgroupBytes}; });
-  m.def("simd_width", [] { return static_cast<int>(kSimdWidth); });
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
         py::arg("scales"), py::arg("zeros"), py::arg("has_perm"), py::arg("has_global_scale"), py::arg("has_bias"),
@@ -256,10 +234,6 @@ void add_planner(py::module_& m) {
   m.def("moe_plan", &moe_plan, py::arg("chip"), py::arg("cores"), py::arg("tokens"), py::arg("top_k"),
         py::arg("experts"), py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"),
         py::arg("activations"), py::arg("rows_by_slot"), py::arg("reduce"), py::arg("variant"));
-  m.def("expected_routing", [](uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
-    const Routing routing = expected_routing(tokens, top_k, experts, block_rows);
-    return py::make_tuple(routing.experts, routing.blocks);
-  });
   m.def("commit_seconds", &commit_seconds);
   m.def("set_commit_seconds", &set_commit_seconds);
   m.def("longest_plan_seconds", &longest_plan_seconds);

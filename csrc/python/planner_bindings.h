@@ -1,4 +1,4 @@
-// Makes the planner, its cost model and their tables available in Python.
+// Makes the planner and its tables available in Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

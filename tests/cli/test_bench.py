@@ -50,7 +50,7 @@ def test_bench_command_on_the_cpu():
 
 @uses_mps
 @pytest.mark.large
-def test_bench_of_all_variants_shows_prediction_and_roof():
+def test_bench_of_all_variants_shows_the_roof():
     options = "--shape 64,128 --group-size 32 --rows 2 --rounds 3 --cold-mb 1 --variant all"
     done = CliRunner().invoke(app, ["bench", *options.split(), "--json"])
     assert done.exit_code == 0, done.output
@@ -58,9 +58,7 @@ def test_bench_of_all_variants_shows_prediction_and_roof():
     plan = tmm.plan(2, 64, 128, group_size=32, tuned=False)
     assert {name.split(":")[0] for name in row["variants"]} == {candidate.variant for candidate in plan.candidates}
     assert row["chosen"] == plan.chosen.name == next(iter(row["variants"]))
-    predicted = {candidate.name: candidate.seconds for candidate in plan.candidates}
-    for name, found in row["variants"].items():
-        assert found["predicted_seconds"] == pytest.approx(predicted[name])
+    for found in row["variants"].values():
         assert found["seconds"] > 0
         gpu = tmm.profiling.AppleSiliconGPU.planned()
         memory = found["bytes_per_second"] / gpu.dram_bytes_per_second

@@ -19,7 +19,7 @@ LINES = {
     "convert": (["x", "y"], "open_reader"),
     "verify": (["x", "y"], "open_reader"),
     "quantize": (["x", "y"], "FloatReader"),
-    "plan": (["8", "64", "64", "--gpu", "M1"], "explain"),
+    "plan": (["8", "64", "64", "--gpu", "M1"], "make_plan"),
     "profile": (["--gpu", "M1"], "gpu_of"),
     "tune": (["--shape", "64,64"], "tune"),
     "bench": (["--shape", "64,64", "--rows", "1", "--device", "cpu"], "product_of"),

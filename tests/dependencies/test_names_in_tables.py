@@ -40,33 +40,22 @@ KINDS = {
     "weight formats": Names(
         enumeration="WeightFormat",
         names=frozenset((*WEIGHT_FORMATS, *ALIASES)),
-        tables=(
-            "kernels/shared/types.h",
-            # counts of instructions: a row for each kernel, format and tile
-            "csrc/planner/cost/instruction_counts.h",
-            "csrc/planner/cost/activation_counts.h",
-            "csrc/planner/cost/tensor_counts.h",
-        ),
+        tables=("kernels/shared/types.h",),
     ),
     "kernel variants": Names(
         enumeration="GemmVariant",
         names=frozenset(native.gemm_variants()),
         # a file for each variant; kernels/shared/kernel_list.h lists them
-        tables=tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
-        left={
-            # the model of their times, and the page of their tiles
-            "csrc/planner/cost/cost.cpp": 15,
-            "csrc/planner/cost/experts_cost.cpp": 3,
-            "csrc/python/tile_budgets.cpp": 5,
-            "torch_marlin_metal/gpu/profiling/tiles.py": 1,
-        },
+        tables=(
+            "csrc/planner/decision_rows.h",
+            *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc/planner/variants").iterdir())),
+        ),
     ),
     "kernels": Names(
         enumeration="Kernel",
         names=frozenset(re.findall(r'\bX\("[\w/]+",\s*(\w+),', KERNEL_LIST.read_text())),
-        tables=("kernels/shared/kernel_list.h", "csrc/planner/cost/instruction_counts.h"),
+        tables=("kernels/shared/kernel_list.h", "csrc/planner/decision_rows.h"),
         is_chosen=True,
-        left={"csrc/planner/cost/experts_cost.cpp": 2},
     ),
 }
 

@@ -84,7 +84,7 @@ def test_the_tilings_of_the_cpp_model_are_candidates() -> None:
 def test_the_planners_tilings_are_candidates(product: tuple[Any, ...]) -> None:
     """Compares threads, threadgroup memory, slices of K and grid of every plan with those of a candidate."""
     chip, cores, M, N, K, fmt, size, dtype = product
-    rows, chosen = native.gemm_plans(
+    rows, chosen, _ = native.gemm_plans(
         chip=chip, cores=cores, half_subnormals=True, M=M, N=N, K=K, weight_format=fmt, group_size=size,
         activations=dtype, scales="uint8" if tmm.WEIGHT_FORMATS[fmt].has_coded_scales else dtype, zeros="uint8",
         has_perm=False, has_global_scale=False, has_bias=False, variant="auto", tuned=False, own_system=False,

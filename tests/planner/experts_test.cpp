@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/planner/cost/experts_cost.h"
+#include "csrc/planner/estimate.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -34,7 +34,7 @@ GpuDevice whole(const Chip& chip) {
 Routing sampled_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
   constexpr int kSamples = 2000;
   std::mt19937 random(1);
-  Routing sum{.blocks_by_rows = std::vector<double>(block_rows)};
+  Routing sum;
   std::vector<uint32_t> rows(experts), order(experts);
   for (int sample = 0; sample < kSamples; ++sample) {
     std::fill(rows.begin(), rows.end(), 0);
@@ -49,14 +49,10 @@ Routing sampled_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint3
     for (const uint32_t count : rows) {
       sum.experts += count != 0;
       sum.blocks += ceil_divide(count, block_rows);
-      for (uint32_t first = 0; first < count; first += block_rows)
-        ++sum.blocks_by_rows[std::min(count - first, block_rows) - 1];
     }
   }
   sum.experts /= kSamples;
   sum.blocks /= kSamples;
-  for (double& blocks : sum.blocks_by_rows)
-    blocks /= kSamples;
   return sum;
 }
 
@@ -71,48 +67,34 @@ void check_routing() {
   expect_close(expected_routing(2, 1, 2, 1).blocks, 2, 1e-9, "blocks of one row");
   const Routing all = expected_routing(20, 3, 3, 8);
   expect(all.experts == 3 && all.blocks == 9, "each token chooses every expert");
-  expect(all.blocks_by_rows == std::vector<double>{0, 0, 0, 3, 0, 0, 0, 6}, "20 rows are 8, 8 and 4");
   for (const auto& [tokens, top_k, experts, block_rows] : {std::array{64U, 8U, 128U, 8U}, {512U, 8U, 128U, 32U}}) {
     const Routing expected = expected_routing(tokens, top_k, experts, block_rows);
     const Routing sampled = sampled_routing(tokens, top_k, experts, block_rows);
     expect_close(expected.experts, sampled.experts, 0.005, "experts of " + std::to_string(tokens) + " tokens");
     expect_close(expected.blocks, sampled.blocks, 0.005, "blocks of " + std::to_string(tokens) + " tokens");
-    for (uint32_t rows = 1; rows <= block_rows; ++rows) {
-      const double difference = expected.blocks_by_rows[rows - 1] - sampled.blocks_by_rows[rows - 1];
-      expect(std::abs(difference) < 0.005 * expected.blocks, "blocks of " + std::to_string(rows) + " rows");
-    }
   }
   // The last block of an expert with many rows has each number of rows equally often, so half a block is lost.
   for (const uint32_t tokens : {1700U, 1800U, 100000U}) {
     const Routing many = expected_routing(tokens, 2, 8, 32);
     expect_close(many.blocks, tokens * 2 / 32.0 + 8 * 31 / 64.0, 2e-4, "blocks of many");
-    expect_close(many.blocks_by_rows[6], 8 / 32.0, 0.01, "blocks of seven rows of many");
-    double rows = 0;
-    for (uint32_t i = 0; i < 32; ++i)
-      rows += many.blocks_by_rows[i] * (i + 1);
-    expect_close(rows, tokens * 2, 1e-6, "all rows are in a block");
   }
 }
 
-// If there is one expert and whole blocks, the products cost what gemm's cost.
+// If there is one expert and whole blocks, the products take as long as gemm's.
 void check_one_expert() {
   for (const char* chip : {"M1", "M4 Max"}) {
     MoeProblem problem = mixture(256, 1, 1);
     problem.product.variant = "fused";
     const GpuDevice device = whole(*find_chip(chip));
     const Tiling tiling = moe_tiling(problem, device);
-    const PlanCost total = experts_cost(tiling, problem, device);
+    const Estimate total = estimate(tiling, problem, device);
     subject = std::string(chip) + ": " + name(tiling);
-    expect(total.dispatches.size() == 2 && total.dispatches[0].kernel == "moe_sort", "rows are sorted first");
-    const DispatchCost& product = total.dispatches[1];
-    const DispatchCost dense = cost(tiling, problem.product, device).dispatches[0];
-    expect_close(product.compute_seconds, dense.compute_seconds, 1e-9, "compute time");
-    expect_close(product.l2_bytes, dense.l2_bytes, 1e-9, "bytes of L2");
-    expect_close(product.dram_bytes, dense.dram_bytes, 1e-9, "bytes of memory");
+    expect(total.seconds.size() == 2 && sorts_pairs(tiling), "rows are sorted first");
+    expect_close(total.seconds[1], estimate(tiling, problem.product, device).total(), 0.02, "the time of the products");
   }
 }
 
-void check_costs() {
+void check_estimates() {
   for (const Chip& chip : kChips) {
     for (const bool reduce : {false, true}) {
       double before = 0;
@@ -121,18 +103,16 @@ void check_costs() {
         problem.reduce = reduce;
         const GpuDevice device = whole(chip);
         const Tiling tiling = moe_tiling(problem, device);
-        const PlanCost total = experts_cost(tiling, problem, device);
+        const Estimate total = estimate(tiling, problem, device);
         const Plan plan = plan_moe(problem, device);
         subject = std::string(chip.name) + ", " + std::to_string(tokens) + " tokens: " + name(tiling);
-        expect(total.seconds == seconds(plan) && total.dispatches.size() == plan.dispatches.size(),
-               "the plan has the dispatches that were predicted");
-        for (size_t i = 0; i < plan.dispatches.size(); ++i)
-          expect(info(plan.dispatches[i].instance.kernel).name == total.dispatches[i].kernel, "in the same order");
+        expect(total.total() == seconds(plan) && total.seconds.size() == plan.dispatches.size(),
+               "a time for each dispatch");
         const double experts = expected_routing(tokens, 4, 32, 8).experts;
         const double bytes = experts * weight_bytes(problem.product.weight);
         const double rate = dram_bytes_per_second(chip, chip.cores) * chip.dram_fraction.value;
-        expect(total.seconds > bytes / rate, "no faster than memory");
-        expect(total.seconds >= before / 1.02, "more tokens cost no less");
+        expect(total.total() > bytes / rate, "no faster than memory");
+        expect(total.total() >= before / 1.02, "more tokens cost no less");
         for (const char* variant : {"gemv", "fused"}) {
           problem.product.variant = variant;
           expect(seconds(plan_moe(problem, device)) >= seconds(plan), std::string("no slower than ") + variant);
@@ -140,25 +120,10 @@ void check_costs() {
           expect(named.splits == 1 && named.k_per_slice * named.simdgroups >= problem.product.weight.K,
                  "one threadgroup multiplies all of K");
         }
-        before = total.seconds;
+        before = total.total();
       }
     }
   }
-}
-
-// With blocks of one row, the model has as many threadgroups as the plan. The expected number of blocks, 10, is a sum
-// of probabilities that is a little larger in floating point.
-void check_threadgroups() {
-  subject = "threadgroups";
-  const GpuDevice device = whole(*find_chip("M1"));
-  const MoeProblem problem = mixture(5, 8, 2);
-  expect(expected_routing(5, 2, 8, 1).blocks > 10, "the sum is above 10");
-  const Tiling tiling = moe_tiling(problem, device);
-  const Extent grid = plan_moe(problem, device).dispatches[0].grid;
-  expect(tiling.kernel == Kernel::moe_gemv && grid.x == 10, "one row in each threadgroup");
-  const DispatchCost products = experts_cost(tiling, problem, device).dispatches[0];
-  const double at_once = double(device.cores) * products.occupancy.threadgroups;
-  expect_close(products.waves * at_once, double(grid.x) * grid.y, 1e-9, "threadgroups");
 }
 
 // The more rows an expert has, the larger the blocks of its rows.
@@ -204,7 +169,7 @@ void check_sum(const MoeProblem& problem, const Tiling& tiling, const GpuDevice&
          "row weights");
 }
 
-// With few tokens, one dispatch also adds up the slots, unless two are predicted to take less time.
+// With few tokens, one dispatch also adds up the slots, unless two are estimated to take less time.
 void check_sums() {
   for (const Chip& chip : kChips) {
     const GpuDevice device = whole(chip);
@@ -225,7 +190,7 @@ void check_sums() {
         other.kernel = one ? Kernel::moe_gemv : Kernel::moe_gemv_reduce;
         other.simdgroups = one ? tiling.simdgroups / top_k : tiling.simdgroups * top_k;
         if (other.simdgroups <= kMoeReduceMaxSimdgroups) {
-          expect(experts_cost(tiling, problem, device).seconds <= experts_cost(other, problem, device).seconds,
+          expect(estimate(tiling, problem, device).total() <= estimate(other, problem, device).total(),
                  "the faster of the two ways");
         }
         if (one) check_sum(problem, tiling, device);
@@ -294,10 +259,9 @@ void check_far_rows() {
 int main(int argc, char** argv) {
   return test::run_cases({{"routing", check_routing},
                           {"one expert", check_one_expert},
-                          {"costs", check_costs},
+                          {"estimates", check_estimates},
                           {"sums", check_sums},
                           {"gates", check_gates},
-                          {"threadgroups", check_threadgroups},
                           {"blocks", check_blocks},
                           {"far rows", check_far_rows}},
                          argc, argv);

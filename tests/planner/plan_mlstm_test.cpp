@@ -3,7 +3,7 @@
 
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/planner/commit_policy.h"
-#include "csrc/planner/cost/kernel_cost.h"
+#include "csrc/planner/rates.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -64,7 +64,7 @@ void check_dispatch(const Dispatch& dispatch, const MlstmLaunch& from, uint32_t 
   const bool vectors = p.DK % 4 == 0 && p.DV % 4 == 0;
   expect(dispatch.constants[kConstantVectorColumns] == (vectors && from.vector_aligned_states),
          "vector loads of states only if they are aligned");
-  expect(dispatch.seconds > kDispatchSeconds, "each dispatch has a predicted time");
+  expect(dispatch.seconds > kDispatchSeconds, "each dispatch has an estimated time");
   expect(dispatch.constants[kConstantVectorActivations] == 0 || (vectors && from.vector_aligned),
          "vector loads of tokens only if they are aligned");
 }

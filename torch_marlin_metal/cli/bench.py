@@ -18,7 +18,7 @@ from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
 from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.gpu.tuning.products import Product
-from torch_marlin_metal.gpu.tuning.variants import roof_seconds, variants
+from torch_marlin_metal.gpu.tuning.variants import moved_bytes, roof_seconds, variants
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.profiling import trace
 from torch_marlin_metal.version import __version__
@@ -130,41 +130,35 @@ def _variant_row(
 ) -> dict[str, Any]:
     M, gpu = a.shape[0], AppleSiliconGPU.planned()
     rows = variants(product, weight, a, cold_bytes)
+    moved = moved_bytes(weight, a)
+    roof = roof_seconds(product, M, moved, gpu.dram_bytes_per_second, gpu.matrix_flop_per_second)
     measured = measure({row.name: row.chain for row in rows}, rounds)
     found = {}
     for row in rows:
         seconds = statistics.median(value.seconds for value in measured[row.name])
-        roof = roof_seconds(product, M, row.dram_bytes, gpu.dram_bytes_per_second, gpu.matrix_flop_per_second)
-        found[row.name] = {
-            "seconds": seconds,
-            "predicted_seconds": row.predicted_seconds,
-            "bytes_per_second": row.dram_bytes / seconds,
-            "of_roof": roof / seconds,
-        }
+        found[row.name] = {"seconds": seconds, "bytes_per_second": moved / seconds, "of_roof": roof / seconds}
     has_gaps = [name for name, values in measured.items() if any(value.has_gaps for value in values)]
     return {**vars(product), "M": M, "chosen": rows[0].name, "variants": found, "has_gaps": has_gaps}
 
 
 def _variant_table(machine: dict[str, str], results: list[dict[str, Any]]) -> Any:
-    heading = ("product", "M", "variant", "us", "predicted us", "measured / predicted", "GB/s", "of roof")
+    heading = ("product", "M", "variant", "us", "GB/s", "of roof")
     shown = table(
         ", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=(heading[1], *heading[3:])
     )
     for row in results:
         product = f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]"
         for name, found in row["variants"].items():
-            mark = " (the model's choice)" if name == row["chosen"] else ""
+            mark = " (the planner's choice)" if name == row["chosen"] else ""
             shown.add_row(
                 product,
                 str(row["M"]),
                 name + mark,
                 f"{found['seconds'] * 1e6:.1f}",
-                f"{found['predicted_seconds'] * 1e6:.1f}",
-                f"{found['seconds'] / found['predicted_seconds']:.2f}",
                 f"{found['bytes_per_second'] / 1e9:.1f}",
                 f"{found['of_roof']:.0%}",
             )
-    shown.caption = "GB/s: bytes that the model counts, over the measured time; of roof: peak memory and matrix rates"
+    shown.caption = "GB/s: bytes that a product must move, over the measured time; of roof: peak rates"
     return shown
 
 

@@ -7,7 +7,7 @@ import typer
 from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
 from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.gpu.planning import PlanCandidate
-from torch_marlin_metal.profiling import explain
+from torch_marlin_metal.gpu.planning import plan as make_plan
 
 
 def plan(
@@ -22,8 +22,8 @@ def plan(
     variant: Annotated[str, typer.Option(help="auto, or the only variant to consider.")] = "auto",
     as_json: Json = False,
 ) -> int:
-    """Shows how a GPU would compute a product [M, K] x [K, N], why, and the predicted cost of each alternative."""
-    found = explain(
+    """Shows how a GPU would compute a product [M, K] x [K, N], why, and the alternatives."""
+    found = make_plan(
         rows,
         columns,
         depth,
@@ -35,14 +35,13 @@ def plan(
         variant=variant,
     )
     value = {
-        "gpu": found.plan.gpu.name,
-        "cores": found.plan.gpu.cores,
-        "bound": found.bound,
-        "chosen": _candidate(found.plan.chosen),
-        "candidates": [_candidate(candidate) for candidate in found.plan.candidates],
-        "assumptions": list(found.assumptions),
+        "gpu": found.gpu.name,
+        "cores": found.gpu.cores,
+        "reason": found.reason,
+        "chosen": _candidate(found.chosen),
+        "candidates": [_candidate(candidate) for candidate in found.candidates],
     }
-    show(value, f"{found.plan}\n{found}", as_json)
+    show(value, found, as_json)
     return DONE
 
 
@@ -50,7 +49,6 @@ def _candidate(candidate: PlanCandidate) -> dict[str, Any]:
     return {
         "variant": candidate.variant,
         "tile": list(candidate.tile),
-        "seconds": candidate.seconds,
-        "bound": candidate.bound,
+        "estimated_seconds": candidate.seconds,
         "dispatches": [dispatch.text for dispatch in candidate.dispatches],
     }

@@ -29,7 +29,7 @@ def profile(
 ) -> int:
     """Shows a GPU's figures with their sources, its tiles, the choice for each M, and a roofline.
 
-    Without --measure, no kernel runs, and the planner's model predicts the times. With --measure, small kernels measure
+    Without --measure, no kernel runs. With --measure, small kernels measure
     the rates of memory, matrix products and instructions, and the time of a dispatch.
     """
     if measured and (gpu is not None or not torch.backends.mps.is_available()):
@@ -48,11 +48,11 @@ def profile(
         roof.plot(plot)
     shown = []
     for name, guide in guides.items():
-        made = table(f"choice for N,K = {name}", "M", "variant", "tile", "us", "bound", right=("M", "us"))
+        made = table(f"choice for N,K = {name}", "M", "variant", "tile", right=("M",))
         for choice in guide:
             tile = "x".join(map(str, choice.tile))
             span = str(choice.first) if choice.first == choice.last else f"{choice.first} to {choice.last}"
-            made.add_row(span, choice.variant, tile, f"{choice.seconds * 1e6:.1f}", choice.bound)
+            made.add_row(span, choice.variant, tile)
         shown.append(made)
     value: dict[str, Any] = {
         "gpu": asdict(found),

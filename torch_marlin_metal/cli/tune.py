@@ -51,7 +51,7 @@ def tune(
         shown.add_row(
             str(entry.product), str(entry.last_rows), entry.variant, f"{entry.seconds * 1e6:.1f}", model, gain
         )
-    shown.caption = f"{changed} of {len(found.ranges)} choices differ from the model's; written to {path}"
+    shown.caption = f"{changed} of {len(found.ranges)} choices differ from the planner's; written to {path}"
     value = {
         "machine": vars(found.machine),
         "path": str(path),

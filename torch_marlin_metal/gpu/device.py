@@ -118,7 +118,8 @@ class AppleSiliconGPU(RichText):
     @property
     def dram_bytes_per_second(self) -> float:
         """Returns the peak memory bandwidth of the version with this number of cores."""
-        return float(native.dram_bytes_per_second(self.name, self.cores))
+        whole = self.from_name(self.name)
+        return 1e9 * self.figures["dram_gbs_fewest_cores" if self.cores < whole.cores else "dram_gbs"].value
 
     @property
     def reachable_dram_bytes_per_second(self) -> float:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.device import AppleSiliconGPU
+from torch_marlin_metal.gpu.occupancy import SIMD_WIDTH
 from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, measure
 from torch_marlin_metal.printing import RichText
 
@@ -174,7 +175,7 @@ def _memory_chains(gpu: AppleSiliconGPU, state: torch.Tensor) -> dict[str, Chain
     row_bytes = 4 * STRIP_COLUMNS
     rows = READ_BYTES // row_bytes // 8 * 8
     words = torch.ones(rows * row_bytes // 4, dtype=torch.int32, device="mps")
-    reading = gpu.cores * SIMDGROUPS_PER_CORE * int(native.simd_width())
+    reading = gpu.cores * SIMDGROUPS_PER_CORE * SIMD_WIDTH
     strips = STRIP_COLUMNS // 128 * THREADS
     return {
         "dispatch": _chain(state, library.touch, threads=1),
@@ -184,7 +185,7 @@ def _memory_chains(gpu: AppleSiliconGPU, state: torch.Tensor) -> dict[str, Chain
 
 
 def _compute_chains(gpu: AppleSiliconGPU, state: torch.Tensor) -> dict[str, Chain]:
-    threads = gpu.cores * SIMDGROUPS_PER_CORE * int(native.simd_width())
+    threads = gpu.cores * SIMDGROUPS_PER_CORE * SIMD_WIDTH
     chains = {}
     for name, element in (("matrix fp16", "half"), ("matrix fp32", "float")):
         kernel = torch.mps.compile_shader(f"{_HEAD}#define ELEMENT {element}\n{_MATRIX}").multiply_all

@@ -1,8 +1,10 @@
-"""Plans a product without running it: the candidates, and their costs by the model of `csrc/planner/cost/`."""
+"""Plans a product without running it: the candidates, the chosen one, and why."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -12,7 +14,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.gpu.occupancy import Occupancy
+from torch_marlin_metal.gpu.occupancy import Occupancy, occupancy_of
 from torch_marlin_metal.printing import RichText
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "uint8"}
@@ -20,30 +22,18 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: 
 
 @dataclass(frozen=True)
 class PlannedDispatch:
-    """One kernel launch and its predicted cost; `csrc/planner/cost/kernel_cost.h` defines each figure.
+    """One kernel launch.
 
     Attributes:
-        kernel: the kernel's name, for example "gemm_fused".
+        kernel: the kernel's name, for example "gemm_fused", or "torch.matmul" for PyTorch's own product.
         function: the name of its instance, for example "gemm_fused_uint4b8_float16".
         grid: number of threadgroups in each dimension.
         threads: threads per threadgroup.
         threadgroup_bytes: bytes of threadgroup memory.
+        half_registers: 16-bit registers of a thread, counted for the M1; 0 if the kernel computes no products.
         text: the whole launch in one line, with sizes and function constants.
-        occupancy: how many of its threadgroups a core holds at once.
-        waves: number of threadgroups divided by the number that the GPU holds at once.
-        in_flight: simdgroups that a core holds on average.
-        dram_bytes: bytes of memory traffic that no cache serves.
-        l2_bytes: bytes that the simdgroups read and write.
-        matrix_operations: number of 8x8x8 products.
-        launch_seconds: time of the launch itself.
-        dram_seconds: time of `dram_bytes`.
-        l2_seconds: time of `l2_bytes`.
-        issue_seconds: time to issue the instructions, without matrix products.
-        complex_seconds: time of the unit for slow integer and complex instructions, which works beside the others.
-        matrix_seconds: time of the matrix products.
-        compute_seconds: time of the busiest core, including latency that is not hidden.
-        seconds: the launch plus the longest of memory, L2 and compute time.
-        bound: what limits the dispatch, by name.
+        occupancy: how many of its threadgroups a core holds at once; None if its registers are not known.
+        seconds: a rough estimate of its time, by which the planner compares tiles; nothing was measured.
     """
 
     kernel: str
@@ -51,22 +41,10 @@ class PlannedDispatch:
     grid: tuple[int, int, int]
     threads: tuple[int, int, int]
     threadgroup_bytes: int
+    half_registers: int
     text: str
-    occupancy: Occupancy
-    waves: float
-    in_flight: float
-    dram_bytes: float
-    l2_bytes: float
-    matrix_operations: float
-    launch_seconds: float
-    dram_seconds: float
-    l2_seconds: float
-    issue_seconds: float
-    complex_seconds: float
-    matrix_seconds: float
-    compute_seconds: float
+    occupancy: Occupancy | None
     seconds: float
-    bound: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,8 @@ class PlanCandidate:
         name: the argument `variant` of `gemm` that selects this candidate, for example "double_buffered:128x64x16".
         variant: the kernel variant.
         tile: M, N and K of a threadgroup's step.
-        seconds: predicted time.
+        seconds: a rough estimate of the time of its launches. For kernels that the planner's table does not list, only
+            bytes and matrix products count.
         dispatches: its kernel launches, in order.
     """
 
@@ -86,11 +65,6 @@ class PlanCandidate:
     tile: tuple[int, int, int]
     seconds: float
     dispatches: tuple[PlannedDispatch, ...]
-
-    @property
-    def bound(self) -> str:
-        """Returns the name of the resource that limits the longest dispatch."""
-        return max(self.dispatches, key=lambda dispatch: dispatch.seconds).bound
 
 
 @dataclass(frozen=True)
@@ -106,7 +80,8 @@ class GemmPlan(RichText):
         dtype: dtype of the activations.
         gpu: the GPU of the plan.
         chosen: the candidate that `gemm` would use.
-        candidates: all candidates, cheapest first.
+        reason: why this one.
+        candidates: all candidates, in the order of their estimates.
     """
 
     M: int
@@ -117,6 +92,7 @@ class GemmPlan(RichText):
     dtype: torch.dtype
     gpu: AppleSiliconGPU
     chosen: PlanCandidate
+    reason: str
     candidates: tuple[PlanCandidate, ...]
 
     @property
@@ -130,29 +106,24 @@ class GemmPlan(RichText):
 
     def __rich__(self) -> Group:
         table = Table(title=self.title, title_justify="left", caption_justify="left")
-        right = ("us", "DRAM us", "L2 us", "compute us", "of it issue", "complex", "matrix", "SIMD/core")
-        for heading in ("", "variant", "tile", "grid", "threads", *right, "bound"):
+        right = ("bytes", "registers", "SIMD/core")
+        for heading in ("", "variant", "tile", "grid", "threads", *right):
             table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
         for candidate in self.candidates:
             for index, dispatch in enumerate(candidate.dispatches):
                 first = index == 0
+                held = dispatch.occupancy
                 table.add_row(
                     "->" if candidate is self.chosen and first else "",
                     candidate.variant if first else f"  then {dispatch.kernel}",
                     "x".join(map(str, candidate.tile)) if first else "",
                     "x".join(map(str, dispatch.grid)),
                     str(dispatch.threads[0] * dispatch.threads[1]),
-                    f"{dispatch.seconds * 1e6:.1f}",
-                    f"{dispatch.dram_seconds * 1e6:.1f}",
-                    f"{dispatch.l2_seconds * 1e6:.1f}",
-                    f"{dispatch.compute_seconds * 1e6:.1f}",
-                    f"{dispatch.issue_seconds * 1e6:.1f}",
-                    f"{dispatch.complex_seconds * 1e6:.1f}",
-                    f"{dispatch.matrix_seconds * 1e6:.1f}",
-                    str(dispatch.occupancy.simdgroups),
-                    dispatch.bound,
+                    str(dispatch.threadgroup_bytes),
+                    str(dispatch.half_registers) if held else "",
+                    str(held.simdgroups) if held else "",
                 )
-        table.caption = f"{self.chosen.variant}: {self.chosen.seconds * 1e6:.1f} us by the model"
+        table.caption = f"{self.chosen.name}: {self.reason}"
         lines = "\n  then ".join(dispatch.text for dispatch in self.chosen.dispatches)
         return Group(table, lines)
 
@@ -175,7 +146,7 @@ def plan(
     half_subnormals: bool = True,
     tuned: bool = True,
 ) -> GemmPlan:
-    """Returns how `gemm` would compute a product on a GPU, and the predicted cost of all candidates.
+    """Returns how `gemm` would compute a product on a GPU, why, and all other candidates.
 
     Nothing runs. The plan is for aligned, contiguous tensors.
 
@@ -209,7 +180,7 @@ def plan(
     scales = torch.uint8 if row.has_coded_scales else scales_dtype or dtype
     zeros = scales if row.zeros_role == "bias" else zeros_dtype
     found = as_gpu("plan", gpu)
-    rows, chosen = native.gemm_plans(
+    rows, chosen, reason = native.gemm_plans(
         chip=found.name,
         cores=found.cores,
         half_subnormals=half_subnormals,
@@ -228,9 +199,9 @@ def plan(
         tuned=tuned and gpu is None,
         own_system=gpu is None,
     )
-    candidates = [_candidate(*entry) for entry in rows]
+    candidates = [_candidate(found, *entry) for entry in rows]
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
-    return GemmPlan(M, N, K, row.name, group_size, dtype, found, candidates[chosen], tuple(ordered))
+    return GemmPlan(M, N, K, row.name, group_size, dtype, found, candidates[chosen], reason, tuple(ordered))
 
 
 def element_name(function: str, dtype: torch.dtype) -> str:
@@ -262,10 +233,19 @@ def _check(
 
 
 def _candidate(
-    name: str, variant: str, tile: tuple[int, int, int], seconds: float, dispatches: list[dict[str, object]]
+    gpu: AppleSiliconGPU,
+    name: str,
+    variant: str,
+    tile: tuple[int, int, int],
+    seconds: float,
+    dispatches: list[dict[str, Any]],
 ) -> PlanCandidate:
-    planned = tuple(
-        PlannedDispatch(**{**entry, "occupancy": Occupancy(**entry["occupancy"])})  # type: ignore[arg-type]
-        for entry in dispatches
-    )
+    planned = tuple(PlannedDispatch(occupancy=_occupancy(entry, gpu), **entry) for entry in dispatches)
     return PlanCandidate(name, variant, tile, seconds, planned)
+
+
+def _occupancy(dispatch: dict[str, Any], gpu: AppleSiliconGPU) -> Occupancy | None:
+    if dispatch["half_registers"] == 0:
+        return None
+    threads = math.prod(dispatch["threads"])
+    return occupancy_of(threads, dispatch["half_registers"], dispatch["threadgroup_bytes"], gpu)

@@ -25,14 +25,14 @@ std::optional<Tiling> fused_tiling(const GemmTile& row, const GemmProblem& probl
   const uint32_t rounded_M = round_up(problem.M, 8);
   if (rows > rounded_M) return std::nullopt;
   const uint32_t most = max_slices(problem.weight, kFusedMinSlice);
-  const auto cheapest = [&](uint32_t rest_rows) {
-    return cheapest_split(problem, device, std::min(kFusedMinSlices, most), most,
-                          [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
+  const auto best = [&](uint32_t rest_rows) {
+    return best_split(problem, device, std::min(kFusedMinSlices, most), most,
+                      [&](uint32_t slices) { return fused_split(row, problem.weight, rest_rows, slices); });
   };
-  const Tiling padded = cheapest(0);
+  const Tiling padded = best(0);
   if (rounded_M % rows == 0) return padded;
-  const Tiling with_rest = cheapest(round_up(problem.M % rows, 8));
-  const bool rest_wins = cost(with_rest, problem, device).seconds < cost(padded, problem, device).seconds;
+  const Tiling with_rest = best(round_up(problem.M % rows, 8));
+  const bool rest_wins = estimate(with_rest, problem, device).total() < estimate(padded, problem, device).total();
   return rest_wins ? with_rest : padded;
 }
 
@@ -56,8 +56,8 @@ Tiling fused_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice&
   uint32_t most = std::clamp<uint32_t>(weight.K / kFusedMinSlice, 1, kFusedMaxSimdgroups);
   while (fused_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
-  return cheapest_split(problem, device, std::min(most, kFusedMinSlices), most,
-                        [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
+  return best_split(problem, device, std::min(most, kFusedMinSlices), most,
+                    [&](uint32_t slices) { return fused_split(row, weight, 0, slices); });
 }
 
 constexpr GemmTile fused_tile(uint32_t rows) {
@@ -81,6 +81,8 @@ constinit const VariantRules fused_variant{
                              const GpuDevice& device) { tilings.push_back(fused_candidate(row, problem, device)); },
     .has_32_bit_offsets = true,
     .simdgroup_columns = kFusedColumns,
+    .row_unit = kBlock,
+    .most_simdgroups = kFusedMaxSimdgroups,
 };
 
 }  // namespace marlin

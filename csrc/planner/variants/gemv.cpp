@@ -29,8 +29,8 @@ namespace {
 // with more rows than the problem may keep more simdgroups resident.
 std::optional<Tiling> gemv_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (problem.M > kMaxRows && problem.variant.is_auto()) return std::nullopt;
-  return cheapest_split(problem, device, 1, max_slices(problem.weight, kGemvMinSlice),
-                        [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
+  return best_split(problem, device, 1, max_slices(problem.weight, kGemvMinSlice),
+                    [&](uint32_t slices) { return gemv_split(row, problem.weight, slices); });
 }
 
 Plan build_gemv(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
@@ -50,7 +50,7 @@ Tiling gemv_candidate(GemmTile row, const MoeProblem& problem, const GpuDevice& 
   uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, kGemvMaxSimdgroups);
   while (gemv_threadgroup_bytes(weight.format, row.tile.M, most) > kPreferredThreadgroupBytes)
     --most;
-  return cheapest_split(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
+  return best_split(problem, device, 1, most, [&](uint32_t slices) { return gemv_split(row, weight, slices); });
 }
 
 // Returns the tiling with which a threadgroup computes all slots of a token, and adds them.
@@ -59,7 +59,7 @@ Tiling gemv_reduce_candidate(GemmTile row, const MoeProblem& problem, const GpuD
   const WeightProblem& weight = problem.product.weight;
   const uint32_t room = std::min<uint32_t>(kMoeReduceMaxSimdgroups / problem.top_k, kGemvMaxSimdgroups);
   const uint32_t most = std::clamp<uint32_t>(weight.K / kGemvMinSlice, 1, room);
-  return cheapest_split(problem, device, 1, most, [&](uint32_t slices) {
+  return best_split(problem, device, 1, most, [&](uint32_t slices) {
     Tiling tiling = gemv_split(row, weight, slices);
     tiling.simdgroups *= problem.top_k;
     return tiling;
@@ -96,6 +96,8 @@ constinit const VariantRules gemv_variant{
     .add_expert_tilings = add_gemv_expert_tilings,
     .has_rows_along_x = true,  // threadgroups that read the same weights start side by side
     .simdgroup_columns = kGemvColumns,
+    .row_unit = 1,
+    .most_simdgroups = kGemvMaxSimdgroups,
 };
 
 }  // namespace marlin

@@ -1,12 +1,11 @@
-// Splits K into the number of slices that the cost model finds cheapest.
+// Splits K into the number of slices whose estimated time is the least.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
 #include "csrc/planner/builder.h"
-#include "csrc/planner/cost/cost.h"
-#include "csrc/planner/cost/experts_cost.h"
+#include "csrc/planner/estimate.h"
 
 namespace marlin {
 
@@ -37,59 +36,35 @@ inline bool divides_k_alike(const Tiling& a, const Tiling& b) {
   return a.k_per_slice == b.k_per_slice && a.splits == b.splits && a.simdgroups == b.simdgroups;
 }
 
-// Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
-inline constexpr double kEqualCost = 1.02;
-
-// The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.
+// Estimates that differ by less than this factor count as equal.
+inline constexpr double kEqual = 1.01;
+// A core gains nothing from more simdgroups in flight than this, three per scheduler.
 inline constexpr double kEnoughInFlight = 12;
 
-// What the choice of a split depends on.
-struct SplitCost {
-  double seconds;    // of all dispatches
-  double in_flight;  // simdgroups that a core holds while the products are computed
-};
-
-// Calls make(slices) with all numbers from min_slices to max_slices, and cost_of(tiling), which returns a SplitCost,
-// for each tiling. Returns the cheapest tiling. If the cheapest has few simdgroups in flight, a tiling of equal cost
-// with more of them is returned instead, because more simdgroups also hide latencies that the model does not count.
-template <typename Make, typename CostOf>
-Tiling cheapest_split(uint32_t min_slices, uint32_t max_slices, const Make& make, const CostOf& cost_of) {
-  struct Candidate : SplitCost {
+// Calls make(slices) with all numbers from min_slices to max_slices. Returns the tiling with the least estimated time.
+// If it has few simdgroups in flight, an equal one with more of them is returned instead, because more simdgroups also
+// hide latencies that the estimate does not count.
+template <typename Problem, typename Make>
+Tiling best_split(const Problem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
+                  const Make& make) {
+  struct Candidate {
     Tiling tiling;
+    double seconds, in_flight;
   };
   std::vector<Candidate> candidates;
   for (uint32_t slices = min_slices; slices <= max_slices; ++slices) {
     const Tiling tiling = make(slices);
     if (!candidates.empty() && divides_k_alike(candidates.back().tiling, tiling)) continue;
-    candidates.push_back({cost_of(tiling), tiling});
+    const Estimate found = estimate(tiling, problem, device);
+    candidates.push_back({tiling, found.total(), found.in_flight});
   }
   auto best = std::ranges::min_element(candidates, {}, &Candidate::seconds);
-  const double most = best->seconds * kEqualCost;
+  const double most = best->seconds * kEqual;
   for (auto other = candidates.begin(); other != candidates.end(); ++other) {
     if (best->in_flight >= kEnoughInFlight) break;
     if (other->seconds <= most && other->in_flight > best->in_flight) best = other;
   }
   return best->tiling;
-}
-
-// The same for a product with one weight.
-template <typename Make>
-Tiling cheapest_split(const GemmProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
-                      const Make& make) {
-  return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
-    const PlanCost total = cost(tiling, problem, device);
-    return SplitCost{total.seconds, total.dispatches.front().in_flight};
-  });
-}
-
-// The same for a product with experts.
-template <typename Make>
-Tiling cheapest_split(const MoeProblem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
-                      const Make& make) {
-  return cheapest_split(min_slices, max_slices, make, [&](const Tiling& tiling) {
-    const PlanCost total = experts_cost(tiling, problem, device);
-    return SplitCost{total.seconds, total.dispatches[sorts_pairs(tiling) ? 1 : 0].in_flight};
-  });
 }
 
 }  // namespace marlin

@@ -27,8 +27,8 @@ bool has_kernel(const GemmProblem& problem, const GpuDevice& device) {
 
 std::optional<Tiling> tensor_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   if (!has_kernel(problem, device) || row.tile.M > round_up(problem.M, uint32_t{kTensorRows})) return std::nullopt;
-  return cheapest_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
-                        [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
+  return best_split(problem, device, 1, max_slices(problem.weight, kMinSlice),
+                    [&](uint32_t slices) { return tensor_split(row, problem.weight, slices); });
 }
 
 Plan build_tensor(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
@@ -69,8 +69,8 @@ constinit const VariantRules tensor_variant{
     .add_expert_tilings = [](std::vector<Tiling>& tilings, const GemmTile& row, const MoeProblem& problem,
                              const GpuDevice&) { tilings.push_back(tensor_candidate(row, problem)); },
     .refusal = refusal,
-    .is_automatic = false,  // no time of tensor units is known on any GPU
     .simdgroup_columns = kTensorColumns,
+    .has_tensor_products = true,
 };
 
 }  // namespace marlin

@@ -24,7 +24,6 @@ constinit const VariantRules two_pass_variant{
     .tiling = two_pass_tiling,
     .build = build_two_pass,
     .threadgroup_bytes = [](const Tiling&, const GemmProblem&, uint32_t) { return 0U; },
-    .is_automatic = false,  // it rounds the weights
     .rounds_weight = true,
 };
 

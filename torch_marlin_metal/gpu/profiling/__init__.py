@@ -1,1 +1,1 @@
-"""Explains a GPU and a plan: tile budgets, roofline, estimated times. Public as `torch_marlin_metal.profiling`."""
+"""Shows a GPU's tiles, choices, rooflines and traces. Public as `torch_marlin_metal.profiling`."""

@@ -1,4 +1,4 @@
-"""Places products under a GPU's roofline, with times predicted by the planner's model."""
+"""Places products under a GPU's roofline: what memory and matrix unit allow."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.gpu.planning import plan
+from torch_marlin_metal.gpu.planning import GemmPlan, plan
 from torch_marlin_metal.printing import RichText
 
 
@@ -23,8 +24,7 @@ class RooflinePoint:
         N: columns of the weight.
         K: rows of the weight.
         variant: the variant that the planner chooses.
-        intensity: floating-point operations per byte of memory traffic.
-        flop_per_second: predicted rate.
+        intensity: floating-point operations per byte, if every byte is moved once.
         attainable: the highest rate, in flop/s, that memory and matrix unit allow at this intensity.
     """
 
@@ -33,7 +33,6 @@ class RooflinePoint:
     K: int
     variant: str
     intensity: float
-    flop_per_second: float
     attainable: float
 
 
@@ -58,7 +57,7 @@ class Roofline(RichText):
         )
         title = f"{self.weight_format} on {self.gpu.name} ({self.gpu.cores} cores): {roofs}"
         table = Table(title=title, title_justify="left")
-        for heading in ("M", "N", "K", "variant", "flop/byte", "TFLOP/s", "roof TFLOP/s", "of roof"):
+        for heading in ("M", "N", "K", "variant", "flop/byte", "roof TFLOP/s"):
             table.add_column(heading, justify="left" if heading == "variant" else "right")
         for point in self.points:
             table.add_row(
@@ -67,9 +66,7 @@ class Roofline(RichText):
                 str(point.K),
                 point.variant,
                 f"{point.intensity:.1f}",
-                f"{point.flop_per_second / 1e12:.3f}",
                 f"{point.attainable / 1e12:.3f}",
-                f"{point.flop_per_second / point.attainable:.0%}",
             )
         return table
 
@@ -92,12 +89,12 @@ class Roofline(RichText):
         for variant in sorted({point.variant for point in self.points}):
             points = [point for point in self.points if point.variant == variant]
             axes.scatter(
-                [point.intensity for point in points], [point.flop_per_second / 1e12 for point in points], label=variant
+                [point.intensity for point in points], [point.attainable / 1e12 for point in points], label=variant
             )
         for point in self.points:
             axes.annotate(
                 f"{point.M}x{point.N}x{point.K}",
-                (point.intensity, point.flop_per_second / 1e12),
+                (point.intensity, point.attainable / 1e12),
                 textcoords="offset points",
                 xytext=(4, -10),
                 fontsize=7,
@@ -107,7 +104,7 @@ class Roofline(RichText):
             yscale="log",
             xlabel="flop per byte of memory traffic",
             ylabel="TFLOP/s",
-            title=f"{self.weight_format} on {self.gpu.name} ({self.gpu.cores} cores), predicted",
+            title=f"{self.weight_format} on {self.gpu.name} ({self.gpu.cores} cores)",
         )
         axes.legend()
         figure.savefig(path)
@@ -126,7 +123,7 @@ def roofline(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Roofline:
-    """Places products under a GPU's roofline, with predicted times.
+    """Places products under a GPU's roofline.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.
@@ -141,9 +138,18 @@ def roofline(
     found = as_gpu("roofline", gpu)
     points = []
     for M, N, K in shapes:
-        chosen = plan(M, N, K, weight_format=weight_format, group_size=group_size, dtype=dtype, gpu=found).chosen
+        planned = plan(M, N, K, weight_format=weight_format, group_size=group_size, dtype=dtype, gpu=found)
         flop = 2.0 * M * N * K
-        intensity = flop / sum(dispatch.dram_bytes for dispatch in chosen.dispatches)
+        moved = _weight_bytes(planned) + (M * K + M * N) * dtype.itemsize
+        intensity = flop / moved
         roof = min(found.matrix_flop_per_second, intensity * found.reachable_dram_bytes_per_second)
-        points.append(RooflinePoint(M, N, K, chosen.variant, intensity, flop / chosen.seconds, roof))
+        points.append(RooflinePoint(M, N, K, planned.chosen.variant, intensity, roof))
     return Roofline(found, weight_format, tuple(points))
+
+
+def _weight_bytes(planned: GemmPlan) -> float:
+    row = format_of(planned.weight_format)
+    of_group = 1 if row.has_coded_scales else planned.dtype.itemsize
+    zeros = {"none": 0, "zero_point": 1, "bias": planned.dtype.itemsize}[row.zeros_role]
+    groups = -(-planned.K // planned.group_size)
+    return planned.N * (row.code_bits / 8 * planned.K + groups * (of_group + zeros))

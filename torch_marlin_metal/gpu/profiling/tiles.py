@@ -10,9 +10,11 @@ from rich.table import Table
 
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
-from torch_marlin_metal.gpu.occupancy import Occupancy
+from torch_marlin_metal.gpu.occupancy import SIMD_WIDTH, Occupancy, occupancy_of
 from torch_marlin_metal.gpu.planning import element_name, plan
 from torch_marlin_metal.printing import RichText
+
+THREADGROUP_LIMIT = 32 * 1024  # Metal's limit, in bytes of threadgroup memory
 
 
 @dataclass(frozen=True)
@@ -23,46 +25,27 @@ class TileRow:
         variant: the name for `gemm(variant=...)`.
         tile: M, N and K of a threadgroup's step (for `gemv` and `fused`, of a simdgroup's step).
         simdgroups: simdgroups per threadgroup.
-        activation_bytes: bytes of activations in threadgroup memory, in all stages.
-        code_bytes: bytes of decoded weights in threadgroup memory, in all stages.
-        staging_bytes: bytes of scales, zero points, tables and sums in threadgroup memory.
-        threadgroup_bytes: all bytes of threadgroup memory.
-        refused: why no plan can have this tile; "" if one can.
-        occupancy: how many threadgroups a core holds; None if the tile is refused or its registers were not counted.
-        accumulators: fp32 accumulators per lane.
-        half_registers: 16-bit registers per thread, counted for the M1 (assumed for `tensor`); 0 if the tile is
-            refused.
-        matrix_operations: 8x8x8 products per simdgroup and step.
+        threadgroup_bytes: bytes of threadgroup memory.
+        half_registers: 16-bit registers per thread, counted for the M1 (assumed for `tensor`).
+        occupancy: how many threadgroups a core holds.
         flop_per_byte: floating-point operations of a step for each byte that it loads from device memory.
     """
 
     variant: str
     tile: tuple[int, int, int]
     simdgroups: int
-    activation_bytes: int
-    code_bytes: int
-    staging_bytes: int
     threadgroup_bytes: int
-    refused: str
-    occupancy: Occupancy | None
-    accumulators: int
     half_registers: int
-    matrix_operations: int
+    occupancy: Occupancy
     flop_per_byte: float
 
     @property
     def share(self) -> float:
         """Returns the tile's threadgroup memory as a fraction of Metal's limit."""
-        return self.threadgroup_bytes / int(native.threadgroup_limit())
+        return self.threadgroup_bytes / THREADGROUP_LIMIT
 
     def waves(self, M: int, N: int, cores: int) -> float:
-        """Returns the number of output tiles divided by the threadgroups that a GPU holds at once, without split K.
-
-        Raises:
-            ValueError: the tile is refused.
-        """
-        if self.occupancy is None:
-            raise ValueError(f"TileRow.waves: {self.variant} {self.tile} cannot run: {self.refused}")
+        """Returns the number of output tiles divided by the threadgroups that a GPU holds at once, without split K."""
         tiles = -(-M // self.tile[0]) * -(-N // self.tile[1])
         return tiles / (cores * self.occupancy.threadgroups)
 
@@ -74,7 +57,7 @@ class TileTable(RichText):
     Attributes:
         gpu: the GPU.
         dtype: dtype of the activations.
-        rows: tiles that exist, then tiles that are refused.
+        rows: the tiles.
     """
 
     gpu: AppleSiliconGPU
@@ -82,12 +65,12 @@ class TileTable(RichText):
     rows: tuple[TileRow, ...]
 
     HEADINGS = (
-        "variant", "tile", "simdgroups", "A bytes", "B bytes", "staging", "total", "of 32 KB", "threadgroups/core",
-        "threads/core", "accumulators", "half-registers", "MMA/step", "flop/byte",
+        "variant", "tile", "simdgroups", "bytes", "of 32 KB", "threadgroups/core", "threads/core", "half-registers",
+        "flop/byte",
     )  # fmt: skip
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Returns the table's rows as text; the last cells of a refused tile are empty."""
+        """Returns the table's rows as text."""
         return [_cells(row) for row in self.rows]
 
     def __rich__(self) -> Table:
@@ -95,30 +78,25 @@ class TileTable(RichText):
         table = Table(
             title=f"{dtype} activations on {self.gpu.name}; balance {self.gpu.balance:.1f} flop per byte",
             title_justify="left",
-            caption_justify="left",
         )
         for heading in self.HEADINGS:
             table.add_column(heading, justify="left" if heading in ("variant", "tile") else "right", overflow="fold")
         for cells in self.cells():
             table.add_row(*cells)
-        table.caption = "\n".join(f"refused: {row.refused}" for row in self.rows if row.refused)
         return table
 
 
 def _cells(row: TileRow) -> tuple[str, ...]:
-    memory = (row.activation_bytes, row.code_bytes, row.staging_bytes, row.threadgroup_bytes)
     held = row.occupancy
     return (
         row.variant,
         "x".join(map(str, row.tile)),
         str(row.simdgroups),
-        *map(str, memory),
+        str(row.threadgroup_bytes),
         f"{row.share:.0%}",
-        str(held.threadgroups) if held else "refused",
-        str(held.simdgroups * native.simd_width()) if held else "",
-        str(row.accumulators),
-        str(row.half_registers) if held else "",
-        str(row.matrix_operations),
+        str(held.threadgroups),
+        str(held.simdgroups * SIMD_WIDTH),
+        str(row.half_registers),
         f"{row.flop_per_byte:.1f}",
     )
 
@@ -126,7 +104,7 @@ def _cells(row: TileRow) -> tuple[str, ...]:
 def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16) -> TileTable:
     """Returns the memory and registers of every variant and tile shape, and how many threadgroups fit on a core.
 
-    The table also lists common tile shapes that are refused because they exceed Metal's 32 KB of threadgroup memory.
+    Tiles that exceed Metal's 32 KB of threadgroup memory with this dtype are left out.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.
@@ -136,19 +114,23 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
         ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
     """
     found = as_gpu("tile_table", gpu)
-    budgets = native.tile_budgets(element_name("tile_table", dtype))
-    rows = [_row(entry, found) for entry in budgets if entry["variant"] != "tensor" or found.has_tensor_units]
-    return TileTable(found, dtype, tuple(rows))
+    rows = native.tiles(activations=element_name("tile_table", dtype), chip=found.name)
+    return TileTable(found, dtype, tuple(_row(found, dtype, *entry) for entry in rows))
 
 
-def _row(entry: dict[str, object], gpu: AppleSiliconGPU) -> TileRow:
-    fields = dict(entry)
-    held = None
-    if not fields["refused"]:
-        threads = int(native.simd_width()) * int(fields["simdgroups"])  # type: ignore[call-overload]
-        found = native.occupancy(threads, fields["half_registers"], fields["threadgroup_bytes"], gpu.name)
-        held = Occupancy(**found)
-    return TileRow(occupancy=held, **fields)  # type: ignore[arg-type]
+def _row(
+    gpu: AppleSiliconGPU,
+    dtype: torch.dtype,
+    variant: str,
+    tile: tuple[int, int, int],
+    simdgroups: int,
+    threadgroup_bytes: int,
+    half_registers: int,
+) -> TileRow:
+    held = occupancy_of(simdgroups * SIMD_WIDTH, half_registers, threadgroup_bytes, gpu)
+    M, N, _ = tile
+    loaded = 0.5 * N + M * dtype.itemsize  # bytes of packed codes and of activations, for each k
+    return TileRow(variant, tile, simdgroups, threadgroup_bytes, half_registers, held, 2 * M * N / loaded)
 
 
 def occupancy(
@@ -166,7 +148,7 @@ def occupancy(
         ValueError: an argument is unknown.
     """
     table = tile_table(device, dtype)
-    found = {row.tile: row.occupancy for row in table.rows if row.variant == kernel and row.occupancy is not None}
+    found = {row.tile: row.occupancy for row in table.rows if row.variant == kernel}
     if not found:
         known = ", ".join(dict.fromkeys(row.variant for row in table.rows))
         raise ValueError(f"occupancy: kernel: expected one of {known}, got {kernel!r}")
@@ -182,16 +164,12 @@ class Choice:
         last: largest M of the range.
         variant: the chosen variant.
         tile: the tile of the choice.
-        seconds: predicted time for `last`.
-        bound: the resource that limits the product at `last`.
     """
 
     first: int
     last: int
     variant: str
     tile: tuple[int, int, int]
-    seconds: float
-    bound: str
 
 
 def selection_guide(
@@ -228,5 +206,5 @@ def selection_guide(
         key = (M, best.variant, best.tile)
         continues = bool(guide) and (guide[-1].last + 1, guide[-1].variant, guide[-1].tile) == key
         first = guide.pop().first if continues else M
-        guide.append(Choice(first, M, best.variant, best.tile, best.seconds, best.bound))
+        guide.append(Choice(first, M, best.variant, best.tile))
     return guide

@@ -43,7 +43,7 @@ class Product:
         return dtype
 
     def plan(self, M: int) -> GemmPlan:
-        """Returns the plan for M rows by the cost model alone, without a tuning table."""
+        """Returns the plan for M rows without a tuning table."""
         return plan(
             M,
             self.N,

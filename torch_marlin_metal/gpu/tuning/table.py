@@ -67,10 +67,10 @@ class TunedRange:
         last_rows: largest row count of the range.
         variant: the fastest variant, a name for `gemm(variant=...)`.
         seconds: its median time.
-        model_variant: the choice of the planner's model.
-        speedup: time of the model's choice divided by that of `variant`, median over rounds. It is 1 if the difference
-            is within the noise; `variant` is then the model's choice. It is also 1 if the model's choice is in
-            `faults`.
+        model_variant: the planner's choice without measurements.
+        speedup: time of the planner's choice divided by that of `variant`, median over rounds. It is 1 if the
+            difference is within the noise; `variant` is then the planner's choice. It is also 1 if the planner's choice
+            is in `faults`.
         times: median time in seconds of every candidate that was measured, by name.
         faults: why candidates were not measured, by name: their results were wrong, or they did not run.
     """
@@ -166,7 +166,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def use(table: TuningTable | None) -> None:
-    """Makes `gemm(variant="auto")` on mps use the choices of a table. With None, the model chooses again.
+    """Makes `gemm(variant="auto")` on mps use the choices of a table. With None, the planner chooses again.
 
     Raises:
         ValueError: the table belongs to another machine, or names an unknown variant.
@@ -179,7 +179,7 @@ def use(table: TuningTable | None) -> None:
 def use_saved(path: Path | None = None) -> bool:
     """Uses the table for this machine from a file. Returns whether the file has one.
 
-    If the file is damaged or cannot be read, this function only warns, and the model chooses.
+    If the file is damaged or cannot be read, this function only warns, and the planner chooses.
     """
     path = path or table_path()
     if not torch.backends.mps.is_available():

@@ -1,4 +1,4 @@
-"""Times the planner's candidates for products, and keeps those that are right and faster than the model's choice."""
+"""Times the planner's candidates for products, and keeps those that are right and faster than the planner's choice."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-# The tuner times the cheapest tile of every variant, then further tiles in the model's order, up to this number in all.
+# The tuner times one tile of every variant, then further tiles in the planner's order, up to this number in all.
 MOST_CANDIDATES = 8
-# The tuner omits further tiles that the model predicts to be slower than the best one by this factor.
+# The tuner omits further tiles that the planner estimates to be slower than the best one by this factor.
 SLOWEST = 3.0
-# A candidate replaces the model's choice if it is faster by this factor and if the gain exceeds the rounds' spread.
+# A candidate replaces the planner's choice if it is faster by this factor and if the gain exceeds the rounds' spread.
 MARGIN = 1.02
 # From this number of rows on, variants that round the weight are candidates. With fewer rows, as in decoding, they are
 # not.
@@ -120,7 +120,7 @@ class ExactProduct:
 
 
 def candidates(product: Product, M: int) -> tuple[list[str], str]:
-    """Returns the names of the candidates to time, and the name of the model's choice."""
+    """Returns the names of the candidates to time, and the name of the planner's choice."""
     planned = product.plan(M)
     chosen = planned.chosen
     exact = [candidate for candidate in planned.candidates if not _rounds_weight(candidate)]

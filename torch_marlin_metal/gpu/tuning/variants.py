@@ -1,4 +1,4 @@
-"""The variants that `bench --variant all` times, with the model's prediction and the least time at peak rates."""
+"""The variants that `bench --variant all` times, and the least time of a product at peak rates."""
 
 from __future__ import annotations
 
@@ -19,27 +19,23 @@ class VariantRow:
     Attributes:
         name: the argument `variant` of `gemm`.
         chain: products of this variant.
-        predicted_seconds: the model's time of one product.
-        dram_bytes: bytes that the model expects one product to move from and to memory.
     """
 
     name: str
     chain: Chain
-    predicted_seconds: float
-    dram_bytes: float
 
 
 def planned_variants(product: Product, M: int) -> tuple[GemmPlan, list[PlanCandidate]]:
-    """Returns a product's plan by the model alone, and the cheapest candidate of each variant, cheapest first."""
+    """Returns a product's plan without measurements, and the first candidate of each variant."""
     found = product.plan(M)
-    cheapest: dict[str, PlanCandidate] = {}
+    first: dict[str, PlanCandidate] = {}
     for candidate in found.candidates:
-        cheapest.setdefault(candidate.variant, candidate)
-    return found, list(cheapest.values())
+        first.setdefault(candidate.variant, candidate)
+    return found, list(first.values())
 
 
 def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> list[VariantRow]:
-    """Makes a chain of products for the cheapest tile of every variant, the model's choice first.
+    """Makes a chain of products for one tile of every variant, the planner's choice first.
 
     Args:
         product: the product.
@@ -48,20 +44,18 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
         cold_bytes: total bytes of the weight's copies, which are used in turn.
     """
     weights = rotating(weight, cold_bytes)
-    found, cheapest = planned_variants(product, a.shape[0])
-    cheapest.sort(key=lambda candidate: candidate.name != found.chosen.name)
+    found, planned = planned_variants(product, a.shape[0])
+    planned.sort(key=lambda candidate: candidate.name != found.chosen.name)
 
-    return [
-        VariantRow(
-            candidate.name,
-            gemm_chain(a, weights, candidate.name),
-            candidate.seconds,
-            sum(dispatch.dram_bytes for dispatch in candidate.dispatches),
-        )
-        for candidate in cheapest
-    ]
+    return [VariantRow(candidate.name, gemm_chain(a, weights, candidate.name)) for candidate in planned]
 
 
-def roof_seconds(product: Product, M: int, dram_bytes: float, peak_bytes: float, peak_flops: float) -> float:
+def moved_bytes(weight: PackedWeight, a: Tensor) -> float:
+    """Returns the bytes that a product `[M, K]` x `[K, N]` must read and write at least."""
+    read = sum(tensor.nbytes for tensor in weight.tensors().values()) + a.nbytes
+    return float(read + a.shape[0] * weight.N * a.element_size())
+
+
+def roof_seconds(product: Product, M: int, moved: float, peak_bytes: float, peak_flops: float) -> float:
     """Returns the roof in seconds: the least time for a product that the peak rates of memory and matrix unit allow."""
-    return max(dram_bytes / peak_bytes, 2 * M * product.N * product.K / peak_flops)
+    return max(moved / peak_bytes, 2 * M * product.N * product.K / peak_flops)

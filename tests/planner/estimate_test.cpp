@@ -1,10 +1,11 @@
-// Tests the cost model. Compares it with results computed by hand, and checks rules that hold for every plan on every
-// chip.
+// Tests the estimates by which the planner compares tilings. Compares them with results computed by hand, and checks
+// rules that hold for every plan on every chip. lab/decisions.py compares the choices with the model of lab/.
 #include <cmath>
 #include <limits>
 #include <string>
 
-#include "csrc/planner/cost/cost.h"
+#include "csrc/planner/decisions.h"
+#include "csrc/planner/estimate.h"
 #include "csrc/planner/plan.h"
 #include "csrc/planner/variants/split_k.h"
 #include "plan_checks.h"
@@ -29,21 +30,17 @@ GpuDevice whole(const Chip& chip) {
 void check_occupancy() {
   subject = "occupancy";
   const GpuFamily& family = kGpuFamilies.front();
-  const auto is = [&](uint32_t threads, uint32_t registers, uint32_t bytes, uint32_t groups, std::string_view limit) {
+  const auto is = [&](uint32_t threads, uint32_t registers, uint32_t bytes, uint32_t groups) {
     const Occupancy held = occupancy(threads, registers, bytes, family);
-    expect(held.threadgroups == groups && held.simdgroups == groups * threads / 32 && held.limit == limit,
+    expect(held.threadgroups == groups && held.simdgroups == groups * threads / 32,
            std::to_string(threads) + " threads, " + std::to_string(registers) + " half-registers, " +
-               std::to_string(bytes) + " bytes: " + std::to_string(held.threadgroups) + " by " +
-               std::string(held.limit));
+               std::to_string(bytes) + " bytes: " + std::to_string(held.threadgroups));
   };
-  is(1024, 104, 0, 1, "registers");                 // 106496 / (1024 * 104) = 1 exactly
-  is(1024, 16, 0, 3, "threads");                    // 3072 / 1024
-  is(256, 64, 20 * 1024, 3, "threadgroup memory");  // 60 KB / 20 KB
-  is(128, 207, 4096, 4, "registers");               // 106496 / (128 * 207) = 4.02
-  is(512, 255, 32768, 1, "registers");              // 0.8, but one threadgroup can always run
-  expect(largest_threadgroup(104) == 1024 && largest_threadgroup(105) == 896, "the first rows of Mesa's table");
-  expect(largest_threadgroup(207) == 512 && largest_threadgroup(256) == 384 && largest_threadgroup(257) == 0,
-         "the last rows of Mesa's table");
+  is(1024, 104, 0, 1);        // registers: 106496 / (1024 * 104) = 1 exactly
+  is(1024, 16, 0, 3);         // threads: 3072 / 1024
+  is(256, 64, 20 * 1024, 3);  // threadgroup memory: 60 KB / 20 KB
+  is(128, 207, 4096, 4);      // registers: 106496 / (128 * 207) = 4.02
+  is(512, 255, 32768, 1);     // 0.8, but one threadgroup can always run
 }
 
 double distinct_bytes(const GemmProblem& problem) {
@@ -56,53 +53,84 @@ double distinct_bytes(const GemmProblem& problem) {
          activation * problem.M * (double(weight.K) + weight.N);
 }
 
-// Checks rules that hold for the cost of any tiling.
+double memory_rate(const GpuDevice& device) {
+  return dram_bytes_per_second(*device.chip, device.cores) * device.chip->dram_fraction.value;
+}
+
+// Checks rules that hold for the estimate of any tiling.
 void check_tiling(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   subject = std::string(device.chip->name) + ", " + std::to_string(problem.M) + "x" + std::to_string(problem.weight.N) +
             "x" + std::to_string(problem.weight.K) + " " + std::string(name(problem.weight.format)) + ": " +
             name(tiling);
-  const PlanCost total = cost(tiling, problem, device);
-  double sum = 0;
-  double bytes = 0;
-  for (const DispatchCost& part : total.dispatches) {
-    for (double figure : {part.dram_bytes, part.l2_bytes, part.launch_seconds, part.seconds})
-      expect(std::isfinite(figure) && figure > 0, "every figure is finite and positive");
-    expect(part.seconds >= part.launch_seconds + part.dram_seconds * 0.999, "no faster than memory");
-    expect(part.seconds >= part.launch_seconds + part.compute_seconds * 0.999, "no faster than its busiest core");
-    const double overlap = family_of(*device.chip).matrix_overlap.value;
-    const double together =
-        part.issue_seconds + part.matrix_seconds - overlap * std::min(part.issue_seconds, part.matrix_seconds);
-    expect(part.compute_seconds >= together * 0.999 && part.compute_seconds >= part.complex_seconds * 0.999,
-           "no faster than with the work divided evenly over the cores");
-    expect(!part.bound.empty(), "the limiting resource is named");
-    sum += part.seconds;
-    bytes += part.dram_bytes;
-  }
-  expect_close(total.seconds, sum, 1e-9, "seconds of the plan, which is the sum over its dispatches");
-  expect(bytes >= distinct_bytes(problem) * 0.999, "every byte is read or written at least once");
+  const Estimate found = estimate(tiling, problem, device);
+  const Plan plan = build_plan(tiling, problem, device);
+  expect(found.seconds.size() == plan.dispatches.size() + (plan.dense_product ? 1 : 0), "a time for each dispatch");
+  for (size_t i = 0; i < plan.dispatches.size(); ++i)
+    expect(plan.dispatches[i].seconds == found.seconds[i], "the plan has the times");
+  for (const double seconds : found.seconds)
+    expect(std::isfinite(seconds) && seconds > kDispatchSeconds, "a dispatch takes more than its launch");
+  expect(found.total() > distinct_bytes(problem) / memory_rate(device), "every byte is read or written at least once");
 }
 
-template <size_t Rows>
-void check_table(const std::array<KernelCounts, Rows>& table) {
-  for (const KernelCounts& row : table)
-    expect(find_counts(table, row.kernel, row.format, row.tile) == &row,
-           "the counts have one row for " + std::string(info(row.kernel).name));
-}
-
-void check_counts() {
-  subject = "counts";
-  check_table(kKernelCounts);
-  check_table(kBfloat16Counts);
-  check_table(kFloat32Counts);
-  const GemmTile four{GemmVariant::gemv, Kernel::gemv, {4, kGemvColumns, kGemvK}, 0};
-  const auto issue = [&](ElementType activations, const char* chip) {
-    const GemmProblem problem = product(4, 4096, 4096, 64, WeightFormat::uint4b8, activations);
-    return counts_of(four, problem, family_of(*find_chip(chip))).step.issue;
+// Compares estimates with times that were worked out from the chip's figures by hand.
+void check_by_hand() {
+  subject = "by hand";
+  const GpuDevice m1 = whole(*find_chip("M1"));
+  const auto seconds = [&](const GemmProblem& problem, std::string_view variant) {
+    GemmProblem named = problem;
+    named.variant = variant;
+    const auto tilings = gemm_tilings(named, m1);
+    return estimate(choose(tilings, named, m1), named, m1).total();
   };
-  expect(issue(ElementType::bfloat16, "M2") > 1.3 * issue(ElementType::float16, "M2"),
-         "an M2 computes bfloat with more instructions");
-  expect(issue(ElementType::bfloat16, "M3") == issue(ElementType::float16, "M3"), "an M3 has bfloat in hardware");
-  expect(issue(ElementType::float32, "M3") == issue(ElementType::float32, "M2"), "fp32 costs the same everywhere");
+  // One row: 64.0 MB of a weight at 0.88 of 68.25 GB/s, and a twentieth of at most as much time of the cores.
+  const GemmProblem one = product(1, 8192, 14336, 64);
+  const double read = distinct_bytes(one) / (0.88 * 68.25e9);
+  expect(seconds(one, "gemv") > 6e-6 + read && seconds(one, "gemv") < 6e-6 + 1.05 * read, "one row waits for memory");
+  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions overlap with
+  // them in part, and are at most as many as lie between 1 and 1.3 times the products' clocks.
+  const GemmProblem many = product(4096, 4096, 4096, 64);
+  const double products = std::pow(4096.0, 3) / 512 * 18 / (4 * 8 * 1.278e9);
+  expect(seconds(many, "fused") > products && seconds(many, "fused") < 1.3 * products, "many rows are matrix products");
+  // Eight rows of gemv on one core: 32 threadgroups of one simdgroup, of which the core's 60 KB hold 15 with 4 KB each.
+  // 15 are too few to hide all waits on four schedulers, so each of the rounds of 15, 15 and 2 takes as long as one
+  // threadgroup alone: its instructions, its waits, and the 311 ns of its first load at 1.278 GHz.
+  const GemmProblem eight = product(8, 4096, 4096, 128);
+  const Decision& row = *find_decision(GemmVariant::gemv, Arithmetic::half, WeightFormat::uint4b8);
+  const double clocks = 256 * (row.decode + 8 * row.unit) + 32 * (row.group_end + 8 * row.unit_end) + 200;
+  const double alone = clocks + 256 * row.wait[7] + 311 * 1.278;
+  const double core = 3 * alone / 1.278e9;
+  expect(15 / 4.0 * clocks < alone, "15 threadgroups wait");
+  const GpuDevice one_core{1, true, find_chip("M1")};
+  const double memory = distinct_bytes(eight) / memory_rate(one_core);
+  const Tiling tiling = gemv_split(rules_of(GemmVariant::gemv).tiles[7], eight.weight, 1);
+  expect_close(estimate(tiling, eight, one_core).total(), 6e-6 + core + 0.05 * memory, 1e-6, "eight rows");
+}
+
+// The numbers of decision_rows.h, where a slip of the pen would show.
+void check_decisions() {
+  subject = "decisions";
+  for (const Decision& row : kDecisions) {
+    expect(find_decision(row.kernel, row.arithmetic, WeightFormat::uint4b8) != nullptr, "integer codes have rows");
+    expect(row.decode > 0 && row.unit > 0 && !row.reason.empty(), "clocks and a reason");
+    const size_t units = row.kernel == GemmVariant::gemv ? 8 : 4;
+    for (size_t i = 0; i < units; ++i)
+      expect(row.wait.at(i) > 0 && row.half_registers.at(i) > 0, "waits and registers of each block");
+    for (const uint8_t registers : row.experts_registers)
+      expect(registers > 0, "registers of the kernels for experts");
+  }
+  const auto unit = [](Arithmetic type) { return find_decision(GemmVariant::gemv, type, WeightFormat{})->unit; };
+  expect(unit(Arithmetic::emulated_bfloat) > 1.3 * unit(Arithmetic::half),
+         "an M2 computes bfloat by more instructions");
+  const GpuFamily& m2 = family_of(*find_chip("M2"));
+  const GpuFamily& m3 = family_of(*find_chip("M3"));
+  expect(arithmetic(ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat, "an M2 has no bfloat");
+  expect(arithmetic(ElementType::bfloat16, m3) == Arithmetic::half, "an M3 has bfloat in hardware");
+  expect(arithmetic(ElementType::float32, m3) == Arithmetic::single, "fp32");
+  for (const GemmTile& tile : gemm_tiles()) {
+    if (tile.tile == TileShape{}) continue;
+    const uint32_t registers = half_registers(tile, product(8, 64, 64, 64), tile.tile.M, {});
+    expect(registers >= 80 && registers <= 255, "registers of " + name(tile) + ": " + std::to_string(registers));
+  }
 }
 
 void check_all_tilings() {
@@ -123,20 +151,13 @@ void check_all_tilings() {
   }
 }
 
-PlanCost least_cost(const GemmProblem& problem, const GpuDevice& device) {
+Estimate least(const GemmProblem& problem, const GpuDevice& device) {
   const auto tilings = gemm_tilings(problem, device);
-  return cost(choose(tilings, problem, device), problem, device);
+  return estimate(choose(tilings, problem, device), problem, device);
 }
 
 double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
-  return least_cost(problem, device).seconds;
-}
-
-double launch_seconds(const PlanCost& total) {
-  double seconds = 0;
-  for (const DispatchCost& part : total.dispatches)
-    seconds += part.launch_seconds;
-  return seconds;
+  return least(problem, device).total();
 }
 
 // Returns the largest factor by which one more row may raise the cost, not counting a second launch. The factor depends
@@ -154,13 +175,13 @@ void check_ladder() {
         double before = 0;
         double launches_before = 0;
         for (uint32_t M = 1; M <= 140; ++M) {
-          const PlanCost least = least_cost(product(M, N, K, 64, format), whole(chip));
-          const double now = least.seconds;
-          const double launches = launch_seconds(least);
+          const Estimate found = least(product(M, N, K, 64, format), whole(chip));
+          const double now = found.total();
+          const double launches = kDispatchSeconds * double(found.seconds.size());
           subject = std::string(chip.name) + ", N " + std::to_string(N) + ", K " + std::to_string(K) + ", " +
                     std::string(name(format)) + ", M " + std::to_string(M);
           if (M > 1) {
-            expect(now >= before / kEqualCost, "more rows cost no less");
+            expect(now >= before / kEqual, "more rows cost no less");
             const double step = largest_step(M - 1);
             // One more row may also need a second dispatch.
             const double second_launch = std::max(0.0, launches - launches_before);
@@ -176,12 +197,12 @@ void check_ladder() {
   }
 }
 
-// Returns the least cost of all row blocks and splits of K of gemv and fused, and of the planner's other candidates.
+// Returns the least estimate of all row blocks and splits of K of gemv and fused.
 double least_of_all(const GemmProblem& problem, const GpuDevice& device) {
   double least = std::numeric_limits<double>::infinity();
-  const auto consider = [&](const Tiling& tiling) { least = std::min(least, cost(tiling, problem, device).seconds); };
-  for (const Tiling& tiling : gemm_tilings(problem, device))
-    if (tiling.variant != GemmVariant::two_pass) consider(tiling);
+  const auto consider = [&](const Tiling& tiling) {
+    least = std::min(least, estimate(tiling, problem, device).total());
+  };
   for (const GemmTile& row : gemm_tiles()) {
     for (uint32_t slices = 1; slices <= max_slices(problem.weight, 64); ++slices) {
       if (row.variant == GemmVariant::gemv) consider(gemv_split(row, problem.weight, slices));
@@ -194,7 +215,7 @@ double least_of_all(const GemmProblem& problem, const GpuDevice& device) {
   return least;
 }
 
-// Checks that no other row block or split of K is clearly better than the plan, in the model that counts waits.
+// Checks that no other row block or split of K is clearly better than the plan.
 void check_no_better_plan() {
   const std::pair<uint32_t, uint32_t> weights[] = {{6144, 4096}, {4096, 14336}, {1024, 2048}};
   for (const char* chip : {"M1", "M1 Max", "M2 Ultra", "M4 Max", "M5 Pro"}) {
@@ -207,7 +228,7 @@ void check_no_better_plan() {
             subject = std::string(chip) + ", " + std::to_string(M) + "x" + std::to_string(N) + "x" + std::to_string(K) +
                       " " + std::string(name(problem.weight.format)) + " " + std::string(name(type));
             const double ratio = least_seconds(problem, device) / least_of_all(problem, device);
-            expect(ratio <= 1.03, "another plan is " + std::to_string(ratio) + " times as fast");
+            expect(ratio <= 1.02, "another plan is " + std::to_string(ratio) + " times as fast");
           }
         }
       }
@@ -221,23 +242,15 @@ void check_choices() {
     uint32_t M, N, K;
     const char* taken;
     size_t dispatches;
-    const char* bound;
   } rows[] = {
-      {"M1", 1, 4096, 4096, "gemv:1x128x16", 1, "dram"},
-      {"M1", 4, 4096, 4096, "gemv:4x128x16", 1, "dram"},
-      {"M1", 5, 4096, 4096, "gemv:5x128x16", 1, "dram"},
-      {"M1", 16, 4096, 14336, "fused:16x32x64", 1, "matrix"},
-      {"M1", 33, 4096, 4096, "fused:24x32x64", 2, "matrix"},
-      {"M1", 4096, 4096, 4096, "fused:32x32x64", 1, "matrix"},
-      {"M1", 1, 1, 8, "gemv:1x128x16", 1, "launch"},
-      {"M1 Max", 4, 4096, 4096, "gemv:2x128x16", 1, "dram"},
-      {"M1 Max", 8, 4096, 4096, "fused:8x32x64", 1, "matrix"},
-      {"M1 Max", 9, 4096, 14336, "gemv:3x128x16", 1, "issue"},
-      {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2, "launch"},
-      {"M2 Ultra", 1, 151936, 896, "gemv:1x128x16", 1, "dram"},
-      {"M3", 33, 4096, 4096, "fused:24x32x64", 3, "matrix"},
-      {"M4 Max", 16, 4096, 14336, "fused:16x32x64", 2, "matrix"},
-      {"M5", 8, 4096, 4096, "fused:8x32x64", 1, "matrix"},
+      {"M1", 1, 4096, 4096, "gemv:1x128x16", 1},     {"M1", 4, 4096, 4096, "gemv:4x128x16", 1},
+      {"M1", 5, 4096, 4096, "gemv:5x128x16", 1},     {"M1", 16, 4096, 14336, "fused:16x32x64", 1},
+      {"M1", 33, 4096, 4096, "fused:24x32x64", 2},   {"M1", 4096, 4096, 4096, "fused:32x32x64", 1},
+      {"M1", 1, 1, 8, "gemv:1x128x16", 1},           {"M1 Max", 4, 4096, 4096, "gemv:2x128x16", 1},
+      {"M1 Max", 8, 4096, 4096, "fused:8x32x64", 1}, {"M1 Max", 9, 4096, 14336, "gemv:3x128x16", 1},
+      {"M1 Max", 1, 512, 4096, "gemv:1x128x16", 2},  {"M2 Ultra", 1, 151936, 896, "gemv:1x128x16", 1},
+      {"M3", 33, 4096, 4096, "fused:24x32x64", 3},   {"M4 Max", 16, 4096, 14336, "fused:16x32x64", 2},
+      {"M5", 8, 4096, 4096, "fused:8x32x64", 1},
   };
   for (const auto& row : rows) {
     const GemmProblem problem = product(row.M, row.N, row.K, 128);
@@ -249,7 +262,6 @@ void check_choices() {
     expect(name(taken) == row.taken, std::string("expected ") + row.taken);
     expect(build_plan(taken, problem, device).dispatches.size() == row.dispatches,
            "expected " + std::to_string(row.dispatches) + " dispatches");
-    expect(cost(taken, problem, device).dispatches[0].bound == row.bound, std::string("expected bound ") + row.bound);
   }
 }
 
@@ -267,8 +279,8 @@ void check_splits() {
       {1, 512, 4096, 32, "gemv_uint4b8_float16", {1, 4, 1}, {512, 1, 1}, 256},
       {1, 1, 8, 8, "gemv_uint4b8_float16", {1, 1, 1}, {32, 1, 1}, 16},
       {6, 4096, 4096, 8, "gemv_uint4b8_float16", {1, 32, 1}, {128, 1, 1}, 1024},
-      {17, 4096, 4096, 8, "gemv_uint4b8_float16", {3, 32, 1}, {128, 1, 1}, 1024, "gemv"},
-      {5, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024, "fused"},
+      {17, 4096, 4096, 8, "gemv_uint4b8_float16", {3, 32, 1}, {96, 1, 1}, 1408, "gemv"},
+      {5, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {256, 1, 1}, 512, "fused"},
       {33, 4096, 4096, 8, "gemm_fused_uint4b8_float16", {128, 1, 1}, {128, 1, 1}, 1024},
       {8, 512, 4096, 32, "gemm_fused_uint4b8_float16", {16, 1, 1}, {256, 1, 1}, 512, "fused"},
       {32, 64, 4096, 8, "gemm_fused_uint4b8_float16", {2, 4, 1}, {256, 1, 1}, 512, "fused"},
@@ -297,25 +309,8 @@ void check_splits() {
   }
 }
 
-// Checks that, in the model, a few rows cost about as much as one.
+// Checks that, by the estimate, a few rows take about as long as one.
 void check_few_rows() {
-  const auto gemv_busy = [](const Chip& chip, uint32_t M, WeightFormat format) {
-    GemmProblem problem = product(M, 4096, 14336, 64, format);
-    problem.variant = "gemv";
-    const auto tilings = gemm_tilings(problem, whole(chip));
-    const DispatchCost part = cost(choose(tilings, problem, whole(chip)), problem, whole(chip)).dispatches[0];
-    return std::max(part.issue_seconds, part.complex_seconds) / (part.dram_seconds * chip.dram_fraction.value);
-  };
-  for (std::string_view name : {"M1", "M1 Max", "M2 Max", "M4 Max"}) {
-    const Chip& chip = *find_chip(name);
-    subject = name;
-    for (uint32_t M = 1; M <= 4; ++M)
-      expect(gemv_busy(chip, M, WeightFormat::uint4b8) < 1,
-             "INT4 weights are decoded faster than they are read, M " + std::to_string(M));
-    for (uint32_t M = 1; M <= 2; ++M)
-      expect(gemv_busy(chip, M, WeightFormat::float4_e2m1) < 1,
-             "E2M1 weights are decoded faster than they are read, M " + std::to_string(M));
-  }
   const auto over_one_row = [](const Chip& chip, uint32_t M) {
     return least_seconds(product(M, 4096, 14336, 64), whole(chip)) /
            least_seconds(product(1, 4096, 14336, 64), whole(chip));
@@ -339,7 +334,8 @@ void check_few_rows() {
 
 int main(int argc, char** argv) {
   return test::run_cases({{"occupancy", check_occupancy},
-                          {"counts", check_counts},
+                          {"by hand", check_by_hand},
+                          {"decisions", check_decisions},
                           {"all tilings", check_all_tilings},
                           {"ladder", check_ladder},
                           {"no better plan", check_no_better_plan},

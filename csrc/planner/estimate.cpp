@@ -1,0 +1,255 @@
+#include "csrc/planner/estimate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "csrc/core/math.h"
+#include "csrc/planner/builder.h"
+#include "csrc/planner/decisions.h"
+
+namespace marlin {
+
+namespace {
+
+// Memory time and core time overlap; this fraction of the shorter one is not hidden.
+constexpr double kOverlapLoss = 0.05;
+// A tensor that fills at most this fraction of the system-level cache is still there when it is read again. Reading a
+// byte from there costs as much as half a byte from memory.
+constexpr double kCachedFraction = 0.5;
+constexpr double kCacheCost = 0.5;
+// Clocks outside of the loops, and those that the kernels for experts need in addition.
+constexpr double kStart = 200;
+constexpr double kExpertsStart = 120;
+// The instructions of kernels without decisions, as a fraction of the time of their matrix products.
+constexpr double kUnlistedIssue = 0.8;
+// What moe_sort takes for each pair: one threadgroup reads all pairs twice.
+constexpr double kSortSeconds = 4e-9;
+// A sum of probabilities may exceed a whole number by less than this fraction, because its terms are rounded.
+constexpr double kRounding = 1e-9;
+// With more rows than this on average, an expert's distribution of rows no longer matters.
+constexpr uint32_t kManyRows = 64;
+
+double hertz(const GpuDevice& device) {
+  return device.chip->clock_ghz.value * 1e9;
+}
+
+double together(double memory, double core) {
+  return kDispatchSeconds + std::max(memory, core) + kOverlapLoss * std::min(memory, core);
+}
+
+bool stays(double bytes, const Chip& chip) {
+  return bytes <= kCachedFraction * chip.slc_mb.value * 0x1p20;
+}
+
+// Returns the bytes of reading a tensor `times` times.
+double reads(double bytes, double times, const Chip& chip) {
+  return bytes * (1 + (times - 1) * (stays(bytes, chip) ? kCacheCost : 1));
+}
+
+double output_bytes(const GemmProblem& problem, uint32_t rows) {
+  return double(rows) * problem.weight.N * element_bytes(problem.activations);
+}
+
+double partial_bytes(const Tiling& tiling, const GemmProblem& problem) {
+  const Extent floats = partials(tiling, problem);
+  return 4.0 * floats.x * floats.y * floats.z;
+}
+
+// Returns the time of a kernel that adds up partial sums, which is read from memory only if no cache holds it.
+double reduction_seconds(double partial, double written, double weight_bytes, const GpuDevice& device) {
+  const double read = stays(partial, *device.chip) ? 0 : partial;
+  return kDispatchSeconds + memory_seconds(read + written, weight_bytes, device);
+}
+
+// A plan made on an M5 may be for an older chip that has no tensor units. The rate of the newest family is then used.
+const Figure& tensor_clocks(const GpuFamily& family) {
+  return family.tensor_clocks_fp16.value > 0 ? family.tensor_clocks_fp16 : kGpuFamilies.back().tensor_clocks_fp16;
+}
+
+uint64_t tile_count(const Tiling& tiling, const GemmProblem& problem) {
+  return uint64_t{ceil_divide(problem.M, tiling.tile.M)} * ceil_divide(problem.weight.N, tiling.tile.N);
+}
+
+// Returns the K that a simdgroup passes; the stripes of striped share the K of all tiles.
+double k_of_simdgroup(const Tiling& tiling, const GemmProblem& problem) {
+  const uint32_t K = problem.weight.K;
+  return tiling.stripes == 0 ? std::min(tiling.k_per_slice, K)
+                             : double(tile_count(tiling, problem)) * K / tiling.stripes;
+}
+
+// Equal threadgroups, and how long one of their simdgroups takes.
+struct Blocks {
+  uint64_t threadgroups;
+  uint32_t simdgroups;
+  Occupancy held;
+  double busy;   // clocks of its instructions
+  double alone;  // clocks from start to end if nothing else runs on the core
+};
+
+// Returns the blocks of a launch whose threadgroups compute `rows` rows, of which `used` are not empty on average.
+Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
+                 double start, const GpuDevice& device) {
+  const GpuFamily& family = family_of(*device.chip);
+  const WeightProblem& weight = problem.weight;
+  const VariantRules& rules = rules_of(tiling.variant);
+  const double k = k_of_simdgroup(tiling, problem);
+  const double steps = std::ceil(k / tiling.tile.K);
+  double products = used * tiling.tile.N * tiling.tile.K / (kBlock * kBlock * kBlock);
+  const Figure& clocks = rules.has_tensor_products ? tensor_clocks(family) : family.matrix_clocks_fp32;
+  double issue = 0;
+  double wait = family.dram_latency_ns.value * device.chip->clock_ghz.value;
+  if (rules.row_unit == 0) {
+    products /= tiling.simdgroups;
+    issue = kUnlistedIssue * steps * products * clocks.value;
+  } else {
+    const Decision& cost = *find_decision(tiling.variant, arithmetic(problem.activations, family), weight.format);
+    const double units = used / rules.row_unit;
+    const double ends = std::ceil(k / std::min<uint32_t>(group_size(weight), kChainLength));
+    issue = steps * (cost.decode + units * cost.unit) + ends * (cost.group_end + units * cost.unit_end) + start;
+    wait += steps * cost.wait.at(static_cast<size_t>(std::ceil(units)) - 1);
+    if (rules.row_unit < kBlock) products = 0;
+  }
+  const double matrix = steps * products * clocks.value;
+  const double busy = issue + matrix - family.matrix_overlap.value * std::min(issue, matrix);
+  return {.threadgroups = threadgroups,
+          .simdgroups = tiling.simdgroups,
+          .held = occupancy(tiling.simdgroups * kSimdWidth, half_registers(tiling, problem, rows, device),
+                            threadgroup_bytes(tiling, problem, rows), family),
+          .busy = busy,
+          .alone = busy + wait};
+}
+
+// Returns the time of the core with the most threadgroups. It computes as many at once as it holds; a few in the end
+// take as long as one of their simdgroups alone.
+double core_seconds(const Blocks& blocks, const GpuDevice& device) {
+  const double schedulers = family_of(*device.chip).schedulers.value;
+  const auto round = [&](uint64_t threadgroups) {
+    if (threadgroups == 0) return 0.0;
+    return std::max(double(threadgroups * blocks.simdgroups) / schedulers * blocks.busy, blocks.alone);
+  };
+  const uint64_t on_a_core = ceil_divide(blocks.threadgroups, uint64_t{device.cores});
+  const uint64_t held = blocks.held.threadgroups;
+  return (double(on_a_core / held) * round(held) + round(on_a_core % held)) / hertz(device);
+}
+
+double in_flight(const Blocks& blocks, const GpuDevice& device) {
+  return blocks.simdgroups *
+         std::min<double>(blocks.held.threadgroups, double(blocks.threadgroups) / double(device.cores));
+}
+
+// Row blocks read all weights again, except in kernels whose threadgroups with the same weights start side by side.
+double product_bytes(const Tiling& tiling, const GemmProblem& problem, double times, uint32_t rows,
+                     const GpuDevice& device) {
+  const double written = writes_partials(tiling) ? partial_bytes(tiling, problem) : output_bytes(problem, rows);
+  const double read = double(rows) * problem.weight.K * element_bytes(problem.activations);
+  return reads(weight_bytes(problem.weight), rules_of(tiling.variant).has_rows_along_x ? 1 : times, *device.chip) +
+         read + written;
+}
+
+double combine_seconds(const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem& product = problem.product;
+  const uint32_t rows = problem.reduce ? token_count(problem) : product.M;
+  return reduction_seconds(4.0 * product.M * product.weight.N, output_bytes(product, rows),
+                           weight_bytes(product.weight), device);
+}
+
+}  // namespace
+
+uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32_t rows, const GpuDevice& device) {
+  const uint32_t unit = rules_of(tile.variant).row_unit;
+  if (unit == 0) return registers_of(tile.kernel);
+  const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
+  const Decision& row = *find_decision(tile.variant, type, problem.weight.format);
+  const size_t units = ceil_divide(rows, unit);
+  const bool for_experts = info(tile.kernel).library.starts_with("experts/");
+  return for_experts ? row.experts_registers.at(units - 1) : row.half_registers.at(units - 1);
+}
+
+double Estimate::total() const {
+  return std::accumulate(seconds.begin(), seconds.end(), 0.0);
+}
+
+double weight_bytes(const WeightProblem& weight) {
+  double per_group = has_coded_scales(weight.format) ? 1 : element_bytes(weight.scales);
+  if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
+  const double groups = ceil_divide(weight.K, group_size(weight));
+  return code_bits(weight.format) / 8.0 * weight.K * weight.N + groups * weight.N * per_group +
+         (weight.has_perm ? 4.0 * weight.K : 0);
+}
+
+Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
+  const double weight = weight_bytes(problem.weight);
+  if (tiling.tile == TileShape{}) {  // a kernel decodes the weight, and PyTorch multiplies
+    const double written = double(problem.weight.K) * problem.weight.N * element_bytes(problem.activations);
+    const double rate = family_of(*device.chip).fp32_flop_per_clock.value * device.cores * hertz(device);
+    const double flop = 2.0 * problem.M * problem.weight.N * problem.weight.K;
+    return {.seconds = {traffic_seconds(weight + written, device), kDispatchSeconds + flop / rate}};
+  }
+  const uint32_t columns = ceil_divide(problem.weight.N, tiling.tile.N);
+  Estimate found;
+  for (uint32_t launch = 0; launch < launches(tiling); ++launch) {
+    const RowBlocks rows = row_blocks(tiling, problem.M, launch);
+    const uint64_t threadgroups = tiling.stripes != 0 ? tiling.stripes : uint64_t{rows.count} * columns * tiling.splits;
+    const Blocks blocks = blocks_of(tiling, problem, threadgroups, rows.rows, rows.rows, kStart, device);
+    const uint32_t used = std::min(rows.count * rows.rows, problem.M - rows.m_begin);
+    const double bytes = product_bytes(tiling, problem, rows.count, used, device);
+    found.seconds.push_back(together(memory_seconds(bytes, weight, device), core_seconds(blocks, device)));
+    if (launch == 0) found.in_flight = in_flight(blocks, device);
+  }
+  if (writes_partials(tiling)) {
+    found.seconds.push_back(
+        reduction_seconds(partial_bytes(tiling, problem), output_bytes(problem, problem.M), weight, device));
+  }
+  return found;
+}
+
+Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
+  const GemmProblem& product = problem.product;
+  const VariantRules& rules = rules_of(tiling.variant);
+  const uint32_t tokens = token_count(problem);
+  const double weight = weight_bytes(product.weight);
+  const uint64_t columns = ceil_divide(product.weight.N, tiling.tile.N);
+  const Routing routing = expected_routing(tokens, problem.top_k, problem.experts, tiling.tile.M);
+  Estimate found;
+  if (sorts_pairs(tiling)) found.seconds.push_back(kDispatchSeconds + kSortSeconds * product.M);
+
+  const double rows = double(product.M) * product.weight.K * element_bytes(product.activations);
+  const double distinct = problem.a_slot_stride == 0 ? rows / problem.top_k : rows;
+  const double written = combines(tiling, problem) ? 4.0 * product.M * product.weight.N
+                                                   : output_bytes(product, adds_up_tokens(tiling) ? tokens : product.M);
+  // Blocks of an expert are next to each other, so one expert's weight is read between two of them.
+  const double times = rules.has_rows_along_x ? 1 : std::max(1.0, routing.blocks / routing.experts);
+  const double bytes =
+      routing.experts * reads(weight, times, *device.chip) + reads(distinct, rows / distinct, *device.chip) + written;
+
+  // The units of rows that are not empty: only the last block of an expert can be partly filled.
+  const uint32_t unit = rules.row_unit != 0 ? rules.row_unit : tiling.tile.M;
+  const double used = unit * expected_routing(tokens, problem.top_k, problem.experts, unit).blocks / routing.blocks;
+  const auto threadgroups =
+      columns * (adds_up_tokens(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
+  const Blocks blocks = blocks_of(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
+  found.seconds.push_back(
+      together(memory_seconds(bytes, routing.experts * weight, device), core_seconds(blocks, device)));
+  found.in_flight = in_flight(blocks, device);
+  if (combines(tiling, problem)) found.seconds.push_back(combine_seconds(problem, device));
+  return found;
+}
+
+Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
+  const double chosen = double(top_k) / experts;
+  const double mean = tokens * chosen;
+  if (chosen >= 1) return {double(experts), double(experts) * ceil_divide(tokens, block_rows)};
+  // The last block of an expert with many rows has each number of rows equally often.
+  if (mean > kManyRows) return {double(experts), experts * (mean / block_rows + 0.5 - 0.5 / block_rows)};
+  Routing routing;
+  double probability = std::exp(tokens * std::log1p(-chosen));  // of so many rows: a binomial distribution
+  for (uint32_t rows = 0; rows <= tokens && rows < 4 * kManyRows; ++rows) {
+    if (rows > 0) routing.experts += experts * probability;
+    routing.blocks += experts * probability * ceil_divide(rows, block_rows);
+    probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
+  }
+  return routing;
+}
+
+}  // namespace marlin

@@ -1,0 +1,362 @@
+"""Makes the planner's table of decisions from the model, and says how good its choices are by the model.
+
+python -m lab.decisions --write          makes csrc/planner/decision_rows.h
+python -m lab.decisions --check          compares the file with the model, and exits with 1 if it no longer follows
+python -m lab.decisions --score 10000    compares the planner's choices with the model's best (about 3 minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.model import ExpertsProblem, families, predict
+from lab.model.counts import KernelCounts, counts_of, rows
+from lab.model.geometry import BLOCK, FUSED_COLUMNS, FUSED_K, GEMV_COLUMNS, GEMV_K, SIMD_WIDTH
+from lab.model.kernel import CACHE_LATENCY, figure
+from lab.model.problems import Problem, Tiling
+from torch_marlin_metal.extension import native
+from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.profiling import AppleSiliconGPU
+
+FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decision_rows.h"
+# Activations, and a GPU that computes with them in this way.
+ARITHMETIC = {"half": ("float16", "M4"), "emulated_bfloat": ("bfloat16", "M1"), "single": ("float32", "M4")}
+# No choice should take longer than the model's best by this factor.
+MOST_RATIO = 1.10
+MOST_UNITS = {"gemv": 8, "fused": 4}
+# The kernel of each variant, and its forms for experts.
+KERNELS = {
+    "gemv": ("gemv", "moe_gemv", "moe_gemv_reduce", "moe_gemv_blocks"),
+    "fused": ("gemm_fused", "moe_fused"),
+}
+ONE_ROW = ("moe_gemv", "moe_gemv_reduce")
+REASONS = {
+    "gemv": "reads the weight once and multiplies lane by lane",
+    "fused": "shares what it decodes between 8 rows of a matrix product",
+    "integer": "integer codes become floats by masks",
+    "e2m1": "E2M1 codes become floats by shifts and masks",
+    "table": "each code is looked up",
+    "half": "",
+    "emulated_bfloat": "; this GPU computes bfloat by integer instructions",
+    "single": "; float32 activations take twice the loads and registers",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A row of the table; `csrc/planner/decisions.h` explains the numbers.
+
+    Attributes:
+        arithmetic: how the GPU computes with the activations.
+        codes: kind of the weight's codes.
+        bits: bits of a code.
+        kernel: "gemv" or "fused".
+        decode: clocks to decode the weights of a step.
+        unit: clocks of a unit of rows in a step.
+        group_end: clocks at the end of a group.
+        unit_end: clocks of a unit of rows there.
+        wait: by units, the clocks that a simdgroup waits for the loads of a step.
+        half_registers: by units, the 16-bit registers of a thread.
+        experts_registers: by units up to 4, those of the kernel's forms for experts.
+    """
+
+    arithmetic: str
+    codes: str
+    bits: int
+    kernel: str
+    decode: float
+    unit: float
+    group_end: float
+    unit_end: float
+    wait: tuple[int, ...]
+    half_registers: tuple[int, ...]
+    experts_registers: tuple[int, ...]
+
+    @property
+    def reason(self) -> str:
+        """Returns why the kernel costs what the row says."""
+        return f"{REASONS[self.kernel]}: {REASONS[self.codes]}{REASONS[self.arithmetic]}"
+
+    @property
+    def text(self) -> str:
+        """Returns the row in C++."""
+        costs = ", ".join(f"{cost:.1f}" for cost in (self.decode, self.unit, self.group_end, self.unit_end))
+        wait, registers, experts = (
+            ", ".join(map(str, values)) for values in (self.wait, self.half_registers, self.experts_registers)
+        )
+        return (
+            f"    Decision{{Arithmetic::{self.arithmetic}, CodeKind::{self.codes}, {self.bits}, "
+            f"GemmVariant::{self.kernel}, {costs}, {{{wait}}},\n"
+            f"             {{{registers}}}, {{{experts}}},\n"
+            f'             "{self.reason}"}},\n'
+        )
+
+
+def _line(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Returns value and slope of the line through values at 1, 2, ... that has the smallest relative errors."""
+    units = np.arange(1, len(values) + 1, dtype=np.float64)
+    slope, value = np.polyfit(units, values, 1, w=1 / values)
+    return float(value), float(slope)
+
+
+def _counted(variant: str, kernel: str, units: int, formats: list[str], arithmetic: str) -> list[KernelCounts]:
+    """Returns the counts of a kernel for some formats with this many units of rows."""
+    activations, chip = ARITHMETIC[arithmetic]
+    tile = (units, GEMV_COLUMNS, GEMV_K) if variant == "gemv" else (BLOCK * units, FUSED_COLUMNS, FUSED_K)
+    tiling = Tiling(variant, kernel, tile)
+    gpu = AppleSiliconGPU.from_name(chip)
+    return [counts_of(tiling, tile[0], Problem(1, 128, 128, name, activations=activations), gpu) for name in formats]
+
+
+def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
+    formats = [row.name for row in WEIGHT_FORMATS.values() if (row.code_kind, row.code_bits) == (codes, bits)]
+    clock = float(np.mean([figure(AppleSiliconGPU.from_name(name), "clock_ghz") for name in AppleSiliconGPU.names()]))
+    gpu = AppleSiliconGPU.from_name(ARITHMETIC[arithmetic][1])
+    latency = clock * figure(gpu, "dram_latency_ns")
+    steps, ends, waited, registers = [], [], [], []
+    for units in range(1, MOST_UNITS[kernel] + 1):
+        counted = _counted(kernel, KERNELS[kernel][0], units, formats, arithmetic)
+        step = float(np.mean([row.issue for row in counted]))
+        end = float(np.mean([row.outer_issue for row in counted]))
+        waits = float(np.mean([row.step_waits[0] * latency + row.step_waits[1] * CACHE_LATENCY for row in counted]))
+        if kernel == "fused":  # its outer loop has a fixed length
+            step, end = step + end * FUSED_K / counted[0].outer_k, 0.0
+        steps.append(step)
+        ends.append(end)
+        waited.append(round(waits))
+        registers.append(max(row.half_registers for row in counted))
+    group_end = _line(np.array(ends)) if kernel == "gemv" else (0.0, 0.0)
+    experts = tuple(
+        max(
+            row.half_registers
+            for form in KERNELS[kernel][1:]
+            if units == 1 or form not in ONE_ROW
+            for row in _counted(kernel, form, units, formats, arithmetic)
+        )
+        for units in range(1, 5)
+    )
+    lines = (*_line(np.array(steps)), *group_end)
+    return Decision(arithmetic, codes, bits, kernel, *lines, tuple(waited), tuple(registers), experts)
+
+
+def decisions() -> Iterator[Decision]:
+    """Yields the rows of the table."""
+    codes = dict.fromkeys((row.code_kind, row.code_bits) for row in WEIGHT_FORMATS.values())
+    for kernel in MOST_UNITS:
+        for arithmetic in ARITHMETIC:
+            for kind, bits in codes:
+                yield _decision(kernel, arithmetic, kind, bits)
+
+
+def text() -> str:
+    """Returns the file that follows from the model."""
+    lines = [
+        "// python -m lab.decisions --write makes this file from the model in lab/model, and --check compares them.\n",
+        "// csrc/planner/decisions.h includes it, and explains the numbers.\n",
+        "// clang-format off\n",
+        "inline constexpr std::array kDecisions{\n",
+        *(row.text for row in decisions()),
+        "};\n\ninline constexpr std::array kKernelRegisters{\n",
+    ]
+    own = dict.fromkeys(row.kernel for row in rows())
+    for kernel in own:
+        if kernel in ("gemv", "gemm_fused") or (kernel.startswith("moe_")):
+            continue
+        most = max(row.half_registers for row in rows() if row.kernel == kernel)
+        lines.append(f"    KernelRegisters{{Kernel::{kernel}, {most}}},\n")
+        if kernel == "gemm_tensor":
+            lines.append(f"    KernelRegisters{{Kernel::moe_tensor, {most}}},\n")
+    return "".join([*lines, "};\n// clang-format on\n"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of the planner, and what the model says of it.
+
+    Attributes:
+        gpu: the GPU.
+        problem: the product.
+        chosen: the planner's tiling.
+        best: the model's tiling with the least time.
+        ratio: the model's time of the planner's tiling, over its least time.
+    """
+
+    gpu: AppleSiliconGPU
+    problem: Problem | ExpertsProblem
+    chosen: Tiling
+    best: Tiling
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} {self.gpu.name} ({self.gpu.cores}) {self.problem}: {self.chosen}, not {self.best}"
+
+
+# N and K of the products of real models.
+SHAPES = (
+    *((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (11008, 4096), (28672, 8192), (8192, 28672)),
+    *((8192, 8192), (5120, 5120), (13824, 5120), (5120, 13824), (3584, 3584), (18944, 3584), (3584, 18944)),
+    *((512, 3584), (2048, 2048), (8192, 2048), (2048, 8192), (512, 2048), (896, 896), (4864, 896), (896, 4864)),
+    *((128, 896), (1536, 1536), (8960, 1536), (1536, 8960), (3072, 3072), (8192, 3072), (3072, 8192)),
+    *((5120, 2880), (2880, 4096), (152064, 3584), (128256, 4096), (32000, 4096), (151936, 896), (201088, 2880)),
+    *((27648, 5120), (5120, 27648), (1152, 1152), (6912, 1152), (1152, 6912), (2304, 9216), (768, 3072)),
+)
+# Experts, experts of a token, N and K of the two products of real mixtures.
+MIXTURES = (
+    *((8, 2, 14336, 4096), (8, 2, 4096, 14336), (32, 4, 5760, 2880), (32, 4, 2880, 2880), (128, 4, 5760, 2880)),
+    *((128, 8, 768, 2048), (128, 8, 2048, 768), (128, 8, 1536, 4096), (128, 8, 4096, 1536), (64, 6, 1408, 2048)),
+    *((64, 6, 2048, 1408), (256, 8, 2048, 7168), (256, 8, 7168, 2048), (64, 8, 1024, 2048), (64, 8, 2048, 1024)),
+    *((60, 4, 1408, 2048), (16, 1, 8192, 5120), (16, 1, 5120, 8192), (512, 10, 512, 2048), (512, 10, 2048, 512)),
+)
+
+
+Problems = Callable[[random.Random], Iterator[tuple[AppleSiliconGPU, Problem | ExpertsProblem]]]
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    return int(math.exp(rng.uniform(math.log(least), math.log(most + 1))))
+
+
+def _gpu(rng: random.Random) -> AppleSiliconGPU:
+    name, _, most, fewest, _ = rng.choice(native.chips())
+    return AppleSiliconGPU.from_name(name, rng.choice((most, most, fewest, rng.randint(fewest, most))))
+
+
+def _weight(rng: random.Random, K: int) -> dict[str, Any]:
+    row = rng.choice(list(WEIGHT_FORMATS.values()))
+    group = row.fixed_group_size or rng.choice((16, 32, 64, 128, 256, K))
+    return {
+        "weight_format": row.name,
+        "group_size": group,
+        "activations": rng.choice(("float16", "bfloat16", "float32")),
+    }
+
+
+def random_products(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Problem]]:
+    """Yields products without end: half have the sizes of real models; most have few rows."""
+    while True:
+        N, K = rng.choice(SHAPES)
+        if rng.random() < 0.5:
+            N, K = (_log_uniform(rng, 256, 32768) // 32 * 32 for _ in range(2))
+        M = rng.choice((rng.randint(1, 16), rng.randint(1, 16), rng.randint(1, 64), _log_uniform(rng, 1, 4096)))
+        yield _gpu(rng), Problem(M, N, K, **_weight(rng, K))
+
+
+def random_mixtures(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, ExpertsProblem]]:
+    """Yields products with experts without end."""
+    while True:
+        experts, top_k, N, K = rng.choice(MIXTURES)
+        tokens = rng.choice((1, rng.randint(1, 16), _log_uniform(rng, 1, 4096)))
+        reduce = rng.random() < 0.5
+        weight = _weight(rng, K)
+        yield (
+            _gpu(rng),
+            ExpertsProblem.of_tokens(tokens, top_k, experts, N, K, reduce=reduce, rows_by_slot=reduce, **weight),
+        )
+
+
+def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
+    """Returns the tiling of a plan of gemv or fused."""
+    variant, _, text = name.partition(":")
+    tile = tuple(map(int, text.split("x")))
+    # the gated form takes as long as moe_gemv
+    products = [
+        {**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")}
+        for dispatch in dispatches
+        if dispatch["kernel"].replace("_gated", "") in KERNELS[variant]
+    ]
+    first = products[0]
+    slices = re.search(r"k_per_slice=(\d+)", first["text"])
+    assert slices is not None
+    rest = -(-(M % tile[0]) // BLOCK) * BLOCK if len(products) > 1 else 0
+    simdgroups = first["threads"][0] // SIMD_WIDTH
+    return Tiling(variant, first["kernel"], tile, 0, simdgroups, int(slices[1]), first["grid"][2], rest)  # type: ignore[arg-type]
+
+
+def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
+    """Returns the planner's choice for a product, compared with the model's best of all tilings and splits."""
+    product = problem.product if isinstance(problem, ExpertsProblem) else problem
+    weight = {
+        "chip": gpu.name, "cores": gpu.cores, "N": product.N, "K": product.K, "weight_format": product.weight_format,
+        "group_size": product.group_size, "activations": product.activations, "variant": "auto",
+    }  # fmt: skip
+    if isinstance(problem, ExpertsProblem):
+        name, dispatches, _ = native.moe_plan(
+            **weight, tokens=problem.tokens, top_k=problem.top_k, experts=problem.experts,
+            rows_by_slot=problem.rows_by_slot, reduce=problem.reduce,
+        )  # fmt: skip
+    else:
+        rows_of_plans, chosen, _ = native.gemm_plans(
+            **weight, half_subnormals=True, M=problem.M, scales=problem.scales_type, zeros=problem.zeros_type,
+            has_perm=False, has_global_scale=False, has_bias=False, tuned=False, own_system=False,
+        )  # fmt: skip
+        name, _, _, _, dispatches = rows_of_plans[chosen]
+    tiling = planned(name, product.M, dispatches)
+    seconds = float(predict(problem, tiling, gpu))
+    best, least = tiling, seconds
+    for family in families(problem, gpu, "auto"):
+        times = np.atleast_1d(predict(problem, family, gpu))
+        if times.min() < least:
+            best, least = family.at(int(times.argmin())), float(times.min())
+    return Choice(gpu, problem, tiling, best, seconds / least)
+
+
+def spread(choices: list[Choice]) -> str:
+    """Returns median, 99th percentile and most of the ratios, and how many are above 1.10."""
+    ratios = np.array([found.ratio for found in choices])
+    above = int((ratios > MOST_RATIO).sum())
+    return (
+        f"{len(ratios)} plans: median {np.median(ratios):.3f}, 99 % under {np.percentile(ratios, 99):.3f}, "
+        f"most {ratios.max():.3f}, {above} above {MOST_RATIO}"
+    )
+
+
+def score(count: int) -> None:
+    """Prints how the planner's choices compare with the model's best, for products and for products with experts."""
+    for what, problems in (
+        ("products", random_products(random.Random(1))),
+        ("experts", random_mixtures(random.Random(2))),
+    ):
+        choices = [choice(*next(problems)) for _ in range(count)]
+        print(f"{what}: {spread(choices)}")
+        for trait in ("activations", "weight_format"):
+            groups: dict[str, list[Choice]] = {}
+            for found in choices:
+                problem = found.problem.product if isinstance(found.problem, ExpertsProblem) else found.problem
+                groups.setdefault(getattr(problem, trait), []).append(found)
+            for name, group in sorted(groups.items()):
+                print(f"  {name}: {spread(group)}")
+        for found in sorted(choices, key=lambda found: -found.ratio):
+            if found.ratio > MOST_RATIO:
+                print(f"  {found}")
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m lab.decisions", description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--score", type=int, default=0, metavar="PLANS")
+    arguments = parser.parse_args()
+    if arguments.write:
+        FILE.write_text(text())
+    if arguments.check and FILE.read_text() != text():
+        print(f"{FILE.name} does not follow from the model: run python -m lab.decisions --write, and build")
+        return 1
+    if arguments.score:
+        score(arguments.score)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
