@@ -1,5 +1,5 @@
-// Caches the plans of products, and keeps the measurements of a tuner: plans of "auto" follow them instead of the cost
-// model.
+// Caches the plans of products, and keeps the measurements of a tuner: plans of "auto" follow them instead of the table
+// of decisions.
 #pragma once
 
 #include <cstdint>

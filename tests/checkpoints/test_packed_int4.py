@@ -138,5 +138,8 @@ def test_int4_layers_of_modelopts_mixed_precision_are_named(tmp_path) -> None:
     tensors = {f"{LAYER}.weight": np.zeros((12, 256), np.uint8), f"{LAYER}.weight_scale": torch.ones(24, 4)}
     settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
     save(tmp_path, tensors, {"quantization_config": settings})
-    with pytest.raises(UnsupportedFormat, match=r"without weight_scale_2: 8 bits, or the int4 of W4A16_AWQ"):
+    named = r"without weight_scale_2; the int4 of W4A16_AWQ is read only if quant_algo is W4A16_AWQ"
+    with pytest.raises(UnsupportedFormat, match=named):
         one(tmp_path)
+    with pytest.raises(UnsupportedFormat, match=named):  # two int4 in a byte are not decoded as int8
+        one(tmp_path, on_unsupported="dequantize")

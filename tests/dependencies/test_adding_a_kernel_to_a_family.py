@@ -80,7 +80,7 @@ FAMILIES = {
         shader="experts/moe_gemv",
         kernel="moe_gemv",
         rows="MOE_GEMV",
-        plan="csrc/planner/moe.cpp",
+        plan="csrc/planner/experts.cpp",
         chosen=r"^  if \(sorts_pairs\(tiling\)\) \{$",
         toy="  if (problem.top_k == 7) products.instance.kernel = Kernel::{toy};\n  if (sorts_pairs(tiling)) {{",
         weight_format="uint4b8",

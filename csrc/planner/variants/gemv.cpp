@@ -6,7 +6,7 @@ namespace marlin {
 
 namespace {
 
-// With more rows, the cost model finds fused at least as cheap, so gemv is planned only if the caller names it.
+// With more rows, the model of lab/ finds fused at least as fast, so gemv is planned only if the caller names it.
 constexpr uint32_t kMaxRows = 24;
 
 }  // namespace
