@@ -30,7 +30,7 @@ EXPECTED = {
     "auto-round/autoround-asym-g64": ("uint4", 64, torch.float16),
     "auto-round/autoround-asym-2bit-g64": ("uint4", 64, torch.float16),
     "auto-round/autoround-sym-3bit-g32": ("uint4b8", 32, torch.float16),
-    "gptq/gptqmodel-planar-asym-3bit-g64": ("uint4", 64, torch.float16),
+    "gptq_planar/gptqmodel-asym-3bit-g64": ("uint4", 64, torch.float16),
     "mlx/affine-2bit-g64-float16": ("uint4_bias", 64, torch.float16),
     "mlx/affine-3bit-g32-bfloat16": ("uint4_bias", 32, torch.bfloat16),
     "compressed-tensors/gptq-int4-sym-g32-static": ("uint4b8", 32, torch.float16),
