@@ -225,7 +225,8 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
 
   // The units of rows that are not empty: only the last block of an expert can be partly filled.
   const uint32_t unit = rules.row_unit != 0 ? rules.row_unit : tiling.tile.M;
-  const double used = unit * expected_routing(tokens, problem.top_k, problem.experts, unit).blocks / routing.blocks;
+  const double units = expected_routing(tokens, problem.top_k, problem.experts, unit).blocks;
+  const double used = std::min<double>(tiling.tile.M, unit * units / routing.blocks);
   const auto threadgroups =
       columns * (adds_up_tokens(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
   const Blocks blocks = blocks_of(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
@@ -249,7 +250,8 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
     routing.blocks += experts * probability * ceil_divide(rows, block_rows);
     probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
   }
-  return routing;
+  // If nearly all of very many experts are chosen, the first probability underflows.
+  return routing.blocks > 0 ? routing : Routing{double(experts), double(experts) * ceil_divide(tokens, block_rows)};
 }
 
 }  // namespace marlin

@@ -10,6 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from torch_marlin_metal import convert
+from torch_marlin_metal.checkpoints.formats.gguf_orders import row_order
 
 # The bytes of a block at which fp16 numbers start. Random bytes are not used there, because they could be infinite.
 FP16_AT = {
@@ -273,3 +274,12 @@ def test_truncated_at_every_length(tmp_path, type_name) -> None:
         damaged.write_bytes(whole[:length])
         with pytest.raises(convert.CheckpointError, match=r"model\.gguf: "):
             list(convert.read_layers(damaged))
+
+
+def test_olmos_biases_stay_where_they_are() -> None:
+    """llama.cpp's converter of OLMo moves the rows of q and k only in the weights; that of Llama moves both."""
+    heads = {"olmo.attention.head_count": 2, "llama.attention.head_count": 2}
+    assert row_order("blk.0.attn_q.bias", "olmo", heads, 64) is None
+    for name, architecture in (("weight", "olmo"), ("weight", "llama"), ("bias", "llama")):
+        order = row_order(f"blk.0.attn_q.{name}", architecture, heads, 64)
+        assert order is not None and order.tolist()[:3] == [0, 2, 4]

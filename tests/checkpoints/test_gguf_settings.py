@@ -3,6 +3,7 @@
 import ast
 import re
 import warnings
+from array import array
 
 import gguf
 import pytest
@@ -16,12 +17,13 @@ from tests.support.gguf_models import model_of, write
 from tests.support.gguf_settings import CASES, IDS, distance, kinds, reference
 from torch_marlin_metal import load_quantized
 from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS
+from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, FileSettings
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers as integration
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.gguf import MODEL_TYPES
 from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.gguf_settings import differences
 from torch_marlin_metal.models.gguf_special import SPECIAL, has_setting
 
 
@@ -131,6 +133,21 @@ def test_one_number_of_the_rotary_embedding_is_enough_to_refuse_a_model(case, pa
     other = settings | {"rope_parameters": settings["rope_parameters"] | {parameter: value}}
     with pytest.raises(ModelMismatchError, match=r"but config\.rope_parameters is"):
         load_quantized(model_of(family, **other), tmp_path / "m.gguf", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "key", "value", "said"),
+    [
+        ("gemma4", "gemma4_text", "feed_forward_length", [0, 64, 64], "positive widths are expected"),
+        ("qwen35", "qwen3_5_text", "full_attention_interval", 0, None),
+    ],
+)
+def test_a_zero_is_no_divisor(architecture, family, key, value, said) -> None:
+    settings = AutoConfig.for_model(family)
+    stored = memoryview(array("i", value)) if isinstance(value, list) else value
+    metadata = {"general.architecture": architecture, f"{architecture}.{key}": stored}
+    why = {each.why for each in differences(settings, FileSettings(metadata, {}), complete=True)}
+    assert (said is None and not any(why)) or said in why
 
 
 def tiny(path, architecture: str, states, **settings):

@@ -52,6 +52,14 @@ def of_hqq(bits: int, axis: int) -> tuple:
     return state, {"quant_method": "hqq"}, wide(layer.dequantize())
 
 
+def tiles_of_scales(codes: torch.Tensor) -> torch.Tensor:
+    """torchao's order for tensor cores: tiles of 128 x 4 codes, each stored as 32 x 16."""
+    stored = np.zeros((128, 4), np.uint8)
+    stored[: codes.shape[0], : codes.shape[1]] = codes.numpy()
+    order = [[stored[32 * (k // 4) + n, k % 4] for k in range(16)] for n in range(32)]
+    return torch.tensor(np.array(order))
+
+
 def cases() -> dict[str, tuple]:
     """The tensors of one layer, the settings, and the weight that they mean, in fp64."""
     exponents = torch.from_numpy(RNG.integers(118, 130, (N, K // 32))).to(torch.uint8)
@@ -62,6 +70,9 @@ def cases() -> dict[str, tuple]:
     tiled = CT | {"format": "float-quantized"}
     tiled["config_groups"] = {"g": {"weights": {"num_bits": 8, "type": "float", "block_structure": [32, 32]}}}
     mixed = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
+    in_groups = scheme("int-quantized")
+    in_groups["config_groups"] = {"g": {"weights": {"num_bits": 8, "type": "int", "group_size": 64}}}
+    columns = torch.from_numpy(RNG.uniform(0.5, 3, K)).float()
     return {
         **{f"compressed-tensors int{bits}": of_bits(bits) for bits in (5, 6, 7, 8)},
         "float-quantized": ({"weight": E4M3, "weight_scale": ROWS}, scheme("float-quantized"), wide(E4M3) * wide(ROWS)),
@@ -98,6 +109,29 @@ def cases() -> dict[str, tuple]:
         "torchao Int8Tensor": (
             {"weight.qdata": INT8, "weight.scale": ROWS}, {"quant_method": "torchao"}, wide(INT8) * wide(ROWS)
         ),
+        "fp8 in rows' blocks": (
+            {"weight": E4M3, "weight_scale_inv": ROWS.repeat(1, 2) * torch.tensor([1.0, 3.0])},
+            {"quant_method": "fp8", "weight_block_size": [1, 64]},
+            wide(E4M3) * (wide(ROWS) * np.array([1.0, 3.0])).repeat(64, 1)[:, :K],
+        ),
+        "int-quantized in groups": (
+            {"weight": INT8, "weight_scale": ROWS.repeat(1, 2) * torch.tensor([1.0, 3.0]),
+             "weight_g_idx": torch.full((K,), -1, dtype=torch.int32)},
+            in_groups,
+            wide(INT8) * (wide(ROWS) * np.array([1.0, 3.0])).repeat(64, 1)[:, :K],
+        ),
+        "modelopt FP8 with scaled inputs": (
+            {"weight": E4M3, "weight_scale": one, "pre_quant_scale": columns}, mixed,
+            wide(E4M3) * float(one) * wide(columns),
+        ),
+        "torchao MXTensor": (
+            {"weight.qdata": E4M3, "weight.scale": exponents}, {"quant_method": "torchao"},
+            wide(E4M3) * groups.repeat(32, 1),
+        ),
+        "torchao MXTensor with tiles of scales": (
+            {"weight.qdata": E4M3, "weight.scale": tiles_of_scales(exponents)}, {"quant_method": "torchao"},
+            wide(E4M3) * groups.repeat(32, 1),
+        ),
         "hqq 8 bit": of_hqq(8, 1),
         "hqq 8 bit, axis 0": of_hqq(8, 0),
     }  # fmt: skip
@@ -115,12 +149,51 @@ def one_layer(path: Path, tensors: dict, settings: dict, **config) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_each_format_is_decoded_as_its_producer_means_it(name, tmp_path) -> None:
     tensors, settings, expected = CASES[name]
-    kind = name.removeprefix("torchao ") if name.startswith("torchao") else None
+    kind = name.split()[1] if name.startswith("torchao") else None
     one_layer(tmp_path, tensors, settings, **({"tensor_attributes": {"class": kind}} if kind else {}))
     (decoded,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
     np.testing.assert_allclose(decoded.weight.numpy(), expected, rtol=2.0**-22, atol=0)
     with pytest.raises(convert.UnsupportedFormat, match=f"layer '{OTHER}'.* decodes it to floats"):
         list(convert.read_layers(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "kind", "reason"),
+    [
+        (
+            {"weight": INT8, "SCB": torch.ones(N), "weight_format": torch.tensor(2, dtype=torch.uint8)},
+            {"quant_method": "bitsandbytes", "load_in_8bit": True}, None, "the order of a GPU's tiles",
+        ),
+        (
+            {"weight": INT8, "weight_scale": torch.ones(N, 3), "weight_g_idx": torch.arange(K).flip(0) // 32},
+            scheme("int-quantized"), None, "act-order",
+        ),
+        (
+            {"weight.qdata": INT8, "weight.scale": ROWS, "weight.act_pre_scale": torch.ones(K)},
+            {"quant_method": "torchao"}, "Int8Tensor", "act_pre_scale",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_decoded_is_refused(tensors, settings, kind, reason, tmp_path) -> None:
+    one_layer(tmp_path, tensors, settings, **({"tensor_attributes": {"class": kind}} if kind else {}))
+    with pytest.raises(convert.UnsupportedFormat, match=reason):
+        list(convert.read_layers(tmp_path, on_unsupported="dequantize"))
+
+
+def test_an_exponent_of_255_is_nan(tmp_path) -> None:
+    codes = torch.full((N, K // 32), 127, dtype=torch.uint8)
+    codes[0, 1] = 255
+    one_layer(tmp_path, {"weight": E4M3, "weight_scale": codes}, scheme("mxfp8-quantized"))
+    (decoded,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+    assert decoded.weight.isnan().sum() == 32 and decoded.weight[0, 32:64].isnan().all()
+
+
+def test_models_that_mlx_multiplied_are_refused(tmp_path) -> None:
+    save_file({f"{OTHER}.scales": torch.ones(N, 1)}, tmp_path / "model.safetensors", metadata={"format": "mlx"})
+    config = {"model_type": "falcon_h1", "quantization": {"bits": 4, "group_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(convert.UnsupportedFormat, match="multiplied weights of falcon_h1"):
+        convert.open_reader(tmp_path)
 
 
 def test_scales_that_do_not_fit_are_named(tmp_path) -> None:

@@ -67,6 +67,8 @@ void check_routing() {
   expect_close(expected_routing(2, 1, 2, 1).blocks, 2, 1e-9, "blocks of one row");
   const Routing all = expected_routing(20, 3, 3, 8);
   expect(all.experts == 3 && all.blocks == 9, "each token chooses every expert");
+  const Routing underflow = expected_routing(64, 199999, 200000, 8);
+  expect(underflow.experts == 200000 && underflow.blocks == 1600000, "each token chooses nearly every expert");
   for (const auto& [tokens, top_k, experts, block_rows] : {std::array{64U, 8U, 128U, 8U}, {512U, 8U, 128U, 32U}}) {
     const Routing expected = expected_routing(tokens, top_k, experts, block_rows);
     const Routing sampled = sampled_routing(tokens, top_k, experts, block_rows);

@@ -142,7 +142,8 @@ def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Ite
         if name.endswith(f".{ending}"):
             yield f"blk.{name.split('.')[2]}.{target}", index
             return
-    if architecture in REORDERED and re.search(r"[qk]_proj\.", name):
+    moved = r"[qk]_proj\.weight" if architecture == "olmo" else r"[qk]_proj\."
+    if architecture in REORDERED and re.search(moved, name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         index = index.reshape(heads, 2, -1, *index.shape[1:]).swapaxes(1, 2).reshape(index.shape)
     if architecture in LINEAR_ATTENTION and "linear_attn" in name:

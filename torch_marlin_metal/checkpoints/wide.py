@@ -12,6 +12,10 @@ from torch_marlin_metal.checkpoints.settings import Settings
 BLOCK = (128, 128)  # of scales, if the settings do not say another size
 FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 EXPONENTS = ("U8", "F8_E8M0")
+NAN_EXPONENT = 255  # E8M0 of the OCP Microscaling specification
+MX_BLOCK = 32
+WEIGHT_ORDER = ".weight_format"  # bitsandbytes: 0 is by rows
+INPUT_SCALE = "pre_quant_scale"  # ModelOpt: for each column of K
 INT8_LARGEST = 127.0  # LLM.int8 stores the largest magnitude of a row instead of its scale
 
 
@@ -33,11 +37,25 @@ def wide_weight(layer: Layer, weight: str = "weight", scale: str = "", zero: str
     shape, kind = (layer.shape(weight), layer.dtype(weight)) if weight in layer else ((), "")
     if len(shape) != 2 or kind not in (*FP8, "I8") or scale not in layer:
         raise layer.unsupported(f"{layer.refused}; decoded are E4M3, E5M2 and int8 weights beside their scales")
+    if WEIGHT_ORDER in layer and layer.scalar(WEIGHT_ORDER) != 0:
+        raise layer.unsupported("LLM.int8 weights in the order of a GPU's tiles (weight_format) are not read")
+    if "weight_g_idx" in layer and not _is_in_order(layer.read("weight_g_idx"), layer.shape(scale)):
+        raise layer.unsupported("8-bit weights with act-order (weight_g_idx) are not read")
     codes = layer.read(weight)
     values = codes.view(FP8[kind]).float() if kind in FP8 else codes.float()
     if zero in layer:
         values -= _spread(layer, zero, layer.read(zero).float(), shape)
-    return values.mul_(_spread(layer, scale, _scales(layer, scale), shape))
+    values *= _spread(layer, scale, _scales(layer, scale), shape)
+    if INPUT_SCALE in layer:
+        layer.expect(INPUT_SCALE, FLOATS, shape[1])
+        values *= layer.read(INPUT_SCALE).float()
+    return values
+
+
+def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
+    """Returns whether the groups of the rows of K say no more than their number: none, or one after the other."""
+    K, count = groups.numel(), shape[-1] if len(shape) == 2 else 1
+    return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), torch.arange(K) // (K // count)))
 
 
 def _scales(layer: Layer, role: str) -> Tensor:
@@ -46,8 +64,14 @@ def _scales(layer: Layer, role: str) -> Tensor:
         raise layer.error(role, f"expected floats or exponents, got {dtype}")
     stored = layer.read(role)
     if dtype in EXPONENTS:
-        return torch.exp2(stored.view(torch.uint8).float() - 127)
+        return exponents(stored)
     return stored.float() / INT8_LARGEST if role == "SCB" else stored.float()
+
+
+def exponents(stored: Tensor) -> Tensor:
+    """Returns fp32 powers of two of E8M0 codes, of which 255 is NaN."""
+    codes = stored.view(torch.uint8)
+    return torch.exp2(codes.float() - 127).masked_fill_(codes == NAN_EXPONENT, torch.nan)
 
 
 def _spread(layer: Layer, role: str, given: Tensor, shape: Sequence[int]) -> Tensor:
@@ -59,8 +83,15 @@ def _spread(layer: Layer, role: str, given: Tensor, shape: Sequence[int]) -> Ten
         given = given.reshape(-1, 1)
     if given.dim() == 2:
         rows, columns = given.shape
-        block = _stated_block(layer.checkpoint.settings) or BLOCK
-        per_row, per_column = _size(N, rows, block[0]), _size(K, columns, K // columns if rows == N else block[1])
+        stated = _stated_block(layer.checkpoint.settings)
+        per_row = _size(N, rows, (stated or BLOCK)[0])
+        widths = [stated[1]] if stated else []
+        if rows == N:
+            widths += [MX_BLOCK] if layer.dtype(role) in EXPONENTS else []
+            widths += [K // columns] if K % columns == 0 else []
+        else:
+            widths.append(BLOCK[1])
+        per_column = next((size for width in widths if (size := _size(K, columns, width))), 0)
         if per_row and per_column:
             given = given if rows in (1, N) else given.repeat_interleave(per_row, 0)[:N]
             return given if columns == 1 else given.repeat_interleave(per_column, 1)[:, :K]
@@ -76,8 +107,9 @@ def _size(length: int, count: int, stated: int) -> int:
 
 def _stated_block(settings: Settings) -> tuple[int, int] | None:
     groups = settings.section("config_groups")
-    found: list[Any] = [settings.get("weight_block_size")]
-    found += [groups.section(name).section("weights").get("block_structure") for name in groups]
+    weights = [groups.section(name).section("weights") for name in groups]
+    found: list[Any] = [settings.get("weight_block_size"), *(own.get("block_structure") for own in weights)]
+    found += [[1, own.get("group_size")] for own in weights]
     for size in found:
         if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
             return size[0], size[1]

@@ -133,6 +133,9 @@ def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
     if not isinstance(value, list) or not has_setting(case.config, "use_double_wide_mlp"):
         yield from plain(case, name, Key(("intermediate_size",), size=True), value)
         return
+    if min(value, default=0) < 1:
+        yield case.nowhere(name, "positive widths are expected")
+        return
     yield from case.difference(name, "intermediate_size", min(value))
     if {each // min(value) for each in value} - {1, 2} or any(each % min(value) for each in value):
         yield case.nowhere(name, "all widths, or twice that width in the last layers, are expected")
@@ -166,7 +169,7 @@ def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _interval(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    if not has_setting(case.config, "layer_types"):
+    if not has_setting(case.config, "layer_types") or not value:
         if value:
             yield case.nowhere(name)
         return

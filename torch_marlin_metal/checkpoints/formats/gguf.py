@@ -241,7 +241,7 @@ class GgufReader(CheckpointReader):
             raise CheckpointError(
                 f"{bias.file}: tensor {name!r}: expected floats {list(expected)}, got {list(bias.shape)}"
             )
-        order = self._row_order(tensor)
+        order = self._order(row_order, bias, bias.shape[-1])
         return bias.read(expert) if order is None else bias.read(expert)[order]
 
     def _floats(self, index: int) -> Callable[[], Tensor]:

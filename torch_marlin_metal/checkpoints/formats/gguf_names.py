@@ -24,6 +24,7 @@ class Architecture:
         reorders: whether the converter reorders the rows of the q and k projections, so that the two rows of a rotary
             pair come to lie side by side. In transformers one is in the first half of a head and the other in the
             second.
+        reorders_bias: whether it reorders the biases of these projections, too.
         norm_offset: what the converter added to the weights of norms.
         plain_norms: norms to which it added nothing.
         alternates: whether transformers has gate and up of the experts in one layer, in which their rows alternate.
@@ -33,6 +34,7 @@ class Architecture:
     model_type: str
     names: Mapping[str, str]
     reorders: bool = False
+    reorders_bias: bool = True
     norm_offset: float = 0.0
     plain_norms: tuple[str, ...] = ()
     alternates: bool = False
@@ -42,7 +44,8 @@ class Architecture:
 LINEAR_ATTENTION = {"norm_offset": 1.0, "plain_norms": ("ssm_norm",), "tiles_values": True}
 # What the converters do. In Llama 4 of transformers, the two rows of a rotary pair lie side by side, too.
 RULES: dict[str, dict[str, Any]] = {
-    **{name: {"reorders": True} for name in ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo")},
+    **{name: {"reorders": True} for name in ("llama", "granite", "granitemoe", "smollm3", "arcee")},
+    "olmo": {"reorders": True, "reorders_bias": False},
     **{name: {"norm_offset": 1.0} for name in ("gemma", "gemma2", "gemma3", "nemotron")},
     **dict.fromkeys(("qwen35", "qwen35moe"), LINEAR_ATTENTION),
     "gpt-oss": {"alternates": True},

@@ -45,7 +45,8 @@ def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: i
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     base = block[2].rpartition(".")[0] or block[2] if block is not None else ""
     numbers = _Numbers(architecture, metadata)
-    if known.reorders and base in HEADS and block is not None:
+    reorders = known.reorders and (known.reorders_bias or not name.endswith(".bias"))
+    if reorders and base in HEADS and block is not None:
         key = HEADS[base]
         heads = numbers.get(key if f"{architecture}.{key}" in metadata else HEADS[".attn_q"], int(block[1]))
         _check(rows, heads, 2 * heads)

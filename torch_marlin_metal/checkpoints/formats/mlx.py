@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.mlx_names import hf_name, hf_values
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, in_four_bits, spread, unpack
@@ -18,13 +19,19 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
+MULTIPLIED = ("falcon_h1",)  # models whose `sanitize` in mlx-lm does this
 # Maps each mode to the bit widths whose layout is known. Codes of 2 and 3 bits become codes of 4 bits, and those of 5
 # bits and more are decoded on request.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because each module may have its own settings and is checked by itself."""
+    """Refuses models whose weights mlx-lm changed; each module may have its own settings and is checked by itself."""
+    if (kind := checkpoint.config.get("model_type")) in MULTIPLIED:
+        raise UnsupportedFormat(
+            f"{settings.file}: mlx-lm has multiplied weights of {kind} with the multipliers of its config, which is "
+            "not undone; quantize the original model with quantize_model"
+        )
 
 
 def _implied(checkpoint: Checkpoint) -> bool:

@@ -23,7 +23,7 @@ from torch_marlin_metal.checkpoints.formats import torchao_int4
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
-from torch_marlin_metal.checkpoints.wide import FP8, wide_weight
+from torch_marlin_metal.checkpoints.wide import EXPONENTS, FP8, MX_BLOCK, exponents, wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OFFSET = 8
@@ -72,14 +72,14 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         "Int4TilePackedTo4dTensor": torchao_int4.read_tiles,
         "Int4PlainInt32Tensor": torchao_int4.read_words,
     }
+    if "act_pre_scale" in layer:
+        raise layer.unsupported("it scales its input (act_pre_scale), which the operators do not")
     if kind in EIGHT_BIT:
         floats = partial(wide_weight, layer, "qdata", "scale", "zero_point")
         raise layer.unsupported(f"8-bit weights ({kind}) are not 4 bit wide", floats)
     if kind not in readers:
         reason = REFUSED_CLASSES.get(kind, f"read are {', '.join(readers)}")
         raise layer.unsupported(f"torchao's {kind or 'unnamed class'}: {reason}")
-    if "act_pre_scale" in layer:
-        raise layer.unsupported("it scales its input (act_pre_scale), which the operators do not")
     return readers[kind](layer, attributes)
 
 
@@ -115,14 +115,19 @@ def _read_nvfp4(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
     if layer.dtype("qdata") in FP8:
-        raise layer.unsupported(
-            "8-bit weights (MXTensor) are not 4 bit wide", partial(wide_weight, layer, "qdata", "scale")
-        )
+        raise layer.unsupported("8-bit weights (MXTensor) are not 4 bit wide", partial(_mx_floats, layer))
     if "float4_e2m1fn" not in element or block != str(fp4.MXFP4_BLOCK):
         raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
     N, K = _packed_rows(layer)
     scales = _block_scales(layer, N, -(-K // fp4.MXFP4_BLOCK), ("U8", "F8_E8M0"))
     return fp4.mxfp4(as_words(layer.read("qdata")), scales, layer.bias(N), "torchao MXTensor")
+
+
+def _mx_floats(layer: Layer) -> Tensor:
+    N, K = layer.expect("qdata", tuple(FP8), None, None)
+    codes = _block_scales(layer, N, -(-K // MX_BLOCK), EXPONENTS)
+    scales = exponents(codes).t().repeat_interleave(MX_BLOCK, 1)[:, :K]
+    return layer.read("qdata").view(FP8[layer.dtype("qdata")]).float() * scales
 
 
 def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
