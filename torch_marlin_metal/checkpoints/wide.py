@@ -55,7 +55,8 @@ def wide_weight(layer: Layer, weight: str = "weight", scale: str = "", zero: str
 def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
     """Returns whether the groups of the rows of K say no more than their number: none, or one after the other."""
     K, count = groups.numel(), shape[-1] if len(shape) == 2 else 1
-    return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), torch.arange(K) // (K // count)))
+    in_order = torch.arange(K, device=groups.device) // max(K // count, 1)
+    return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), in_order))
 
 
 def _scales(layer: Layer, role: str) -> Tensor:
