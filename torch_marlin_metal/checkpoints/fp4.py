@@ -5,7 +5,7 @@ from torch import Tensor
 
 from torch_marlin_metal.packed_weight import PackedWeight
 
-MXFP4_BLOCK = 32
+MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
@@ -45,7 +45,7 @@ def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) ->
         b_packed=b_packed,
         scales=scales.to(torch.uint8).contiguous(),
         weight_format="mxfp4",
-        group_size=MXFP4_BLOCK,
+        group_size=MX_BLOCK,
         bias=bias,
         source=source,
     )

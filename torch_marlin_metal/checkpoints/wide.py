@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.fp4 import E8M0_ONE, MX_BLOCK
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, spread
 from torch_marlin_metal.checkpoints.settings import Settings
 
 BLOCK = (128, 128)  # of scales, if the settings do not say another size
 FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 EXPONENTS = ("U8", "F8_E8M0")
 NAN_EXPONENT = 255  # E8M0 of the OCP Microscaling specification
-MX_BLOCK = 32
 WEIGHT_ORDER = ".weight_format"  # bitsandbytes: 0 is by rows
 INPUT_SCALE = "pre_quant_scale"  # ModelOpt: for each column of K
 INT8_LARGEST = 127.0  # LLM.int8 stores the largest magnitude of a row instead of its scale
@@ -72,7 +72,7 @@ def _scales(layer: Layer, role: str) -> Tensor:
 def exponents(stored: Tensor) -> Tensor:
     """Returns fp32 powers of two of E8M0 codes, of which 255 is NaN."""
     codes = stored.view(torch.uint8)
-    return torch.exp2(codes.float() - 127).masked_fill_(codes == NAN_EXPONENT, torch.nan)
+    return torch.exp2(codes.float() - E8M0_ONE).masked_fill_(codes == NAN_EXPONENT, torch.nan)
 
 
 def _spread(layer: Layer, role: str, given: Tensor, shape: Sequence[int]) -> Tensor:
@@ -94,8 +94,8 @@ def _spread(layer: Layer, role: str, given: Tensor, shape: Sequence[int]) -> Ten
             widths.append(BLOCK[1])
         per_column = next((size for width in widths if (size := _size(K, columns, width))), 0)
         if per_row and per_column:
-            given = given if rows in (1, N) else given.repeat_interleave(per_row, 0)[:N]
-            return given if columns == 1 else given.repeat_interleave(per_column, 1)[:, :K]
+            given = given if rows in (1, N) else spread(given, N, per_row)
+            return given if columns == 1 else spread(given.t(), K, per_column).t()
     raise layer.error(role, f"{list(given.shape)} does not agree with a weight of {list(shape)}")
 
 

@@ -155,7 +155,7 @@ def read_fp4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWe
     N, half = layer.expect("weight_packed", ("U8",), None, None)
     K = 2 * half
     two_level = "weight_global_scale" in layer
-    block = fp4.NVFP4_BLOCK if two_level else fp4.MXFP4_BLOCK
+    block = fp4.NVFP4_BLOCK if two_level else fp4.MX_BLOCK
     dtypes = ("F8_E4M3",) if two_level else ("U8", "F8_E8M0")
     layer.expect("weight_scale", dtypes, N, -(-K // block))
     if K % 8:

@@ -20,7 +20,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     if layer.expert is None:
         raise layer.error("blocks", f"expected four dimensions, got {list(layer.shape('blocks'))}")
-    N, blocks, _ = layer.expect("blocks", ("U8",), None, None, fp4.MXFP4_BLOCK // 2)
+    N, blocks, _ = layer.expect("blocks", ("U8",), None, None, fp4.MX_BLOCK // 2)
     layer.expect("scales", ("U8", "F8_E8M0"), N, blocks)
     b_packed = as_words(layer.read("blocks").reshape(N, -1))
     return fp4.mxfp4(b_packed, layer.read("scales").t(), layer.bias(N), "gpt-oss mxfp4")

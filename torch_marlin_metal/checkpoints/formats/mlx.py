@@ -83,12 +83,12 @@ def _nvfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) 
 
 def _mxfp8(layer: Layer, N: int, K: int) -> Tensor:
     """Decodes bytes of E4M3 with an exponent for each group of 32 to fp32 `[N, K]`."""
-    layer.expect("scales", ("U8",), N, K // fp4.MXFP4_BLOCK)
+    layer.expect("scales", ("U8",), N, K // fp4.MX_BLOCK)
     values = layer.read("weight").contiguous().view(torch.uint8).view(torch.float8_e4m3fn).float()
-    return values * spread(torch.exp2(layer.read("scales").float() - 127).t(), K, fp4.MXFP4_BLOCK).t()
+    return values * spread(torch.exp2(layer.read("scales").float() - 127).t(), K, fp4.MX_BLOCK).t()
 
 
-FP4_MODES = {"mxfp4": (fp4.MXFP4_BLOCK, _mxfp4), "nvfp4": (fp4.NVFP4_BLOCK, _nvfp4)}
+FP4_MODES = {"mxfp4": (fp4.MX_BLOCK, _mxfp4), "nvfp4": (fp4.NVFP4_BLOCK, _nvfp4)}
 
 
 def _multiplier(layer: Layer) -> Tensor | None:

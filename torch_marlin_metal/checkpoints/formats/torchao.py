@@ -23,7 +23,7 @@ from torch_marlin_metal.checkpoints.formats import torchao_int4
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
-from torch_marlin_metal.checkpoints.wide import EXPONENTS, FP8, MX_BLOCK, exponents, wide_weight
+from torch_marlin_metal.checkpoints.wide import EXPONENTS, FP8, exponents, wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OFFSET = 8
@@ -116,18 +116,17 @@ def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
     if layer.dtype("qdata") in FP8:
         raise layer.unsupported("8-bit weights (MXTensor) are not 4 bit wide", partial(_mx_floats, layer))
-    if "float4_e2m1fn" not in element or block != str(fp4.MXFP4_BLOCK):
+    if "float4_e2m1fn" not in element or block != str(fp4.MX_BLOCK):
         raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
     N, K = _packed_rows(layer)
-    scales = _block_scales(layer, N, -(-K // fp4.MXFP4_BLOCK), ("U8", "F8_E8M0"))
+    scales = _block_scales(layer, N, -(-K // fp4.MX_BLOCK), ("U8", "F8_E8M0"))
     return fp4.mxfp4(as_words(layer.read("qdata")), scales, layer.bias(N), "torchao MXTensor")
 
 
 def _mx_floats(layer: Layer) -> Tensor:
     N, K = layer.expect("qdata", tuple(FP8), None, None)
-    codes = _block_scales(layer, N, -(-K // MX_BLOCK), EXPONENTS)
-    scales = exponents(codes).t().repeat_interleave(MX_BLOCK, 1)[:, :K]
-    return layer.read("qdata").view(FP8[layer.dtype("qdata")]).float() * scales
+    scales = exponents(_block_scales(layer, N, -(-K // fp4.MX_BLOCK), EXPONENTS))
+    return layer.read("qdata").view(FP8[layer.dtype("qdata")]).float() * spread(scales, K, fp4.MX_BLOCK).t()
 
 
 def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
