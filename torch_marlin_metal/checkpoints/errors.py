@@ -29,7 +29,3 @@ class UnsupportedFormat(CheckpointError):
         super().__init__(message)
         self.dequantize = dequantize
         self.kind = kind
-
-
-class OnlyWide(UnsupportedFormat):
-    """Every layer of a checkpoint has 8 bits, so that it can only be decoded to floats as a whole."""

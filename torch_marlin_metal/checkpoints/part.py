@@ -32,7 +32,7 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         or it has some rows of a weight with act-order or with a single group.
     """
     roles = [role for role in layer.roles if role in axes]
-    if layer.refused or any(len(axes[role]) != len(layer.shape(role)) for role in roles):
+    if any(len(axes[role]) != len(layer.shape(role)) for role in roles):
         return None
     sizes = _sizes(layer, axes, roles)
     if sizes is None:

@@ -1,10 +1,11 @@
 """Fine-grained FP8 of DeepSeek, Qwen and transformers: `weight` E4M3 `[N, K]` and `weight_scale_inv` for each block.
 
-No weight format holds 8 bits, so every layer becomes floats.
+In spite of its name, `weight_scale_inv` multiplies. A stack of experts has the names `<layer>` and `<layer>_scale_inv`.
 """
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
+from torch_marlin_metal.checkpoints.eight_bits import read_bytes
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
@@ -16,20 +17,21 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    raise layer.unsupported("8-bit weights are not 4 bit wide")
+    return read_bytes(layer, "fp8", scale="weight_scale_inv")
 
 
 FORMAT = DirectoryFormat(
     name="fp8",
     title="Fine-grained FP8 (DeepSeek, Qwen, transformers)",
     methods=("fp8",),
-    variants=(),
-    refused=(("all layers", "8-bit weights; dequantized on request"),),
+    variants=(("one scale for each block, row or tensor; stacks of experts", "float8_e4m3"),),
+    refused=(("K not a multiple of 8", "the operators take 8 codes along K at a time; dequantized on request"),),
     anchors={},
-    roles=endings("weight", "bias"),
-    fields={},
+    roles={"weight": (".weight", ""), "bias": (".bias", "_bias")},
+    fields={"b_packed": "weight", "scales": "weight_scale_inv", "bias": "bias"},
     check=_check,
     read=_read,
     extras=(".input_scale", ".activation_scale"),
-    unread={".weight_scale_inv": "8-bit weights are not 4 bit wide"},
+    scaled={".weight_scale_inv": "weight_scale_inv", "_scale_inv": "weight_scale_inv"},
+    stacked_rank=3,
 )

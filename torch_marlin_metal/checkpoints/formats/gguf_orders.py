@@ -98,8 +98,8 @@ def permute_columns(weight: PackedWeight, order: Tensor) -> bool:
             return False
         if bool((order[::unit] % unit).any()):
             return False
-    groups = order[::size] // size
-    weight.b_packed, weight.scales = weight.b_packed[order[::8] // 8], weight.scales[groups]
+    groups, codes = order[::size] // size, weight.K // len(weight.b_packed)
+    weight.b_packed, weight.scales = weight.b_packed[order[::codes] // codes], weight.scales[groups]
     weight.zeros = None if weight.zeros is None else weight.zeros[groups]
     return True
 

@@ -30,13 +30,7 @@ from transformers import AutoRoundConfig, GgufConfig, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.utils import cached_file, logging
 
-from torch_marlin_metal.checkpoints.errors import (
-    CheckpointError,
-    NothingPacked,
-    NotQuantized,
-    OnlyWide,
-    UnsupportedFormat,
-)
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.known_formats import DIRECTORY_FORMATS
 from torch_marlin_metal.checkpoints.options import spelled
@@ -172,22 +166,14 @@ def _tries_twice(original: Any) -> Any:
                     raise
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
             load.config, load.by_transformers = None, True
-            if not isinstance(refusal, OnlyWide):
-                logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
+            logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
             if load.floats:
                 return original(cls, *args, **kwargs)
             try:
                 return original(cls, *args, **kwargs)
             except Exception as error:
                 theirs = f"{type(error).__name__}: {error}"
-                if not isinstance(refusal, OnlyWide):
-                    raise UnsupportedFormat(
-                        f"{refusal}\ntransformers itself does not load it either: {theirs}"
-                    ) from error
-            logger.warning(f"{OP}: transformers itself does not load {load.path} ({theirs})")
-            load.by_transformers, load.insists = False, True
-            with spelled(as_config):
-                return original(cls, *args, **kwargs)
+                raise UnsupportedFormat(f"{refusal}\ntransformers itself does not load it either: {theirs}") from error
         finally:
             _load.reset(token)
 
@@ -273,9 +259,7 @@ def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | N
             setattr(load.config, name, value)
     load.insists |= load.config.on_unsupported == "error" or _method(settings) == METHOD
     config.quantization_config = load.config
-    quantizer = MarlinQuantizer(load.config, pre_quantized=True)
-    quantizer.yields = not load.insists
-    return quantizer
+    return MarlinQuantizer(load.config, pre_quantized=True)
 
 
 def _settings_in(config: Any) -> dict[str, Any] | None:
