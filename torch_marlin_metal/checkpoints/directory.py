@@ -53,7 +53,7 @@ class DirectoryReader(CheckpointReader):
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _refuse_without_layers(self) -> None:
-        anchors = " or ".join((*self.format.anchors, *self.format.scaled))
+        anchors = " or ".join(self.format.anchors or self.format.scaled)
         message = f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}"
         weights = [info for info in self.checkpoint.tensors.values() if info.name.endswith(".weight")]
         codes = [info for info in weights if info.dtype not in (*FLOATS, "F64")]
@@ -185,7 +185,9 @@ def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None
         return DirectoryReader(place, given)
     if place.suffix == ".gguf" and place.is_file():
         return GgufReader(place, given)
-    raise CheckpointError(f"{place}: expected a directory or a .gguf file")
+    if place.suffix == ".safetensors" and place.is_file():
+        return DirectoryReader(place, given)
+    raise CheckpointError(f"{place}: expected a directory, a .gguf or a .safetensors file")
 
 
 def read_layers(

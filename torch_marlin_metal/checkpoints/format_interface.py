@@ -57,6 +57,7 @@ class DirectoryFormat(Format):
         delegate: for a format that only wraps others, returns the wrapped format.
         stacked_rank: if the anchor tensor has this rank, its first dimension counts experts, and each is a layer.
         extras: endings of tensors that belong to a layer but are not needed, such as scales of activations.
+        marks: the last parts of names of tensors that only mark a file of this format.
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
         scaled: ending -> role, for a tensor of scales that makes a layer of the `weight` beside it, if this is not of
@@ -81,6 +82,7 @@ class DirectoryFormat(Format):
     delegate: "Callable[[Settings], DirectoryFormat] | None" = None
     stacked_rank: int | None = None
     extras: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     listed: Callable[[Settings], set[str]] | None = None
     scaled: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -112,14 +114,15 @@ class DirectoryFormat(Format):
         return bool(self.scaled) and not packed and weight is not None and weight.dtype in FLOATS
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
-        """Returns the names of the quantization parameters of layers whose weights are floats."""
+        """Returns the names of the quantization parameters of layers whose weights are floats, and of marks."""
         parts = {ending for role, endings in self.roles.items() if role not in ("weight", "bias") for ending in endings}
-        return {
+        found = {
             info.name
             for info in checkpoint.tensors.values()
-            for ending in (*parts, *self.extras)
+            for ending in (*parts, *self.scaled, *self.extras)
             if info.name.endswith(ending) and self.is_float(checkpoint, info.name.removesuffix(ending))
         }
+        return found | {name for name in checkpoint.tensors if name.rpartition(".")[2] in self.marks}
 
     def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
         roles = self._roles(checkpoint, base, role, info)

@@ -34,7 +34,7 @@ class FloatShare:
             return ""
         kinds = ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))
         return (
-            f"{reader.path}: {stored / total:.0%} of the bytes of its matrices have no 4-bit weight format and became "
+            f"{reader.path}: {stored / total:.0%} of the bytes of its matrices have no weight format and became "
             f"floats: {kinds}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
             f"{typed('on_unsupported', 'error')} refuses them"
         )

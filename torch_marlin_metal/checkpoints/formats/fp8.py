@@ -1,11 +1,16 @@
 """Fine-grained FP8 of DeepSeek, Qwen and transformers: `weight` E4M3 `[N, K]` and `weight_scale_inv` for each block.
 
 In spite of its name, `weight_scale_inv` multiplies. A stack of experts has the names `<layer>` and `<layer>_scale_inv`.
+Experts may be MXFP4 instead: bytes of two codes, even k in the low nibble, typed as int8.
 """
 
+import torch
+
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.eight_bits import read_bytes
+from torch_marlin_metal.checkpoints.eight_bits import EXPONENTS, read_bytes
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
+from torch_marlin_metal.checkpoints.grouped import as_words
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
@@ -17,14 +22,24 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    return read_bytes(layer, "fp8", scale="weight_scale_inv")
+    if layer.dtype("weight") not in ("I8", "F4"):
+        return read_bytes(layer, "fp8", scale="weight_scale_inv")
+    N, half = layer.expect("weight", ("I8", "F4"), None, None)
+    layer.expect("weight_scale_inv", EXPONENTS, N, -(-2 * half // block_scales.MX_BLOCK))
+    if half % 4:
+        raise layer.unsupported(f"K={2 * half} is not a multiple of 8")
+    scales = layer.read("weight_scale_inv").view(torch.uint8).t()
+    return block_scales.mx(as_words(layer.read("weight")), scales, "mxfp4", layer.bias(N), "fp8 mxfp4")
 
 
 FORMAT = DirectoryFormat(
     name="fp8",
     title="Fine-grained FP8 (DeepSeek, Qwen, transformers)",
     methods=("fp8",),
-    variants=(("one scale for each block, row or tensor; stacks of experts", "float8_e4m3"),),
+    variants=(
+        ("one scale for each block, row or tensor; stacks of experts", "float8_e4m3"),
+        ("experts in MXFP4", "mxfp4"),
+    ),
     refused=(("K not a multiple of 8", "the operators take 8 codes along K at a time; dequantized on request"),),
     anchors={},
     roles={"weight": (".weight", ""), "bias": (".bias", "_bias")},
