@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.arguments import Device, Dtype, Format, GroupSize, device_of, floating
 from torch_marlin_metal.cli.bench_mlstm import TOKENS, measure_mlstm, mlstm_table
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
@@ -34,7 +34,7 @@ def bench(
     weight_format: Format = "uint4b8",
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
-    device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")] = None,
+    device: Device = None,
     variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the prediction.")] = "auto",
     rounds: Annotated[int, typer.Option(min=3, help="Rounds in which each is timed once; medians are shown.")] = 9,
     cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
@@ -55,9 +55,7 @@ def bench(
     With --variant all, every variant of this package is timed instead. Each is shown with the planner's prediction, its
     memory rate, and its share of the peak speed. To report numbers, send the output of --json.
     """
-    chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
-    if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
-        raise ValueError(f"--device: expected cpu, or mps if torch has it, got {chosen!r}")
+    chosen = device_of(device)
     if what not in ("products", "mlstm"):
         raise ValueError(f"bench: expected products or mlstm, got {what!r}")
     if what == "mlstm":
