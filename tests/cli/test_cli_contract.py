@@ -20,6 +20,7 @@ LINES = {
     "verify": (["x", "y"], "open_reader"),
     "quantize": (["x", "y"], "FloatReader"),
     "generate": (["x", "y"], "device_of"),
+    "perplexity": (["x", "y"], "device_of"),
     "plan": (["8", "64", "64", "--gpu", "M1"], "make_plan"),
     "profile": (["--gpu", "M1"], "gpu_of"),
     "tune": (["--shape", "64,64"], "tune"),

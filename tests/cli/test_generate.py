@@ -90,6 +90,7 @@ def test_a_temperature_draws_with_its_seed(folder):
 
 def test_each_failure_is_one_sentence(folder, tmp_path, monkeypatch):
     without = save_small_llama(tmp_path / "without", tokenizer=False)
+    fewer = save_small_llama(tmp_path / "fewer", tokenizer=False, vocab_size=9)
     plain = save_small_llama(tmp_path / "plain", template=False)
     for arguments, code, sentence in (
         ((tmp_path / "none", "x"), 3, "none: does not exist; a model of the Hub must be downloaded first"),
@@ -97,6 +98,7 @@ def test_each_failure_is_one_sentence(folder, tmp_path, monkeypatch):
         ((without, "x"), 3, "its tokenizer cannot be loaded"),
         ((plain, "--chat"), 3, "its tokenizer has no chat template; without --chat"),
         ((folder,), 2, "generate: expected a prompt, or --chat"),
+        ((fewer, "w9", "--tokenizer", folder), 3, "expected tokens below its vocabulary of 9, the tokenizer gives 9"),
         ((folder, ""), 2, "generate: the prompt has no token"),
     ):
         found = call("generate", *arguments)

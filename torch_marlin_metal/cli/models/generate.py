@@ -102,6 +102,7 @@ class _Talk:
             ids = self.words(message)["input_ids"]
         if not ids:
             raise ValueError("generate: the prompt has no token")
+        self.loaded.check_tokens(ids)
         kept = len(self.seen) if ids[:-1][: len(self.seen)] == self.seen else 0
         if not kept:
             self.cache = None

@@ -84,6 +84,23 @@ class Opened:
             take_over()
         return cls(path, model.eval(), device, time.perf_counter() - begin)
 
+    @property
+    def vocabulary(self) -> int:
+        """Returns the number of tokens that the model knows."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def check_tokens(self, ids: list[int]) -> None:
+        """Checks that the model knows all tokens of a text.
+
+        Raises:
+            CheckpointError: it does not, because the tokenizer is another model's.
+        """
+        if max(ids) >= self.vocabulary:
+            raise CheckpointError(
+                f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
+                f"{max(ids)}: --tokenizer names another one"
+            )
+
     def described(self) -> dict[str, Any]:
         """Returns what was loaded, in JSON types."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, PackedLayer)]
