@@ -50,13 +50,9 @@ def bench(
     capture: Annotated[
         Path | None, typer.Option(help="Also capture one call of each product into this .gputrace file, for Xcode.")
     ] = None,
-    prompt_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="For a model: tokens of a prompt; default 512.")
-    ] = None,
-    new_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="For a model: tokens one by one; default 128.")
-    ] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="For a model: sequences at once; default 1.")] = None,
+    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens of a prompt (512).")] = None,
+    new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one (128).")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once (1).")] = None,
     fuse: Fuse = True,
     as_json: Json = False,
 ) -> int:

@@ -78,7 +78,7 @@ def _measure(models: list[opened.Opened], parts: Tensor, batch: int, as_json: bo
 
 
 def _logs(model: Any, ids: Tensor, first: int) -> Tensor:
-    """Returns the logarithms of the probabilities of the tokens after `first`, fp32 `[B, S - first - 1, vocabulary]`."""
+    """Returns logarithms of the probabilities of the tokens after `first`, fp32 `[B, S - first - 1, vocabulary]`."""
     kept = ids.shape[1] - first
     only = {"logits_to_keep": kept} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits: Tensor = model(input_ids=ids, use_cache=False, **only).logits
