@@ -62,7 +62,7 @@ def _measure(models: list[opened.Opened], parts: Tensor, batch: int, as_json: bo
     found: dict[str, list[Tensor]] = {}
     first = parts.shape[1] // 2
     with progress_bar(len(parts), "piece", as_json) as bar, torch.inference_mode(), opened.quiet():
-        for ids in parts.to(models[0].device).split(batch):
+        for ids in torch.split(parts.to(models[0].device), batch):
             with opened.memory_errors("perplexity", f"--batch {len(ids)} pieces of {parts.shape[1]} tokens"):
                 logs = [_logs(one.model, ids, first) for one in models]
                 targets = ids[:, first + 1 :, None]

@@ -81,7 +81,7 @@ def _prompt(model: Callable[..., Any], ids: Tensor) -> None:
 
 def _one_by_one(model: Callable[..., Any], ids: Tensor) -> None:
     cache = None
-    for column in ids.split(1, 1):
+    for column in torch.split(ids, 1, 1):
         cache = model(input_ids=column, past_key_values=cache, use_cache=True).past_key_values
         synchronize(ids.device)
 
