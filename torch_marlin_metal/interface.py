@@ -20,7 +20,7 @@ OPERATORS = {
     "gemm": "a b_packed scales weight_format group_size zeros global_scale lut perm bias variant",
     "gemm_fp32": "a b_packed scales weight_format group_size zeros global_scale lut perm bias",
     "gemm_transposed": "a b_packed scales weight_format group_size zeros global_scale lut perm",
-    "gptq_repack": "qweight perm",
+    "gptq_repack": "qweight perm code_bits",
     "gptq_unpack_zeros": "qzeros checkpoint_version rule",
     "mlstm": "q k v i f C0 n0 m0 chunk_size eps",
     "mlstm_output": "q k v i f C n m chunk_size eps",

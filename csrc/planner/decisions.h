@@ -43,14 +43,16 @@ struct KernelRegisters {
 
 #include "csrc/planner/decision_rows.h"
 
-// Returns the row for a kernel and a format: of the formats with such codes, the one whose width is nearest.
+// Returns the row for a kernel and a format: of the formats with such codes, the one whose width is nearest. E4M3 codes
+// have no rows of their own yet, and take those of integers.
 constexpr const Decision* find_decision(GemmVariant kernel, Arithmetic arithmetic, WeightFormat format) {
   const Decision* found = nullptr;
   const auto distance = [&](const Decision& row) {
     return std::max(row.code_bits, code_bits(format)) - std::min(row.code_bits, code_bits(format));
   };
+  const CodeKind codes = code_kind(format) == CodeKind::e4m3 ? CodeKind::integer : code_kind(format);
   for (const Decision& row : kDecisions) {
-    if (row.kernel != kernel || row.arithmetic != arithmetic || row.codes != code_kind(format)) continue;
+    if (row.kernel != kernel || row.arithmetic != arithmetic || row.codes != codes) continue;
     if (found == nullptr || distance(row) < distance(*found)) found = &row;
   }
   return found;

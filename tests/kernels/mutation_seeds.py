@@ -33,7 +33,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("layout", "i % 4 + i / 4 * 8;", "i % 4 + i / 4 * 4;"),
         ("layout", "sums.total[0].e[e + 4], sums.total[1].e[e]", "sums.total[1].e[e], sums.total[0].e[e + 4]"),
         ("operands", "c[i] = sum.e[i]", "c[i] = 0.0f"),
-        ("K tail", "quad * (takes_half_words() ? 4 : kCodesPerWord)", "quad * kCodesPerWord"),
+        ("K tail", "quad * (takes_half_words() ? 4 : kBlockK)", "quad * kBlockK"),
         ("K tail", "takes_half_words() ? kTensorK / 2 : kTensorK", "kTensorK"),
         ("K tail", "k_lane + 4 * j), k_lane", "k_lane), k_lane"),
         ("K tail", "if (takes_half_words() && j == 1) continue;", ""),

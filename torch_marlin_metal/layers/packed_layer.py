@@ -73,7 +73,7 @@ class PackedLayer(nn.Module):
 
         zeros_dtype = zeros_dtype or (torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
         specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
-            "b_packed": (True, (*stack, K // 8, N), torch.int32),
+            "b_packed": (True, (*stack, K // fmt.codes_per_word, N), torch.int32),
             "scales": (True, (*stack, *grouped), torch.uint8 if fmt.has_coded_scales else scale_dtype),
             "zeros": (fmt.zeros_role != "none", (*stack, *grouped), zeros_dtype),
             "global_scale": (fmt.has_global_scale, (*stack, N if global_scale_per_column else 1), torch.float32),

@@ -102,12 +102,14 @@ def split_rows(
             f"(group_size={group_size}), got {count}"
         )
     perms = _perms(weight, rows, gathered)
+    per_word = weight_format(weight.weight_format).codes_per_word
     result = []
     for part in _chosen(count, only):
         first = part * rows
         groups = slice(0, 1) if one_group else slice(first // group_size, -(-(first + rows) // group_size))
         cut: dict[str, Any] = {n: t[groups].clone() for n, t in weight.tensors().items() if n in _BY_GROUP}
-        cut["b_packed"] = weight.b_packed[first // 8 : (first + rows) // 8].clone()  # a view would keep the whole
+        words = slice(first // per_word, (first + rows) // per_word)
+        cut["b_packed"] = weight.b_packed[words].clone()  # a view would keep the whole
         result.append(
             replace(
                 weight,

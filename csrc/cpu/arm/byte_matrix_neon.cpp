@@ -33,7 +33,7 @@ struct NeonMatrix : NeonBytes<Matrix> {
   }
 
   // If the number of rows of bytes is odd, the last one is paired with undefined bytes, whose sums are not used.
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<NeonMatrix, codes>& bytes,
                                                   SplitOperands<NeonMatrix, R>& next, int begin, int end,
                                                   SplitSums<NeonMatrix, R, C>& sums) {

@@ -24,7 +24,7 @@ namespace {
 struct Dot;
 
 struct NeonDot : NeonBytes<Dot> {
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<NeonDot, codes>& bytes,
                                                   SplitOperands<NeonDot, R>& next, int begin, int end,
                                                   SplitSums<NeonDot, R, C>& sums) {

@@ -16,14 +16,14 @@
 namespace marlin::cpu {
 
 // Decodes the even or the odd codes of packed words to bytes. A byte stands for the value (byte - offset) * unit.
-template <class V, CodeKind codes>
+template <class V, Codes codes>
 class CodeBytes {
  public:
-  static constexpr float unit = codes == CodeKind::e2m1 ? 0.5F : 1.F;
+  static constexpr float unit = codes == Codes::e2m1 ? 0.5F : 1.F;
 
   explicit CodeBytes(const float* values)
-      : offset_(codes == CodeKind::e2m1 ? V::kE2M1Offset : -static_cast<int>(values[0])) {
-    if constexpr (codes == CodeKind::e2m1) {
+      : offset_(codes == Codes::e2m1 ? V::kE2M1Offset : -static_cast<int>(values[0])) {
+    if constexpr (codes == Codes::e2m1) {
       alignas(16) int8_t table[16];
       for (int q = 0; q < 16; ++q)
         table[q] = static_cast<int8_t>(2 * values[q] + V::kE2M1Offset);
@@ -34,7 +34,7 @@ class CodeBytes {
   template <int odd>
   [[gnu::always_inline]] typename V::Bytes decode(typename V::I words) const {
     const typename V::Bytes nibbles = V::template nibbles<odd>(words);
-    if constexpr (codes == CodeKind::e2m1) return V::look_up(table_, nibbles);
+    if constexpr (codes == Codes::e2m1) return V::look_up(table_, nibbles);
     return nibbles;
   }
 
@@ -61,7 +61,7 @@ struct SplitOperands {
 template <class V, int R, int C>
 using SplitSums = typename V::Sums[kSplitBytes * R * C];
 
-template <class V, CodeKind codes, int R, int C>
+template <class V, Codes codes, int R, int C>
 void split_step(const Step& s) {
   const CodeBytes<V, codes> bytes(s.values);
   const auto* header = static_cast<const int32_t*>(s.x);
@@ -92,11 +92,11 @@ constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   kernel.row_unit = 1;
   kernel.row_bytes = split_row_bytes<V::kOperandsPerLoad>();
   kernel.pack = pack;
-  auto fill = [&]<CodeKind codes, int... i>(std::integer_sequence<int, i...>) {
+  auto fill = [&]<Codes codes, int... i>(std::integer_sequence<int, i...>) {
     ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &split_step<V, codes, 1 + i, C>), ...);
   };
-  fill.template operator()<CodeKind::integer>(std::make_integer_sequence<int, max_rows>{});
-  fill.template operator()<CodeKind::e2m1>(std::make_integer_sequence<int, max_rows>{});
+  fill.template operator()<Codes::integer>(std::make_integer_sequence<int, max_rows>{});
+  fill.template operator()<Codes::e2m1>(std::make_integer_sequence<int, max_rows>{});
   return kernel;
 }
 

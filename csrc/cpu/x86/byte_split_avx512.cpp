@@ -38,7 +38,7 @@ struct Avx512Vnni : Avx512 {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(activations));
   }
 
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<Avx512Vnni, codes>& bytes,
                                                   SplitOperands<Avx512Vnni, R>& next, int begin, int end,
                                                   SplitSums<Avx512Vnni, R, C>& sums) {

@@ -122,7 +122,8 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
   // is used for fp32 only if the caller allows reduced precision.
-  const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
+  const Codes codes = codes_of(problem.format);
+  const bool byte_split = (half || reduced) && (codes == Codes::integer || codes == Codes::e2m1);
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
