@@ -61,8 +61,8 @@ def frozen(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": weight, "weight_scale": scaled(weight, 7)[1]}
 
 
-def blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    tiles = weight.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
+def blocks(weight: torch.Tensor, size: int = 32) -> dict[str, torch.Tensor]:
+    tiles = weight.unflatten(1, (-1, size)).unflatten(0, (-1, size))
     scale = tiles.abs().amax((1, 3)) / LARGEST["fp8"]
     codes = (tiles / scale[:, None, :, None]).reshape(weight.shape)
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
@@ -90,10 +90,10 @@ BITNET = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
 E5M2 = (e5m2, scheme("float-quantized", kind="float", input_activations=TOKENS))
 
 
-def write(path, part, settings: dict) -> LlamaForCausalLM:
+def write(path, part, settings: dict, **sizes) -> LlamaForCausalLM:
     """Writes a tiny Llama whose projections `part` turns into tensors, and returns the model of floats."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval()
     tensors: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         base = name.removesuffix(".weight")

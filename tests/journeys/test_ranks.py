@@ -105,13 +105,22 @@ def four_and_eight(path: Path) -> Path:
     return path
 
 
-def block_fp8(path: Path) -> Path:
-    write(path, blocks, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"})
+def in_halves(path: Path, dtype: torch.dtype, scales: torch.dtype | None = None) -> Path:
+    """Stores what is not quantized in 16 bits, and scales, too, if a dtype is given."""
     file = path / "model.safetensors"
-    state = load_file(file)  # transformers leaves the head in the dtype of the file
-    half = {name: value.half() for name, value in state.items() if value.dtype == torch.float32 and "scale" not in name}
-    save_file(state | half, file, {"format": "pt"})
+    state = load_file(file)
+    for name, value in state.items():
+        if value.dtype == torch.float32 and (scales or "scale" not in name):
+            state[name] = value.to(scales if "scale" in name else dtype)
+    save_file(state, file, {"format": "pt"})
     return path
+
+
+def block_fp8(path: Path) -> Path:
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
+    write(path, lambda weight: blocks(weight, 128), settings, **sizes)
+    return in_halves(path, torch.float16, torch.bfloat16)
 
 
 def stored(folder: str) -> Callable[[Path], Path]:
@@ -129,18 +138,18 @@ class Journey:
 
 
 JOURNEYS = (
-    Journey(1, "GGUF Q4_K_M, dense", of_gguf("qwen3", "qwen3", q4_k_m), "Q4_K"),
-    Journey(1, "GGUF UD-Q4_K_XL, mixture", of_gguf("qwen35moe", "qwen35moe", ud_q4_k_xl), "gate and up of the experts"),
-    Journey(2, "MLX 4 bit, mixture", stored("mlx/qwen3_5_moe-affine4"), "all but routers and gates"),
-    Journey(3, "gpt-oss, MLX MXFP4-Q8", stored("mlx/gpt_oss-mxfp4-q8"), "the experts"),
-    Journey(4, "NVFP4 and FP8", nvfp4_and_fp8, "the NVFP4 layers"),
-    Journey(5, "GGUF Q8_0", of_gguf("llama", "llama", lambda name: "Q8_0"), "nothing"),
-    Journey(5, "MLX mxfp8, mixture", stored("mlx/glm4_moe-mxfp8"), "nothing"),
-    Journey(6, "GGUF Q6_K", of_gguf("llama", "llama", lambda name: "Q6_K"), "nothing"),
-    Journey(6, "MLX mixed_4_6, mixture", stored("mlx/qwen3_moe-mixed_4_6"), "the 4-bit layers"),
-    Journey(7, "FP8 in blocks", block_fp8, "nothing: transformers loads it"),
-    Journey(8, "GGUF UD-Q2_K_XL, mixture", of_gguf("qwen3moe", "qwen3moe", ud_q2_k_xl), "Q2_K and Q3_K, as 4 bit"),
-    Journey(9, "AutoRound int4 and int8", four_and_eight, "the int4 layers"),
+    Journey(1, "GGUF Q4_K_M, dense", of_gguf("qwen3", "qwen3", q4_k_m), "all"),
+    Journey(1, "GGUF UD-Q4_K_XL, mixture", of_gguf("qwen35moe", "qwen35moe", ud_q4_k_xl), "all"),
+    Journey(2, "MLX 4 bit, mixture", stored("mlx/qwen3_5_moe-affine4"), "all but routers"),
+    Journey(3, "gpt-oss, MLX MXFP4-Q8", stored("mlx/gpt_oss-mxfp4-q8"), "all"),
+    Journey(4, "NVFP4 and FP8", nvfp4_and_fp8, "all"),
+    Journey(5, "GGUF Q8_0", of_gguf("llama", "llama", lambda name: "Q8_0"), "all"),
+    Journey(5, "MLX mxfp8, mixture", stored("mlx/glm4_moe-mxfp8"), "all"),
+    Journey(6, "GGUF Q6_K", of_gguf("llama", "llama", lambda name: "Q6_K"), "all, in bytes"),
+    Journey(6, "MLX mixed_4_6, mixture", stored("mlx/qwen3_moe-mixed_4_6"), "all, 6 bits in bytes"),
+    Journey(7, "FP8 in blocks", block_fp8, "all"),
+    Journey(8, "GGUF UD-Q2_K_XL, mixture", of_gguf("qwen3moe", "qwen3moe", ud_q2_k_xl), "all, Q2_K and Q3_K as 4 bit"),
+    Journey(9, "AutoRound int4 and int8", four_and_eight, "all"),
     Journey(10, "bitsandbytes nf4", stored("bitsandbytes-nf4-doublequant"), "all"),
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.layer import Layer
-from torch_marlin_metal.checkpoints.words import permuted, transposed
+from torch_marlin_metal.checkpoints.words import transposed
 from torch_marlin_metal.formats import GROUP_SIZES
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -190,13 +190,6 @@ def repacked(
     pieces = torch.split(words, max(1, PIECE // K), dim=1)
     codes = ((codes_of(piece, bits, K) + offset).t().to(torch.uint8) for piece in pieces)
     return torch.cat([words_of_codes(piece, width_of(bits)) for piece in codes], dim=1)
-
-
-def sorted_rows(words: Tensor, perm: Tensor | None, width: int) -> Tensor:
-    """Returns words whose row j of codes is row `perm[j]` of the given ones; None leaves them as they are."""
-    if perm is None:
-        return words
-    return permuted(words, perm) if width == 4 else as_words(codes_of_words(words, 8)[:, perm.long()])
 
 
 def as_words(stored: Tensor) -> Tensor:

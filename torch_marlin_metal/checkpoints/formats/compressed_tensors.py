@@ -23,13 +23,13 @@ from torch_marlin_metal.checkpoints.grouped import (
     constant,
     packed,
     repacked,
-    sorted_rows,
     unpack,
     width_of,
 )
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
+from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # The weights of "dense" are floats, with quantization parameters beside them.
@@ -84,7 +84,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         ours = repacked(stored.t(), bits, K, offset=centre(bits) if zeros is None else 0)
     return packed(
         layer,
-        sorted_rows(ours, perm, width),
+        ours if perm is None else permuted(ours, perm, width),
         (SYMMETRIC if zeros is None else ZERO_POINT)[width],
         group_size,
         scales,

@@ -21,7 +21,6 @@ from torch_marlin_metal.checkpoints.grouped import (
     constant,
     packed,
     repacked,
-    sorted_rows,
     unpack,
     unpack_planes,
     width_of,
@@ -29,7 +28,7 @@ from torch_marlin_metal.checkpoints.grouped import (
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.settings import Settings
-from torch_marlin_metal.checkpoints.words import gptq_zeros
+from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
 PLANAR = "gptq_p"  # GPTQModel's format of codes in planes; codes of 2, 4 and 8 bits have one plane
@@ -76,7 +75,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
         words = repacked(words, bits, K, offset=centre(bits) if zeros is None else 0, codes_of=codes_of)
     return packed(
         layer,
-        sorted_rows(words, perm, width),
+        words if perm is None else permuted(words, perm, width),
         (SYMMETRIC if zeros is None else ZERO_POINT)[width],
         group_size,
         layer.read("scales"),

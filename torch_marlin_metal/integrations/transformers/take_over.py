@@ -6,8 +6,7 @@ tables of methods stay as they are, except for one entry for this package's own 
 
 If this package refuses a checkpoint, transformers loads it as it does without the import, unless the script asked for
 this package with a `MarlinConfig`. `from_pretrained` is wrapped for this second attempt. A GGUF file has no second
-attempt, because transformers ignores settings of the file for whose sake this package refuses it. A checkpoint whose
-layers all have 8 bits is transformers', too, because it may keep them in 8 bit; if it cannot, this package decodes it.
+attempt, because transformers ignores settings of the file for whose sake this package refuses it.
 
 transformers looks for the settings of a checkpoint only in the configuration that a model class takes. The wrapper asks
 `find_settings` if they are not there: the class may take the configuration of a sub-model, and old GPTQ and AWQ
