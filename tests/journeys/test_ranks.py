@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401
-from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scheme, write
+from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scaled, scheme, write
 from tests.load.test_widths import GPTQ, four
 from tests.support import gguf_models
 from torch_marlin_metal import load_quantized, quantize_weight
@@ -228,6 +228,59 @@ def test_the_same_on_mps(journey, files, mps) -> None:
 def test_the_page_has_all_ranks() -> None:
     assert {journey.rank for journey in JOURNEYS} == set(range(1, 11))
     assert len(rows_of_page()) == len(JOURNEYS)
+
+
+# Shrunken in all sizes, but with the share of the vocabulary and of the heads that the models have.
+LLAMA_8B = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 3}
+LLAMA_8B |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+GPT_OSS = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16}
+GPT_OSS |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+
+
+def int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, scale = scaled(weight, 127)
+    return {"weight": codes.round().to(torch.int8), "weight_scale": scale}
+
+
+def of_safetensors(part: Callable[..., Any], settings: dict[str, Any], scales: torch.dtype) -> Callable[[Path], Path]:
+    def made(path: Path) -> Path:
+        write(path, part, settings, **LLAMA_8B)
+        return in_halves(path, torch.bfloat16, scales)
+
+    return made
+
+
+def shrunken(architecture: str, family: str, sizes: dict[str, int], kinds: Callable[[str], str]) -> Any:
+    def made(path: Path) -> Path:
+        model = gguf_models.model_of(family, **sizes)
+        model.config.save_pretrained(path)
+        return gguf_models.write(path / "model.gguf", architecture, model, kinds)
+
+    return made
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+# What makes a file, and the largest ratio of bytes in memory to bytes in the file.
+EIGHT_BITS = {
+    "Llama FP8, a scale for each row": (of_safetensors(fp8, scheme("float-quantized"), torch.bfloat16), 1.01),
+    "Llama int8": (of_safetensors(int8, scheme("int-quantized"), torch.bfloat16), 1.01),
+    # Scales of 128 x 128 weights are repeated for each row: 0.125 bits a weight in bf16, 0.25 in fp32.
+    "Llama FP8 in blocks": (of_safetensors(lambda w: blocks(w, 128), BLOCKS, torch.bfloat16), 1.02),
+    "Llama FP8 in blocks, fp32": (of_safetensors(lambda w: blocks(w, 128), BLOCKS, torch.float32), 1.03),
+    "Llama Q8_0": (shrunken("llama", "llama", LLAMA_8B, lambda name: "Q8_0"), 1.01),
+    "gpt-oss MXFP4 and Q8_0": (
+        shrunken("gpt-oss", "gpt_oss", GPT_OSS, lambda name: "MXFP4" if "_exps" in name else "Q8_0"),
+        1.02,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_a_shrunken_model_of_8_bit_takes_the_memory_of_its_file(name, tmp_path) -> None:
+    make, largest = EIGHT_BITS[name]
+    path = make(tmp_path)
+    held, _ = bytes_of(load(path, "cpu"))
+    assert held / bytes_in(path) <= largest
 
 
 def table() -> str:
