@@ -153,7 +153,7 @@ void check_all_tilings() {
 
 Estimate least(const GemmProblem& problem, const GpuDevice& device) {
   const auto tilings = gemm_tilings(problem, device);
-  return estimate(choose(tilings, problem), problem);
+  return estimate(choose(tilings, problem), problem, device);
 }
 
 double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
