@@ -76,4 +76,4 @@ def test_the_map_names_the_files_of_a_kernel() -> None:
     page = (ROOT / "docs/inside/architecture.md").read_text()
     (row,) = re.findall(r"^\| a GPU kernel for products .*$", page, re.MULTILINE)
     named = set(re.findall(r"`([\w/]+(?:\.\w+|/))`", row)) - {"tests/dependencies/test_adding_a_kernel.py"}
-    assert named == {LIST, os.path.dirname(SHADER) + "/", os.path.dirname(PLAN) + "/"}
+    assert named == {LIST, os.path.dirname(SHADER) + "/", PLAN}

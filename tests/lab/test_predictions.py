@@ -1,6 +1,5 @@
 """Compares what lab/predictions/ prints with values worked out by hand, and with the figures of the pages."""
 
-
 import pytest
 
 from lab import model

@@ -114,17 +114,18 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
     Raises:
         ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
     """
-    found, name = as_gpu("tile_table", gpu), element_name("tile_table", dtype)
-    variants = [variant for variant in native.gemm_variants() if variant != "tensor" or found.has_tensor_units]
-    rows = []
-    for tile in (tile for variant in variants for tile in _plans(found, name, variant, 128)):
-        if tile[2] != (0, 0, 0):
-            rows.append(_row(found, dtype, *_plans(found, name, tile[0], tile[2][0])[0]))
+    found, element = as_gpu("tile_table", gpu), element_name("tile_table", dtype)
+    tiles = {row[0]: row[2] for M in (8, 128) for row in _plans(found, element, "auto", M) if any(row[2])}
+    order = list(native.gemm_variants())
+    rows = [
+        _row(found, dtype, *_plans(found, element, name, tiles[name][0])[0])
+        for name in sorted(tiles, key=lambda name: order.index(name.partition(":")[0]))
+    ]
     return TileTable(found, dtype, tuple(rows))
 
 
 def _plans(gpu: AppleSiliconGPU, dtype: str, variant: str, M: int) -> list[tuple[Any, ...]]:
-    """Returns the plans of a variant with all of its tiles, or with one."""
+    """Returns the plans of all variants, or of one with one tile."""
     rows: list[tuple[Any, ...]] = native.gemm_plans(
         chip=gpu.name, cores=gpu.cores, half_subnormals=True, M=M, N=4096, K=4096, weight_format="uint4b8",
         group_size=128, activations=dtype, scales="float16", zeros="float16", has_perm=False, has_global_scale=False,
