@@ -47,7 +47,7 @@ def run_program(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["use/command-line.md", "formats/gguf.md"])
+@pytest.mark.parametrize("page", ["use/command-line.md", "use/language-models.md", "formats/gguf.md"])
 def test_commands_run(page, tmp_path, monkeypatch):
     """Runs the page's commands after its first snippet, and checks the exit code that a comment states."""
     page = ROOT / "docs" / page
