@@ -1,5 +1,6 @@
 """Layers, files, parts and stacks hold scales of two levels without loss."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 from torch_marlin_metal import convert
 from torch_marlin_metal.checkpoints.formats.gguf_orders import permute_columns
+from torch_marlin_metal.checkpoints.formats.native import NativeExporter
+from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.layers.common_format import stack_exactly
 from torch_marlin_metal.layers.experts import ExpertWeights
 from torch_marlin_metal.layers.fuse import fuse_projections
@@ -53,20 +56,25 @@ def test_a_layer_keeps_them_in_a_state_dict_and_in_other_dtypes(weight_format) -
 
 
 def test_the_own_format_keeps_them(tmp_path) -> None:
-    model = nn.ModuleDict({"a": tmm.MarlinLinear.from_packed(weight_of()), "b": nn.Linear(8, 8)})
-    reader = convert.open_reader(tmp_path / "saved") if convert.save(model, tmp_path / "saved") else None
-    reader = convert.open_reader(tmp_path / "saved")
-    (read,) = [reader.read(index) for index in range(len(reader))]
-    assert same(replace(read, name=""), weight_of())
+    exporter = NativeExporter()
+    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight_of(), "a").items()}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = convert.open_reader(tmp_path)
+    assert same(reader.read(0), weight_of())
+    for by, parts in (("columns", split_columns(weight_of(), 2)), ("rows", split_rows(weight_of(), 2))):
+        assert all(same(reader.read_part(0, Part(by, 2, rank)), part) for rank, part in enumerate(parts))
+    assert reader.read_part(0, Part("rows", 4, 0)) is None  # its border is inside a block of 256
 
 
 def test_compiled_and_exported_layers() -> None:
     layer, a = tmm.MarlinLinear.from_packed(weight_of()), torch.randn(3, 512)
     exported = torch.export.export(nn.Sequential(layer), (a,)).module()
     assert torch.equal(exported(a), layer(a))
+    weight = weight_of()
     with torch._subclasses.FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in weight_of().tensors().items()}
-        assert replace(weight_of(), **fakes)(torch.empty(3, 512)).shape == (3, 24)
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in weight.tensors().items()}
+        assert replace(weight, **fakes)(torch.empty(3, 512)).shape == (3, 24)
 
 
 @pytest.mark.parametrize(("count", "kept"), [(2, True), (4, False)])
@@ -116,8 +124,7 @@ def test_rows_are_reordered(unit, kept) -> None:
 
 def test_other_formats_of_integers_take_them_as_one_level(tmp_path) -> None:
     weight = replace(weight_of("uint4b8"), name="a")
-    model = nn.ModuleDict({"a": tmm.MarlinLinear.from_packed(weight)})
-    convert.export(model, tmp_path / "gptq", format="gptq", version=2)
+    convert.export_checkpoint([weight], tmp_path / "gptq", "gptq", version=2)
     (read,) = convert.read_layers(tmp_path / "gptq")
     assert torch.equal(read.dequantize(), weight.dequantize())
 
