@@ -73,6 +73,8 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
       return bfloat16_to_float(static_cast<const uint16_t*>(data)[index]);
     case ElementType::uint8:
       return static_cast<float>(static_cast<const uint8_t*>(data)[index]);
+    case ElementType::int8:
+      return static_cast<float>(static_cast<const int8_t*>(data)[index]);
     default:
       return static_cast<const float*>(data)[index];
   }
@@ -131,9 +133,9 @@ inline const float* code_values(WeightFormat format, const float* lut) {
 
 // Returns the number of bf16 terms that represent every code exactly: 1, or 3 for tables. Returns 0 if a code is not
 // finite or is close to overflow. Also returns 0 if the bf16 instructions, which flush subnormals, would lose bits of
-// a code (bf16_parts.h), and for codes of 8 bits, which the kernels with these instructions do not decode.
+// a code (bf16_parts.h).
 inline int bf16_parts_of_codes(WeightFormat format, const float* lut) {
-  if (is_byte_wide(codes_of(format))) return 0;
+  if (is_byte_wide(codes_of(format))) return 1;  // whole numbers of at most 8 bits, or E4M3
   const float* values = code_values(format, lut);
   bool exact = true;
   uint32_t smallest = ~0U, largest = 0;  // compared as bits, so that NaN is the largest

@@ -117,9 +117,9 @@ struct FusedAccumulators {
     }
   }
 
-  MARLIN_INLINE void load_scales() thread {
-    const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
-    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
+  MARLIN_INLINE void load_scales(uint k) thread {
+    const float4 scales = weight.template scales_of_columns<format>(scale_index, k, n);
+    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, k, n);
     MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) decode[b].set(scales[b], zeros[b]);
   }
 
@@ -147,7 +147,7 @@ struct FusedAccumulators {
       const bool has_word = !ragged_k || k_word + skipped_k(j) < k_end;
       const bool has_quad = !ragged_k || k_quad + skipped_k(j) < k_end;
       if (short_group_size != 0 && (j == 0 || (has_two_groups && j == 2))) {
-        if (has_word) load_scales();
+        if (has_word) load_scales(k_word + skipped_k(j));
         scale_index += weight.N * (has_two_groups ? 1 : kFusedLoadK / short_group_size);
       }
       load_activations(j, k_quad, has_quad);
@@ -234,7 +234,7 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
     const uint chain_end = min(k + kFusedChainLength, k_end);
     for (; k < chain_end; k += kFusedK) {
       if (short_group_size == 0) {
-        sums.load_scales();
+        sums.load_scales(k);
         group_rest -= kFusedK;
         if (group_rest == 0) {
           group_rest = params.group_size;

@@ -99,6 +99,7 @@ class GptqExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros, scales and g_idx."""
+        weight = weight.one_level()
         zeros, bits = _integer_zeros(weight, "GPTQ"), _bits(weight)
         if weight.N % (32 // bits):
             raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of {32 // bits}")
@@ -144,6 +145,7 @@ class AwqExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros and scales."""
+        weight = weight.one_level()
         zeros = _integer_zeros(weight, "AWQ")
         if _bits(weight) != 4:
             raise _refuse(weight, "AWQ", f"{weight.weight_format} has {_bits(weight)} bits, AWQ's layout has 4")
@@ -181,6 +183,7 @@ class CompressedTensorsExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
+        weight = weight.one_level()
         fmt, bits = weight_format(weight.weight_format), _bits(weight)
         if fmt.code_kind == "e4m3":
             return self._e4m3(weight)

@@ -53,6 +53,7 @@ struct PackRow {
   int rows;
   int row;
   void* out;
+  bool byte_codes;  // the codes have 8 bits: kernels that decode several codes at once pair other k (see their headers)
 };
 
 // A kernel that multiplies blocks of min_rows to max_rows rows with strips of `strip` columns.
@@ -105,6 +106,8 @@ struct KernelSet {
   MatrixKernel small_m;
   MatrixKernel large_m;
   void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
+  // Multiplies `out` by floating values.
+  void (*multiply)(const void* source, ElementType type, int64_t count, float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
   std::array<void (*)(const DequantizeBlock&), kCodesCount> dequantize;
@@ -120,7 +123,7 @@ struct Bf16DotKernels {
   MatrixKernel large_m;   // for bf16 activations
 };
 
-// Kernels that split each activation into three bytes, for integer and E2M1 codes.
+// Kernels that split each activation into three bytes, for integer and E2M1 codes. On x86 also for integers of 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
   MatrixKernel large_m;

@@ -40,7 +40,7 @@ struct Avx2Bytes : Avx2 {
 
   template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<Avx2Bytes, codes>& bytes,
-                                                  SplitOperands<Avx2Bytes, R>& next, int begin, int end,
+                                                  SplitOperands<Avx2Bytes, codes, R>& next, int begin, int end,
                                                   SplitSums<Avx2Bytes, R, C>& sums) {
     using V = Avx2Bytes;
     for (int k = begin; k < end;) {

@@ -153,8 +153,9 @@ class Pass {
         gather(reinterpret_cast<const uint16_t*>(from), a_.perm + k0, count, gathered);
         kernels_.to_float(gathered, a_.a_type, count, buffer);
       }
-      good &= matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
-                            static_cast<int>(i), x_.block_values(chunk, block_index)});
+      good &=
+          matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
+                        static_cast<int>(i), x_.block_values(chunk, block_index), is_byte_wide(codes_of(w_.format))});
       if (role_ == ZerosRole::none) continue;
       for (int64_t segment = 0; segment * segment_ < count; ++segment) {
         const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
