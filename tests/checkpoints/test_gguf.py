@@ -43,6 +43,8 @@ FP16_AT = {
 SUPER = {
     "Q4_K": ("uint4_bias", 32, 4.625),
     "IQ4_XS": ("lut4", 32, 4.3125),
+    "Q5_K": ("uint8_bias", 32, 8.625),
+    "Q6_K": ("uint8b128", 16, 8.5625),
     "Q2_K": ("uint4_bias", 16, 5.125),
     "Q3_K": ("uint4b8", 16, 4.5625),
     "TQ1_0": ("uint4b8", 256, 4.0625),
@@ -55,6 +57,8 @@ SUPER = {
     "IQ3_XXS": ("lut4", 32, 4.3125),
     "IQ3_S": ("lut4", 32, 4.3125),
 }
+# The same of types with blocks of 32.
+WIDE = {"Q5_0": ("uint8b128", 32, 8.5), "Q5_1": ("uint8_bias", 32, 9), "Q8_0": ("uint8b128", 32, 8.5)}
 FORMATS = {
     "Q4_0": "uint4b8",
     "Q4_1": "uint4_bias",
@@ -147,9 +151,9 @@ def test_types_with_blocks_of_256_are_equal_bit_for_bit(tmp_path, type_name) -> 
     np.testing.assert_array_equal(found.view(np.uint32), reference.view(np.uint32))
 
 
-def test_the_page_says_the_sizes_of_types_of_few_bits() -> None:
+def test_the_page_says_the_sizes_of_types() -> None:
     page = (Path(__file__).parents[2] / "docs" / "formats" / "gguf.md").read_text()
-    for name, (weight_format, group_size, bits) in SUPER.items():
+    for name, (weight_format, group_size, bits) in (SUPER | WIDE).items():
         count, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         assert f"| {name} | {8 * size / count:g} | {weight_format} | {group_size} | {bits:g} |\n" in page
 
