@@ -15,6 +15,7 @@ from torch import nn
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, ROPE_TENSORS, FileSettings, same, shown
 from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.gguf_layers import of_llama_cpp, of_tensors
 from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types, states_rope, wanted
 from torch_marlin_metal.models.gguf_special import (
     PERIODS,
@@ -24,6 +25,7 @@ from torch_marlin_metal.models.gguf_special import (
     has_setting,
     head_size,
     held_value,
+    is_latent,
     plain,
 )
 from torch_marlin_metal.patterns import NameFilter, selects
@@ -31,7 +33,7 @@ from torch_marlin_metal.patterns import NameFilter, selects
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 # Architectures whose class never has a bias behind the attention, or has a setting of its own for it.
-WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss")
+WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
 TIED = "output.weight"
 
 
@@ -47,10 +49,17 @@ def differences(
             what the file leaves to llama.cpp's defaults.
         model: the model of the config; None compares the rotary settings themselves instead of what they compute.
     """
-    head = int(file.number("attention.key_length") or head_size(config))
+    stated = file.number("rope.dimension_count" if is_latent(config) else "attention.key_length")
+    head = int(stated or head_size(config))
     case = Case(config, file, complete, head)
     found = [difference for key in file.values for difference in _of_key(case, key)]
     found += _of_biases(case)
+    said = list(of_llama_cpp(config, file, complete)) + (list(of_tensors(config, file)) if complete else [])
+    found += [
+        Difference({key: file.values.get(key, value)}, setting, held_value(config, setting), value)
+        for key, setting, value in said
+        if has_setting(config, setting) and not same(held_value(config, setting), value)
+    ]
     if complete:
         found += _of_tensors(case)
         found += _of_llama_cpp(case)

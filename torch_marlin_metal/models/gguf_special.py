@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, FileSettings, Key, same, shown
@@ -10,7 +11,7 @@ from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER
 from torch_marlin_metal.patterns import NameFilter, selects
 
 # Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
-PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4}
+PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4}
 # Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
 PER_LAYER = {
     "head_dim": ("sliding_attention", "head_dim"),
@@ -20,8 +21,12 @@ PER_LAYER = {
 }
 
 # How the router weighs experts: 2 is sigmoid, 3 softmax over the chosen ones; 1, softmax over all, elsewhere.
-GATING = {"llama4": 2, "glm4moe": 2, "dots1": 2, "minimax-m2": 2, "gpt-oss": 3}
+GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "afmoe", "exaone-moe", "glm-dsa"), 2)
+GATING |= {"nemotron_h_moe": 2, "gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
+ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert")  # model types whose tokens see later tokens
+# Architectures with images, whose files transformers' models for texts read. All parts of a position are equal there.
+TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
 
 
@@ -93,7 +98,12 @@ def head_size(config: Any) -> int:
     """Returns the size of a head, of layers without a sliding window if sizes vary."""
     name = "global_head_dim" if has_setting(config, "global_head_dim") else "head_dim"
     own = held_value(config, name) if has_setting(config, name) else getattr(config, name, None)
-    return int(own or config.hidden_size // config.num_attention_heads)
+    return int(own or config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1))
+
+
+def is_latent(config: Any) -> bool:
+    """Returns whether keys and values come from a latent vector, so that their heads have sizes of their own."""
+    return has_setting(config, "kv_lora_rank")
 
 
 def plain(case: Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
@@ -113,6 +123,9 @@ def plain(case: Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
 
 
 def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if is_latent(case.config):
+        yield from _latent_head(case, name)
+        return
     vary = has_setting(case.config, "global_head_dim")
     if vary:
         yield from case.difference(name, "head_dim" if name.endswith("_swa") else "global_head_dim", value)
@@ -123,13 +136,36 @@ def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} has one size of a head, {case.head}")
 
 
+def _latent_head(case: Case, name: str, value: Any = None) -> Iterator[Difference]:
+    """Yields differences of the sizes of a head. Files of 2024 have no keys that end in _mla."""
+    file = case.file
+    if f"{name}_mla" in file.values:
+        return  # it is then the size of a head in llama.cpp's own way to compute
+    if name.startswith("attention.key_length"):
+        rotated = int(file.number("rope.dimension_count") or 0)
+        yield from case.difference(name, "qk_rope_head_dim", rotated)
+        yield from case.difference(name, "qk_nope_head_dim", int(file.number(name) or 0) - rotated)
+    else:
+        yield from case.difference(name, "v_head_dim", int(file.number(name) or 0))
+
+
 def _blocks(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if has_setting(case.config, "layers_block_type"):
+        return  # see `gguf_layers`
     count = int(case.file.number(name) or 0) - int(case.file.number("nextn_predict_layers") or 0)
     yield from case.difference(name, "num_hidden_layers", count)
 
 
 def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
     """Yields differences of the width, which is twice as large in some layers of Gemma 4."""
+    if isinstance(getattr(case.config, "intermediate_size", None), list):
+        count = int(case.file.number("block_count") or 0)
+        yield from case.difference(name, "intermediate_size", value if isinstance(value, list) else [value] * count)
+        return
+    if isinstance(value, list) and has_setting(case.config, "layers_block_type"):
+        value = max(value)
+    if not value:
+        return
     if not isinstance(value, list) or not has_setting(case.config, "use_double_wide_mlp"):
         yield from plain(case, name, Key(("intermediate_size",), size=True), value)
         return
@@ -144,12 +180,30 @@ def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    if isinstance(value, list) and 0 in value and has_setting(case.config, "layer_types"):
+    if is_latent(case.config):  # llama.cpp has one head of keys for all; in files of 2024 as many as of queries
+        heads = case.file.number("attention.head_count")
+        if value not in (1, heads):
+            yield case.nowhere(name, "1 or the number of attention heads is expected")
+        yield from case.difference(name, "num_key_value_heads", heads)
+        return
+    if not has_setting(case.config, "num_key_value_heads"):
+        own = held_value(case.config, "num_attention_heads") if has_setting(case.config, "num_attention_heads") else 0
+        if has_setting(case.config, "num_kv_heads"):  # Falcon, which has one head in its other layout
+            if case.config.new_decoder_architecture or value != 1:
+                yield from case.difference(name, "num_kv_heads", value)
+        elif getattr(case.config, "multi_query", False):
+            own = 1
+        if value not in (0, own) and not has_setting(case.config, "num_kv_heads"):
+            yield case.nowhere(name, f"transformers' {type(case.config).__name__} has {own}")
+        return
+    if isinstance(value, list) and 0 in value:
         yield from case.difference(name, "num_key_value_heads", max(value))
-        types = ["full_attention" if each else "conv" for each in value]
         if set(value) - {0, max(value)}:
             yield case.nowhere(name, "one number for all layers of attention is expected")
-        elif case.config.layer_types != types:
+        if not case.config.model_type.startswith("lfm2"):
+            return  # see `gguf_layers`
+        types = ["full_attention" if each else "conv" for each in value]
+        if case.config.layer_types != types:
             yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
         return
     if not has_setting(case.config, "num_global_key_value_heads"):
@@ -181,9 +235,16 @@ def _interval(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
     heads = case.file.number("ssm.time_step_rank")
-    if has_setting(case.config, "linear_value_head_dim") and heads:
-        yield from case.difference(name, "linear_value_head_dim", value / heads)
-    elif value:
+    sizes = ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "head_dim")
+    size = next((size for size in sizes if has_setting(case.config, size)), "")
+    if has_setting(case.config, "mamba_d_ssm"):
+        yield from case.difference(name, "mamba_d_ssm", value)
+    if size and heads and case.config.model_type != "jamba":
+        yield from case.difference(name, size, value / heads if size == sizes[0] else value // heads)
+    expand = next((setting for setting in ("mamba_expand", "expand") if has_setting(case.config, setting)), "")
+    if expand and case.config.model_type not in ("nemotron_h", "falcon_h1"):
+        yield from case.difference(name, expand, value // (case.file.number("embedding_length") or case.config.hidden_size))
+    elif value and not size:
         yield case.nowhere(name)
 
 
@@ -193,7 +254,7 @@ def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
     held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
     if held is not None and list(held) != sections:
         yield Difference({case.file.full(name): value}, "rope_parameters['mrope_section']", held, sections)
-    elif held is None and not getattr(case.config, "ignore_keys_at_rope_validation", None):
+    elif case.file.architecture not in TEXT_OF_IMAGES and held is None and not getattr(case.config, "ignore_keys_at_rope_validation", None):
         yield case.nowhere(name)
 
 
@@ -219,6 +280,8 @@ def _layer_pattern(case: Case, name: str, value: Any) -> Iterator[Difference]:
     layers = range(case.config.num_hidden_layers)
     if isinstance(stated, list):
         sliding = [bool(each) for each in stated]
+    elif case.file.architecture == "modern-bert":  # the first layer of a period is the one without a window
+        sliding = [layer % stated != 0 for layer in layers]
     else:
         sliding = [stated == 0 or layer % stated < stated - 1 for layer in layers]
     types = ["sliding_attention" if each else "full_attention" for each in sliding]
@@ -245,19 +308,82 @@ def _weights_norm(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 def _gating(case: Case, name: str, value: Any) -> Iterator[Difference]:
     expected = GATING.get(case.file.architecture, 1)
+    if case.file.architecture == "deepseek2":
+        expected = 1 if case.config.model_type == "deepseek_v2" else 2
     if value not in (0, expected):
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} computes {expected}")
 
 
 def _parallel(case: Case, name: str, value: Any) -> Iterator[Difference]:
     # The converter of StableLM writes True for configs without the setting. The tensors of the norms say what is right.
-    if case.file.architecture != "stablelm" and value != (case.file.architecture in PARALLEL_BLOCKS):
+    if has_setting(case.config, "use_parallel_residual") and case.file.architecture == "gptneox":
+        yield from case.difference(name, "use_parallel_residual", bool(value))
+    elif case.file.architecture != "stablelm" and value != (case.file.architecture in PARALLEL_BLOCKS):
         yield case.nowhere(name)
+
+
+def _causal(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if bool(value) == (case.config.model_type in ENCODERS):
+        yield case.nowhere(name)
+
+
+def _alibi(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields a difference of the slope, or of the limit of q, k and v, which MPT has in a config of its own."""
+    if not has_setting(case.config, "attn_config"):
+        yield from plain(case, name, Key(("clip_qkv",), (0,)) if name.endswith("kqv") else Key(neutral=(0,)), value)
+        return
+    held = case.config.attn_config
+    wanted = {"alibi": bool(case.file.values.get("attention.max_alibi_bias", held.alibi))}
+    wanted["alibi_bias_max"] = int(case.file.values.get("attention.max_alibi_bias") or held.alibi_bias_max)
+    wanted["clip_qkv"] = case.file.values.get("attention.clamp_kqv") or None
+    own = {key: getattr(held, key) for key in wanted}
+    if not same(own, wanted):
+        yield Difference({case.file.full(name): value}, "attn_config", own, wanted)
+
+
+def _temperature(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if has_setting(case.config, "attn_scale"):
+        yield from plain(case, name, Key(("attn_scale",), (0,)), value)
+    elif "llama_4_scaling_beta" not in getattr(case.config, "ignore_keys_at_rope_validation", ()):
+        yield from plain(case, name, Key(neutral=(0,)), value)
+    elif not same(held := (case.config.rope_parameters or {}).get("llama_4_scaling_beta"), value) and not case.complete:
+        said = {case.file.full(name): value}
+        yield Difference(said, "rope_parameters['llama_4_scaling_beta']", held, value)
+
+
+def _normalizes(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if bool(value) != (case.config.model_type == "falcon_mamba"):
+        yield case.nowhere(name)
+
+
+def _sparsity(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields a difference of the shares of zeros. llama.cpp has the normal distribution's quantiles of them."""
+    shares = [round(NormalDist().cdf(each), 6) for each in (value if isinstance(value, list) else [value])]
+    if len(shares) == 1:
+        shares *= int(case.file.number("block_count") or 1)
+    held = getattr(case.config, "activation_sparsity_pattern", None)
+    if held is None:
+        yield case.nowhere(name)
+    elif len(held) != len(shares) or any(abs(a - b) > 1e-6 for a, b in zip(held, shares, strict=True)):
+        yield Difference({case.file.full(name): value}, "activation_sparsity_pattern", held, shares)
+
+
+def _dense(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if case.complete and not has_setting(case.config, "mlp_layer_types"):  # see `gguf_layers`
+        yield from plain(case, name, KEYS[name], value)
+
+
+def _finetuned(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields whether the attention of Granite's hybrid models depends on positions, which this key says there."""
+    if has_setting(case.config, "position_embedding_type"):
+        held = case.config.position_embedding_type
+        if (held == "rope") != bool(value):
+            yield Difference({case.file.full(name): value}, "position_embedding_type", held, "rope" if value else None)
 
 
 def _layout(case: Case, name: str, value: Any) -> Iterator[Difference]:
     known = ARCHITECTURES.get(case.file.architecture)
-    if value != "reference" and not (value == "Meta AI original pth" and known is not None and known.reorders):
+    if value != "reference" and (case.file.architecture, value) != ("falcon", "jploski") and not (value == "Meta AI original pth" and known is not None and known.reorders):
         yield case.nowhere(name, "this order of rows is not known")
 
 
@@ -268,6 +394,16 @@ SPECIAL: dict[str, Callable[[Case, str, Any], Iterator[Difference]]] = {
     "full_attention_interval": _interval,
     "ssm.inner_size": _inner_size,
     "rope.dimension_sections": _sections,
+    "leading_dense_block_count": _dense,
+    "ssm.dt_b_c_rms": _normalizes,
+    "activation_sparsity_scale": _sparsity,
+    "attention.causal": _causal,
+    "attention.max_alibi_bias": _alibi,
+    "attention.clamp_kqv": _alibi,
+    "attention.temperature_scale": _temperature,
+    "attention.key_length_mla": _latent_head,
+    "attention.value_length_mla": _latent_head,
+    "rope.scaling.finetuned": _finetuned,
     "attention.key_length": _head,
     "attention.value_length": _head,
     "attention.key_length_swa": _head,

@@ -16,11 +16,13 @@ from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
 from torch_marlin_metal.checkpoints.formats.gguf import unknown_architecture
+from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.models.empty_model import COMPUTED
+from torch_marlin_metal.models.gguf_layers import model_type
 from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.patterns import selects
 
@@ -97,8 +99,7 @@ def _settings(path: Path) -> dict[str, Any] | None:
     kind = MODEL_TYPES.get(architecture)
     if kind is None:
         return None
-    if architecture == "llama" and metadata.get("llama.expert_count"):
-        kind = "mixtral"
+    kind = model_type(architecture, kind, FileSettings(metadata, tensors))
     settings: dict[str, Any] = {"model_type": kind}
     for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
         settings[name] = metadata.get(f"tokenizer.{key}")
