@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING_NAMES
 
 FILE = Path(__file__).parents[1] / "torch_marlin_metal" / "checkpoints" / "formats" / "gguf_table.py"
-BLOCKS = 64
+BLOCKS = 8
 # Architectures that are read. Their files must be tested: tests/checkpoints/test_gguf_models.py has all of them.
 READ = (
     *("llama", "llama4", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gpt-oss"),
@@ -31,7 +31,7 @@ READ = (
     *("command-r", "granite", "smollm3", "nemotron", "cohere2", "granitemoe", "arcee", "olmo", "seed_oss", "ernie4_5"),
     *("exaone4", "glm4", "glm4moe", "lfm2", "dots1", "minimax-m2", "hunyuan-dense"),
     *("deepseek2", "qwen3next", "qwen2vl", "qwen3vl", "qwen3vlmoe", "ernie4_5-moe", "lfm2moe", "granitehybrid"),
-    *("nemotron_h", "nemotron_h_moe", "mistral3", "mistral4", "gemma3n", "phimoe", "afmoe", "exaone-moe"),
+    *("nemotron_h", "mistral3", "mistral4", "gemma3n", "phimoe", "afmoe", "exaone-moe"),
     *("hunyuan-moe", "falcon-h1", "gpt2", "gptneox", "falcon", "bloom", "mpt", "mamba", "mamba2", "jamba"),
     *("starcoder", "minicpm3", "apertus", "bitnet", "chatglm", "jais2", "glm-dsa"),
     *("bert", "nomic-bert", "modern-bert", "eurobert"),
@@ -39,7 +39,7 @@ READ = (
 # For texts, the text models of Qwen 2 VL and Qwen 3 VL compute what Qwen 2 and Qwen 3 compute.
 MODEL_TYPES = {"phi2": "phi", "command-r": "cohere", "hunyuan-dense": "hunyuan_v1_dense", "deepseek2": "deepseek_v3"}
 MODEL_TYPES |= {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe", "granitehybrid": "granitemoehybrid"}
-MODEL_TYPES |= {"nemotron_h_moe": "nemotron_h", "mistral3": "ministral3", "hunyuan-moe": "hunyuan_v1_moe"}
+MODEL_TYPES |= {"mistral3": "ministral3", "hunyuan-moe": "hunyuan_v1_moe"}
 MODEL_TYPES |= {"starcoder": "gpt_bigcode", "chatglm": "glm", "glm-dsa": "glm_moe_dsa"}
 # Settings for classes whose default config has not all kinds of layers, or cannot be built.
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
@@ -61,7 +61,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "granitehybrid": HYBRID,
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"]},
-    "nemotron_h_moe": {"layers_block_type": ["mamba", "attention", "moe", "mlp"]},
     "gemma3n": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -74,8 +73,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm-dsa": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
 }
 # Other beginnings of names in the checkpoints of which gguf's table knows the names.
-BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "nemotron_h_moe": ("model.", "backbone.")}
-BEGINNINGS |= {"nomic-bert": ("layers.", "model.layers."), "bloom": ("transformer.", "")}
+BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
+BEGINNINGS |= {"nomic-bert": ("layers.", "model.layers.")}
 # Names of gguf for endings of transformers' names, where gguf's table has none.
 SILENT = {
     "self_attn.sinks": "attn_sinks.weight",
@@ -89,7 +88,6 @@ SILENT = {
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "block_sparse_moe.router.weight": "ffn_gate_inp",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps",
-    "mixer.experts.down_proj": "ffn_down_exps",
     "shared_mlp.input_linear.weight": "ffn_gate_shexp",
     "mlp.e_score_correction_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
@@ -114,11 +112,11 @@ OWN = {
 }
 # Further names in files of tensors that have another name there, too.
 ALSO = {
-    **dict.fromkeys(("deepseek2", "mistral4", "glm-dsa"), {".attn_k_b": ".attn_kv_b"}),
+    **{name: {".attn_k_b": ".attn_kv_b"} for name in ("deepseek2", "mistral4", "glm-dsa")},
     "qwen3next": {".attn_qkv": ".ssm_in"},
     "granitehybrid": {".ffn_gate": ".ffn_gate_shexp", ".ffn_down": ".ffn_down_shexp"},
 }
-STACKED = re.compile(r".*\.experts\.(gate_up_proj|up_proj|down_proj)(_bias)?")
+STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 def plain(name: str) -> str:
@@ -136,7 +134,7 @@ def model_type(architecture: str) -> str:
 def pairs(architecture: str) -> tuple[str, dict[str, str]]:
     """Returns where the blocks of transformers' model are, and its names of tensors by gguf's names."""
     config = AutoConfig.for_model(model_type(architecture), **SETTINGS.get(architecture, {}))
-    config.num_hidden_layers = min(config.num_hidden_layers, 12)
+    config.num_hidden_layers = min(config.num_hidden_layers, 4)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
         model = (AutoModel if architecture in ENCODERS else auto).from_config(config)
@@ -153,7 +151,9 @@ def pairs(architecture: str) -> tuple[str, dict[str, str]]:
         ending = re.search(r"\.(weight|bias)$", tensor)
         module = tensor.removesuffix(ending[0]) if ending else tensor.removesuffix("_bias")
         whole = re.fullmatch(r"(.*)\.\d+", module)
-        name = next((name for end, name in silent.items() if f".{tensor}".endswith((f".{end}", f".{end}.weight"))), None)
+        name = next(
+            (name for end, name in silent.items() if f".{tensor}".endswith((f".{end}", f".{end}.weight"))), None
+        )
         if name is None:
             name = _of_gguf(names, architecture, module) or _of_gguf(names, architecture, whole[1] if whole else "")
             if name is None and (name := names.get_name(tensor)):

@@ -12,6 +12,7 @@ from gguf.quants import dequantize, quantize
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.gguf_changes import MLA, changed, experts, factor, reordered, several
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
@@ -40,9 +41,6 @@ OWN_SIZES = {
     "granitehybrid dense": MAMBA
     | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 96, "num_local_experts": 0},
     "nemotron_h": NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp"]},
-    "nemotron_h_moe": NEMOTRON
-    | ROUTED
-    | {"layers_block_type": ["mamba", "attention", "moe"], "moe_shared_expert_intermediate_size": 96},
     "mistral4": LATENT | ROUTED | {"first_k_dense_replace": 0, "head_dim": 48},
     "gemma3n": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": SLIDING * 2, "laurel_rank": 32}
     | {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], "hidden_size_per_layer_input": 32}
@@ -56,6 +54,7 @@ OWN_SIZES = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": 96},
     "falcon multi query": {"multi_query": True, "new_decoder_architecture": False, "ffn_hidden_size": 96},
     "mamba": {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128, "expand": 2},
+    "falcon_mamba": {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128, "expand": 2},
     "mamba2": {"state_size": 16, "num_heads": 4, "head_dim": 32, "n_groups": 2, "expand": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
     | {"mamba_d_state": 16, "mamba_dt_rank": 32, "use_mamba_kernels": False},
@@ -88,7 +87,12 @@ OWN_SIZES = {
 # (architecture in files, name of a family of models)
 FAMILIES = [(name, name) for name in ARCHITECTURES]
 FAMILIES += [("llama", "mixtral"), ("gemma4", "gemma4 mixture"), ("deepseek2", "deepseek_v2")]
-FAMILIES += [("granitehybrid", "granitehybrid dense"), ("falcon", "falcon multi query"), ("chatglm", "chatglm fused")]
+FAMILIES += [
+    ("mamba", "falcon_mamba"),
+    ("granitehybrid", "granitehybrid dense"),
+    ("falcon", "falcon multi query"),
+    ("chatglm", "chatglm fused"),
+]
 TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -105,20 +109,17 @@ TYPES |= {"minimax-m2": "minimax_m2", "hunyuan-dense": "hunyuan_v1_dense"}
 TYPES |= {"deepseek2": "deepseek_v3", "qwen3next": "qwen3_next", "qwen2vl": "qwen2", "qwen3vl": "qwen3"}
 TYPES |= {"qwen3vlmoe": "qwen3_moe", "ernie4_5-moe": "ernie4_5_moe", "lfm2moe": "lfm2_moe"}
 TYPES |= dict.fromkeys(("granitehybrid", "granitehybrid dense"), "granitemoehybrid")
-TYPES |= {"nemotron_h_moe": "nemotron_h", "mistral3": "ministral3", "gemma3n": "gemma3n_text"}
+TYPES |= {"mistral3": "ministral3", "gemma3n": "gemma3n_text"}
 TYPES |= {"exaone-moe": "exaone_moe", "hunyuan-moe": "hunyuan_v1_moe", "falcon-h1": "falcon_h1", "gptneox": "gpt_neox"}
 TYPES |= {"falcon multi query": "falcon", "starcoder": "gpt_bigcode", "chatglm": "glm", "chatglm fused": "glm"}
 TYPES |= {"glm-dsa": "glm_moe_dsa", "nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
 ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert")
 REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo", "mistral3", "granitehybrid")
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 LINEAR_ATTENTION = ("qwen35", "qwen35moe", "qwen3next")
-TILED = ("qwen35", "qwen35moe")
-MLA = ("deepseek2", "mistral4", "glm-dsa")
-MAMBA_2 = ("mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
 # Tensors that the converter keeps in fp32, by a part of their names.
-FP32 = re.compile(r"ffn_gate_inp|conv[^.]*\.(weight|bias)|\.bias$|ssm_(a|d)$|_norm\.|position_embd|token_types|altup_\w*coef")
-TRANSPOSED_EXPERTS = ("gpt-oss", "llama4")
+FP32 = re.compile(
+    r"ffn_gate_inp|conv[^.]*\.(weight|bias)|\.bias$|ssm_(a|d)$|_norm\.|position_embd|token_types|altup_\w*coef"
+)
 IDS = torch.tensor([[3, 9, 27, 41, 5]])
 # Names in checkpoints of parameters, which llama.cpp's converters rename further before they ask gguf's table.
 RENAMED = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
@@ -136,7 +137,6 @@ FUSED = ("nomic-bert", "chatglm fused")  # checkpoints have q, k and v in one te
 # Parts of names that differ in checkpoints.
 PARTS = {
     "nemotron_h": {"model": "backbone"},
-    "nemotron_h_moe": {"model": "backbone", "mixer.dt_proj": "mixer.dt"},
     "bloom": {"transformer.": ""},
     "nomic-bert": NOMIC,
 }
@@ -151,11 +151,7 @@ def model_of(family: str, **settings: Any) -> nn.Module:
     if family.startswith("falcon") and family != "falcon-h1":
         del sizes["head_dim"]  # the class has no setting for it
     config = AutoConfig.for_model(TYPES.get(family, family), **sizes)
-    auto = AutoModelForImageTextToText if family == "mistral4" else AutoModelForCausalLM
-    if family in ENCODERS:
-        model = AutoModel.from_config(config, **({"add_pooling_layer": False} if family == "bert" else {}))
-    else:
-        model = auto.from_config(config)
+    model = auto_class(family).from_config(config, **({"add_pooling_layer": False} if family == "bert" else {}))
     model = model.float().eval()
     model.fuses_qkv = family in FUSED
     with torch.no_grad():
@@ -167,51 +163,18 @@ def model_of(family: str, **settings: Any) -> nn.Module:
     return model
 
 
+def auto_class(family: str) -> Any:
+    """Returns the class of transformers that makes a model of a family."""
+    if family in ENCODERS:
+        return AutoModel
+    return AutoModelForImageTextToText if family == "mistral4" else AutoModelForCausalLM
+
+
 def outputs(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
     """Returns the logits of a model, or the last states of an encoder."""
     with torch.no_grad():
         found = model(ids)
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
-
-
-def value_heads_in_tiles(config: Any, index: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """Returns an array with the n-th value head of all key heads side by side, as llama.cpp stores linear attention."""
-    keys = config.linear_num_key_heads
-    index = np.moveaxis(index, axis, 0)
-    heads = index.reshape(keys, config.linear_num_value_heads // keys, size, *index.shape[1:])
-    return np.moveaxis(heads.swapaxes(0, 1).reshape(index.shape), 0, axis)
-
-
-def linear_attention(config: Any, name: str, index: np.ndarray) -> np.ndarray:
-    """Returns the elements of a tensor of linear attention in llama.cpp's order."""
-    size = config.linear_value_head_dim
-    if "conv1d" in name:
-        index = index.squeeze()
-    if "in_proj_qkv" in name or "conv1d" in name:
-        others = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-        return np.concatenate((index[:others], value_heads_in_tiles(config, index[others:], 0, size)))
-    if "in_proj_z" in name:
-        return value_heads_in_tiles(config, index, 0, size)
-    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
-        return value_heads_in_tiles(config, index, 0, 1)
-    return value_heads_in_tiles(config, index, 1, size) if "out_proj" in name else index
-
-
-def experts(architecture: str, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of gate, up and down of all experts.
-
-    Those of gpt-oss and llama4 are `[E, K, N]`. In gpt-oss, gate and up alternate. Gemma 4 keeps gate and up together.
-    """
-    block, alternates = re.search(r"\.(\d+)\.", name)[1], architecture == "gpt-oss"
-    parts = ("gate", "up") if "gate_up" in name else ("up",) if "up_proj" in name else ("down",)
-    if architecture == "gemma4" and len(parts) == 2:
-        parts = ("gate_up",)
-    bias = name.endswith("_bias")
-    if architecture in TRANSPOSED_EXPERTS and not bias:
-        index = index.swapaxes(1, 2)
-    for number, part in enumerate(parts):
-        rows = index[:, number :: len(parts)] if alternates else np.split(index, len(parts), 1)[number]
-        yield f"blk.{block}.ffn_{part}_exps.{'bias' if bias else 'weight'}", rows
 
 
 def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -250,58 +213,6 @@ def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Ite
         name = re.sub(rf"(?<![a-z_]){re.escape(own)}", part, name, count=1)
     name = re.sub(r"(altup_\w*projections)\.\d+", r"\1", name)
     yield names.get_name(name, try_suffixes=(".weight", ".bias")), index
-
-
-def several(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a block that llama.cpp's converter makes of one tensor."""
-    if "shared_mlp.input_linear" in name:
-        ending = "_shexp" if config.num_local_experts else ""
-        gate, up = np.split(index, 2)
-        yield from ((f"ffn_gate{ending}.weight", gate), (f"ffn_up{ending}.weight", up))
-    if "shared_mlp.output_linear" in name and not config.num_local_experts:
-        yield "ffn_down.weight", index
-    if "in_proj_qkvz" in name:
-        keys, size = config.linear_num_key_heads, config.linear_key_head_dim
-        values = config.linear_value_head_dim * config.linear_num_value_heads // keys
-        q, k, v, z = np.split(index.reshape(keys, -1, index.shape[1]), np.cumsum([size, size, values]), axis=1)
-        yield "attn_qkv.weight", np.concatenate([part.reshape(-1, index.shape[1]) for part in (q, k, v)])
-        yield "attn_gate.weight", z.reshape(-1, index.shape[1])
-    if "kv_b_proj" in name and architecture in MLA:
-        heads = index.reshape(config.num_attention_heads, -1, index.shape[1])
-        yield "attn_k_b.weight", heads[:, : config.qk_nope_head_dim].swapaxes(1, 2)
-        yield "attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
-
-
-def reordered(architecture: str, config: Any, name: str, index: np.ndarray) -> np.ndarray:
-    """Returns the elements of a tensor in llama.cpp's order and shape."""
-    if architecture in TILED and "linear_attn" in name:
-        index = linear_attention(config, name, index)
-    if "query_key_value" in name and architecture != "falcon":
-        index = index.reshape(config.num_attention_heads, 3, -1, *index.shape[1:]).swapaxes(0, 1).reshape(index.shape)
-    if "query_key_value" in name and architecture == "falcon":
-        size = config.hidden_size // config.num_attention_heads
-        keys = index.shape[0] // size - config.num_attention_heads
-        groups = index.reshape(keys // 2, -1, size, *index.shape[1:])
-        parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
-        index = np.concatenate([part.reshape(-1, *index.shape[1:]) for part in parts])
-    if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
-        index = index.T
-    if "conv.conv" in name or "conv1d.weight" in name:
-        index = index.squeeze()
-    if "shared_expert_gate" in name:
-        index = index.squeeze()
-    if architecture in MAMBA_2 and re.search(r"\.(A_log|D)$", name):
-        index = index.reshape(-1, 1)
-    if architecture in MAMBA_2 and name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
-        index = index.reshape(2, -1)  # two groups in all of these models
-    return index
-
-
-def changed(architecture: str, name: str, values: np.ndarray) -> np.ndarray:
-    """Returns the values that llama.cpp's converter stores for a tensor of transformers with this name."""
-    if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-        return values + 1
-    return -np.exp(values) if name.endswith("A_log") else values
 
 
 def write(
@@ -352,7 +263,9 @@ def write(
             stored.setdefault(target, []).append((flat, elements, name))
     for target, parts in stored.items():
         join = np.stack if "altup" in target and len(parts) > 1 else np.concatenate
-        values = join([changed(architecture, name, flat[index]) for flat, index, name in parts])
+        factors = [factor(architecture, config, name) for _, _, name in parts]
+        changes = [changed(architecture, name, flat[index]) for flat, index, name in parts]
+        values = join([one * by for one, by in zip(changes, factors, strict=True)])
         if values.ndim == 1 or FP32.search(target):
             writer.add_tensor(target, np.ascontiguousarray(values))
             continue
@@ -360,9 +273,9 @@ def write(
         packed = quantize(np.ascontiguousarray(values), kind)
         writer.add_tensor(target, packed, raw_dtype=kind)
         decoded, start = dequantize(packed, kind), 0
-        for number, (flat, index, name) in enumerate(parts):
+        for number, (flat, index, _) in enumerate(parts):
             own = decoded[number] if join is np.stack else decoded[start : start + len(index)]
-            flat[index] = own
+            flat[index] = own / factors[number]
             start += len(index)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -182,8 +182,10 @@ class _Planner:
             found = None if name is None or name in self._targets else self._finder.find(name)
             if found is None or name is None:
                 continue
-            experts = self._experts_of(*found) if self._reader.metadata else self._plan.experts.get(
-                self._targets[found[0]].name
+            experts = (
+                self._experts_of(*found)
+                if self._reader.metadata
+                else self._plan.experts.get(self._targets[found[0]].name)
             )
             if experts is None:
                 continue

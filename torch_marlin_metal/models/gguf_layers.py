@@ -94,9 +94,11 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
         yield "blk.0.ffn_up.weight", "ffn_hidden_size", width[0]
         is_new = "blk.0.attn_norm_2.weight" in shapes
         yield "blk.0.attn_norm_2.weight", "new_decoder_architecture", is_new
-        yield "falcon.attention.head_count_kv", "multi_query", not is_new and file.values.get(
-            "attention.head_count_kv", 1
-        ) == 1
+        yield (
+            "falcon.attention.head_count_kv",
+            "multi_query",
+            not is_new and file.values.get("attention.head_count_kv", 1) == 1,
+        )
     if kind == "falcon_h1":
         yield "blk.0.ssm_norm.weight", "mamba_rms_norm", "blk.0.ssm_norm.weight" in shapes
     if kind == "gemma3n_text" and (rank := shapes.get("blk.0.laurel_l.weight")):

@@ -1,125 +1,31 @@
 """The keys of GGUF files that need code of their own to be compared with a config of transformers."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import Any
 
-from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, FileSettings, Key, same, shown
+from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, Key, same
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
-from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER
-from torch_marlin_metal.patterns import NameFilter, selects
+from torch_marlin_metal.models.gguf_case import (
+    Case,
+    Difference,
+    has_setting,
+    head_size,
+    held_value,
+    is_latent,
+    plain,
+)
 
 # Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
 PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4}
-# Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
-PER_LAYER = {
-    "head_dim": ("sliding_attention", "head_dim"),
-    "global_head_dim": ("full_attention", "head_dim"),
-    "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
-    "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
-}
 
 # How the router weighs experts: 2 is sigmoid, 3 softmax over the chosen ones; 1, softmax over all, elsewhere.
 GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "afmoe", "exaone-moe", "glm-dsa"), 2)
-GATING |= {"nemotron_h_moe": 2, "gpt-oss": 3}
+GATING |= {"gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
 ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert")  # model types whose tokens see later tokens
 # Architectures with images, whose files transformers' models for texts read. All parts of a position are equal there.
 TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
-FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting that a file and a config give other values.
-
-    Attributes:
-        said: what the file says, by its keys and tensors; None stands for the numbers of a tensor.
-        setting: the config's setting, or "" if the config has none.
-        held: the config's value.
-        wanted: the value that the file asks for.
-        why: for a difference without a setting: what is wrong.
-    """
-
-    said: Mapping[str, Any]
-    setting: str = ""
-    held: Any = None
-    wanted: Any = None
-    why: str = ""
-
-    def __str__(self) -> str:
-        said = [key if value is None else f"{key} = {shown(value)}" for key, value in self.said.items()]
-        return f"{', '.join(said)}, but {self.why or f'config.{self.setting} is {shown(self.held)}'}"
-
-    def chosen(self, ignore: NameFilter) -> bool:
-        """Returns whether `ignore` selects one of the keys."""
-        return any(selects(ignore, key) for key in self.said)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is compared: the config, the file, whether llama.cpp's defaults count, and the size of a head."""
-
-    config: Any
-    file: FileSettings
-    complete: bool
-    head: int
-
-    def difference(self, key: str, setting: str, value: Any) -> Iterator[Difference]:
-        """Yields the difference of a setting from the value that a key asks for, if there is one."""
-        held = held_value(self.config, setting)
-        if not same(held, value):
-            yield Difference({self.file.full(key): self.file.values.get(key, value)}, setting, held, value)
-
-    def nowhere(self, key: str, why: str = "") -> Difference:
-        """Returns the difference of a key for which the config has no setting."""
-        why = why or f"{type(self.config).__name__} has no setting for it"
-        return Difference({self.file.full(key): self.file.values[key]}, why=why)
-
-
-def has_setting(config: Any, name: str) -> bool:
-    """Returns whether a config's class has a setting. A config also keeps values that its class does not know."""
-    if config.model_type in VARY_BY_LAYER and name in PER_LAYER:
-        return True
-    declared = getattr(type(config), "__dataclass_fields__", None)
-    return hasattr(config, name) if declared is None else name in declared or name in type(config).attribute_map
-
-
-def held_value(config: Any, name: str) -> Any:
-    """Returns the value of a setting that a config has."""
-    if config.model_type not in VARY_BY_LAYER or name not in PER_LAYER:
-        return getattr(config, name)
-    kind, own = PER_LAYER[name]
-    return getattr(config.per_layer_config[config.layer_types.index(kind) if kind in config.layer_types else 0], own)
-
-
-def head_size(config: Any) -> int:
-    """Returns the size of a head, of layers without a sliding window if sizes vary."""
-    name = "global_head_dim" if has_setting(config, "global_head_dim") else "head_dim"
-    own = held_value(config, name) if has_setting(config, name) else getattr(config, name, None)
-    return int(own or config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1))
-
-
-def is_latent(config: Any) -> bool:
-    """Returns whether keys and values come from a latent vector, so that their heads have sizes of their own."""
-    return has_setting(config, "kv_lora_rank")
-
-
-def plain(case: Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
-    """Yields the difference of a key that one setting holds."""
-    setting = next((setting for setting in key.settings if has_setting(case.config, setting)), "")
-    neutral = value in key.neutral
-    if isinstance(value, list) or not isinstance(value, bool | int | float):
-        yield case.nowhere(name, f"one number for all layers is expected for a {type(case.config).__name__}")
-    elif not setting:
-        fixed = FIXED.get((case.file.architecture, name))
-        if not neutral and not (fixed is not None and same(fixed, value)) and not key.size:
-            yield case.nowhere(name)
-    elif not neutral:
-        yield from case.difference(name, setting, value)
-    elif held_value(case.config, setting) not in (*key.neutral, None):
-        yield from case.difference(name, setting, key.off)
 
 
 def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
@@ -150,7 +56,7 @@ def _latent_head(case: Case, name: str, value: Any = None) -> Iterator[Differenc
 
 
 def _blocks(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    if has_setting(case.config, "layers_block_type"):
+    if case.config.model_type == "nemotron_h":
         return  # see `gguf_layers`
     count = int(case.file.number(name) or 0) - int(case.file.number("nextn_predict_layers") or 0)
     yield from case.difference(name, "num_hidden_layers", count)
@@ -162,7 +68,7 @@ def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
         count = int(case.file.number("block_count") or 0)
         yield from case.difference(name, "intermediate_size", value if isinstance(value, list) else [value] * count)
         return
-    if isinstance(value, list) and has_setting(case.config, "layers_block_type"):
+    if isinstance(value, list) and case.config.model_type == "nemotron_h":
         value = max(value)
     if not value:
         return
@@ -240,10 +146,12 @@ def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
     if has_setting(case.config, "mamba_d_ssm"):
         yield from case.difference(name, "mamba_d_ssm", value)
     if size and heads and case.config.model_type != "jamba":
-        yield from case.difference(name, size, value / heads if size == sizes[0] else value // heads)
+        yield from case.difference(name, size, value // heads)
     expand = next((setting for setting in ("mamba_expand", "expand") if has_setting(case.config, setting)), "")
     if expand and case.config.model_type not in ("nemotron_h", "falcon_h1"):
-        yield from case.difference(name, expand, value // (case.file.number("embedding_length") or case.config.hidden_size))
+        yield from case.difference(
+            name, expand, value // (case.file.number("embedding_length") or case.config.hidden_size)
+        )
     elif value and not size:
         yield case.nowhere(name)
 
@@ -254,7 +162,11 @@ def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
     held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
     if held is not None and list(held) != sections:
         yield Difference({case.file.full(name): value}, "rope_parameters['mrope_section']", held, sections)
-    elif case.file.architecture not in TEXT_OF_IMAGES and held is None and not getattr(case.config, "ignore_keys_at_rope_validation", None):
+    elif (
+        case.file.architecture not in TEXT_OF_IMAGES
+        and held is None
+        and not getattr(case.config, "ignore_keys_at_rope_validation", None)
+    ):
         yield case.nowhere(name)
 
 
@@ -333,7 +245,7 @@ def _alibi(case: Case, name: str, value: Any) -> Iterator[Difference]:
         yield from plain(case, name, Key(("clip_qkv",), (0,)) if name.endswith("kqv") else Key(neutral=(0,)), value)
         return
     held = case.config.attn_config
-    wanted = {"alibi": bool(case.file.values.get("attention.max_alibi_bias", held.alibi))}
+    wanted: dict[str, Any] = {"alibi": bool(case.file.values.get("attention.max_alibi_bias", held.alibi))}
     wanted["alibi_bias_max"] = int(case.file.values.get("attention.max_alibi_bias") or held.alibi_bias_max)
     wanted["clip_qkv"] = case.file.values.get("attention.clamp_kqv") or None
     own = {key: getattr(held, key) for key in wanted}
@@ -382,8 +294,10 @@ def _finetuned(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _layout(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    known = ARCHITECTURES.get(case.file.architecture)
-    if value != "reference" and (case.file.architecture, value) != ("falcon", "jploski") and not (value == "Meta AI original pth" and known is not None and known.reorders):
+    known, architecture = ARCHITECTURES.get(case.file.architecture), case.file.architecture
+    reorders = known is not None and known.reorders
+    right = {"reference": True, "Meta AI original pth": reorders, "jploski": architecture == "falcon"}
+    if not right.get(value, False):
         yield case.nowhere(name, "this order of rows is not known")
 
 

@@ -1,7 +1,7 @@
 """Reads the layers of GGUF files, with the names and the order of rows of llama.cpp or of transformers."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_orders import (
     row_order,
     split_rows,
 )
-from torch_marlin_metal.checkpoints.formats.gguf_small import decode
+from torch_marlin_metal.checkpoints.formats.gguf_pieces import Piece, dequantize, needs_gguf
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
@@ -43,30 +43,6 @@ def unknown_architecture(path: Path, architecture: str) -> str:
         f"{path}: the architecture {architecture!r} has no table of transformers' names; load the safetensors of the "
         f"model that was converted, or read the tensors under their own names: {typed('gguf_names', 'gguf')}"
     )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The matrices of a file that are one layer of transformers.
-
-    Attributes:
-        tensor: the matrix, or a stack of matrices.
-        second: a second one, or None.
-        way: how the rows of both make those of the layer, see `gguf_orders.joined`.
-        expert: the number of the matrix in a stack.
-        part: which part of the rows is the layer, see `gguf_orders.split_rows`; None means all.
-    """
-
-    tensor: GgufTensor
-    second: GgufTensor | None = None
-    way: str = ""
-    expert: int | None = None
-    part: int | None = None
-
-    @property
-    def tensors(self) -> list[GgufTensor]:
-        """Returns the one or two tensors."""
-        return [self.tensor] if self.second is None else [self.tensor, self.second]
 
 
 class GgufReader(CheckpointReader):
@@ -163,7 +139,14 @@ class GgufReader(CheckpointReader):
         return expert_name(tensor.name, self.architecture, expert, fused=fused)
 
     def _full_name(self, tensor: GgufTensor) -> str:
-        return (hf_name(tensor.name, self.architecture) if self.hf else None) or tensor.name
+        if not self.hf:
+            return tensor.name
+        name = hf_name(tensor.name, self.architecture)
+        for inner, (other, instead) in ARCHITECTURES[self.architecture].without.items():
+            base, _, ending = tensor.name.rpartition(".")
+            if base.endswith(inner) and f"{base.removesuffix(inner)}{other}.{ending}" not in self.tensors:
+                name = f"{ARCHITECTURES[self.architecture].blocks}.{base.split('.')[1]}{instead}.{ending}"
+        return name or tensor.name
 
     def stored_bytes(self, index: int) -> int:
         """Returns the size of a layer in the file."""
@@ -171,7 +154,7 @@ class GgufReader(CheckpointReader):
         size = sum(tensor.nbytes for tensor in piece.tensors)
         if piece.part is not None:
             rows = self._rows(piece)
-            return size * (rows.stop - rows.start) // piece.tensor.shape[0]
+            return int(size * (rows.stop - rows.start) // piece.tensor.shape[0])
         return size // (1 if piece.expert is None else piece.tensor.shape[0])
 
     def convert(self, index: int) -> PackedWeight:
@@ -181,6 +164,7 @@ class GgufReader(CheckpointReader):
             raise UnsupportedFormat(
                 f"{piece.tensor.file}: tensor {piece.tensor.name!r}: its columns are rows in transformers' layer",
                 self._floats(index),
+                f"{piece.tensor.type_name} of attn_k_b",
             )
         weight = self._convert(index, piece, piece.tensor)
         other = piece.second
@@ -253,6 +237,7 @@ class GgufReader(CheckpointReader):
                     f"{where}: its columns are in another order in transformers, and a value head does not fill whole "
                     f"groups of {weight.group_size}",
                     self._floats(index),
+                    f"{tensor.type_name} of ssm_out",
                 )
             weight.scales = weight.scales.contiguous()
             weight.zeros = None if weight.zeros is None else weight.zeros.contiguous()
@@ -260,7 +245,7 @@ class GgufReader(CheckpointReader):
         except PackedWeightError as error:
             raise CheckpointError(f"{where}: {error}") from error
         except ImportError as error:
-            raise _needs_gguf(tensor) from error
+            raise needs_gguf(tensor) from error
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Returns the row order that restores transformers' order of a tensor, or None if it is unchanged."""
@@ -325,9 +310,9 @@ class GgufReader(CheckpointReader):
 
     def _values(self, piece: Piece) -> Tensor:
         """Reads the weight of a layer as floats `[N, K]`."""
-        first = _dequantize(piece.tensor, piece.expert)
+        first = dequantize(piece.tensor, piece.expert)
         if piece.second is not None:
-            return self._joined(piece, first, _dequantize(piece.second, piece.expert))
+            return self._joined(piece, first, dequantize(piece.second, piece.expert))
         return self._ordered(piece.tensor, first)[self._rows(piece)]
 
     def _ordered(self, tensor: GgufTensor, values: Tensor) -> Tensor:
@@ -367,25 +352,6 @@ class GgufReader(CheckpointReader):
         """Reads a tensor outside the layers, with transformers' values and order of rows if `hf` is set."""
         values = self._ordered(tensor, tensor.read())
         return restored(tensor.name, self.architecture, values) if self.hf else values
-
-
-def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Decodes any block type with the optional package `gguf`. Floats stay what they are."""
-    if tensor.is_plain:
-        return tensor.read(expert)
-    blocks: Any = tensor.read(expert).numpy()
-    try:
-        return decode(blocks, tensor.type_name)
-    except ImportError as error:
-        raise _needs_gguf(tensor) from error
-    except (NotImplementedError, KeyError) as error:
-        where = f"{tensor.file}: tensor {tensor.name!r}"
-        raise UnsupportedFormat(f"{where}: the package gguf does not decode {tensor.type_name}") from error
-
-
-def _needs_gguf(tensor: GgufTensor) -> UnsupportedFormat:
-    where = f"{tensor.file}: tensor {tensor.name!r}"
-    return UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)")
 
 
 FORMAT = Format(

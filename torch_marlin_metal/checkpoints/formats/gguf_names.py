@@ -47,6 +47,7 @@ class Architecture:
             rows of q first, as llama.cpp has them.
         transposed: matrices of floats that transformers has as `[K, N]`.
         numbers: parameters of each block that the file has as metadata: the key, and the name in a block.
+        without: names that a tensor has in transformers if the file lacks another one: the other one, and the name.
         tiles_values: whether the converter reorders the value heads of linear attention, see `gguf_orders`.
     """
 
@@ -62,6 +63,7 @@ class Architecture:
     qkv: str = ""
     transposed: tuple[str, ...] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
+    without: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     tiles_values: bool = False
 
 
@@ -82,8 +84,9 @@ RULES: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("deepseek2", "mistral4", "glm-dsa"), LATENT),
     **dict.fromkeys(("chatglm", "nomic-bert"), SPLIT_QKV),
-    **dict.fromkeys(("gptneox", "bloom"), {"qkv": "heads"}),
-    "falcon": {"qkv": "groups"},
+    **{name: {"qkv": "heads"} for name in ("gptneox", "bloom")},
+    # Falcon 7B has one norm in a block, and Falcon 40B has one for the attention and one for the rest.
+    "falcon": {"qkv": "groups", "without": {".attn_norm": (".attn_norm_2", ".input_layernorm")}},
     "gpt2": {"transposed": (".attn_qkv", ".attn_output", ".ffn_up", ".ffn_down")},
     "apertus": {"numbers": {f"xielu.{name}": f".mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}},
 }
@@ -95,9 +98,7 @@ def _architectures() -> dict[str, Architecture]:
     for line in TABLE.replace("\n  ", " ").splitlines():
         name, kind, *own = line.split()
         model_type, _, blocks = kind.partition("@")
-        found[name] = Architecture(
-            model_type, blocks or "model.layers", common | _pairs(own), **RULES.get(name, {})
-        )
+        found[name] = Architecture(model_type, blocks or "model.layers", common | _pairs(own), **RULES.get(name, {}))
     return found
 
 

@@ -76,7 +76,7 @@ def _qkv_order(kind: str, rows: int, numbers: _Numbers) -> Tensor:
 
 def _side_by_side(sizes: list[int], groups: int) -> Tensor:
     """Returns the order that puts the rows of each group side by side, from parts that have the groups in turn."""
-    parts = torch.arange(sum(sizes), device="cpu").split(sizes)
+    parts = torch.split(torch.arange(sum(sizes), device="cpu"), sizes)
     return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
 

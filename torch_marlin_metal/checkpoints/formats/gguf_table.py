@@ -42,15 +42,15 @@ COMMON = """\
 .shortconv.conv=.conv.conv
 .shortconv.in_proj=.conv.in_proj
 .shortconv.out_proj=.conv.out_proj
-.ssm_a=.mixer.A_log
+.ssm_a=.linear_attn.A_log
 .ssm_alpha=.linear_attn.in_proj_a
 .ssm_beta=.linear_attn.in_proj_b
-.ssm_conv1d=.mixer.conv1d
-.ssm_d=.mixer.D
+.ssm_conv1d=.linear_attn.conv1d
+.ssm_d=.mamba.D
 .ssm_dt.bias=.linear_attn.dt_bias
-.ssm_in=.mixer.in_proj
+.ssm_in=.mamba.in_proj
 .ssm_norm=.linear_attn.norm
-.ssm_out=.mixer.out_proj
+.ssm_out=.linear_attn.out_proj
 output=lm_head
 output_norm=model.norm
 per_layer_model_proj=model.per_layer_model_projection
@@ -73,10 +73,9 @@ qwen2moe qwen2_moe .ffn_down_shexp=.mlp.shared_expert.down_proj .ffn_gate_shexp=
   .ffn_up_shexp=.mlp.shared_expert.up_proj
 qwen3 qwen3
 qwen3moe qwen3_moe
-qwen35 qwen3_5_text .ssm_a=.linear_attn.A_log .ssm_conv1d=.linear_attn.conv1d .ssm_out=.linear_attn.out_proj
+qwen35 qwen3_5_text
 qwen35moe qwen3_5_moe_text .ffn_down_shexp=.mlp.shared_expert.down_proj .ffn_gate_shexp=.mlp.shared_expert.gate_proj
-  .ffn_up_shexp=.mlp.shared_expert.up_proj .ssm_a=.linear_attn.A_log .ssm_conv1d=.linear_attn.conv1d
-  .ssm_out=.linear_attn.out_proj
+  .ffn_up_shexp=.mlp.shared_expert.up_proj
 gpt-oss gpt_oss .attn_sinks.weight=.self_attn.sinks .ffn_gate_inp=.mlp.router
 gemma gemma
 gemma2 gemma2 .ffn_norm=.pre_feedforward_layernorm
@@ -112,9 +111,8 @@ minimax-m2 minimax_m2 .exp_probs_b.bias=.mlp.e_score_correction_bias
 hunyuan-dense hunyuan_v1_dense .attn_k_norm=.self_attn.key_layernorm .attn_q_norm=.self_attn.query_layernorm
 deepseek2 deepseek_v3
 qwen3next qwen3_next .attn_qkv=.linear_attn.in_proj_qkvz .ffn_down_shexp=.mlp.shared_expert.down_proj
-  .ffn_gate_shexp=.mlp.shared_expert.gate_proj .ffn_up_shexp=.mlp.shared_expert.up_proj .ssm_a=.linear_attn.A_log
-  .ssm_ba=.linear_attn.in_proj_ba .ssm_conv1d=.linear_attn.conv1d .ssm_in=.linear_attn.in_proj_qkvz
-  .ssm_out=.linear_attn.out_proj
+  .ffn_gate_shexp=.mlp.shared_expert.gate_proj .ffn_up_shexp=.mlp.shared_expert.up_proj
+  .ssm_ba=.linear_attn.in_proj_ba .ssm_in=.linear_attn.in_proj_qkvz
 qwen2vl qwen2
 qwen3vl qwen3
 qwen3vlmoe qwen3_moe
@@ -125,16 +123,12 @@ lfm2moe lfm2_moe .attn_k_norm=.self_attn.k_layernorm .attn_norm=.operator_norm .
   .ffn_norm=.ffn_norm .ffn_up=.feed_forward.w3
 granitehybrid granitemoehybrid .ffn_down=.shared_mlp.output_linear .ffn_down_exps=.block_sparse_moe.experts.down_proj
   .ffn_down_shexp=.shared_mlp.output_linear .ffn_gate=.shared_mlp.input_linear .ffn_gate_inp=.block_sparse_moe.router
-  .ffn_gate_shexp=.shared_mlp.input_linear .ssm_a=.mamba.A_log .ssm_conv1d=.mamba.conv1d .ssm_d=.mamba.D
-  .ssm_dt.bias=.mamba.dt_bias .ssm_in=.mamba.in_proj .ssm_norm=.mamba.norm .ssm_out=.mamba.out_proj
+  .ffn_gate_shexp=.shared_mlp.input_linear .ssm_a=.mamba.A_log .ssm_conv1d=.mamba.conv1d .ssm_dt.bias=.mamba.dt_bias
+  .ssm_norm=.mamba.norm .ssm_out=.mamba.out_proj
 nemotron_h nemotron_h .attn_k=.mixer.k_proj .attn_norm=.norm .attn_output=.mixer.o_proj .attn_q=.mixer.q_proj
-  .attn_v=.mixer.v_proj .ffn_down=.mixer.down_proj .ffn_up=.mixer.up_proj .ssm_dt.bias=.mixer.dt_bias
-  .ssm_norm=.mixer.norm output_norm=model.norm_f token_embd=model.embeddings
-nemotron_h_moe nemotron_h .attn_k=.mixer.k_proj .attn_norm=.norm .attn_output=.mixer.o_proj .attn_q=.mixer.q_proj
-  .attn_v=.mixer.v_proj .exp_probs_b.bias=.mixer.gate.e_score_correction_bias .ffn_down=.mixer.down_proj
-  .ffn_down_exps=.mixer.experts.down_proj .ffn_down_shexp=.mixer.shared_experts.down_proj .ffn_gate_inp=.mixer.gate
-  .ffn_up=.mixer.up_proj .ffn_up_shexp=.mixer.shared_experts.up_proj .ssm_dt.bias=.mixer.dt_bias .ssm_norm=.mixer.norm
-  output_norm=model.norm_f token_embd=model.embeddings
+  .attn_v=.mixer.v_proj .ffn_down=.mixer.down_proj .ffn_up=.mixer.up_proj .ssm_a=.mixer.A_log
+  .ssm_conv1d=.mixer.conv1d .ssm_d=.mixer.D .ssm_dt.bias=.mixer.dt_bias .ssm_in=.mixer.in_proj .ssm_norm=.mixer.norm
+  .ssm_out=.mixer.out_proj output_norm=model.norm_f token_embd=model.embeddings
 mistral3 ministral3
 mistral4 mistral4
 gemma3n gemma3n_text .altup_correct_coef=.altup.correction_coefs
@@ -151,8 +145,7 @@ hunyuan-moe hunyuan_v1_moe .attn_k_norm=.self_attn.key_layernorm .attn_q_norm=.s
   .ffn_up_shexp=.mlp.shared_mlp.up_proj
 falcon-h1 falcon_h1 .ffn_down=.feed_forward.down_proj .ffn_gate=.feed_forward.gate_proj
   .ffn_norm=.pre_ff_layernorm.weight .ffn_up=.feed_forward.up_proj .ssm_a=.mamba.A_log .ssm_conv1d=.mamba.conv1d
-  .ssm_d=.mamba.D .ssm_dt.bias=.mamba.dt_bias .ssm_in=.mamba.in_proj .ssm_norm=.mamba.norm .ssm_out=.mamba.out_proj
-  output_norm=model.final_layernorm
+  .ssm_dt.bias=.mamba.dt_bias .ssm_norm=.mamba.norm .ssm_out=.mamba.out_proj output_norm=model.final_layernorm
 gpt2 gpt2@transformer.h .attn_norm=.ln_1 .attn_output=.attn.c_proj .attn_qkv=.attn.c_attn .ffn_down=.mlp.c_proj
   .ffn_norm=.ln_2 .ffn_up=.mlp.c_fc output_norm=transformer.ln_f token_embd=transformer.wte
 gptneox gpt_neox@gpt_neox.layers .attn_output=.attention.dense .attn_qkv=.attention.query_key_value
@@ -167,16 +160,17 @@ bloom bloom@transformer.h .attn_output=.self_attention.dense .attn_qkv=.self_att
 mpt mpt@transformer.blocks .attn_norm=.norm_1 .attn_output=.attn.out_proj .attn_qkv=.attn.Wqkv
   .ffn_down=.ffn.down_proj .ffn_norm=.norm_2 .ffn_up=.ffn.up_proj output_norm=transformer.norm_f
   token_embd=transformer.wte
-mamba mamba@backbone.layers .attn_norm=.norm .ssm_dt=.mixer.dt_proj .ssm_dt.bias=.mixer.dt_proj.bias
+mamba mamba@backbone.layers .attn_norm=.norm .ssm_a=.mixer.A_log .ssm_conv1d=.mixer.conv1d .ssm_d=.mixer.D
+  .ssm_dt=.mixer.dt_proj .ssm_dt.bias=.mixer.dt_proj.bias .ssm_in=.mixer.in_proj .ssm_out=.mixer.out_proj
   .ssm_x=.mixer.x_proj output_norm=backbone.norm_f token_embd=backbone.embeddings
-mamba2 mamba2@backbone.layers .attn_norm=.norm .ssm_dt.bias=.mixer.dt_bias .ssm_norm=.mixer.norm
+mamba2 mamba2@backbone.layers .attn_norm=.norm .ssm_a=.mixer.A_log .ssm_conv1d=.mixer.conv1d .ssm_d=.mixer.D
+  .ssm_dt.bias=.mixer.dt_bias .ssm_in=.mixer.in_proj .ssm_norm=.mixer.norm .ssm_out=.mixer.out_proj
   output_norm=backbone.norm_f token_embd=backbone.embeddings
 jamba jamba .ffn_down=.feed_forward.down_proj .ffn_down_exps=.feed_forward.experts.down_proj
   .ffn_gate=.feed_forward.gate_proj .ffn_gate_inp=.feed_forward.router .ffn_norm=.pre_ff_layernorm
   .ffn_up=.feed_forward.up_proj .ssm_a=.mamba.A_log .ssm_b_norm=.mamba.b_layernorm .ssm_c_norm=.mamba.c_layernorm
-  .ssm_conv1d=.mamba.conv1d .ssm_d=.mamba.D .ssm_dt=.mamba.dt_proj .ssm_dt.bias=.mamba.dt_proj.bias
-  .ssm_dt_norm=.mamba.dt_layernorm .ssm_in=.mamba.in_proj .ssm_out=.mamba.out_proj .ssm_x=.mamba.x_proj
-  output_norm=model.final_layernorm
+  .ssm_conv1d=.mamba.conv1d .ssm_dt=.mamba.dt_proj .ssm_dt.bias=.mamba.dt_proj.bias .ssm_dt_norm=.mamba.dt_layernorm
+  .ssm_out=.mamba.out_proj .ssm_x=.mamba.x_proj output_norm=model.final_layernorm
 starcoder gpt_bigcode@transformer.h .attn_norm=.ln_1 .attn_output=.attn.c_proj .attn_qkv=.attn.c_attn
   .ffn_down=.mlp.c_proj .ffn_norm=.ln_2 .ffn_up=.mlp.c_fc output_norm=transformer.ln_f token_embd=transformer.wte
 minicpm3 minicpm3

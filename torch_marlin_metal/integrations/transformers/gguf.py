@@ -21,6 +21,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
+from torch_marlin_metal.layers.float_experts import SPLIT, STACKED
 from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.models.gguf_layers import model_type
 from torch_marlin_metal.models.gguf_settings import corrected
@@ -56,9 +57,10 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
-        """Returns the tensors that transformers loads itself: all except those of layers that stay packed."""
+        """Returns the tensors that transformers loads itself: all except those of layers and of experts."""
         assert self._packed is not None
-        return {name: tensor for name, tensor in self._packed.reader.other_tensors() if not selects(COMPUTED, name)}
+        others = self._packed.reader.others()
+        return {name: read() for name, read, _ in others if not (selects(COMPUTED, name) or _is_of_expert(name))}
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Does nothing, because `read_header` has already opened the file."""
@@ -66,6 +68,11 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.quantization_config.quant_method = Method.NATIVE
         return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+def _is_of_expert(name: str) -> bool:
+    layer = name.removesuffix(".weight").removesuffix(".bias")
+    return any(kind.fullmatch(layer) for kind in (STACKED, SPLIT))
 
 
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
