@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from transformers import AutoModelForCausalLM
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from tests.support.gguf_models import FAMILIES, IDS, model_of, outputs, write
 from tests.support.llama import MODELS, write_gguf
@@ -17,6 +18,7 @@ from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, conve
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
+from torch_marlin_metal.integrations.transformers.take_over import logger as door_logger
 
 ROOT = Path(__file__).parents[2]
 WARNINGS = {
@@ -254,3 +256,50 @@ def test_an_unknown_architecture_says_what_to_do(tmp_path) -> None:
     with pytest.raises(convert.UnsupportedFormat, match=said):
         AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
     assert len(convert.open_reader(path)) == 16
+
+
+def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(tmp_path, monkeypatch) -> None:
+    """T5 has no table of names here, and transformers has code of its own for it, which decodes the whole file."""
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
+    model, writer = T5ForConditionalGeneration(config).eval(), GGUFWriter(tmp_path / "m.gguf", "t5")
+    for name, value in {
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "block_count": 1,
+        "context_length": 512,
+    }.items():
+        writer.add_uint32(f"t5.{name}", value)
+    for name, value in {"head_count": 2, "key_length": 32, "value_length": 32, "relative_buckets_count": 32}.items():
+        writer.add_uint32(f"t5.attention.{name}", value)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_decoder_start_token_id(0)
+    writer.add_token_list([f"t{number}" for number in range(64)])
+    names, kind = get_tensor_name_map(MODEL_ARCH.T5, 1), GGMLQuantizationType.Q4_0
+    for name, tensor in model.state_dict().items():
+        target, values = names.get_name(name, try_suffixes=(".weight",)), tensor.numpy()
+        if name.endswith("embed_tokens.weight"):
+            continue  # they are the shared table
+        if values.ndim == 1 or "relative" in name:
+            writer.add_tensor(target, values)
+            continue
+        stored = quantize(values, kind)
+        writer.add_tensor(target, stored, raw_dtype=kind)
+        values[...] = dequantize(stored, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    told: list[str] = []
+    monkeypatch.setattr(door_logger, "warning", told.append)
+    load = AutoModelForSeq2SeqLM.from_pretrained
+    loaded = load(tmp_path, gguf_file="m.gguf", dtype=torch.float32, device_map="cpu")
+    assert len(told) == 1 and "without torch_marlin_metal, because: " in told[0] and "architecture 't5'" in told[0]
+    with transformers.restored():
+        theirs = load(tmp_path, gguf_file="m.gguf", dtype=torch.float32, device_map="cpu")
+    with torch.no_grad():
+        expected = theirs(IDS, decoder_input_ids=IDS).logits
+        assert torch.equal(loaded(IDS, decoder_input_ids=IDS).logits, expected)
+    assert torch.equal(loaded.shared.weight, model.shared.weight)
+    with pytest.raises(convert.UnsupportedFormat, match="'t5' has no table of transformers' names"):
+        load(tmp_path, gguf_file="m.gguf", quantization_config=transformers.MarlinConfig())

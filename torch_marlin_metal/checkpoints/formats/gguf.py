@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnknownArchitecture, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
@@ -58,7 +58,7 @@ class GgufReader(CheckpointReader):
         self.architecture = str(self.metadata.get("general.architecture", ""))
         self.hf = options.gguf_names == "hf"
         if self.hf and self.architecture not in ARCHITECTURES:
-            raise UnsupportedFormat(unknown_architecture(path, self.architecture))
+            raise UnknownArchitecture(unknown_architecture(path, self.architecture))
         if self.hf:
             self.tensors = {
                 name: tensor

@@ -13,7 +13,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.directory import open_reader
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import UnknownArchitecture
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
 from torch_marlin_metal.checkpoints.formats.gguf import unknown_architecture
 from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings
@@ -94,7 +94,7 @@ def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
             architecture = str(read_gguf(Path(gguf_checkpoint_path))[0].get("general.architecture", ""))
             if architecture in ARCHITECTURES or not active():
                 raise
-            raise UnsupportedFormat(unknown_architecture(Path(gguf_checkpoint_path), architecture)) from error
+            raise UnknownArchitecture(unknown_architecture(Path(gguf_checkpoint_path), architecture)) from error
 
     return load_gguf_checkpoint
 
