@@ -34,7 +34,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_pieces import Piece, dequantize
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError
 
 
 def unknown_architecture(path: Path, architecture: str) -> str:
@@ -185,7 +185,7 @@ class GgufReader(CheckpointReader):
                 self._floats(index),
             )
         first, others = weight.tensors(), second.tensors()
-        names = ("b_packed", "scales", *(["zeros"] if weight.zeros is not None else []))
+        names = [name for name in COLUMN_TENSORS if name in first and name != "bias"]
         both = {name: self._joined(piece, first[name].T, others[name].T).T.contiguous() for name in names}
         return replace(weight, **both, bias=self.bias(index)).validate()  # type: ignore[arg-type]
 
@@ -229,19 +229,18 @@ class GgufReader(CheckpointReader):
             weight.bias = self._bias_of(piece, tensor)
             order = self._row_order(tensor)
             if order is not None:
-                weight.b_packed, weight.scales = weight.b_packed[:, order], weight.scales[:, order]
-                weight.zeros = None if weight.zeros is None else weight.zeros[:, order]
+                weight = replace(weight.columns(order), bias=weight.bias)
             columns = self._column_order(tensor)
-            if columns is not None and not permute_columns(weight, columns):
+            moved = weight if columns is None else permute_columns(weight, columns)
+            if moved is None:
                 raise UnsupportedFormat(
                     f"{where}: its columns are in another order in transformers, and a value head does not fill whole "
                     f"groups of {weight.group_size}",
                     self._floats(index),
                     f"{tensor.type_name} of ssm_out",
                 )
-            weight.scales = weight.scales.contiguous()
-            weight.zeros = None if weight.zeros is None else weight.zeros.contiguous()
-            return weight.validate()
+            contiguous: dict[str, Any] = {name: tensor.contiguous() for name, tensor in moved.tensors().items()}
+            return replace(moved, **contiguous).validate()
         except PackedWeightError as error:
             raise CheckpointError(f"{where}: {error}") from error
         except ImportError as error:
