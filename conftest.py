@@ -44,10 +44,23 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
+        "whole: beyond the sample that each run takes; only --everything (make test-all) runs it",
+    )
+    config.addinivalue_line(
+        "markers",
         "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
     )
     if MPS_MISSING and os.environ.get("TORCH_MARLIN_METAL_REQUIRE_MPS"):
         raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects the cases beyond the samples, unless --everything asks for them."""
+    if config.getoption("--everything"):
+        return
+    beyond = [item for item in items if item.get_closest_marker("whole")]
+    config.hook.pytest_deselected(items=beyond)
+    items[:] = [item for item in items if not item.get_closest_marker("whole")]
 
 
 def pytest_pycollect_makemodule(module_path, parent):
