@@ -11,6 +11,7 @@ from allpairspy import AllPairs
 
 from tests.support.kernels.launch import facts
 from tests.support.kernels.problems import Problem
+from tests.support.samples import covering
 
 FORMATS = facts()["formats"][:-1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
@@ -54,9 +55,8 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
     """
     names = list(axes)
     rows = [dict(zip(names, case, strict=True)) for case in AllPairs([_distinct(axes[n]) for n in names])]
-    sample = _sample(
-        rows, [pair for pair in (("weight_format", "dtype"), ("kernel", "dtype")) if set(pair) <= set(axes)]
-    )
+    together = [pair for pair in (("weight_format", "dtype"), ("kernel", "dtype")) if set(pair) <= set(axes)]
+    sample = covering([{*row.items(), *((pair, *(row[name] for name in pair)) for pair in together)} for row in rows])
     cases = []
     for i, row in enumerate(rows):
         case = {name: value for name, (_, value) in row.items()}
@@ -67,20 +67,6 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
         marks = () if i in sample else pytest.mark.whole
         cases.append(pytest.param(problems, chosen, id=label, marks=marks))
     return cases
-
-
-def _sample(rows: Sequence[Mapping[str, Any]], together: Sequence[tuple[str, str]]) -> set[int]:
-    """Returns the numbers of few rows that have each value of each axis, and each pair of values of axes in `together`."""
-
-    def parts(row: Mapping[str, Any]) -> set[Any]:
-        return {*row.items(), *((pair, *(row[name] for name in pair)) for pair in together)}
-
-    left, taken = set().union(*map(parts, rows)), set()
-    while left:
-        best = max(range(len(rows)), key=lambda i: len(left & parts(rows[i])))
-        left -= parts(rows[best])
-        taken.add(best)
-    return taken
 
 
 def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Problem]:
