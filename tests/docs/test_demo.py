@@ -44,8 +44,9 @@ def test_real_weights_keep_their_meaning(demo, tmp_path, device, everything, mon
         similarity = (result.embeddings @ result.embeddings.T).cpu()
         assert similarity[same].mean() > similarity[~same & ~torch.eye(6, dtype=torch.bool)].mean() + 0.1
     assert demo.formats_table(results).row_count == len(demo.FORMATS) + 1
-    demo.draw(results, topics, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    if device == "cpu":  # the picture needs all formats, and is the same on each device
+        demo.draw(results, topics, tmp_path / "demo.png")
+        assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 def test_layers_of_other_programs_are_exact(demo, device):
