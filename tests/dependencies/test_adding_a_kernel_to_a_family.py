@@ -81,7 +81,7 @@ FAMILIES = {
         shader="experts/moe_gemv",
         kernel="moe_gemv",
         rows="MOE_GEMV",
-        plan="csrc/planner/experts.cpp",
+        plan="csrc/experts/gpu_plan.cpp",
         chosen=r"^  if \(sorts_pairs\(tiling\)\) \{$",
         toy="  if (problem.top_k == 7) products.instance.kernel = Kernel::{toy};\n  if (sorts_pairs(tiling)) {{",
         weight_format="uint4b8",
@@ -92,8 +92,9 @@ FAMILIES = {
     ),
 }
 PROGRAM = """#include <iostream>
-#include "csrc/planner/builder.h"
+#include "csrc/planner/variants.h"
 #include "csrc/decoder/gpu_plan.h"
+#include "csrc/experts/gpu_plan.h"
 #include "csrc/mlstm/gpu_plan.h"
 using namespace marlin;
 void print(const Plan& plan) {
@@ -135,8 +136,7 @@ def test_a_kernel_of_each_family_is_added_in_three_files(tmp_path: Path) -> None
     main = copy / "main.cpp"
     bodies = [products.PROGRAM, *(f"{family.program}\n  print(plan);" for family in toys.values())]
     main.write_text(PROGRAM % "\n  ".join(f"{{\n  {body}\n  }}" for body in bodies))
-    plans = [copy / "csrc/decoder/gpu_plan.cpp", copy / "csrc/mlstm/gpu_plan.cpp"]
-    sources = [*sorted((copy / "csrc/planner").rglob("*.cpp")), *plans, main]
+    sources = [*sorted((copy / "csrc/planner").rglob("*.cpp")), *sorted((copy / "csrc").glob("*/gpu_plan.cpp")), main]
     command = [cxx.compiler(), "-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", f"-I{copy}"]
     program = cxx.link(copy, cxx.objects(copy, sources, command).values(), command)
     planned = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
