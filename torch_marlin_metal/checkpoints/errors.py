@@ -29,3 +29,7 @@ class UnsupportedFormat(CheckpointError):
         super().__init__(message)
         self.dequantize = dequantize
         self.kind = kind
+
+
+class UnknownArchitecture(UnsupportedFormat):
+    """A GGUF file has an architecture without a table of transformers' names."""
