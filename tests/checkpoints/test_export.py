@@ -114,6 +114,7 @@ def test_a_layer_of_8_bit_of_gptq_is_unchanged(tmp_path, folder) -> None:
 )
 def test_compressed_tensors_itself_decodes_an_export_of_8_bit(tmp_path, folder) -> None:
     (weight,) = read(folder)
+    weight = weight.one_level()
     weight.name, weight.scales = "l", weight.scales.float()
     path = convert.export_checkpoint([weight], tmp_path / "out", "compressed-tensors")
     state = {name.removeprefix("l."): tensor for name, tensor in load_file(path / "model-00001.safetensors").items()}
