@@ -79,16 +79,26 @@ def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Pro
         around = [*values[values.index(own) + 1 :], *values[: values.index(own) + 1]]
         return [v for v in around if v >= least and [v % divisor == 0 for divisor in divisors] == kind]
 
+    # A group of the whole K stays one: kernels know no other group below 16.
+    one_group = p.group_size == p.K and p.weight_format not in FIXED_GROUP_SIZES
     sizes = zip(
         itertools.cycle(others("M", ())), itertools.cycle(others("N", (4, 64, 128))),
-        itertools.cycle(others("K", (16, 32, 64), p.group_size)),
+        itertools.cycle(others("K", (16, 32, 64), 1 if one_group else p.group_size)),
     )  # fmt: skip
-    return [replace(p, M=M, N=N, K=K) for M, N, K in itertools.islice(sizes, 2)]
+    return [
+        replace(p, M=M, N=N, K=K, group_size=K if one_group else p.group_size) for M, N, K in itertools.islice(sizes, 2)
+    ]
 
 
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns few cases for `pytest.mark.parametrize`. For any two axes, the cases contain each pair of values."""
     return [tuple(case) for case in AllPairs(list(axes.values()))]
+
+
+def sampled(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Marks cases for `pytest.mark.parametrize` as `whole`, except so many that each value of each argument occurs."""
+    sample = covering([set(enumerate(map(str, case))) for case in cases])
+    return [pytest.param(*case, marks=() if i in sample else pytest.mark.whole) for i, case in enumerate(cases)]
 
 
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -100,11 +110,14 @@ def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
 def plain_problems(
     M: int, N: int, K: int, formats: Sequence[str] = FORMATS, dtypes: Sequence[torch.dtype] = FLOATS, **fields: Any
 ) -> list[Any]:
-    """Returns a problem for each format with each activation dtype."""
+    """Returns a problem for each format with each activation dtype. The sample has each format and each dtype."""
+    kinds = list(itertools.product(formats, dtypes))
+    sample = covering([set(kind) for kind in kinds])
     return [
         pytest.param(
             problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),
             id=f"{weight_format}-{str(dtype)[6:]}",
+            marks=() if i in sample else pytest.mark.whole,
         )
-        for weight_format, dtype in itertools.product(formats, dtypes)
+        for i, (weight_format, dtype) in enumerate(kinds)
     ]
