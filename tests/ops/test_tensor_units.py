@@ -63,14 +63,16 @@ def check_products(K: int, N: int, group_sizes: tuple[int, ...], rows: tuple[int
     """Multiplies in every format of tensor units. Dtypes, group sizes and options take turns, or with `whole` all dtypes run."""
     import softmetal
 
-    formats = [(name, None) for name in FORMATS]
-    formats += [(name, dtype) for name in ("uint4", "uint4_bias") for dtype in (torch.bfloat16, torch.float32)]
+    formats: list[tuple[str, dict[str, torch.dtype]]] = [(name, {}) for name in FORMATS]
+    floats = (torch.bfloat16, torch.float32)
+    formats += [(name, {"zeros_dtype": dtype}) for name in ("uint4", "uint4_bias") for dtype in floats]
+    codes = {"scales_dtype": torch.uint8, "super_dtype": torch.float16}
+    formats += [("uint4b8", codes), ("uint4_bias", codes | {"zeros_dtype": torch.uint8})]
     kernels()
-    for turn, (weight_format, zeros_dtype) in enumerate(formats):
+    for turn, (weight_format, options) in enumerate(formats):
         fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
         for i, dtype in enumerate(dtypes_in_turn(turn, whole)):
             group_size = fixed or group_sizes[(turn + i) % len(group_sizes)]
-            options = {} if zeros_dtype is None else {"zeros_dtype": zeros_dtype}
             weight = reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
             generator = torch.Generator().manual_seed(turn)
             a = torch.randn(max(rows), K, generator=generator).to(dtype)
