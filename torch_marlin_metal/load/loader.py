@@ -36,8 +36,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import selects
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
-AHEAD_BYTES = 1 << 28  # that are read ahead of tensors that become part of the model
-COPIED_AHEAD_BYTES = 1 << 25  # the same of tensors that are copied into it, which exist twice for a while
+AHEAD_SHARE = 64  # of the layers' bytes, one part in so many is read ahead, because it exists beside what it becomes
+MOST_AHEAD, LEAST_AHEAD = 1 << 27, 1 << 22  # bytes
 
 
 class Loader:
@@ -90,11 +90,11 @@ class Loader:
             self._begin_split(split)
         report: list[LayerReport] = []
         total = len(plan.places) + len(plan.experts)
-        with tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress) as bar:
-            with keep_file_open():
-                for experts in plan.experts.values():
-                    report.append(self._fill_experts(experts))
-                    bar.update()
+        bar = tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress)
+        with bar, keep_file_open():
+            for experts in plan.experts.values():
+                report.append(self._fill_experts(experts))
+                bar.update()
             for place in sorted(plan.places, key=lambda place: place.index):
                 with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
                     report += self._fill(place, split)
@@ -362,14 +362,10 @@ class Loader:
         self._put(target, module)
 
 
-def read_ahead(reader: CheckpointReader, moves: bool) -> None:
-    """Starts to read layers in threads, in the order of `Loader.fill`, while a host library prepares the model.
-
-    Args:
-        reader: the checkpoint.
-        moves: whether the layers go to another device than the CPU.
-    """
+def read_ahead(reader: CheckpointReader) -> None:
+    """Starts to read layers in threads, in the order of `Loader.fill`, while a host library prepares the model."""
     names = reader.layer_names
     others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
     experts = sorted(set(range(len(names))) - set(others))
-    reader.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)
+    share = sum(map(reader.stored_bytes, range(len(names)))) // AHEAD_SHARE
+    reader.read_ahead(experts + others, min(MOST_AHEAD, max(LEAST_AHEAD, share)))

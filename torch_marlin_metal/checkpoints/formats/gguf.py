@@ -11,8 +11,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
+from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.format_interface import Format
-from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
+from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS, in_pieces
 from torch_marlin_metal.checkpoints.formats.gguf_names import (
     ARCHITECTURES,
     expert_name,
@@ -166,7 +167,11 @@ class GgufReader(CheckpointReader):
         block_bytes, decode = DECODERS[tensor.type_name]
         rows = tensor.shape[-2]
         try:
-            weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes))
+
+            def read(part: Slice) -> Tensor:
+                return tensor.read(expert, part).reshape(part.stop - part.start, -1, block_bytes)
+
+            weight = in_pieces(decode, read, rows)
             weight.name, weight.source = self._name(tensor, expert), f"gguf {tensor.type_name}"
             weight.global_scale = self._scale(tensor, expert)
             weight.bias = self._bias_of(tensor, expert)

@@ -15,9 +15,6 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.layer import words_of_codes
 from torch_marlin_metal.packed_weight import PackedWeight
 
-BLOCK = 256  # weights of a block of these types
-PIECE = 1 << 22  # weights that are decoded at a time, so that their floats stay small beside the packed weight
-
 
 def decode(blocks: Any, type_name: str) -> Tensor:
     """Decodes bytes `[..., bytes of a row]` of any type to fp32 with the optional package gguf.
@@ -66,11 +63,9 @@ class SmallType:
             ImportError: the package gguf is not installed.
         """
         table = self.table(type_name)
-        rows = max(1, PIECE // (BLOCK * blocks.shape[1]))
-        pieces = [self._codes(piece, type_name, table) for piece in torch.split(blocks, rows)]
-        scales = torch.cat([scales for _, scales in pieces])
+        codes, scales = self._codes(blocks, type_name, table)
         return PackedWeight(
-            words_of_codes(torch.cat([codes for codes, _ in pieces])),
+            words_of_codes(codes),
             scales.t().contiguous(),
             "lut4" if self.has_table else "uint4b8",
             self.group_size,
