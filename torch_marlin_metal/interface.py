@@ -57,7 +57,6 @@ FUNCTIONS = (
     "set_longest_plan_seconds",
     "set_tuned",
     "set_tuned_loader",
-    "tiles",
     "torch_version",
 )
 

@@ -9,6 +9,7 @@
 
 #include "csrc/core/tensor_views.h"
 #include "csrc/experts/gated.h"
+#include "csrc/experts/gpu_plan.h"
 #include "csrc/gemm/find_plan.h"
 #include "csrc/weights/bind_weight.h"
 
@@ -49,7 +50,7 @@ void launch_moe(MoeProblem problem, Bindings bindings, const Tensor& a, const Te
   problem.product.vector_aligned_a = is_aligned(a, 4);
   bindings[kSlotA] = a;
   bindings[kSlotOut] = out;
-  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, a);
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, plan_moe, a);
   const int64_t first = first_part(compiled->plan, T);
   if (first == T) return encode(*compiled, std::move(bindings));
   for (const auto& [start, tokens] : {std::pair(int64_t{0}, first), std::pair(first, T - first)}) {
@@ -87,7 +88,7 @@ std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& wei
   if (expert_ids.numel() == 0) return std::nullopt;
   ExpertProducts products = bind_products("moe_gemm_gated", a, weight, shape, expert_ids, bias);
   products.problem.gate = gate;
-  const std::shared_ptr<const CompiledPlan> compiled = find_plan(products.problem, a);
+  const std::shared_ptr<const CompiledPlan> compiled = find_plan(products.problem, plan_moe, a);
   const int64_t T = expert_ids.size(0);
   if (!compiled->plan.applies_gate || first_part(compiled->plan, T) < T) return std::nullopt;
   Tensor out = at::empty({T, expert_ids.size(1), weight.b_packed.size(2) / 2}, a.options());

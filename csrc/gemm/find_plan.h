@@ -16,11 +16,14 @@ void set_bias(GemmProblem& problem, const OptionalTensor& bias);
 // The first call runs the probe kernel.
 bool half_subnormals(const Tensor& like);
 
+template <typename Problem>
+using Planner = Plan (*)(const Problem&, const GpuDevice&);
+
 // Finds or makes the plan of a product on this GPU. If a kernel for tensor units fails on this Mac, a warning names the
 // reason once, and from then on "auto" gets the plan for a GPU without these units. A product that asks for such a
 // kernel by name gets the error.
 std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like);
-std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const Tensor& like);
+std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, Planner<MoeProblem> plan, const Tensor& like);
 
 // A product that would keep the GPU from other work for too long is computed in parts, each with some of the rows.
 // Returns the number of rows of the first part, which is M if the product need not be divided.

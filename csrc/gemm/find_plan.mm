@@ -9,10 +9,11 @@
 #include <stdexcept>
 
 #include "csrc/core/math.h"
+#include "csrc/gemm/gpu_plan.h"
+#include "csrc/gemm/plan_cache.h"
 #include "csrc/mps/library.h"
 #include "csrc/mps/pytorch_internals.h"
 #include "csrc/planner/commit_policy.h"
-#include "csrc/planner/plan_cache.h"
 
 namespace marlin::mps {
 namespace {
@@ -61,25 +62,27 @@ CompiledPlan prepare(Plan plan) {
 }
 
 template <typename Problem>
-std::shared_ptr<const CompiledPlan> cached_plan(const Problem& problem, const Tensor& like, bool tensor_units) {
+std::shared_ptr<const CompiledPlan> cached_plan(const Problem& problem, Planner<Problem> plan, const Tensor& like,
+                                                bool tensor_units) {
   using Plans = PlanCache<Problem, CompiledPlan>;
-  static auto* plans = new Plans(this_gpu(like), prepare);
-  static auto* other_plans = new Plans(without_tensor_units(this_gpu(like)), compile);
+  static auto* plans = new Plans(this_gpu(like), plan, prepare);
+  static auto* other_plans = new Plans(without_tensor_units(this_gpu(like)), plan, compile);
   return (tensor_units ? plans : other_plans)->find_plan(problem);
 }
 
 template <typename Problem>
-std::shared_ptr<const CompiledPlan> find_product(const Problem& problem, NamedVariant variant, const Tensor& like) {
+std::shared_ptr<const CompiledPlan> find_product(const Problem& problem, NamedVariant variant, Planner<Problem> plan,
+                                                 const Tensor& like) {
   try {
-    if (tensor_units_failed && variant.is_auto()) return cached_plan(problem, like, false);
+    if (tensor_units_failed && variant.is_auto()) return cached_plan(problem, plan, like, false);
     try {
-      return cached_plan(problem, like, true);
+      return cached_plan(problem, plan, like, true);
     } catch (const NoTensorKernel& error) {
       TORCH_CHECK(variant.is_auto(), "torch_marlin_metal: ", error.what());
       if (!tensor_units_failed.exchange(true)) {
         TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
       }
-      return cached_plan(problem, like, false);
+      return cached_plan(problem, plan, like, false);
     }
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
@@ -105,11 +108,11 @@ void set_bias(GemmProblem& problem, const OptionalTensor& bias) {
 }
 
 std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like) {
-  return find_product(problem, problem.variant, like);
+  return find_product(problem, problem.variant, plan_gemm, like);
 }
 
-std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, const Tensor& like) {
-  return find_product(problem, problem.product.variant, like);
+std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, Planner<MoeProblem> plan, const Tensor& like) {
+  return find_product(problem, problem.product.variant, plan, like);
 }
 
 int64_t first_part(const Plan& plan, int64_t M) {

@@ -8,85 +8,39 @@
 
 namespace marlin {
 
-enum class Source : int32_t {
-  apple,
-  metal_benchmarks,
-  applegpuinfo,
-  as_en,
-  stream,
-  decode_slope,
-  prompt_rate,
-  small_reads,
-  a19_test,
-  tensor_rate,
-  derived,
-  assumed,
-};
-
-constexpr std::string_view citation(Source source) {
-  constexpr std::array<std::string_view, 12> texts{
-      "Apple's specification",
-      "the metal-benchmarks project, measured on M1 Max and A14",
-      "the applegpuinfo project, device database",
-      "the as-en project, measured on M1",
-      "STREAM in Metal (arXiv:2502.05317; Beischl, Evaluating Apple Silicon for Data Processing)",
-      "decoding of a 7B model in q8_0 and in q4_0: difference of bytes over difference of time (llama.cpp discussion "
-      "4167)",
-      "prompts of a 7B model in llama.cpp (discussion 4167) and MLX's 4-bit products (pull request 3863, issue 3584), "
-      "compared with the counted instructions of their kernels (lab/published/published.py)",
-      "gathered 4-bit products of 38 MB on an M3 Ultra (mlx issue 4246), and whole tokens in llama.cpp discussion 4167",
-      "published measurement of an A19 of five cores",
-      "MLX's dense fp16 product on the tensor units of an M5 of ten cores, 15.4 TFLOP/s (mlx issue 3925), at the "
-      "assumed clock of 1.6 GHz",
-      "derived from Apple's figures",
-      "assumed: taken over from the nearest GPU that has a figure",
-  };
-  return texts[static_cast<size_t>(source)];
-}
-
 struct Figure {
   double value;
-  Source source;
+  std::string_view source;
 };
 
-namespace figures {
-constexpr Figure apple(double value) {
-  return {value, Source::apple};
-}
-constexpr Figure metal_benchmarks(double value) {
-  return {value, Source::metal_benchmarks};
-}
-constexpr Figure applegpuinfo(double value) {
-  return {value, Source::applegpuinfo};
-}
-constexpr Figure as_en(double value) {
-  return {value, Source::as_en};
-}
-constexpr Figure stream(double value) {
-  return {value, Source::stream};
-}
-constexpr Figure decode_slope(double value) {
-  return {value, Source::decode_slope};
-}
-constexpr Figure prompt_rate(double value) {
-  return {value, Source::prompt_rate};
-}
-constexpr Figure small_reads(double value) {
-  return {value, Source::small_reads};
-}
-constexpr Figure a19_test(double value) {
-  return {value, Source::a19_test};
-}
-constexpr Figure tensor_rate(double value) {
-  return {value, Source::tensor_rate};
-}
-constexpr Figure derived(double value) {
-  return {value, Source::derived};
-}
-constexpr Figure assumed(double value) {
-  return {value, Source::assumed};
-}
-}  // namespace figures
+// A source makes figures: apple(400).
+struct Source {
+  std::string_view citation;
+  constexpr Figure operator()(double value) const { return {value, citation}; }
+};
+
+namespace sources {
+inline constexpr Source apple{"Apple's specification"};
+inline constexpr Source metal_benchmarks{"the metal-benchmarks project, measured on M1 Max and A14"};
+inline constexpr Source applegpuinfo{"the applegpuinfo project, device database"};
+inline constexpr Source as_en{"the as-en project, measured on M1"};
+inline constexpr Source stream{
+    "STREAM in Metal (arXiv:2502.05317; Beischl, Evaluating Apple Silicon for Data Processing)"};
+inline constexpr Source decode_slope{
+    "decoding of a 7B model in q8_0 and in q4_0: difference of bytes over difference of time (llama.cpp discussion "
+    "4167)"};
+inline constexpr Source prompt_rate{
+    "prompts of a 7B model in llama.cpp (discussion 4167) and MLX's 4-bit products (pull request 3863, issue 3584), "
+    "compared with the counted instructions of their kernels (lab/published/published.py)"};
+inline constexpr Source small_reads{
+    "gathered 4-bit products of 38 MB on an M3 Ultra (mlx issue 4246), and whole tokens in llama.cpp discussion 4167"};
+inline constexpr Source a19_test{"published measurement of an A19 of five cores"};
+inline constexpr Source tensor_rate{
+    "MLX's dense fp16 product on the tensor units of an M5 of ten cores, 15.4 TFLOP/s (mlx issue 3925), at the "
+    "assumed clock of 1.6 GHz"};
+inline constexpr Source derived{"derived from Apple's figures"};
+inline constexpr Source assumed{"assumed: taken over from the nearest GPU that has a figure"};
+}  // namespace sources
 
 // The figures of a GPU family, per core (except dram_latency_ns). Clocks are clocks of the GPU. A fused multiply-add
 // counts as two flop.
@@ -124,7 +78,7 @@ struct GpuFamily {
 // L1 share one memory, which is divided while kernels run. Its size is not published, so Apple7's sizes are used.
 // Apple10 is the first with tensor units.
 inline constexpr auto kGpuFamilies = [] {
-  using namespace figures;
+  using namespace sources;
   return std::array<GpuFamily, 4>{{
       {7, false, metal_benchmarks(4), metal_benchmarks(256), metal_benchmarks(256), metal_benchmarks(17),
        metal_benchmarks(18), apple(0), prompt_rate(0.3), metal_benchmarks(106496), metal_benchmarks(3072),
@@ -167,7 +121,7 @@ struct Chip {
 };
 
 inline constexpr auto kChips = [] {
-  using namespace figures;
+  using namespace sources;
   return std::array<Chip, 19>{{
       {"M1", 7, 8, 7, metal_benchmarks(1.278), applegpuinfo(68.25), applegpuinfo(68.25), stream(0.88), small_reads(1),
        metal_benchmarks(768), metal_benchmarks(8)},

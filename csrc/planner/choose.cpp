@@ -1,73 +1,92 @@
-// Plans a problem: makes a tiling for each tile that can compute it, chooses the one with the least estimated time, and
-// builds a plan for that.
-#include "csrc/planner/builder.h"
+// Chooses the tiling of a product: makes one for each tile that can compute it, and takes the one with the least
+// estimated time.
+#include <ranges>
+
+#include "csrc/core/math.h"
 #include "csrc/planner/decisions.h"
-#include "csrc/planner/estimate.h"
+#include "csrc/planner/split_k.h"
 
 namespace marlin {
 
 namespace {
 
-// Returns the best of the tilings that `eligible` admits, or null if it admits none.
+// Returns the tiling with the least time of those that `eligible` admits, or null if it admits none.
 template <typename Eligible>
-const Tiling* best_of(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device,
-                      const Eligible& eligible) {
-  const Tiling* found = nullptr;
-  double least = 0;
-  for (const Tiling& tiling : tilings) {
-    if (!eligible(tiling)) continue;
-    const double seconds = estimate(tiling, problem, device).total();
-    if (found != nullptr && seconds >= least) continue;
-    found = &tiling;
-    least = seconds;
+const Tiling* best_of(const std::vector<Tiling>& tilings, const Eligible& eligible) {
+  auto admitted = tilings | std::views::filter(eligible);
+  const auto best = std::ranges::min_element(admitted, {}, &Tiling::seconds);
+  return best == admitted.end() ? nullptr : &*best;
+}
+
+// Returns the number of threadgroups of a staged kernel with this tile that all cores of the GPU hold at once.
+uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
+  const uint32_t bytes = tile_threadgroup_bytes(row.tile, problem.activations, row.stages);
+  const uint32_t registers = half_registers(row, problem, row.tile.M, device);
+  const Occupancy held = occupancy(tile_threads(row.tile), registers, bytes, family_of(*device.chip));
+  return uint64_t{device.cores} * held.threadgroups;
+}
+
+// The length of a slice of striped. It is a multiple of every tile's K and of every group size, so stripes end where
+// groups end. Shorter slices would balance the stripes better, but they would need more partial sums, which cost more
+// than the better balance saves.
+constexpr uint32_t kStripedSlice = 256;
+// K is split if stripes of whole tiles would leave more than an eighth of the threadgroups' time idle.
+constexpr uint32_t kIdleShare = 8;
+
+bool whole_tiles_fill(uint64_t tiles, uint64_t stripes) {
+  const uint64_t rounds = ceil_divide(tiles, stripes);
+  return (rounds * stripes - tiles) * kIdleShare <= rounds * stripes;
+}
+
+// Returns as many stripes as the GPU holds threadgroups at once, each with an equal part of the work
+// (docs/inside/striping.md).
+std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
+  const uint32_t K = problem.weight.K;
+  const uint64_t resident = resident_threadgroups(row, problem, device);
+  const uint64_t tiles = tile_count(row.tile, problem);
+  Tiling tiling{row};
+  tiling.simdgroups = tile_threads(row.tile) / kSimdWidth;
+  tiling.k_per_slice = whole_tiles_fill(tiles, resident) ? round_up(K, row.tile.K) : kStripedSlice;
+  const uint32_t slices = stripe_slices(K, tiling.k_per_slice);
+  if (tiles * slices > UINT32_MAX) return std::nullopt;
+  const auto units = static_cast<uint32_t>(tiles * slices);
+  tiling.stripes = static_cast<uint32_t>(std::min<uint64_t>(resident, units));
+  for (uint32_t stripe = 1; stripe < tiling.stripes && !tiling.stripes_share_tiles; ++stripe)
+    tiling.stripes_share_tiles = stripe_begin(units, tiling.stripes, stripe) % slices != 0;
+  tiling.seconds = estimate(tiling, problem, device).total();
+  return tiling;
+}
+
+// Returns the best tiling with a tile, or nothing if the tile cannot compute the problem.
+std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
+  const VariantRules& rules = rules_of(row.variant);
+  const uint32_t rows = row.tile.M;
+  if (row.tile == TileShape{}) {
+    Tiling tiling{row};
+    tiling.seconds = estimate(tiling, problem, device).total();
+    return tiling;
   }
-  return found;
+  if (rules.row_multiple != 0 && rows > round_up(problem.M, rules.row_multiple)) return std::nullopt;
+  if (problem.M > rules.most_automatic_rows && problem.variant.is_auto()) return std::nullopt;
+  if (rules.refusal != nullptr && !rules.refusal(problem, device).empty()) return std::nullopt;
+  if (rules.has_stripes) return striped_tiling(row, problem, device);
+  uint32_t most = max_slices(problem.weight, rules.min_slice);
+  uint32_t fewest = std::min(rules.fewest_slices, most);
+  if (row.stages != 0) {  // K is split if there are fewer tiles than threadgroups that the GPU holds at once
+    const uint64_t wanted = ceil_divide(resident_threadgroups(row, problem, device), tile_count(row.tile, problem));
+    fewest = most = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most));
+  }
+  const auto best = [&](uint32_t rest_rows) {
+    return best_split(problem, device, fewest, most,
+                      [&](uint32_t slices) { return split_k(row, problem.weight, slices, rest_rows); });
+  };
+  const Tiling padded = best(0);
+  if (!rules.has_rest_blocks || round_up(problem.M, uint32_t{kBlock}) % rows == 0) return padded;
+  const Tiling with_rest = best(round_up(problem.M % rows, uint32_t{kBlock}));
+  return with_rest.seconds < padded.seconds ? with_rest : padded;
 }
 
 }  // namespace
-
-const VariantRules& rules_of(GemmVariant variant) {
-#define MARLIN_VARIANT_RULES(name) &name##_variant,
-  static constexpr std::array<const VariantRules*, kGemmVariants.size()> rules{
-      MARLIN_GEMM_VARIANTS(MARLIN_VARIANT_RULES)};
-#undef MARLIN_VARIANT_RULES
-  return *rules.at(static_cast<size_t>(variant));
-}
-
-std::span<const GemmTile> gemm_tiles() {
-  static const std::vector<GemmTile> tiles = [] {
-    std::vector<GemmTile> all;
-    for (size_t i = 0; i < kGemmVariants.size(); ++i) {
-      const auto own = rules_of(static_cast<GemmVariant>(i)).tiles;
-      all.insert(all.end(), own.begin(), own.end());
-    }
-    return all;
-  }();
-  return tiles;
-}
-
-bool rounds_weight(GemmVariant variant) {
-  return rules_of(variant).rounds_weight;
-}
-
-bool computes_experts(GemmVariant variant) {
-  return rules_of(variant).add_expert_tilings != nullptr;
-}
-
-std::string expert_variants() {
-  std::string text = "auto";
-  std::string_view last;
-  for (size_t i = 0; i < kGemmVariants.size(); ++i) {
-    if (!computes_experts(static_cast<GemmVariant>(i))) continue;
-    if (!last.empty()) text.append(", ").append(last);
-    last = kGemmVariants.at(i);
-  }
-  return text.append(" or ").append(last);
-}
-
-uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
-  return rules_of(tiling.variant).threadgroup_bytes(tiling, problem, rows);
-}
 
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
@@ -77,7 +96,7 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   std::vector<Tiling> tilings;
   for (const GemmTile& row : gemm_tiles()) {
     if (!fits(row, problem.activations) || (!problem.variant.is_auto() && !problem.variant.names_row(row))) continue;
-    if (const auto tiling = rules_of(row.variant).tiling(row, problem, device)) tilings.push_back(*tiling);
+    if (const auto tiling = tiling_of(row, problem, device)) tilings.push_back(*tiling);
   }
   if (tilings.empty()) {
     refuse("gemm", "variant",
@@ -88,19 +107,12 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   return tilings;
 }
 
-const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device) {
-  const Tiling* found = nullptr;
-  if (!problem.tuned.is_auto()) {
-    found = best_of(tilings, problem, device, [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); });
-  }
-  if (found == nullptr) {
-    found =
-        best_of(tilings, problem, device, [](const Tiling& tiling) { return rules_of(tiling.variant).row_unit != 0; });
-  }
-  if (found == nullptr) {
-    found = best_of(tilings, problem, device, [](const Tiling&) { return true; });
-  }
-  return *found;
+const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem) {
+  const auto is_measured = [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); };
+  const auto is_decided = [](const Tiling& tiling) { return rules_of(tiling.variant).row_unit != 0; };
+  const Tiling* found = problem.tuned.is_auto() ? nullptr : best_of(tilings, is_measured);
+  if (found == nullptr) found = best_of(tilings, is_decided);
+  return found != nullptr ? *found : *std::ranges::min_element(tilings, {}, &Tiling::seconds);
 }
 
 std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device) {
@@ -108,19 +120,6 @@ std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDe
   if (problem.tuned.names_row(chosen)) return "the tuner measured it as the fastest";
   const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
   return std::string(find_decision(chosen.variant, type, problem.weight.format)->reason);
-}
-
-Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  Plan plan = rules_of(tiling.variant).build(tiling, problem, device);
-  const Estimate found = estimate(tiling, problem, device);
-  for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.dispatches[i].seconds = found.seconds.at(i);
-  return plan;
-}
-
-Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device) {
-  const std::vector<Tiling> tilings = gemm_tilings(problem, device);
-  return build_plan(choose(tilings, problem, device), problem, device);
 }
 
 }  // namespace marlin

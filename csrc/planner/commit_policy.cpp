@@ -11,19 +11,14 @@ namespace marlin {
 
 namespace {
 
-constexpr const char* kVariable = "TORCH_MARLIN_METAL_COMMIT_MS";
-
-bool is_interval(double value) {
-  return std::isfinite(value) && value >= 0;
-}
-
 double interval_of_environment() {
-  const char* text = std::getenv(kVariable);
+  const char* text = std::getenv("TORCH_MARLIN_METAL_COMMIT_MS");
   if (text == nullptr || *text == '\0') return kCommitSeconds;
   char* end = nullptr;
   const double milliseconds = std::strtod(text, &end);
-  if (end != text + std::strlen(text) || !is_interval(milliseconds)) {
-    throw std::invalid_argument(std::string(kVariable) + ": expected milliseconds, 0 for never, got '" + text + "'");
+  if (end != text + std::strlen(text) || !std::isfinite(milliseconds) || milliseconds < 0) {
+    throw std::invalid_argument("TORCH_MARLIN_METAL_COMMIT_MS: expected milliseconds, 0 for never, got '" +
+                                std::string(text) + "'");
   }
   return milliseconds * 1e-3;
 }
@@ -50,7 +45,7 @@ double commit_seconds() {
 }
 
 void set_commit_seconds(double seconds) {
-  if (!is_interval(seconds)) {
+  if (!std::isfinite(seconds) || seconds < 0) {
     throw std::invalid_argument("commit interval: expected seconds of at least 0, got " + std::to_string(seconds));
   }
   interval() = seconds;

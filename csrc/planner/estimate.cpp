@@ -5,8 +5,8 @@
 #include <numeric>
 
 #include "csrc/core/math.h"
-#include "csrc/planner/builder.h"
 #include "csrc/planner/decisions.h"
+#include "csrc/planner/variants.h"
 
 namespace marlin {
 
@@ -67,36 +67,29 @@ const Figure& tensor_clocks(const GpuFamily& family) {
   return family.tensor_clocks_fp16.value > 0 ? family.tensor_clocks_fp16 : kGpuFamilies.back().tensor_clocks_fp16;
 }
 
-uint64_t tile_count(const Tiling& tiling, const GemmProblem& problem) {
-  return uint64_t{ceil_divide(problem.M, tiling.tile.M)} * ceil_divide(problem.weight.N, tiling.tile.N);
-}
-
 // Returns the K that a simdgroup passes; the stripes of striped share the K of all tiles.
 double k_of_simdgroup(const Tiling& tiling, const GemmProblem& problem) {
   const uint32_t K = problem.weight.K;
   return tiling.stripes == 0 ? std::min(tiling.k_per_slice, K)
-                             : double(tile_count(tiling, problem)) * K / tiling.stripes;
+                             : double(tile_count(tiling.tile, problem)) * K / tiling.stripes;
 }
 
-// Equal threadgroups, and how long one of their simdgroups takes.
-struct Blocks {
-  uint64_t threadgroups;
-  uint32_t simdgroups;
-  Occupancy held;
-  double busy;   // clocks of its instructions
-  double alone;  // clocks from start to end if nothing else runs on the core
+// How long the core with the most threadgroups takes, and how many simdgroups a core holds on average.
+struct Core {
+  double seconds, in_flight;
 };
 
-// Returns the blocks of a launch whose threadgroups compute `rows` rows, of which `used` are not empty on average.
-Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
-                 double start, const GpuDevice& device) {
+// Returns the core of a launch of equal threadgroups that compute `rows` rows, of which `used` are not empty on
+// average. It computes as many at once as it holds; a few in the end take as long as one of their simdgroups alone.
+Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
+                  double start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);
   const WeightProblem& weight = problem.weight;
   const VariantRules& rules = rules_of(tiling.variant);
   const double k = k_of_simdgroup(tiling, problem);
   const double steps = std::ceil(k / tiling.tile.K);
   double products = used * tiling.tile.N * tiling.tile.K / (kBlock * kBlock * kBlock);
-  const Figure& clocks = rules.has_tensor_products ? tensor_clocks(family) : family.matrix_clocks_fp32;
+  const Figure& clocks = needs_tensor_units(tiling.kernel) ? tensor_clocks(family) : family.matrix_clocks_fp32;
   double issue = 0;
   double wait = family.dram_latency_ns.value * device.chip->clock_ghz.value;
   if (rules.row_unit == 0) {
@@ -112,30 +105,15 @@ Blocks blocks_of(const Tiling& tiling, const GemmProblem& problem, uint64_t thre
   }
   const double matrix = steps * products * clocks.value;
   const double busy = issue + matrix - family.matrix_overlap.value * std::min(issue, matrix);
-  return {.threadgroups = threadgroups,
-          .simdgroups = tiling.simdgroups,
-          .held = occupancy(tiling.simdgroups * kSimdWidth, half_registers(tiling, problem, rows, device),
-                            threadgroup_bytes(tiling, problem, rows), family),
-          .busy = busy,
-          .alone = busy + wait};
-}
-
-// Returns the time of the core with the most threadgroups. It computes as many at once as it holds; a few in the end
-// take as long as one of their simdgroups alone.
-double core_seconds(const Blocks& blocks, const GpuDevice& device) {
-  const double schedulers = family_of(*device.chip).schedulers.value;
-  const auto round = [&](uint64_t threadgroups) {
-    if (threadgroups == 0) return 0.0;
-    return std::max(double(threadgroups * blocks.simdgroups) / schedulers * blocks.busy, blocks.alone);
+  const uint64_t held = occupancy(tiling.simdgroups * kSimdWidth, half_registers(tiling, problem, rows, device),
+                                  threadgroup_bytes(tiling, problem, rows), family)
+                            .threadgroups;
+  const auto round = [&](uint64_t count) {
+    return count == 0 ? 0 : std::max(double(count * tiling.simdgroups) / family.schedulers.value * busy, busy + wait);
   };
-  const uint64_t on_a_core = ceil_divide(blocks.threadgroups, uint64_t{device.cores});
-  const uint64_t held = blocks.held.threadgroups;
-  return (double(on_a_core / held) * round(held) + round(on_a_core % held)) / hertz(device);
-}
-
-double in_flight(const Blocks& blocks, const GpuDevice& device) {
-  return blocks.simdgroups *
-         std::min<double>(blocks.held.threadgroups, double(blocks.threadgroups) / double(device.cores));
+  const uint64_t on_a_core = ceil_divide(threadgroups, uint64_t{device.cores});
+  return {.seconds = (double(on_a_core / held) * round(held) + round(on_a_core % held)) / hertz(device),
+          .in_flight = tiling.simdgroups * std::min<double>(double(held), double(threadgroups) / device.cores)};
 }
 
 // Row blocks read all weights again, except in kernels whose threadgroups with the same weights start side by side.
@@ -191,11 +169,11 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
   for (uint32_t launch = 0; launch < launches(tiling); ++launch) {
     const RowBlocks rows = row_blocks(tiling, problem.M, launch);
     const uint64_t threadgroups = tiling.stripes != 0 ? tiling.stripes : uint64_t{rows.count} * columns * tiling.splits;
-    const Blocks blocks = blocks_of(tiling, problem, threadgroups, rows.rows, rows.rows, kStart, device);
+    const Core core = busiest_core(tiling, problem, threadgroups, rows.rows, rows.rows, kStart, device);
     const uint32_t used = std::min(rows.count * rows.rows, problem.M - rows.m_begin);
     const double bytes = product_bytes(tiling, problem, rows.count, used, device);
-    found.seconds.push_back(together(memory_seconds(bytes, weight, device), core_seconds(blocks, device)));
-    if (launch == 0) found.in_flight = in_flight(blocks, device);
+    found.seconds.push_back(together(memory_seconds(bytes, weight, device), core.seconds));
+    if (launch == 0) found.in_flight = core.in_flight;
   }
   if (writes_partials(tiling)) {
     found.seconds.push_back(
@@ -229,10 +207,9 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
   const double used = std::min<double>(tiling.tile.M, unit * units / routing.blocks);
   const auto threadgroups =
       columns * (adds_up_tokens(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
-  const Blocks blocks = blocks_of(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
-  found.seconds.push_back(
-      together(memory_seconds(bytes, routing.experts * weight, device), core_seconds(blocks, device)));
-  found.in_flight = in_flight(blocks, device);
+  const Core core = busiest_core(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
+  found.seconds.push_back(together(memory_seconds(bytes, routing.experts * weight, device), core.seconds));
+  found.in_flight = core.in_flight;
   if (combines(tiling, problem)) found.seconds.push_back(combine_seconds(problem, device));
   return found;
 }

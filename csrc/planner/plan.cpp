@@ -1,21 +1,140 @@
-// Plans for the kernels with one thread per element, and the printing of plans.
+// Builds the plans of products with one weight, and those of the kernels with one thread per element.
 #include "csrc/planner/plan.h"
 
-#include <cstdlib>
-#include <iostream>
-#include <mutex>
 #include <numeric>
-#include <set>
-#include <sstream>
+#include <stdexcept>
 
-#include "csrc/planner/builder.h"
 #include "csrc/planner/estimate.h"
+#include "csrc/planner/variants.h"
 
 namespace marlin {
+
+namespace {
+
+// Returns the constants of a product kernel whose threadgroups compute `rows` rows.
+FunctionConstants product_constants(const Tiling& tiling, const GemmProblem& problem, uint32_t rows,
+                                    const GpuDevice& device) {
+  const WeightProblem& weight = problem.weight;
+  const uint32_t group = group_size(weight);
+  FunctionConstants constants = weight_constants(weight);
+  // If K is split, the reduce kernel adds the bias, and otherwise the product kernel. striped always has splits == 1:
+  // its product kernel adds the bias to every tile that one stripe computes alone, and reduce_striped adds it to all
+  // other tiles.
+  if (tiling.splits == 1) {
+    const FunctionConstants bias = bias_constants(problem);
+    for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})
+      constants[index] = bias[index];
+  }
+  constants[kConstantVectorActivations] = !weight.has_perm && problem.vector_aligned_a && problem.a_row_stride % 4 == 0;
+  constants[kConstantWritesPartials] = writes_partials(tiling);
+  if (tiling.stages != 0) return constants;
+  const bool has_short_groups = group < tiling.tile.K && group < weight.K;
+  constants[kConstantRows] = static_cast<int32_t>(rows);
+  constants[kConstantSubnormalCodes] = device.half_subnormals;
+  constants[kConstantShortGroupSize] = has_short_groups ? static_cast<int32_t>(group) : 0;
+  constants[kConstantRaggedK] = weight.K % tiling.tile.K != 0;
+  constants[kConstantRaggedN] = weight.N % rules_of(tiling.variant).simdgroup_columns != 0;
+  return constants;
+}
+
+// Returns the launch of the kernel that adds up the partial sums.
+Dispatch reduction(const Tiling& tiling, const GemmProblem& problem) {
+  const uint32_t N = problem.weight.N;
+  Dispatch dispatch{.instance = {.kernel = Kernel::reduce, .element = problem.activations},
+                    .constants = bias_constants(problem),
+                    .grid = reduction_grid(tiling, problem),
+                    .threads = kElementwiseThreads,
+                    .params = ReduceParams{problem.M, N, tiling.splits, 0}};
+  if (!tiling.stripes_share_tiles) return dispatch;
+  const uint32_t slices = stripe_slices(problem.weight.K, tiling.k_per_slice);
+  dispatch.instance.kernel = Kernel::reduce_striped;
+  dispatch.params = StripedReduceParams{problem.M, N, tiling.tile.M, tiling.tile.N, slices, tiling.stripes};
+  return dispatch;
+}
+
+}  // namespace
+
+void refuse(std::string_view op, std::string_view argument, std::string_view expected, const std::string& got) {
+  std::string text("torch_marlin_metal::");
+  text.append(op).append(": ").append(argument).append(": expected ").append(expected).append(", got ").append(got);
+  throw std::invalid_argument(text);
+}
+
+void check_weight(std::string_view op, const WeightProblem& weight) {
+  if (weight.N == 0) refuse(op, "N", "at least 1", "0");
+  if (weight.K == 0 || weight.K % kCodesPerWord != 0) refuse(op, "K", "a multiple of 8", std::to_string(weight.K));
+  if (weight.group_size == 0 || group_size(weight) % kCodesPerWord != 0) {
+    refuse(op, "group_size", "a multiple of 8", std::to_string(weight.group_size));
+  }
+  const uint64_t scales = uint64_t{ceil_divide(weight.K, group_size(weight))} * weight.N;
+  if (scales > UINT32_MAX) refuse(op, "scales", "fewer than 2^32", std::to_string(scales));
+}
+
+void check_variant(std::string_view op, const GemmProblem& problem, const GpuDevice& device) {
+  const std::optional<GemmVariant> variant = problem.variant.variant();
+  if (!variant || rules_of(*variant).refusal == nullptr) return;
+  const std::string refusal = rules_of(*variant).refusal(problem, device);
+  if (!refusal.empty()) refuse(op, "variant", refusal, "'" + problem.variant.text() + "'");
+}
+
+FunctionConstants weight_constants(const WeightProblem& weight) {
+  FunctionConstants constants{};
+  constants[kConstantHasPerm] = weight.has_perm;
+  constants[kConstantHasGlobalScale] = weight.has_global_scale;
+  constants[kConstantGlobalScalePerColumn] = weight.has_global_scale && weight.global_scale_per_column;
+  constants[kConstantScalesType] = static_cast<int32_t>(weight.scales);
+  constants[kConstantZerosType] = static_cast<int32_t>(weight.zeros);
+  constants[kConstantVectorColumns] = weight.vector_aligned && weight.N % 4 == 0;
+  return constants;
+}
+
+FunctionConstants bias_constants(const GemmProblem& problem) {
+  FunctionConstants constants{};
+  constants[kConstantHasBias] = problem.has_bias;
+  constants[kConstantBiasType] = problem.has_bias ? static_cast<int32_t>(problem.bias) : 0;
+  return constants;
+}
+
+Dispatch product_dispatch(const Tiling& tiling, const GemmProblem& problem, const RowBlocks& blocks,
+                          const GpuDevice& device) {
+  const WeightProblem& weight = problem.weight;
+  const uint32_t columns = tiling.stripes != 0 ? tiling.stripes : ceil_divide(weight.N, tiling.tile.N);
+  const uint32_t rows = tiling.stripes != 0 ? 1 : blocks.count;
+  const bool rows_first = rules_of(tiling.variant).has_rows_along_x;
+  return {.instance = {tiling.kernel, weight.format, problem.activations},
+          .constants = product_constants(tiling, problem, blocks.rows, device),
+          .grid = {rows_first ? rows : columns, rows_first ? columns : rows, tiling.splits},
+          .threads = {tiling.simdgroups * kSimdWidth, 1, 1},
+          .threadgroup_bytes = threadgroup_bytes(tiling, problem, blocks.rows),
+          .params = GemmParams{problem.a_row_stride, problem.M, weight.N, weight.K, group_size(weight),
+                               tiling.k_per_slice, blocks.m_begin}};
+}
+
+Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
+  const bool is_dense = tiling.tile == TileShape{};
+  Plan plan = is_dense ? plan_dequantize({problem.weight, problem.activations}, device) : Plan{};
+  plan.dense_product = is_dense;
+  for (uint32_t launch = 0; !is_dense && launch < launches(tiling); ++launch)
+    plan.dispatches.push_back(product_dispatch(tiling, problem, row_blocks(tiling, problem.M, launch), device));
+  plan.partials = partials(tiling, problem);
+  if (writes_partials(tiling)) plan.dispatches.push_back(reduction(tiling, problem));
+  set_seconds(plan, estimate(tiling, problem, device));
+  return plan;
+}
+
+Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device) {
+  const std::vector<Tiling> tilings = gemm_tilings(problem, device);
+  return build_plan(choose(tilings, problem), problem, device);
+}
 
 double seconds(const Plan& plan) {
   return std::accumulate(plan.dispatches.begin(), plan.dispatches.end(), 0.0,
                          [](double sum, const Dispatch& dispatch) { return sum + dispatch.seconds; });
+}
+
+void set_seconds(Plan& plan, const Estimate& estimate) {
+  for (size_t i = 0; i < plan.dispatches.size(); ++i)
+    plan.dispatches[i].seconds = estimate.seconds.at(i);
 }
 
 Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device) {
@@ -28,165 +147,6 @@ Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device) 
                           .threads = kElementwiseThreads,
                           .params = DequantizeParams{weight.N, weight.K, group_size(weight), 0},
                           .seconds = traffic_seconds(weight_bytes(weight) + written, device)}}};
-}
-
-Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device) {
-  const WeightProblem& weight = problem.weight;
-  check_weight("embedding", weight);
-  if (problem.count == 0) refuse("embedding", "ids", "at least 1", "0");
-  const double bytes_of_a_row = weight_bytes(weight) / weight.N + double(weight.K) * element_bytes(problem.out);
-  return {.dispatches = {{.instance = {Kernel::embedding, weight.format, problem.out},
-                          .constants = weight_constants(weight),
-                          .grid = elementwise_grid(weight.K / kCodesPerWord, problem.count),
-                          .threads = kElementwiseThreads,
-                          .params = EmbeddingParams{weight.N, weight.K, group_size(weight), problem.count,
-                                                    problem.wide_ids ? 8U : 4U},
-                          .seconds = traffic_seconds(problem.count * bytes_of_a_row, device)}}};
-}
-
-Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
-  const std::string_view op = info(problem.kernel).name;
-  if (info(problem.kernel).library != "weights/repack")
-    refuse("repack", "kernel", "one of weights/repack", std::string(op));
-  if (problem.rows == 0) refuse(op, "rows", "at least 1", "0");
-  if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
-  Dispatch dispatch{
-      .instance = {problem.kernel},
-      .grid = elementwise_grid(problem.columns, problem.rows),
-      .threads = kElementwiseThreads,
-      .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0},
-      .seconds = traffic_seconds(double(problem.thread_bytes) * problem.rows * problem.columns, device)};
-  dispatch.constants[kConstantHasPerm] = problem.has_perm;
-  return {.dispatches = {std::move(dispatch)}};
-}
-
-Plan plan_probe() {
-  return {.dispatches = {{.instance = {Kernel::probe_half_subnormals}}}};
-}
-
-Plan plan_tensor_probe() {
-  return {
-      .dispatches = {{.instance = {Kernel::probe_tensor_layout}, .grid = {1, 1, 1}, .threads = {kSimdWidth, 1, 1}}}};
-}
-
-std::string tensor_layout_refusal(const int32_t* words) {
-  static constexpr std::array<std::string_view, 3> matrices{"left operand", "right operand", "sums"};
-  for (int32_t i = 0; i < kTensorProbed; ++i) {
-    const auto word = static_cast<uint32_t>(words[i]);
-    if (word == kTensorMatches) continue;
-    std::string text("the tensor units of this GPU hold the ");
-    text.append(matrices.at(i % 3)).append(i < 3 ? " of float16" : " of bfloat16").append(" in an unknown layout: ");
-    if ((word & kTensorElement) != 0) {
-      text += "element " + std::to_string(word >> 16 & 0xFF) + " of lane " + std::to_string(word >> 24 & 0x1F) +
-              " is in row " + std::to_string(word >> 8 & 0xFF) + ", column " + std::to_string(word & 0xFF);
-    } else if ((word & kTensorCapacity) != 0) {
-      text += "a lane has " + std::to_string(word & 0xFFFF) + " elements";
-    } else {
-      text += "the probe stored " + std::to_string(words[i]);
-    }
-    return text;
-  }
-  return "";
-}
-
-namespace {
-
-std::ostream& operator<<(std::ostream& stream, const Extent& extent) {
-  return stream << "(" << extent.x << ", " << extent.y << ", " << extent.z << ")";
-}
-
-struct PrintParams {
-  std::ostream& stream;
-
-  void operator()(std::monostate) const {}
-  void operator()(const GemmParams& params) const {
-    stream << ", M=" << params.M << " N=" << params.N << " K=" << params.K << " group_size=" << params.group_size
-           << " k_per_slice=" << params.k_per_slice << " m_begin=" << params.m_begin
-           << " a_row_stride=" << params.a_row_stride;
-  }
-  void operator()(const DequantizeParams& params) const {
-    stream << ", N=" << params.N << " K=" << params.K << " group_size=" << params.group_size;
-  }
-  void operator()(const EmbeddingParams& params) const {
-    stream << ", count=" << params.count << " id_bytes=" << params.id_bytes << " N=" << params.N << " K=" << params.K
-           << " group_size=" << params.group_size;
-  }
-  void operator()(const ReduceParams& params) const {
-    stream << ", M=" << params.M << " N=" << params.N << " splits=" << params.splits;
-  }
-  void operator()(const StripedReduceParams& params) const {
-    stream << ", M=" << params.M << " N=" << params.N << " tile=" << params.tile_M << "x" << params.tile_N
-           << " slices=" << params.slices << " stripes=" << params.stripes;
-  }
-  void operator()(const RepackParams& params) const {
-    stream << ", rows=" << params.rows << " columns=" << params.columns << " stored_zeros=" << params.stored_zeros;
-  }
-  void operator()(const MoeParams& params) const {
-    (*this)(params.product);
-    stream << " a_slot_stride=" << params.a_slot_stride << " experts=" << params.experts << " top_k=" << params.top_k
-           << " id_bytes=" << params.id_bytes << " block_rows=" << params.block_rows << " blocks=" << params.blocks;
-  }
-  void operator()(const MoeReduceParams& params) const {
-    stream << ", rows=" << params.rows << " N=" << params.N << " terms=" << params.terms
-           << " experts=" << params.experts << " id_bytes=" << params.id_bytes
-           << " row_weights_type=" << params.row_weights_type;
-  }
-  void operator()(const NormParams& params) const {
-    stream << ", columns=" << params.columns << " has_residual=" << params.has_residual;
-  }
-  void operator()(const RotaryParams& params) const {
-    stream << ", heads=" << params.q_heads << "+" << params.k_heads << " tokens=" << params.tokens
-           << " head_size=" << params.head_size << " rotary_size=" << params.rotary_size << " flags=" << params.flags;
-  }
-  void operator()(const ActivationParams& params) const {
-    stream << ", rows=" << params.rows << " columns=" << params.columns << " activation=" << params.activation;
-  }
-  void operator()(const CacheParams& params) const {
-    stream << ", heads=" << params.heads << " tokens=" << params.tokens << " length=" << params.length
-           << " sizes=" << params.k_size << "+" << params.v_size;
-  }
-  void operator()(const MlstmParams& params) const {
-    stream << ", heads=" << params.heads << " S=" << params.S << " DK=" << params.DK << " DV=" << params.DV
-           << " chunk_size=" << params.chunk_size << " chunks " << params.first_chunk << " to "
-           << params.first_chunk + params.segment_chunks << " of " << params.chunks
-           << " save_every=" << params.save_every << " flags=" << params.flags;
-  }
-};
-
-}  // namespace
-
-std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch) {
-  stream << host_name(dispatch.instance) << ": grid " << dispatch.grid << " of " << dispatch.threads << " threads, "
-         << dispatch.threadgroup_bytes << " bytes of threadgroup memory";
-  std::visit(PrintParams{stream}, dispatch.params);
-  stream << ", constants";
-  for (int32_t constant : dispatch.constants)
-    stream << " " << constant;
-  return stream;
-}
-
-std::ostream& operator<<(std::ostream& stream, const Plan& plan) {
-  const char* separator = "";
-  for (const Dispatch& dispatch : plan.dispatches) {
-    stream << separator << dispatch;
-    separator = "\n  then ";
-  }
-  if (plan.dense_product) stream << separator << "torch.matmul";
-  return stream;
-}
-
-void print_plan_once(const Plan& plan) {
-  static const bool wanted = [] {
-    const char* value = std::getenv("TORCH_MARLIN_METAL_PRINT_PLAN");
-    return value != nullptr && std::string_view(value) == "1";
-  }();
-  if (!wanted) return;
-  std::ostringstream text;
-  text << plan;
-  static std::mutex mutex;
-  static std::set<std::string> printed;
-  const std::lock_guard lock(mutex);
-  if (printed.insert(text.str()).second) std::cerr << "torch_marlin_metal plan: " << text.str() << std::endl;
 }
 
 }  // namespace marlin

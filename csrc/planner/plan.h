@@ -42,22 +42,15 @@ struct Plan {
 
 // Returns the predicted time of all dispatches on the GPU.
 double seconds(const Plan& plan);
+// Sets the predicted times of the dispatches.
+void set_seconds(Plan& plan, const struct Estimate& estimate);
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
-// The functions below throw std::invalid_argument if no kernel can compute the problem; see refuse() in builder.h for
+// The functions below throw std::invalid_argument if no kernel can compute the problem; see refuse() in variants.h for
 // the text. plan_gemm ranks all tilings and builds a plan for the chosen one only.
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device);
-Plan plan_moe(const MoeProblem& problem, const GpuDevice& device);
-Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device);
-Plan plan_repack(const RepackProblem& problem, const GpuDevice& device);
-Plan plan_probe();
-Plan plan_tensor_probe();
-// Returns the reason why the kernels for tensor units cannot run on a GPU, from the kTensorProbed words that the plan
-// of plan_tensor_probe() stored; an empty text if they can.
-std::string tensor_layout_refusal(const int32_t* words);
-
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch);
 std::ostream& operator<<(std::ostream& stream, const Plan& plan);
 

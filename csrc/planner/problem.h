@@ -108,20 +108,4 @@ struct DequantizeProblem {
   ElementType out = ElementType::float16;
 };
 
-struct EmbeddingProblem {
-  WeightProblem weight{};
-  uint32_t count = 0;    // ids
-  Flag wide_ids = true;  // int64, otherwise int32
-  ElementType out = ElementType::float16;
-};
-
-struct RepackProblem {
-  Kernel kernel = Kernel::gptq_repack;  // one of the kernels in weights/repack.metal
-  uint32_t rows = 0;                    // rows and columns of the kernel's grid, see kernel_list.h
-  uint32_t columns = 0;
-  Flag has_perm{};
-  StoredZeros stored_zeros = StoredZeros::plain;
-  uint32_t thread_bytes = 0;  // that a thread of the grid reads and writes
-};
-
 }  // namespace marlin

@@ -27,6 +27,7 @@ struct Tiling : GemmTile {
   uint32_t rest_rows = 0;
   uint32_t stripes = 0;              // in striped, the number of threadgroups
   bool stripes_share_tiles = false;  // in striped, true if stripes share the K of a tile and write partial sums
+  double seconds = 0;                // estimated time of all dispatches
 };
 static_assert(std::is_trivially_copyable_v<Tiling> && sizeof(Tiling) <= 64, "ranking copies tilings freely");
 
@@ -43,6 +44,11 @@ constexpr RowBlocks row_blocks(const Tiling& tiling, uint32_t M, uint32_t launch
   const uint32_t rows = tiling.tile.M;
   if (tiling.rest_rows == 0) return {0, rows, ceil_divide(M, rows)};
   return launch == 0 ? RowBlocks{0, rows, M / rows} : RowBlocks{M - M % rows, tiling.rest_rows, 1};
+}
+
+// Returns the tiles that cover the product.
+constexpr uint64_t tile_count(const TileShape& tile, const GemmProblem& problem) {
+  return uint64_t{ceil_divide(problem.M, tile.M)} * ceil_divide(problem.weight.N, tile.N);
 }
 
 // Returns the bytes of threadgroup memory if a threadgroup computes `rows` rows.
@@ -77,19 +83,19 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
 
 // Returns the tiling that a tuner measured to be best. Else, of the tilings for which there are decisions, or of all if
 // there are none for the named variant, returns the one with the least estimated time.
-const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem, const GpuDevice& device);
+const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem);
 
 // Returns why choose() returned this tiling.
 std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device);
 
 // Returns true if moe_sort must first divide the pairs into blocks of rows.
-constexpr bool sorts_pairs(const Tiling& tiling) {
-  return declares(tiling.kernel, kSlotBlocks);
+constexpr bool sorts_pairs(const GemmTile& tile) {
+  return declares(tile.kernel, kSlotBlocks);
 }
 
 // Returns true if the kernel that multiplies also weighs and adds up the products of each token.
-constexpr bool adds_up_tokens(const Tiling& tiling) {
-  return declares(tiling.kernel, kSlotRowWeights);
+constexpr bool adds_up_tokens(const GemmTile& tile) {
+  return declares(tile.kernel, kSlotRowWeights);
 }
 
 // Returns true if a second kernel, moe_reduce, multiplies the pairs' fp32 products by row weights, or adds them up for
@@ -97,8 +103,5 @@ constexpr bool adds_up_tokens(const Tiling& tiling) {
 constexpr bool combines(const Tiling& tiling, const MoeProblem& problem) {
   return (problem.reduce || problem.has_row_weights) && !adds_up_tokens(tiling);
 }
-
-// Returns the tiling of a product with experts that has the least estimated time. Throws like gemm_tilings.
-Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

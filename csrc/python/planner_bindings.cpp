@@ -8,11 +8,12 @@
 #include <tuple>
 #include <vector>
 
-#include "csrc/planner/builder.h"
+#include "csrc/experts/gpu_plan.h"
+#include "csrc/gemm/plan_cache.h"
 #include "csrc/planner/commit_policy.h"
 #include "csrc/planner/decisions.h"
 #include "csrc/planner/estimate.h"
-#include "csrc/planner/plan_cache.h"
+#include "csrc/planner/variants.h"
 
 namespace py = pybind11;
 
@@ -20,7 +21,7 @@ namespace marlin {
 namespace {
 
 py::tuple figure(const Figure& figure) {
-  return py::make_tuple(figure.value, citation(figure.source));
+  return py::make_tuple(figure.value, figure.source);
 }
 
 py::list chips() {
@@ -137,41 +138,14 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   GpuDevice device{cores, half_subnormals, &chip_of(chip)};
   set_system(device, own_system ? this_system() : supposed_system(*device.chip));
   const std::vector<Tiling> tilings = gemm_tilings(problem, device);
-  const Tiling& chosen = choose(tilings, problem, device);
+  const Tiling& chosen = choose(tilings, problem);
   py::list rows;
   for (const Tiling& tiling : tilings) {
     const Plan plan = build_plan(tiling, problem, device);
-    rows.append(py::make_tuple(name(tiling), name(tiling.variant), tile_tuple(tiling.tile),
-                               estimate(tiling, problem, device).total(),
+    rows.append(py::make_tuple(name(tiling), name(tiling.variant), tile_tuple(tiling.tile), tiling.seconds,
                                dispatch_list(plan, tiling, problem, device)));
   }
   return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
-}
-
-// Returns variant, tile, simdgroups, bytes of threadgroup memory and half-registers of each tile that a chip can run;
-// of gemv and fused, with as many simdgroups as the preferred threadgroup memory allows.
-py::list tiles(const std::string& activations, const std::string& chip) {
-  GpuDevice device{.cores = 1, .half_subnormals = true, .chip = &chip_of(chip)};
-  set_system(device, supposed_system(*device.chip));
-  py::list rows;
-  for (const GemmTile& row : gemm_tiles()) {
-    if (row.tile == TileShape{} || !fits(row, element(activations))) continue;
-    const GemmProblem problem{.weight = {.K = 4096, .N = row.tile.N, .group_size = 128},
-                              .M = row.tile.M,
-                              .activations = element(activations)};
-    const VariantRules& rules = rules_of(row.variant);
-    std::optional<Tiling> tiling = rules.tiling(row, problem, device);
-    if (!tiling) continue;
-    if (rules.row_unit != 0) {
-      tiling->simdgroups = rules.most_simdgroups;
-      while (threadgroup_bytes(*tiling, problem, row.tile.M) > kPreferredThreadgroupBytes)
-        --tiling->simdgroups;
-    }
-    rows.append(py::make_tuple(name(row.variant), tile_tuple(row.tile), tiling->simdgroups,
-                               threadgroup_bytes(*tiling, problem, row.tile.M),
-                               half_registers(row, problem, row.tile.M, device)));
-  }
-  return rows;
 }
 
 // Returns the tiling's name and the dispatches of a product with experts, and whether a gated activation needs no
@@ -225,7 +199,6 @@ void add_planner(py::module_& m) {
     const GpuDevice device = gpu_device(name, cores, this_system().family);
     return py::make_tuple(device.chip->name, device.cores);
   });
-  m.def("tiles", &tiles, py::arg("activations"), py::arg("chip"));
   m.def("dispatch_seconds", [] { return kDispatchSeconds; });
   m.def("gemm_plans", &gemm_plans, py::arg("chip"), py::arg("cores"), py::arg("half_subnormals"), py::arg("M"),
         py::arg("N"), py::arg("K"), py::arg("weight_format"), py::arg("group_size"), py::arg("activations"),
@@ -242,7 +215,10 @@ void add_planner(py::module_& m) {
   m.def("set_tuned", [](const std::vector<TunedRow>& rows) {
     std::vector<TunedRange> ranges;
     for (const auto& [format, activations, group_size, K, N, first, last, variant] : rows) {
-      ranges.push_back({weight_format(format), element(activations), group_size, K, N, first, last, variant});
+      if (!variant_of(variant)) throw std::invalid_argument("tuned: no kernel variant '" + variant + "'");
+      // A table of an earlier version may have a tile that no longer exists. It counts as not measured.
+      ranges.push_back({weight_format(format), element(activations), group_size, K, N, first, last,
+                        NamedVariant::find(variant).value_or(NamedVariant{})});
     }
     set_tuned(ranges);
   });

@@ -9,6 +9,7 @@
 
 #include "csrc/core/tensor_views.h"
 #include "csrc/weights/bind_weight.h"
+#include "csrc/weights/gpu_plan.h"
 
 namespace marlin::mps {
 namespace {

@@ -19,6 +19,8 @@ LINES = {
     "convert": (["x", "y"], "open_reader"),
     "verify": (["x", "y"], "open_reader"),
     "quantize": (["x", "y"], "FloatReader"),
+    "generate": (["x", "y"], "device_of"),
+    "perplexity": (["x", "y"], "device_of"),
     "plan": (["8", "64", "64", "--gpu", "M1"], "make_plan"),
     "profile": (["--gpu", "M1"], "gpu_of"),
     "tune": (["--shape", "64,64"], "tune"),
@@ -50,7 +52,8 @@ def failing(monkeypatch, command: str, error: BaseException, *options: str):
         raise error
 
     line, function = LINES[command]
-    owner = tuning if command == "tune" else importlib.import_module(f"torch_marlin_metal.cli.{command}")
+    (module,) = (one.__module__ for one in COMMANDS if one.__name__ == command)
+    owner = tuning if command == "tune" else importlib.import_module(module)
     monkeypatch.setattr(owner, function, fail)
     done = CliRunner().invoke(app, [command, *line, *options])
     assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)

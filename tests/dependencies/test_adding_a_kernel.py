@@ -16,48 +16,22 @@ from tests.support.copied_tree import ROOT, copy_tree, edit, run, touched_files
 TOY = "toy"
 LIST = "kernels/shared/kernel_list.h"
 SHADER = f"kernels/gemm/{TOY}.metal"
-PLAN = f"csrc/planner/variants/{TOY}.cpp"
+PLAN = "csrc/planner/variants.cpp"
 
-PLAN_TEXT = """#include "csrc/planner/builder.h"
-
-namespace marlin {
-
-namespace {
-
-constexpr std::array kTiles{GemmTile{GemmVariant::toy, Kernel::toy, {1, kGemvColumns, kGemvK}, 0}};
-
-std::optional<Tiling> toy_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice&) {
-  Tiling tiling{row};
-  tiling.simdgroups = 1;
-  tiling.k_per_slice = round_up(problem.weight.K, kGemvK);
-  return tiling;
-}
-
-Plan build_toy(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
-  const RowBlocks blocks = row_blocks(tiling, problem.M, 0);
-  Dispatch dispatch =
-      product_dispatch(tiling, problem, blocks, {blocks.count, ceil_divide(problem.weight.N, kGemvColumns), 1});
-  set_direct_constants(dispatch.constants, tiling, problem.weight, blocks.rows, device);
-  return {.dispatches = {dispatch}};
-}
-
-}  // namespace
-
+RULES = """constexpr std::array kToyTiles{GemmTile{GemmVariant::toy, Kernel::toy, {1, kGemvColumns, kGemvK}, 0}};
 constinit const VariantRules toy_variant{
-    .tiles = kTiles,
-    .tiling = toy_tiling,
-    .build = build_toy,
-    .threadgroup_bytes = [](const Tiling& tiling, const GemmProblem& problem, uint32_t rows) {
-      return gemv_threadgroup_bytes(problem.weight.format, rows, tiling.simdgroups);
-    },
+    .tiles = kToyTiles,
+    .min_slice = UINT32_MAX,
+    .most_simdgroups = 1,
+    .sums_bytes = gemv_threadgroup_bytes,
+    .has_rows_along_x = true,
     .simdgroup_columns = kGemvColumns,
 };
 
-}  // namespace marlin
 """
 
 PROGRAM = """#include <iostream>
-#include "csrc/planner/builder.h"
+#include "csrc/planner/variants.h"
 using namespace marlin;
 int main() {
   GemmProblem problem{.M = 3, .a_row_stride = 48, .variant = "toy"};
@@ -79,7 +53,7 @@ def add_kernel(root: Path) -> None:
     edit(root, LIST, r"^(#define MARLIN_KERNELS_GEMV\(X\))", rf"{row}\1")
     edit(root, LIST, r"^(  MARLIN_KERNELS_GEMV\(X\) +\\)$", r"  MARLIN_KERNELS_TOY(X) \\\n\1")
     edit(root, LIST, r"X\(two_pass\)", rf"X({TOY}) X(two_pass)")
-    (root / PLAN).write_text(PLAN_TEXT)
+    edit(root, PLAN, r"^(const VariantRules& rules_of)", rf"{RULES}\1")
 
 
 def test_a_kernel_is_added_in_three_files(tmp_path: Path) -> None:
@@ -102,4 +76,4 @@ def test_the_map_names_the_files_of_a_kernel() -> None:
     page = (ROOT / "docs/inside/architecture.md").read_text()
     (row,) = re.findall(r"^\| a GPU kernel for products .*$", page, re.MULTILINE)
     named = set(re.findall(r"`([\w/]+(?:\.\w+|/))`", row)) - {"tests/dependencies/test_adding_a_kernel.py"}
-    assert named == {LIST, os.path.dirname(SHADER) + "/", os.path.dirname(PLAN) + "/"}
+    assert named == {LIST, os.path.dirname(SHADER) + "/", PLAN}

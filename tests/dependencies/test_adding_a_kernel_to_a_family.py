@@ -80,7 +80,7 @@ FAMILIES = {
         shader="experts/moe_gemv",
         kernel="moe_gemv",
         rows="MOE_GEMV",
-        plan="csrc/planner/experts.cpp",
+        plan="csrc/experts/gpu_plan.cpp",
         chosen=r"^  if \(sorts_pairs\(tiling\)\) \{$",
         toy="  if (problem.top_k == 7) products.instance.kernel = Kernel::{toy};\n  if (sorts_pairs(tiling)) {{",
         weight_format="uint4b8",
@@ -92,6 +92,7 @@ FAMILIES = {
 }
 PROGRAM = """#include <iostream>
 #include "csrc/decoder/gpu_plan.h"
+#include "csrc/experts/gpu_plan.h"
 #include "csrc/mlstm/gpu_plan.h"
 using namespace marlin;
 void print(const Plan& plan) {
@@ -131,8 +132,7 @@ def test_a_kernel_of_a_family_is_added_in_three_files(tmp_path: Path) -> None:
         assert touched_files(copy) == sorted(touched) and len(added) <= MOST_FILES
     main = copy / "main.cpp"
     main.write_text(PROGRAM % "\n  ".join(f"{{\n  {family.program}\n  print(plan);\n  }}" for family in toys.values()))
-    plans = [copy / "csrc/decoder/gpu_plan.cpp", copy / "csrc/mlstm/gpu_plan.cpp"]
-    sources = [*sorted((copy / "csrc/planner").rglob("*.cpp")), *plans, main]
+    sources = [*sorted((copy / "csrc/planner").rglob("*.cpp")), *sorted((copy / "csrc").glob("*/gpu_plan.cpp")), main]
     command = [cxx.compiler(), "-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", f"-I{copy}"]
     program = cxx.link(copy, cxx.objects(copy, sources, command).values(), command)
     planned = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout

@@ -20,7 +20,7 @@ ALLOWED = {
     "xlstm": {"ops"},
     "parallel": {"base", "layers", "checkpoints", "models"},
     "integrations": {"base", "quantize", "layers", "fuse", "checkpoints", "replace", "models", "load", "parallel"},
-    "cli": {"base", "public", "ops", "checkpoints", "models", "load", "gpu"},
+    "cli": {"base", "public", "ops", "layers", "checkpoints", "models", "load", "gpu", "integrations"},
     "run": {"integrations"},
     "public": {"base", "ops", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
 }

@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
-from lab.predictions.tiles import budgets
 from tests.support.pages import blocks, readme_program
 from torch_marlin_metal.cli.app import app
 
@@ -48,7 +47,7 @@ def run_program(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["use/command-line.md", "formats/gguf.md"])
+@pytest.mark.parametrize("page", ["use/command-line.md", "use/language-models.md", "formats/gguf.md"])
 def test_commands_run(page, tmp_path, monkeypatch):
     """Runs the page's commands after its first snippet, and checks the exit code that a comment states."""
     page = ROOT / "docs" / page
@@ -127,16 +126,16 @@ def test_api_reference_names_every_public_name():
     assert modules <= {name.split(".")[0] for name in named}
 
 
-def test_table_of_tiles_agrees_with_the_laboratory():
+def test_table_of_tiles_agrees_with_the_planner():
     page = (ROOT / "docs/inside/tile-sizing.md").read_text()
-    m1 = tmm.profiling.AppleSiliconGPU.from_name("M1")
-    known = {(row.variant, "x".join(map(str, row.tile))): row for row in budgets(m1, "float16")}
+    known = {(row.variant, "x".join(map(str, row.tile))): row for row in tmm.profiling.tile_table("M1").rows}
     rows = re.findall(r"^\| `(\w+)` \| (\d+x\d+x\d+) \| (.+) \|$", page, flags=re.MULTILINE)
     assert rows
     for variant, tile, cells in rows:
         row = known[variant, tile]
-        memory = (row.activation_bytes, row.code_bytes, row.threadgroup_bytes)
-        assert row.occupancy is not None
+        M, N, K = row.tile
+        stages = {"double_buffered": 2, "single_stage": 1}[variant]
+        memory = (stages * M * K * 2, stages * K * N * 2, row.threadgroup_bytes)
         found = [*map(str, memory), str(row.occupancy.threadgroups), f"{row.flop_per_byte:.1f}"]
         assert cells.split(" | ") == found, (variant, tile)
 

@@ -100,7 +100,9 @@ def test_tile_memory_by_hand():
     assert row.waves(128, 128, 8) == 4 / (8 * held)
     assert profiling.occupancy("double_buffered", "M1")[64, 64, 32] == row.occupancy
     gemv = rows["gemv", (4, 128, 16)]
-    assert gemv.simdgroups == 10 and gemv.threadgroup_bytes == 10 * 4 * 128 * 4  # 20 KB
+    launch = tmm.plan(4, 4096, 4096, group_size=128, gpu="M1", variant="gemv").chosen.dispatches[0]
+    assert gemv.simdgroups * 32 == launch.threads[0] and gemv.threadgroup_bytes == gemv.simdgroups * 4 * 128 * 4
+    assert {variant for variant, _ in rows} == {"gemv", "fused", "double_buffered", "single_stage", "striped"}
 
 
 def test_selection_guide_covers_every_row():

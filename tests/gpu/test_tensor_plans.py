@@ -23,8 +23,8 @@ def test_tensor_is_a_candidate_on_chips_with_tensor_units_only(name):
     assert ("tensor_clocks_fp16" in str(gpu)) == has_units
     plan = tmm.plan(64, 4096, 4096, group_size=64, gpu=name)
     assert ("tensor" in {candidate.variant for candidate in plan.candidates}) == has_units
-    tiles = {row.tile for row in profiling.tile_table(name).rows if row.variant == "tensor"}
-    assert tiles == ({(32, 64, 32), (32, 128, 32), (64, 64, 32), (64, 128, 32)} if has_units else set())
+    tiles = {row.tile: row.simdgroups for row in profiling.tile_table(name).rows if row.variant == "tensor"}
+    assert tiles == ({(32, 64, 32): 2, (32, 128, 32): 4, (64, 64, 32): 4, (64, 128, 32): 8} if has_units else {})
 
 
 def test_a_plan_that_names_tensor():

@@ -1,11 +1,9 @@
 """Compares what lab/predictions/ prints with values worked out by hand, and with the figures of the pages."""
 
-import math
-
 import pytest
 
 from lab import model
-from lab.predictions import commits, experts, product, rows, tiles
+from lab.predictions import commits, experts, product, rows
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 GPT_OSS, QWEN3 = experts.MIXTURES
@@ -71,24 +69,6 @@ def test_one_row_takes_as_long_as_memory_reads_its_weight_and_more_rows_take_lon
     assert memory < one.seconds < 1.1 * memory and one.launches == pytest.approx(6e-6)
     assert one.seconds < eight.seconds < many.seconds
     assert 0 < rows.issue_over_memory(1, "M1", "uint4b8", peak=True) < 1
-
-
-def test_the_memory_and_the_registers_of_tiles() -> None:
-    found = {(row.variant, row.tile): row for row in tiles.budgets(M1, "float16")}
-    row = found["double_buffered", (64, 64, 32)]
-    assert (row.activation_bytes, row.code_bytes) == (2 * 64 * 32 * 2, 2 * 32 * 64 * 2)
-    # two stages of scales and zero points, as floats, of two groups of 64 columns, and a table
-    assert row.threadgroup_bytes == row.activation_bytes + row.code_bytes + 2 * 2 * 2 * 64 * 4 + 80
-    assert (row.matrix_operations, row.accumulators) == (64 * 64 * 32 / 512 / 8, 16)
-    assert row.flop_per_byte == pytest.approx(2 * 64 * 64 * 32 / (64 * 32 * 2 + 64 * 32 / 2))
-    held = math.floor(min(61440 / row.threadgroup_bytes, 106496 / (256 * row.half_registers), 3072 / 256))
-    assert row.occupancy is not None and row.occupancy.threadgroups == held
-    assert found["double_buffered", (64, 64, 64)].threadgroup_bytes == 36944
-    refused = [row for row in found.values() if row.occupancy is None]
-    assert refused and all(row.threadgroup_bytes > 32768 for row in refused)
-    assert {row.variant for row in found.values()} == {"gemv", "fused", "double_buffered", "single_stage", "striped"}
-    tensor = [row for row in tiles.budgets(AppleSiliconGPU.from_name("M5"), "bfloat16") if row.variant == "tensor"]
-    assert [row.simdgroups for row in tensor] == [2, 4, 4, 8]
 
 
 def test_a_product_is_shown_with_every_variant_cheapest_first() -> None:

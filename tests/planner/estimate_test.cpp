@@ -7,7 +7,7 @@
 #include "csrc/planner/decisions.h"
 #include "csrc/planner/estimate.h"
 #include "csrc/planner/plan.h"
-#include "csrc/planner/variants/split_k.h"
+#include "csrc/planner/split_k.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -80,7 +80,7 @@ void check_by_hand() {
     GemmProblem named = problem;
     named.variant = variant;
     const auto tilings = gemm_tilings(named, m1);
-    return estimate(choose(tilings, named, m1), named, m1).total();
+    return estimate(choose(tilings, named), named, m1).total();
   };
   // One row: 64.0 MB of a weight at 0.88 of 68.25 GB/s, and a twentieth of at most as much time of the cores.
   const GemmProblem one = product(1, 8192, 14336, 64);
@@ -102,7 +102,7 @@ void check_by_hand() {
   expect(15 / 4.0 * clocks < alone, "15 threadgroups wait");
   const GpuDevice one_core{1, true, find_chip("M1")};
   const double memory = distinct_bytes(eight) / memory_rate(one_core);
-  const Tiling tiling = gemv_split(rules_of(GemmVariant::gemv).tiles[7], eight.weight, 1);
+  const Tiling tiling = split_k(rules_of(GemmVariant::gemv).tiles[7], eight.weight, 1);
   expect_close(estimate(tiling, eight, one_core).total(), 6e-6 + core + 0.05 * memory, 1e-6, "eight rows");
 }
 
@@ -153,7 +153,7 @@ void check_all_tilings() {
 
 Estimate least(const GemmProblem& problem, const GpuDevice& device) {
   const auto tilings = gemm_tilings(problem, device);
-  return estimate(choose(tilings, problem, device), problem, device);
+  return estimate(choose(tilings, problem), problem, device);
 }
 
 double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
@@ -205,11 +205,11 @@ double least_of_all(const GemmProblem& problem, const GpuDevice& device) {
   };
   for (const GemmTile& row : gemm_tiles()) {
     for (uint32_t slices = 1; slices <= max_slices(problem.weight, 64); ++slices) {
-      if (row.variant == GemmVariant::gemv) consider(gemv_split(row, problem.weight, slices));
+      if (row.variant == GemmVariant::gemv) consider(split_k(row, problem.weight, slices));
       if (row.variant != GemmVariant::fused) continue;
-      consider(fused_split(row, problem.weight, 0, slices));
+      consider(split_k(row, problem.weight, slices));
       if (const uint32_t rest = round_up(problem.M % row.tile.M, 8U); rest != 0 && row.tile.M <= problem.M)
-        consider(fused_split(row, problem.weight, rest, slices));
+        consider(split_k(row, problem.weight, slices, rest));
     }
   }
   return least;
@@ -256,7 +256,7 @@ void check_choices() {
     const GemmProblem problem = product(row.M, row.N, row.K, 128);
     const GpuDevice device = whole(*find_chip(row.chip));
     const auto tilings = gemm_tilings(problem, device);
-    const Tiling& taken = choose(tilings, problem, device);
+    const Tiling& taken = choose(tilings, problem);
     subject = std::string(row.chip) + ": " + std::to_string(row.M) + "x" + std::to_string(row.N) + "x" +
               std::to_string(row.K) + ": " + name(taken);
     expect(name(taken) == row.taken, std::string("expected ") + row.taken);

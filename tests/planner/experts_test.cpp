@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/experts/gpu_plan.h"
 #include "csrc/planner/estimate.h"
 #include "plan_checks.h"
 

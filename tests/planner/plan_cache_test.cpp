@@ -1,5 +1,5 @@
 // Tests which plans the cache keeps, and which products share a plan.
-#include "csrc/planner/plan_cache.h"
+#include "csrc/gemm/plan_cache.h"
 
 #include <array>
 #include <bit>
@@ -8,6 +8,8 @@
 #include "csrc/decoder/gpu_plan.h"
 #include "csrc/mlstm/gpu_plan.h"
 
+#include "csrc/experts/gpu_plan.h"
+#include "csrc/weights/gpu_plan.h"
 #include "plan_checks.h"
 
 using namespace marlin;
@@ -26,7 +28,7 @@ std::string prepare(Plan plan) {
 void check_cache() {
   subject = "plan cache";
   set_tuned({});
-  PlanCache<GemmProblem, std::string> cache({}, prepare, 3);
+  PlanCache<GemmProblem, std::string> cache({}, plan_gemm, prepare, 3);
   const auto find = [&](uint32_t M, std::string_view variant = "auto") {
     return *cache.find_plan(square(M, 512, 704, 64, variant));
   };
@@ -55,7 +57,7 @@ void check_moe_cache() {
   GpuDevice device = gpu_device("M5", 10);
   set_system(device, supposed_system(*device.chip));
   const MoeProblem problem{.product = square(512, 512, 704, 64), .experts = 8, .top_k = 4};
-  PlanCache<MoeProblem, std::string> cache(device, prepare);
+  PlanCache<MoeProblem, std::string> cache(device, plan_moe, prepare);
   const uint32_t before = plans_prepared;
   expect(*cache.find_plan(problem) == text(plan_moe(problem, device)), "the cache gives the plan of plan_moe");
   expect(cache.find_plan(problem) == cache.find_plan(problem) && plans_prepared == before + 1, "one plan is built");

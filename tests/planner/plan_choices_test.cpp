@@ -1,6 +1,8 @@
 // Tests the GPU planner with expected choices: named variants, tiles, stripes, experts, elementwise kernels, refusals.
 #include <set>
 
+#include "csrc/experts/gpu_plan.h"
+#include "csrc/weights/gpu_plan.h"
 #include "plan_checks.h"
 
 using namespace marlin;

@@ -25,7 +25,8 @@ PROGRAMS = (
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-    sources = [*sorted((ROOT / "csrc/planner").rglob("*.cpp")), *sorted((ROOT / "csrc").glob("*/gpu_plan.cpp"))]
+    plans = [*sorted((ROOT / "csrc").glob("*/gpu_plan.cpp")), ROOT / "csrc/gemm/plan_cache.cpp"]
+    sources = [*sorted((ROOT / "csrc/planner").rglob("*.cpp")), *plans]
     planner = cxx.of_extension(sources) or cxx.objects(run_folder, sources, command)
     test = cxx.objects(run_folder, [ROOT / f"tests/planner/{name}.cpp"], command)
     program = cxx.link(run_folder, [*test.values(), *planner.values()], command)

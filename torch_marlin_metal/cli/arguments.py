@@ -28,6 +28,20 @@ GroupSize = Annotated[
     typer.Option(help="Weights along k that share a scale; -1 for all. Default: the format's fixed size, else 128."),
 ]
 Dtype = Annotated[str, typer.Option(help="Dtype of the activations: float16, bfloat16 or float32.")]
+Device = Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")]
+
+
+def device_of(name: str | None) -> str:
+    """Returns the device that --device names, or the default.
+
+    Raises:
+        ValueError: the name is another one, or torch has no mps here.
+    """
+    has_mps = torch.backends.mps.is_available()
+    chosen = name or ("mps" if has_mps else "cpu")
+    if chosen not in ("mps", "cpu") or (chosen == "mps" and not has_mps):
+        raise ValueError(f"--device: expected cpu, or mps if torch has it, got {chosen!r}")
+    return chosen
 
 
 def gpu_of(command: str, gpu: str | None, cores: int | None) -> AppleSiliconGPU:

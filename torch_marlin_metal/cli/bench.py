@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.arguments import Device, GroupSize, device_of, floating
 from torch_marlin_metal.cli.bench_mlstm import TOKENS, measure_mlstm, mlstm_table
+from torch_marlin_metal.cli.models import timing
+from torch_marlin_metal.cli.models.opened import Fuse, Opened
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.extension import cpu_capability
@@ -25,22 +27,33 @@ from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
+ROUNDS = 9
 
 
 def bench(
-    what: Annotated[str, typer.Argument(help="products, or mlstm: the mLSTM at S = --rows tokens.")] = "products",
+    what: Annotated[
+        str, typer.Argument(help="products; mlstm: the mLSTM at S = --rows tokens; or a model, as `generate` takes it.")
+    ] = "products",
     shape: Shapes = None,
     rows: Rows = None,
-    weight_format: Format = "uint4b8",
+    weight_format: Annotated[
+        str | None, typer.Option(help="uint4b8 ...; a model of floats is quantized only with this option.")
+    ] = None,
     group_size: GroupSize = None,
-    dtype: Dtype = "float16",
-    device: Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="By default float16, or the model's own.")] = None,
+    device: Device = None,
     variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the prediction.")] = "auto",
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds in which each is timed once; medians are shown.")] = 9,
+    rounds: Annotated[
+        int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
+    ] = None,
     cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
     capture: Annotated[
         Path | None, typer.Option(help="Also capture one call of each product into this .gputrace file, for Xcode.")
     ] = None,
+    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens of a prompt (512).")] = None,
+    new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one (128).")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once (1).")] = None,
+    fuse: Fuse = True,
     as_json: Json = False,
 ) -> int:
     """Compares this package with torch's dense product, two_pass and torch's int4 operator.
@@ -52,17 +65,28 @@ def bench(
     `bench mlstm` compares two ways of running the mLSTM: one call for a whole sequence, and one call for each token.
     Each is timed forward and with the gradient.
 
+    `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
+    the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
+
     With --variant all, every variant of this package is timed instead. Each is shown with the planner's prediction, its
     memory rate, and its share of the peak speed. To report numbers, send the output of --json.
     """
-    chosen = device or ("mps" if torch.backends.mps.is_available() else "cpu")
-    if chosen not in ("mps", "cpu") or (chosen == "mps" and not torch.backends.mps.is_available()):
-        raise ValueError(f"--device: expected cpu, or mps if torch has it, got {chosen!r}")
+    chosen = device_of(device)
+    if what != "products" and (shape or variant != "auto" or capture is not None):
+        raise ValueError(f"bench {what}: expected no --shape, --variant and --capture, which are for products")
     if what not in ("products", "mlstm"):
-        raise ValueError(f"bench: expected products or mlstm, got {what!r}")
+        if not Path(what).exists():
+            raise ValueError(f"bench: expected products, mlstm, or the path of a model, got {what!r}")
+        loaded = Opened.of(Path(what), chosen, dtype, weight_format, fuse)
+        prompts, singles = ([], []) if prompt_tokens or new_tokens else ([timing.PROMPT], [timing.NEW])
+        sizes = (prompt_tokens or prompts, new_tokens or singles, batch or [timing.BATCH])
+        speeds = timing.measure_model(loaded, *sizes, rounds or timing.ROUNDS, as_json)
+        machine, described = describe_machine(chosen), loaded.described()
+        shown = timing.model_table(machine, described, speeds)
+        show({"machine": machine, **described, "results": speeds}, shown, as_json)
+        return DONE
+    rounds, dtype, weight_format = rounds or ROUNDS, dtype or "float16", weight_format or "uint4b8"
     if what == "mlstm":
-        if shape or variant != "auto" or capture is not None:
-            raise ValueError("bench mlstm: expected no --shape, --variant and --capture, which are for products")
         machine = describe_machine(chosen)
         found = measure_mlstm(chosen, floating(dtype), tuple(rows or TOKENS), rounds, as_json)
         show({"machine": machine, "rounds": rounds, "results": found}, mlstm_table(machine, dtype, found), as_json)

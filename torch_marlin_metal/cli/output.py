@@ -120,12 +120,17 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     _print(captured.get().removesuffix("\n"))
 
 
-def _print(text: str) -> None:
+def stream(text: str) -> None:
+    """Prints a part of a longer text to stdout at once; characters that do not print are escaped."""
+    _print(printable(text, keep="\n\t"), end="")
+
+
+def _print(text: str, end: str = "\n") -> None:
     """Prints to stdout and flushes, so that a failure occurs in the command and not at the program's end."""
     try:
         if sys.stdout is None:
             raise OSError("stdout is closed")
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except OSError:
         # Sends what is left to the null device. Python flushes it at the end of the program, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

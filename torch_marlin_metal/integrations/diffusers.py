@@ -113,6 +113,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 ignore=self.quantization_config.ignore,
                 hosted=True,
                 device_of=lambda name: device_of(device_map, name),
+                progress=logging.is_progress_bar_enabled(),
             )
             self._loader = Loader(model, self._reader, door, logger.warning)
             if prefix := self._loader.plan.prefix:
@@ -174,7 +175,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         if self.quantization_config.fuse:
             fuse_projections(model)
         if self.quantization_config.prepare:
-            prepare(model)
+            prepare(model, progress=logging.is_progress_bar_enabled())
         return model
 
     @contextmanager

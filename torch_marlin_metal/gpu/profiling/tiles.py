@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -24,7 +25,7 @@ class TileRow:
     Attributes:
         variant: the name for `gemm(variant=...)`.
         tile: M, N and K of a threadgroup's step (for `gemv` and `fused`, of a simdgroup's step).
-        simdgroups: simdgroups per threadgroup.
+        simdgroups: simdgroups per threadgroup; of `gemv` and `fused`, with as many rows as the tile and N = K = 4096.
         threadgroup_bytes: bytes of threadgroup memory.
         half_registers: 16-bit registers per thread, counted for the M1 (assumed for `tensor`).
         occupancy: how many threadgroups a core holds.
@@ -113,24 +114,42 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
     Raises:
         ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
     """
-    found = as_gpu("tile_table", gpu)
-    rows = native.tiles(activations=element_name("tile_table", dtype), chip=found.name)
-    return TileTable(found, dtype, tuple(_row(found, dtype, *entry) for entry in rows))
+    found, element = as_gpu("tile_table", gpu), element_name("tile_table", dtype)
+    tiles = {row[0]: row[2] for M in (8, 128) for row in _plans(found, element, "auto", M) if any(row[2])}
+    order = list(native.gemm_variants())
+    rows = [
+        _row(found, dtype, *_plans(found, element, name, tiles[name][0])[0])
+        for name in sorted(tiles, key=lambda name: order.index(name.partition(":")[0]))
+    ]
+    return TileTable(found, dtype, tuple(rows))
+
+
+def _plans(gpu: AppleSiliconGPU, dtype: str, variant: str, M: int) -> list[tuple[Any, ...]]:
+    """Returns the plans of all variants, or of one with one tile."""
+    rows: list[tuple[Any, ...]] = native.gemm_plans(
+        chip=gpu.name, cores=gpu.cores, half_subnormals=True, M=M, N=4096, K=4096, weight_format="uint4b8",
+        group_size=128, activations=dtype, scales="float16", zeros="float16", has_perm=False, has_global_scale=False,
+        has_bias=False, variant=variant, tuned=False, own_system=False,
+    )[0]  # fmt: skip
+    return rows
 
 
 def _row(
     gpu: AppleSiliconGPU,
     dtype: torch.dtype,
+    name: str,
     variant: str,
     tile: tuple[int, int, int],
-    simdgroups: int,
-    threadgroup_bytes: int,
-    half_registers: int,
+    seconds: float,
+    dispatches: list[dict[str, Any]],
 ) -> TileRow:
-    held = occupancy_of(simdgroups * SIMD_WIDTH, half_registers, threadgroup_bytes, gpu)
+    launch = dispatches[0]
+    memory, registers = launch["threadgroup_bytes"], launch["half_registers"]
+    simdgroups = launch["threads"][0] // SIMD_WIDTH
+    held = occupancy_of(launch["threads"][0], registers, memory, gpu)
     M, N, _ = tile
     loaded = 0.5 * N + M * dtype.itemsize  # bytes of packed codes and of activations, for each k
-    return TileRow(variant, tile, simdgroups, threadgroup_bytes, half_registers, held, 2 * M * N / loaded)
+    return TileRow(variant, tile, simdgroups, memory, registers, held, 2 * M * N / loaded)
 
 
 def occupancy(

@@ -80,6 +80,7 @@ class PackedCheckpoint:
             unused=lambda source: any(one.search(names.tensor(f"{source}.weight")) for one in unused),
             reinitializes=reinitializes,
             device_of=lambda name: device_of(self._device_map, name),
+            progress=logging.is_progress_bar_enabled(),
         )
         self._loader = Loader(model, self.reader, door, logger.warning)
         plan = self._loader.plan

@@ -203,7 +203,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                 exporter.describe(weight, name)
         self.quantization_config.layers = exporter.layers
         if self.quantization_config.prepare:
-            prepare(model)
+            prepare(model, progress=logging.is_progress_bar_enabled())
         self.forget_floats(model)
         return model
 

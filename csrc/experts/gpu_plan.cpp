@@ -2,7 +2,9 @@
 // rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
 // products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
 // also add a token's products, or apply a gated activation to them.
-#include "csrc/planner/variants/split_k.h"
+#include "csrc/experts/gpu_plan.h"
+
+#include "csrc/planner/split_k.h"
 
 namespace marlin {
 
@@ -50,17 +52,15 @@ MoeParams params_of(const Tiling& tiling, const MoeProblem& problem) {
 Dispatch moe_dispatch(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const MoeParams params = params_of(tiling, problem);
-  const uint32_t N = product.weight.N;
-  const uint32_t columns = ceil_divide(N, tiling.tile.N);
-  const uint32_t rows = sorts_pairs(tiling) ? params.blocks : adds_up_tokens(tiling) ? token_count(problem) : product.M;
-  const Extent grid = rules_of(tiling.variant).has_rows_along_x ? Extent{rows, columns, 1} : Extent{columns, rows, 1};
-  Dispatch dispatch = product_dispatch(tiling, product, row_blocks(tiling, tiling.tile.M, 0), grid);
+  const uint32_t blocks = sorts_pairs(tiling)      ? params.blocks
+                          : adds_up_tokens(tiling) ? token_count(problem)
+                                                   : product.M;
+  Dispatch dispatch = product_dispatch(tiling, product, {0, tiling.tile.M, blocks}, device);
   dispatch.params = params;
   FunctionConstants& constants = dispatch.constants;
   constants[kConstantWritesPartials] = combines(tiling, problem);
   if (combines(tiling, problem)) constants[kConstantHasBias] = constants[kConstantBiasType] = 0;  // moe_reduce adds it
   if (problem.a_slot_stride % 4 != 0) constants[kConstantVectorActivations] = 0;
-  set_direct_constants(constants, tiling, product.weight, tiling.tile.M, device);
   return dispatch;
 }
 
@@ -74,6 +74,22 @@ Dispatch reduce_dispatch(const MoeProblem& problem) {
           .threads = kElementwiseThreads,
           .params = MoeReduceParams{rows, product.weight.N, terms, problem.experts, problem.wide_ids ? 8U : 4U,
                                     row_weights_type(problem)}};
+}
+
+// Returns the best tiling with a tile: K is split over simdgroups only. A threadgroup of a kernel that adds up the
+// products of a token has the simdgroups of all its slots.
+Tiling tiling_of(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
+  const VariantRules& rules = rules_of(row.variant);
+  const WeightProblem& weight = problem.product.weight;
+  const uint32_t slots = adds_up_tokens(row) ? problem.top_k : 1;
+  uint32_t most = rules.most_simdgroups == 0 ? 1 : most_simdgroups(row, weight.format);
+  if (adds_up_tokens(row)) most = std::min<uint32_t>(most, kMoeReduceMaxSimdgroups / slots);
+  most = std::clamp<uint32_t>(weight.K / rules.min_slice, 1, most);
+  return best_split(problem, device, std::min(most, rules.fewest_slices), most, [&](uint32_t slices) {
+    Tiling tiling = split_k(row, weight, slices);
+    tiling.simdgroups *= slots;
+    return tiling;
+  });
 }
 
 }  // namespace
@@ -93,17 +109,19 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
   check_variant("moe_gemm", product, device);
   const NamedVariant variant = wanted_variant(problem, device);
   std::vector<Tiling> tilings;
-  for (const GemmTile& row : gemm_tiles()) {
-    const VariantRules& rules = rules_of(row.variant);
-    if (!computes_experts(row.variant) || (rules.has_32_bit_offsets && !fits_32_bits)) continue;
-    if (variant.is_auto() ? rules.row_unit == 0 : variant != row.variant) continue;
-    rules.add_expert_tilings(tilings, row, problem, device);
+  for (size_t i = 0; i < kGemmVariants.size(); ++i) {
+    const VariantRules& rules = rules_of(static_cast<GemmVariant>(i));
+    if (rules.has_32_bit_offsets && !fits_32_bits) continue;
+    if (variant.is_auto() ? rules.row_unit == 0 : variant != static_cast<GemmVariant>(i)) continue;
+    for (const GemmTile& row : rules.expert_tiles) {
+      const bool can_add = problem.reduce && problem.top_k <= kMoeReduceMaxSimdgroups;
+      if (can_add || !adds_up_tokens(row)) tilings.push_back(tiling_of(row, problem, device));
+    }
   }
   if (tilings.empty()) {
     refuse("moe_gemm", "variant", expert_variants() + " on mps", "'" + variant.text() + "'");
   }
-  const auto seconds = [&](const Tiling& tiling) { return estimate(tiling, problem, device).total(); };
-  return *std::ranges::min_element(tilings, {}, seconds);
+  return *std::ranges::min_element(tilings, {}, &Tiling::seconds);
 }
 
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
@@ -127,9 +145,7 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
     plan.partials = {product.weight.N, product.M, 1};
     plan.dispatches.push_back(reduce_dispatch(problem));
   }
-  const Estimate found = estimate(tiling, problem, device);
-  for (size_t i = 0; i < plan.dispatches.size(); ++i)
-    plan.dispatches[i].seconds = found.seconds.at(i);
+  set_seconds(plan, estimate(tiling, problem, device));
   return plan;
 }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "csrc/planner/launch_cache.h"
@@ -22,12 +21,12 @@ struct TunedRange {
   uint32_t N;
   uint32_t first_M;
   uint32_t last_M;
-  std::string variant;  // e.g. "gemv" or "double_buffered:128x64x16"
+  NamedVariant variant;
 };
 
 // Replaces all ranges of earlier calls. If ranges overlap, the one earlier in the list counts. Safe to call from any
-// thread. Throws std::invalid_argument if a name does not begin with a variant.
-void set_tuned(const std::vector<TunedRange>& ranges);
+// thread.
+void set_tuned(std::vector<TunedRange> ranges);
 
 // Sets a loader. The first call of tuned_variant() runs it, so that it can call set_tuned(). If set_tuned() has been
 // called already, the loader is not run. No lock is held while the loader runs, so several threads may run it at the
@@ -43,43 +42,34 @@ NamedVariant tuned_variant(const MoeProblem& problem);
 // Returns the number of calls of set_tuned. Plans that were made before the last call may be out of date.
 uint64_t tuned_generation();
 
-// The parts of a product that PlanCache needs, for each kind of problem.
-inline GemmProblem& product_of(GemmProblem& problem) {
-  return problem;
-}
-inline GemmProblem& product_of(MoeProblem& problem) {
-  return problem.product;
-}
-inline Plan plan_product(const GemmProblem& problem, const GpuDevice& device) {
-  return plan_gemm(problem, device);
-}
-inline Plan plan_product(const MoeProblem& problem, const GpuDevice& device) {
-  return plan_moe(problem, device);
-}
-
-// A cache of Launches of gemm (GemmProblem) or moe_gemm (MoeProblem) for one GPU; `prepare` makes one from its plan.
-// Plans of "auto" follow the tuner's measurements. Safe to use from any thread.
+// A cache of Launches of gemm (GemmProblem) or moe_gemm (MoeProblem) for one GPU; `plan` makes a plan, and `prepare` a
+// Launch of it. Plans of "auto" follow the tuner's measurements. Safe to use from any thread.
 template <typename Problem, typename Launch>
 class PlanCache {
   using Launches = LaunchCache<Problem, Launch>;
 
  public:
-  PlanCache(const GpuDevice& device, Launch (*prepare)(Plan), size_t max_plans = Launches::kMaxLaunches)
-      : device_(device), prepare_(prepare), launches_(max_plans) {}
+  PlanCache(const GpuDevice& device, Plan (*plan)(const Problem&, const GpuDevice&), Launch (*prepare)(Plan),
+            size_t max_plans = Launches::kMaxLaunches)
+      : device_(device), plan_(plan), prepare_(prepare), launches_(max_plans) {}
 
-  // Returns the cached Launch, or plans and prepares one. Throws what the planner and `prepare` throw.
+  // Returns the cached Launch, or plans and prepares one. Throws what `plan` and `prepare` throw.
   std::shared_ptr<const Launch> find_plan(const Problem& problem) {
     const auto make = [&] {
       Problem tuned = problem;
       GemmProblem& product = product_of(tuned);
       if (product.variant.is_auto()) product.tuned = tuned_variant(problem);
-      return prepare_(plan_product(tuned, device_));
+      return prepare_(plan_(tuned, device_));
     };
     return launches_.get(problem, make, tuned_generation());
   }
 
  private:
+  static GemmProblem& product_of(GemmProblem& problem) { return problem; }
+  static GemmProblem& product_of(MoeProblem& problem) { return problem.product; }
+
   const GpuDevice device_;
+  Plan (*const plan_)(const Problem&, const GpuDevice&);
   Launch (*const prepare_)(Plan);
   Launches launches_;
 };

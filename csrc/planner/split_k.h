@@ -1,0 +1,82 @@
+// Splits K into the number of slices whose estimated time is the least.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "csrc/planner/estimate.h"
+#include "csrc/planner/variants.h"
+
+namespace marlin {
+
+inline constexpr uint32_t kMaxSlices = 64;
+
+// Returns the largest number of slices of K of which each has at least `min_slice` elements: 1 if K is shorter.
+inline uint32_t max_slices(const WeightProblem& weight, uint32_t min_slice) {
+  return std::clamp<uint32_t>(weight.K / min_slice, 1, kMaxSlices);
+}
+
+// Returns the most simdgroups that can divide K between them in the preferred threadgroup memory.
+inline uint32_t most_simdgroups(const GemmTile& row, WeightFormat format) {
+  const VariantRules& rules = rules_of(row.variant);
+  uint32_t most = rules.most_simdgroups;
+  while (rules.sums_bytes(format, row.tile.M, most) > kPreferredThreadgroupBytes)
+    --most;
+  return most;
+}
+
+// Returns the length of a slice if K is split into about `slices` slices. The length is a multiple of `unit`, and no
+// slice is empty. If `unit` allows it, a slice contains whole groups, or a group contains whole slices.
+inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint32_t unit) {
+  const uint32_t group = group_size(weight);
+  const uint32_t even = round_up(ceil_divide(weight.K, slices), unit);
+  if (even < group) return round_up(group / (group / even), unit);
+  return group % unit == 0 ? round_up(even, group) : even;
+}
+
+// Returns the tiling that splits K into about `slices` slices, over simdgroups first if they divide K between them, and
+// over threadgroups if those are not enough.
+inline Tiling split_k(const GemmTile& row, const WeightProblem& weight, uint32_t slices, uint32_t rest_rows = 0) {
+  const VariantRules& rules = rules_of(row.variant);
+  Tiling tiling{row};
+  tiling.rest_rows = rest_rows;
+  tiling.k_per_slice = rules.slices_hold_groups ? slice_length(weight, slices, row.tile.K)
+                                                : round_up(ceil_divide(weight.K, slices), row.tile.K);
+  const uint32_t filled = ceil_divide(weight.K, tiling.k_per_slice);
+  tiling.splits = ceil_divide(filled, rules.most_simdgroups == 0 ? 1 : most_simdgroups(row, weight.format));
+  tiling.simdgroups =
+      rules.most_simdgroups == 0 ? rules.threads(row.tile) / kSimdWidth : ceil_divide(filled, tiling.splits);
+  return tiling;
+}
+
+// Estimates that differ by less than this factor count as equal.
+inline constexpr double kEqual = 1.01;
+// A core gains nothing from more simdgroups in flight than this, three per scheduler.
+inline constexpr double kEnoughInFlight = 12;
+
+// Calls make(slices) with all numbers from min_slices to max_slices. Returns the tiling with the least estimated time.
+// If it has few simdgroups in flight, an equal one with more of them is returned instead, because more simdgroups also
+// hide latencies that the estimate does not count.
+template <typename Problem, typename Make>
+Tiling best_split(const Problem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
+                  const Make& make) {
+  std::vector<std::pair<Tiling, double>> candidates;  // with their simdgroups in flight
+  for (uint32_t slices = min_slices; slices <= max_slices; ++slices) {
+    Tiling tiling = make(slices);
+    // Slices consist of whole steps or groups, so several numbers of slices may give the same tiling.
+    if (!candidates.empty() && candidates.back().first.k_per_slice == tiling.k_per_slice) continue;
+    const Estimate found = estimate(tiling, problem, device);
+    tiling.seconds = found.total();
+    candidates.emplace_back(tiling, found.in_flight);
+  }
+  auto best = std::ranges::min_element(candidates, {}, [](const auto& candidate) { return candidate.first.seconds; });
+  const double most = best->first.seconds * kEqual;
+  for (auto other = candidates.begin(); other != candidates.end(); ++other) {
+    if (best->second >= kEnoughInFlight) break;
+    if (other->first.seconds <= most && other->second > best->second) best = other;
+  }
+  return best->first;
+}
+
+}  // namespace marlin

@@ -1,0 +1,75 @@
+"""Tests that `torch-marlin-metal bench MODEL` counts as llama-bench does. Times of this machine mean nothing."""
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import torch_marlin_metal as tmm
+from tests.support.small_llama import WORDS, save_small_llama
+from torch_marlin_metal.cli.app import app
+from torch_marlin_metal.cli.models import timing
+from torch_marlin_metal.cli.models.opened import Opened
+from torch_marlin_metal.integrations.transformers import MarlinConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_small_llama(tmp_path_factory.mktemp("small"), tokenizer=False)
+
+
+def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypatch):
+    """A clock that ticks at each call of the model makes the rates plain counts."""
+    calls = []
+    forward = LlamaForCausalLM.forward
+
+    def counted(self, **inputs):
+        held = inputs.get("past_key_values")
+        calls.append((tuple(inputs["input_ids"].shape), 0 if held is None else held.get_seq_length()))
+        output = forward(self, **inputs)
+        assert output.logits.shape[1:] == (1, WORDS), "logits of the last token only"
+        return output
+
+    counted.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(len(calls))))
+    line = ["bench", folder, "--device", "cpu", "--rounds", 3, "--batch", 1, "--batch", 2, "--weight-format", "nf4"]
+    line += ["--prompt-tokens", 8, "--new-tokens", 3, "--json", "--no-fuse"]
+    done = CliRunner().invoke(app, list(map(str, line)))
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    parts = [part for batch in (1, 2) for part in ([((batch, 8), 0)], [((batch, 1), held) for held in range(3)])]
+    assert calls == [call for part in parts for _ in range(4) for call in part]
+    rates = {(row["test"], row["batch"]): row["tokens_per_second"] for row in found["results"]}
+    assert rates == {("pp8", 1): 8, ("tg3", 1): 1, ("pp8", 2): 16, ("tg3", 2): 2}
+    assert all(row["spread"] == 0 and len(row["rounds"]) == 3 for row in found["results"])
+    assert found["packed"] == {"lut4 g128": 14}
+    assert found["machine"]["device"] == "cpu"
+
+
+def test_the_table_and_the_wrong_uses(folder):
+    done = CliRunner().invoke(app, ["bench", str(folder), "--new-tokens", "2", "--rounds", "3", "--device", "cpu"])
+    assert (done.exit_code, "tg2" in done.stdout, "pp512" in done.stdout) == (0, True, False), done.output
+    assert "no packed layer" in done.stdout
+    for arguments, sentence in (
+        (["nothing"], "bench: expected products, mlstm, or the path of a model, got 'nothing'"),
+        ([str(folder), "--shape", "64,64"], "expected no --shape"),
+    ):
+        done = CliRunner().invoke(app, ["bench", *arguments])
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert sentence in done.stderr
+
+
+@pytest.mark.usefixtures("mps")
+def test_the_prediction_is_the_planners_for_every_packed_product(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MarlinConfig("uint4", 32))
+    N_K = [(128, 128), (64, 128), (64, 128), (128, 128), (256, 128), (256, 128), (128, 256)]
+    plans = [tmm.plan(6, *sizes, weight_format="uint4", group_size=32, dtype=torch.float32) for sizes in 2 * N_K]
+    expected = sum(found.chosen.seconds for found in plans)
+    assert timing._predicted(Opened(folder, model, "mps", 0.0), 6) == pytest.approx(expected)
+    assert timing._predicted(Opened(folder, model, "cpu", 0.0), 6) is None

@@ -1,0 +1,1 @@
+"""The commands that run a language model, or say whether one fits: `generate`, `bench MODEL`, `perplexity`, `fit`."""

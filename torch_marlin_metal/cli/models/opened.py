@@ -1,0 +1,216 @@
+"""Loads a language model and its tokenizer for the commands that run one, and describes what was loaded."""
+
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from torch_marlin_metal.cli.arguments import floating
+from torch_marlin_metal.cli.output import human_bytes
+from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.models.report import module_bytes
+
+Model = Annotated[Path, typer.Argument(help="A directory of transformers, or a .gguf file.", show_default=False)]
+ModelDtype = Annotated[str | None, typer.Option("--dtype", help="Dtype of the floats; without it, the model's own.")]
+Quantize = Annotated[
+    str | None, typer.Option("--weight-format", help="Quantize a model of floats to this format while it loads.")
+]
+Fuse = Annotated[bool, typer.Option(help="Join projections and the operations between products, where it is exact.")]
+TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="A directory that has MODEL's tokenizer.")]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded model.
+
+    Attributes:
+        path: where it was read.
+        model: the model of transformers, on its device.
+        device: "cpu" or "mps".
+        seconds: how long loading took.
+    """
+
+    path: Path
+    model: Any
+    device: str
+    seconds: float
+
+    @classmethod
+    def of(cls, path: Path, device: str, dtype: str | None, weight_format: str | None, fuse: bool) -> "Opened":
+        """Loads a model with transformers and this package's integration.
+
+        Raises:
+            CheckpointError: there is no such model, or it is damaged.
+            ImportError: transformers is missing.
+            MemoryError: its files are larger than this machine's memory.
+        """
+        place, file = locate(path)
+        size, memory = sum(part.stat().st_size for part in weight_files(path)), physical_memory()
+        if size > memory:
+            raise MemoryError(
+                f"{path}: its weights have {human_bytes(size)}, this machine has {human_bytes(memory)} of memory; "
+                "`torch-marlin-metal fit` lists smaller formats"
+            )
+        from transformers import AutoModelForCausalLM
+
+        from torch_marlin_metal.integrations.transformers import MarlinConfig, take_over
+
+        begin = time.perf_counter()
+        options: dict[str, Any] = {"fuse": "layers" if fuse else False, "prepare": device == "mps"}
+        if weight_format is not None:
+            file["quantization_config"] = MarlinConfig(weight_format, **options)
+        take_over(**options)
+        try:
+            with quiet(), memory_errors(str(path), f"the weights have {human_bytes(size)}"):
+                model = AutoModelForCausalLM.from_pretrained(
+                    place,
+                    local_files_only=True,
+                    device_map=device,
+                    dtype="auto" if dtype is None else floating(dtype),
+                    **file,
+                )
+        finally:
+            take_over()
+        return cls(path, model.eval(), device, time.perf_counter() - begin)
+
+    @property
+    def vocabulary(self) -> int:
+        """Returns the number of tokens that the model knows."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def check_tokens(self, ids: list[int]) -> None:
+        """Checks that the model knows all tokens of a text.
+
+        Raises:
+            CheckpointError: it does not, because the tokenizer is another model's.
+        """
+        if max(ids) >= self.vocabulary:
+            raise CheckpointError(
+                f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
+                f"{max(ids)}: --tokenizer names another one"
+            )
+
+    def described(self) -> dict[str, Any]:
+        """Returns what was loaded, in JSON types."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, PackedLayer)]
+        return {
+            "model": str(self.path),
+            "device": self.device,
+            "packed": dict(Counter(f"{layer.weight_format} g{layer.group_size}" for layer in layers)),
+            "packed_bytes": module_bytes(nn.ModuleList(layers)),
+            "model_bytes": module_bytes(self.model),
+            "load_seconds": self.seconds,
+        }
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """Returns the line that says what `Opened.described` found."""
+    kinds = ", ".join(f"{count} layers of {kind}" for kind, count in found["packed"].items()) or "no packed layer"
+    sizes = f"{human_bytes(found['packed_bytes'])} of the model's {human_bytes(found['model_bytes'])}"
+    return f"{kinds}: {sizes}; loaded in {found['load_seconds']:.3g} s on {found['device']}"
+
+
+def rate(tokens_per_second: float) -> str:
+    """Returns a number of tokens a second with three digits, in words."""
+    return f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} tokens/s"
+
+
+def locate(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns what transformers' `from_pretrained` takes: the directory, and the name of a .gguf file in it.
+
+    Raises:
+        CheckpointError: there is no model of transformers.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: does not exist; a model of the Hub must be downloaded first: hf download NAME")
+    if path.is_file() and path.suffix == ".gguf":
+        return path.parent, {"gguf_file": path.name}
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path}: expected a directory with a config.json of transformers, or a .gguf file")
+    return path, {}
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Returns the files that hold a model's weights."""
+    return [path] if path.is_file() else [part for part in path.iterdir() if part.suffix in (".safetensors", ".bin")]
+
+
+def physical_memory() -> int:
+    """Returns the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block, transformers reports only errors, and draws bars only on a terminal."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def open_tokenizer(model: Path, given: Path | None) -> Any:
+    """Loads a tokenizer.
+
+    Args:
+        model: the model's path, where it is looked for if none is given.
+        given: the directory in --tokenizer.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    place, file = locate(model) if given is None else (given, {})
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
+    except ImportError:
+        raise
+    except Exception as error:  # each class of tokenizers fails in its own way
+        reason = str(error).partition("\n")[0].rstrip(": ")
+        raise CheckpointError(
+            f"{given or model}: its tokenizer cannot be loaded ({reason}): --tokenizer names a directory that has one"
+        ) from error
+
+
+def peak_memory(device: str) -> int:
+    """Returns the bytes that the GPU's driver holds now, or on the CPU the most that this process has held."""
+    if device == "mps":
+        return torch.mps.driver_allocated_memory()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def memory_errors(op: str, size: str) -> Iterator[None]:
+    """Turns torch's errors about memory into one sentence, which says how large the problem was.
+
+    Raises:
+        MemoryError: the CPU or the GPU has not enough memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(part in str(error) for part in ("out of memory", "can't allocate memory", "not enough memory")):
+            raise
+        advice = "`torch-marlin-metal fit` says what fits"
+        raise MemoryError(f"{op}: there is not enough memory: {size}; {advice}") from error

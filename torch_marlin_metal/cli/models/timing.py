@@ -1,0 +1,115 @@
+"""`torch-marlin-metal bench MODEL`: a model's tokens a second as llama-bench defines them, pp512 and tg128."""
+
+import inspect
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.cli.models.opened import Opened, in_words, memory_errors, peak_memory, quiet
+from torch_marlin_metal.cli.output import human_bytes, progress_bar, table
+from torch_marlin_metal.gpu.planning import plan
+from torch_marlin_metal.gpu.tuning.chains import synchronize
+from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.experts import MarlinExperts
+from torch_marlin_metal.layers.linear import MarlinLinear
+
+PROMPT, NEW, BATCH, ROUNDS = 512, 128, 1, 5
+
+
+def measure_model(
+    loaded: Opened, prompts: list[int], new: list[int], batches: list[int], rounds: int, as_json: bool
+) -> list[dict[str, Any]]:
+    """Times a model's prompts and single tokens, each from an empty cache, on random tokens without sampling.
+
+    Args:
+        loaded: the model.
+        prompts: lengths of prompts; each is one call.
+        new: numbers of tokens that are computed one after the other, each a call that the host waits for.
+        batches: numbers of sequences that are computed at once.
+        rounds: how often each is timed, after one time that does not count.
+        as_json: shows no progress.
+
+    Raises:
+        MemoryError: a batch does not fit.
+    """
+    tests: list[tuple[str, int, int, Callable[[Any, Tensor], None]]] = []
+    for batch in batches:
+        tests += [(f"pp{count}", count, batch, _prompt) for count in prompts]
+        tests += [(f"tg{count}", count, batch, _one_by_one) for count in new]
+    model = loaded.model
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        model = partial(model, logits_to_keep=1)
+    results = []
+    with progress_bar(len(tests) * (rounds + 1), "run", as_json) as bar, torch.inference_mode(), quiet():
+        for name, count, batch, run in tests:
+            generator = torch.Generator("cpu").manual_seed(0)
+            ids = torch.randint(loaded.vocabulary, (batch, count), generator=generator, device="cpu").to(loaded.device)
+            rates = []
+            for _ in range(rounds + 1):
+                synchronize(ids.device)
+                begin = time.perf_counter()
+                with memory_errors("bench", f"{name} has {batch} x {count} tokens"):
+                    run(model, ids)
+                    synchronize(ids.device)
+                rates.append(batch * count / (time.perf_counter() - begin))
+                bar.update()
+            steps, rows = (1, batch * count) if run is _prompt else (count, batch)
+            seconds = _predicted(loaded, rows)
+            results.append(
+                {
+                    "test": name,
+                    "batch": batch,
+                    "tokens_per_second": statistics.mean(rates[1:]),
+                    "spread": statistics.stdev(rates[1:]),
+                    "rounds": rates[1:],
+                    "predicted_tokens_per_second": batch * count / (steps * seconds) if seconds else None,
+                    "peak_memory_bytes": peak_memory(loaded.device),
+                }
+            )
+    return results
+
+
+def _prompt(model: Callable[..., Any], ids: Tensor) -> None:
+    model(input_ids=ids, use_cache=True)
+
+
+def _one_by_one(model: Callable[..., Any], ids: Tensor) -> None:
+    cache = None
+    for column in torch.split(ids, 1, 1):
+        cache = model(input_ids=column, past_key_values=cache, use_cache=True).past_key_values
+        synchronize(ids.device)
+
+
+def _predicted(loaded: Opened, M: int) -> float | None:
+    """Returns the planner's seconds for all packed products of M rows, or None if it predicts only a part of them."""
+    modules = list(loaded.model.modules())
+    if loaded.device != "mps" or any(isinstance(module, MarlinExperts) for module in modules):
+        return None
+    layers = [one for one in modules if isinstance(one, MarlinLinear) and not isinstance(one, MarlinEmbedding)]
+    kinds = Counter((one.out_features, one.in_features, one.weight_format, one.group_size, one.dtype) for one in layers)
+    return sum(
+        count * plan(M, N, K, weight_format=name, group_size=group_size, dtype=dtype).chosen.seconds
+        for (N, K, name, group_size, dtype), count in kinds.items()
+    )
+
+
+def model_table(machine: dict[str, str], described: dict[str, Any], results: list[dict[str, Any]]) -> Any:
+    """Returns the results for people."""
+    title = ", ".join(f"{key} {text}" for key, text in machine.items())
+    has_plans = any(row["predicted_tokens_per_second"] for row in results)
+    numbers = ["batch", "tokens/s", "+-", "peak memory", *(["predicted"] if has_plans else [])]
+    shown = table(f"{described['model']} on {title}", "test", *numbers, right=tuple(numbers))
+    for row in results:
+        rates = (f"{value:.2f}" for value in (row["tokens_per_second"], row["spread"]))
+        cells = [row["test"], str(row["batch"]), *rates, human_bytes(row["peak_memory_bytes"])]
+        shown.add_row(*cells, *([f"{row['predicted_tokens_per_second']:.2f}"] if has_plans else []))
+    shown.caption = in_words(described)
+    if has_plans:
+        shown.caption += "\npredicted: by the planner, for the packed products alone"
+    return shown
