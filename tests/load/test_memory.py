@@ -86,7 +86,6 @@ def of_gguf(kind: str):
             blocks = RNG.integers(0, 64, (N, K // block * size), dtype=np.uint8)
             writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
 
-        add("token_embd.weight", VOCABULARY, H)
         norms = ["output_norm"]
         for layer in range(LAYERS):
             norms += [f"blk.{layer}.{part}_norm" for part in ("attn", "ffn")]
@@ -94,6 +93,7 @@ def of_gguf(kind: str):
                 add(f"blk.{layer}.attn_{part}.weight", H, H)
             for part, N, K in (("gate", 2 * H, H), ("up", 2 * H, H), ("down", H, 2 * H)):
                 add(f"blk.{layer}.ffn_{part}.weight", N, K)
+        add("token_embd.weight", VOCABULARY, H)  # the largest one last, beside all others
         for name in norms:
             writer.add_tensor(f"{name}.weight", np.ones(H, np.float32))
         writer.write_header_to_file()
