@@ -27,7 +27,7 @@ RNG = np.random.default_rng(0)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 MLX = {"bits": 4, "group_size": 64, "mode": "affine"}
-BLOCKS = {"Q3_K": (256, 110), "Q4_K": (256, 144)}
+BLOCKS = {"Q4_K": (256, 144)}
 
 
 def words(*shape: int) -> torch.Tensor:
@@ -111,7 +111,6 @@ CASES = {
     "transposed": directory(mlx, MLX),
     "a mixture": directory(gptq, GPTQ, mixture=True),
     "GGUF Q4_K": of_gguf("Q4_K"),
-    "GGUF Q3_K, decoded and packed": of_gguf("Q3_K"),
 }
 
 
