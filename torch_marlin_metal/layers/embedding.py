@@ -148,7 +148,7 @@ def scale_of(module: nn.Module) -> float | None:
     Gemma's classes do this. They are known by their attributes and by what one of a few rows computes.
     """
     scale, kind = getattr(module, "scalar_embed_scale", None), type(module)
-    return scale if isinstance(scale, float) and _multiplies(kind) else None  # type: ignore[arg-type]
+    return float(scale) if isinstance(scale, float | int) and _multiplies(kind) else None  # type: ignore[arg-type]
 
 
 @cache
