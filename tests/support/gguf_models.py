@@ -51,7 +51,7 @@ OWN_SIZES = {
     "hunyuan-moe": {"moe_topk": 2},
     "falcon-h1": MAMBA | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
     "gptneox": {"num_key_value_heads": 2},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": 96},
+    "falcon": {"new_decoder_architecture": True, "num_attention_heads": 4, "num_kv_heads": 2} | {"ffn_hidden_size": 96},
     "falcon multi query": {"multi_query": True, "new_decoder_architecture": False, "ffn_hidden_size": 96},
     "mamba": {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128, "expand": 2},
     "falcon_mamba": {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128, "expand": 2},
