@@ -1,6 +1,6 @@
 """Reads the layers of GGUF files, with the names and the order of rows of llama.cpp or of transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,6 +119,13 @@ class GgufReader(CheckpointReader):
         tensor, expert = self._layers[index]
         both = [tensor, *([self._partners[tensor.name]] if tensor.name in self._partners else [])]
         return sum(one.nbytes for one in both) // (1 if expert is None else tensor.shape[0])
+
+    def kind(self, index: int) -> Hashable:
+        """Returns the type and the shape of the layer's matrix, and whether it has a bias, in the file."""
+        tensor, expert = self._layers[index]
+        other = self._partners.get(tensor.name)
+        side = tuple(name.rpartition(".")[2] for name in self._side_tensors(tensor))
+        return tensor.type_name, None if other is None else other.type_name, tensor.shape, expert is None, side
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
