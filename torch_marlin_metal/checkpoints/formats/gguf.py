@@ -1,5 +1,6 @@
 """Reads the layers of GGUF files, with the names and the order of rows of llama.cpp or of transformers."""
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -158,11 +159,11 @@ class GgufReader(CheckpointReader):
         return size // (1 if piece.expert is None else piece.tensor.shape[0])
 
     def kind(self, index: int) -> Hashable:
-        """Returns the type and the shape of the layer's matrix, and whether it has a bias, in the file."""
-        tensor, expert = self._layers[index]
-        other = self._partners.get(tensor.name)
-        side = tuple(name.rpartition(".")[2] for name in self._side_tensors(tensor))
-        return tensor.type_name, None if other is None else other.type_name, tensor.shape, expert is None, side
+        """Returns the types and shapes of the layer's matrices, and its name without numbers, which orders columns."""
+        piece = self._layers[index]
+        sides = [name for tensor in piece.tensors for name in self._side_tensors(tensor)]
+        whole = piece.expert is None, piece.part, re.sub(r"\d", "", piece.tensor.name)
+        return *whole, len(sides), tuple((tensor.type_name, tensor.shape) for tensor in piece.tensors)
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
