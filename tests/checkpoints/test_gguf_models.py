@@ -88,6 +88,16 @@ def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
     assert not torch.equal(stored.float(), model.model.layers[0].self_attn.q_proj.weight)
 
 
+def test_plain_matrices_of_gpt2_get_back_their_shape(tmp_path) -> None:
+    """transformers has these matrices as `[K, N]`, packed or not."""
+    model, loaded = model_of("gpt2"), model_of("gpt2")
+    path = write(tmp_path / "m.gguf", "gpt2", model, lambda name: "F16" if "ffn_up" in name else "Q4_0")
+    load_quantized(loaded, path, progress=False)
+    weights = (each.transformer.h[1].mlp.c_fc.weight for each in (loaded, model))
+    assert torch.equal(*weights)
+    torch.testing.assert_close(outputs(loaded), outputs(model), rtol=1e-4, atol=1e-4)
+
+
 def mixed(name: str) -> str:
     return "Q8_0" if "attn_v" in name or "token_embd" in name else "Q5_0" if "ffn_down" in name else "Q4_0"
 
