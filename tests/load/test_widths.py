@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from tests.integrations.test_beside_transformers import blocks, e5m2, fp8, gptq, packed, scheme, words, write
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
 N, K = 40, 96
@@ -257,11 +258,12 @@ def test_codes_that_are_nan_stay_nan(tmp_path) -> None:
     assert weight.dequantize().isnan().nonzero().tolist() == [[5, 3], [6, 4]]
 
 
-def test_models_that_mlx_multiplied_are_refused(tmp_path) -> None:
+@pytest.mark.parametrize("kind", mlx.REFUSED)
+def test_models_of_mlx_that_are_not_read_are_refused_with_the_reason(kind, tmp_path) -> None:
     save_file({f"{OTHER}.scales": torch.ones(N, 1)}, tmp_path / "model.safetensors", metadata={"format": "mlx"})
-    config = {"model_type": "falcon_h1", "quantization": {"bits": 4, "group_size": 64}}
+    config = {"model_type": kind, "quantization": {"bits": 4, "group_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(convert.UnsupportedFormat, match="multiplied weights of falcon_h1"):
+    with pytest.raises(convert.UnsupportedFormat, match=f"{re.escape(mlx.REFUSED[kind])}; quantize"):
         convert.open_reader(tmp_path)
 
 
