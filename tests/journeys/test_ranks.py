@@ -118,7 +118,7 @@ def in_halves(path: Path, dtype: torch.dtype, scales: torch.dtype | None = None)
 
 def block_fp8(path: Path) -> Path:
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     write(path, lambda weight: blocks(weight, 128), settings, **sizes)
     return in_halves(path, torch.float16, torch.bfloat16)
 
