@@ -51,7 +51,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("K tail", "if (has_k) loaded =", "loaded ="),
         ("K tail", "quad % 2 == 0 ? word", "quad / 2 == 0 ? word"),
         ("K tail", "result.k[2] = result.k[4];", ""),
-        ("groups", "sums.begin_chain(k / group_size)", "sums.begin_chain(k_begin / group_size)"),
+        ("groups", "sums.begin_chain(k);", "sums.begin_chain(k_begin);"),
         ("groups", "const uint longest = min(k + kChainLength, k_end)", "const uint longest = k_end"),
         ("groups", "x_sum.e[i], scales[c], zeros[c]", "x_sum.e[0], scales[c], zeros[c]"),
         ("groups", "sum[f] = Sums{};", ";"),
