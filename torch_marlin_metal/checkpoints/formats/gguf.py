@@ -1,6 +1,7 @@
 """Reads the layers of GGUF files, with the names and the order of rows of llama.cpp or of transformers."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,13 @@ class GgufReader(CheckpointReader):
             rows = self._rows(piece)
             return int(size * (rows.stop - rows.start) // piece.tensor.shape[0])
         return size // (1 if piece.expert is None else piece.tensor.shape[0])
+
+    def kind(self, index: int) -> Hashable:
+        """Returns the types and shapes of the layer's matrices, and its name without numbers, which orders columns."""
+        piece = self._layers[index]
+        sides = [name for tensor in piece.tensors for name in self._side_tensors(tensor)]
+        whole = piece.expert is None, piece.part, re.sub(r"\d", "", piece.tensor.name)
+        return *whole, len(sides), tuple((tensor.type_name, tensor.shape) for tensor in piece.tensors)
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
