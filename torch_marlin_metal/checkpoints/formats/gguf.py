@@ -12,8 +12,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnknownArchitecture, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
+from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.format_interface import Format
-from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
+from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS, in_pieces
 from torch_marlin_metal.checkpoints.formats.gguf_names import (
     ARCHITECTURES,
     expert_name,
@@ -231,7 +232,13 @@ class GgufReader(CheckpointReader):
         block_bytes, decode = DECODERS[tensor.type_name]
         rows = tensor.shape[-2]
         try:
-            weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes)[self._rows(piece)])
+            first, last, _ = self._rows(piece).indices(rows)
+
+            def read(part: Slice) -> Tensor:
+                some = Slice(0, first + part.start, first + part.stop)
+                return tensor.read(expert, some).reshape(part.stop - part.start, -1, block_bytes)
+
+            weight = in_pieces(decode, read, last - first)
             weight.name, weight.source = self._name(piece), f"gguf {tensor.type_name}"
             weight.global_scale = self._scale(tensor, expert)
             weight.bias = self._bias_of(piece, tensor)

@@ -90,7 +90,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             self._open(checkpoint_files)
             if self._packed is not None and not has_parts:
-                self._packed.read_ahead(device_map)
+                self._packed.read_ahead()
         else:
             self._choose(model)
 
