@@ -22,21 +22,11 @@ from torch_marlin_metal.integrations.transformers.take_over import logger as doo
 
 ROOT = Path(__file__).parents[2]
 WARNINGS = {
-    family: [f"model.{name} is decoded to floats: {table} has a forward of its own" for name in names]
-    for family, table, *names in (
-        ("gemma", "GemmaTextScaledWordEmbedding", "embed_tokens"),
-        ("gemma2", "Gemma2TextScaledWordEmbedding", "embed_tokens"),
-        ("gemma3", "Gemma3TextScaledWordEmbedding", "embed_tokens"),
-        ("gemma4", "Gemma4TextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
-        ("gemma4 mixture", "Gemma4TextScaledWordEmbedding", "embed_tokens"),
-        ("gemma3n", "Gemma3nTextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
-        ("minicpm3", "MiniCPM3ScaledWordEmbedding", "embed_tokens"),
-    )
+    "llama4": [
+        "model.layers.1.feed_forward.experts is decoded to floats: Llama4TextExperts computes something else than "
+        "MarlinExperts"
+    ]
 }
-WARNINGS["llama4"] = [
-    "model.layers.1.feed_forward.experts is decoded to floats: Llama4TextExperts computes something else than "
-    "MarlinExperts"
-]
 
 # llama.cpp stores the columns of one half of this matrix as rows.
 LATENT = r".* of its matrices have no 4-bit weight format and became floats: Q4_0 of attn_k_b \(\d+%\)\. .*"
@@ -86,6 +76,16 @@ def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     stored = convert.open_reader(path).tensors["blk.0.attn_q.weight"].read()
     assert not torch.equal(stored.float(), model.model.layers[0].self_attn.q_proj.weight)
+
+
+def test_plain_matrices_of_gpt2_get_back_their_shape(tmp_path) -> None:
+    """transformers has these matrices as `[K, N]`, packed or not."""
+    model, loaded = model_of("gpt2"), model_of("gpt2")
+    path = write(tmp_path / "m.gguf", "gpt2", model, lambda name: "F16" if "ffn_up" in name else "Q4_0")
+    load_quantized(loaded, path, progress=False)
+    weights = (each.transformer.h[1].mlp.c_fc.weight for each in (loaded, model))
+    assert torch.equal(*weights)
+    torch.testing.assert_close(outputs(loaded), outputs(model), rtol=1e-4, atol=1e-4)
 
 
 def mixed(name: str) -> str:

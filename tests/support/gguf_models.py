@@ -51,7 +51,7 @@ OWN_SIZES = {
     "hunyuan-moe": {"moe_topk": 2},
     "falcon-h1": MAMBA | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
     "gptneox": {"num_key_value_heads": 2},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": 96},
+    "falcon": {"new_decoder_architecture": True, "num_attention_heads": 4, "num_kv_heads": 2} | {"ffn_hidden_size": 96},
     "falcon multi query": {"multi_query": True, "new_decoder_architecture": False, "ffn_hidden_size": 96},
     "mamba": {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128, "expand": 2},
     "falcon_mamba": {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128, "expand": 2},
@@ -113,6 +113,7 @@ TYPES |= {"mistral3": "ministral3", "gemma3n": "gemma3n_text"}
 TYPES |= {"exaone-moe": "exaone_moe", "hunyuan-moe": "hunyuan_v1_moe", "falcon-h1": "falcon_h1", "gptneox": "gpt_neox"}
 TYPES |= {"falcon multi query": "falcon", "starcoder": "gpt_bigcode", "chatglm": "glm", "chatglm fused": "glm"}
 TYPES |= {"glm-dsa": "glm_moe_dsa", "nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
+ARGUMENTS = {"bert": {"add_pooling_layer": False}}  # of model classes; files have no pooler
 ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert")
 REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo", "mistral3", "granitehybrid")
 LINEAR_ATTENTION = ("qwen35", "qwen35moe", "qwen3next")
@@ -151,7 +152,7 @@ def model_of(family: str, **settings: Any) -> nn.Module:
     if family.startswith("falcon") and family != "falcon-h1":
         del sizes["head_dim"]  # the class has no setting for it
     config = AutoConfig.for_model(TYPES.get(family, family), **sizes)
-    model = auto_class(family).from_config(config, **({"add_pooling_layer": False} if family == "bert" else {}))
+    model = auto_class(family).from_config(config, **ARGUMENTS.get(family, {}))
     model = model.float().eval()
     model.fuses_qkv = family in FUSED
     with torch.no_grad():
