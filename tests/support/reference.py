@@ -9,6 +9,7 @@ import torch
 # tests sample their grid.
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
 EIGHT_BITS = ("uint8b128", "uint8", "uint8_bias", "float8_e4m3", "mxfp8")
+ANY_FORMAT = (*FORMATS, *EIGHT_BITS)
 # The offset that a format subtracts from every code.
 OFFSETS = {"uint4b8": 8, "uint8b128": 128}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
