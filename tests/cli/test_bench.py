@@ -113,7 +113,7 @@ def test_bench_of_the_mlstm_refuses_two_forms_that_disagree(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["gemm"], "bench: expected products or mlstm, got 'gemm'"),
+        (["gemm"], "bench: expected products, mlstm, or the path of a model, got 'gemm'"),
         (["mlstm", "--shape", "64,64"], "bench mlstm: expected no --shape"),
     ],
 )

@@ -34,6 +34,8 @@ WRONG = {
     "convert": ["x", "y", "--shard-mb", "0"],
     "verify": ["x", "y", "--tolerance", "-1"],
     "quantize": ["x", "y", "--samples", "none"],
+    "generate": ["x", "y", "--tokens", "0"],
+    "perplexity": ["x", "y", "--context", "3"],
     "plan": ["8", "64"],
     "profile": ["--no-such-option"],
     "tune": ["--rows", "0"],
