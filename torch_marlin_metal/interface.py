@@ -9,32 +9,28 @@ from types import ModuleType
 
 import torch
 
+# The named arguments of a packed weight.
+_NAMED = "weight_format group_size zeros super_scales super_zeros global_scale lut perm"
 #: The arguments of each public operator, by the operator's name.
 OPERATORS = {
     "add_rms_norm": "x residual weight eps weight_offset",
     "awq_repack": "qweight",
     "awq_unpack_zeros": "qzeros",
-    "dequantize": "b_packed scales weight_format group_size zeros global_scale lut perm dtype",
-    "embedding": "ids b_packed scales weight_format group_size zeros global_scale lut perm dtype",
+    "dequantize": f"b_packed scales {_NAMED} dtype",
+    "embedding": f"ids b_packed scales {_NAMED} dtype",
     "gated_activation": "gate up activation limit alpha",
-    "gemm": "a b_packed scales weight_format group_size zeros global_scale lut perm bias variant",
-    "gemm_fp32": "a b_packed scales weight_format group_size zeros global_scale lut perm bias",
-    "gemm_transposed": "a b_packed scales weight_format group_size zeros global_scale lut perm",
+    "gemm": f"a b_packed scales {_NAMED} bias variant",
+    "gemm_fp32": f"a b_packed scales {_NAMED} bias",
+    "gemm_transposed": f"a b_packed scales {_NAMED}",
     "gptq_repack": "qweight perm",
     "gptq_unpack_zeros": "qzeros checkpoint_version rule",
     "mlstm": "q k v i f C0 n0 m0 chunk_size eps",
     "mlstm_output": "q k v i f C n m chunk_size eps",
     "mlstm_states": "k v i f C0 n0 m0 chunk_size save_states_every",
     "mlstm_step": "q k v i f C n m eps",
-    "moe_gemm": (
-        "a b_packed scales expert_ids weight_format group_size zeros global_scale lut perm bias row_weights reduce "
-        "variant"
-    ),
-    "moe_gemm_gated": (
-        "a b_packed scales expert_ids weight_format group_size zeros global_scale lut perm bias activation interleaved "
-        "limit alpha"
-    ),
-    "moe_gemm_grad_a": "grad b_packed scales expert_ids weight_format group_size zeros global_scale lut perm",
+    "moe_gemm": f"a b_packed scales expert_ids {_NAMED} bias row_weights reduce variant",
+    "moe_gemm_gated": f"a b_packed scales expert_ids {_NAMED} bias activation interleaved limit alpha",
+    "moe_gemm_grad_a": f"grad b_packed scales expert_ids {_NAMED}",
     "rms_norm": "x weight eps weight_offset",
     "rotary": "q k cos sin interleaved per_pair transposed",
     "transpose_words": "words",

@@ -20,8 +20,12 @@ E8M0_CODES = (16, 240)
 PIECE = 32768  # elements up to which PyTorch computes in one thread
 MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"
 E4M3_NAN = (0x7F, 0xFF)
+# The number of k that share a value of `super_scales` and `super_zeros`.
+SUPER_BLOCK = 256
 # The tensors by which the operators read a weight. A layer's buffers have the same names.
-WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "global_scale", "lut", "perm")
+WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm")
+# The tensors of a weight and its bias whose last dimension is N; `global_scale` may also have one value.
+COLUMN_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "bias")
 
 
 class PackedWeightError(ValueError):
@@ -48,10 +52,15 @@ class PackedWeight:
     Attributes:
         b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the low nibble.
         scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3), mxfp4 (E8M0).
+            With `super_scales`, uint8 or int8 codes.
         weight_format: a name of `formats.WEIGHT_FORMATS`. An alias ("u4b8", "u4", "fp4", "float4_e2m1f", "nf4") is
             replaced by that name.
         group_size: as the operators take it: one of `formats.GROUP_SIZES` or K. -1 is replaced by K.
-        zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias.
+        zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias. With `super_zeros`,
+            uint8 codes of biases.
+        super_scales: `[ceil(K / 256), N]` in fp16, bf16 or fp32, for formats with floating scales. The scale of a group
+            is then the fp32 product of its code and the value of its 256 k. `group_size` is at most 256.
+        super_zeros: the same for the biases of uint4_bias, in the dtype of `super_scales`.
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
         lut: fp32 `[16]` for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
@@ -65,6 +74,8 @@ class PackedWeight:
     weight_format: str
     group_size: int
     zeros: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_zeros: Tensor | None = None
     global_scale: Tensor | None = None
     lut: Tensor | None = None
     perm: Tensor | None = None
@@ -126,6 +137,30 @@ class PackedWeight:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
 
+    def columns(self, which: slice | Tensor) -> "PackedWeight":
+        """Returns a weight of some columns, in the given order, in contiguous tensors."""
+        cut: dict[str, Any] = {
+            name: tensor.detach()[..., which].contiguous()
+            for name, tensor in self.tensors().items()
+            if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
+        }
+        return replace(self, **cut)
+
+    def one_level(self) -> "PackedWeight":
+        """Returns the same weight with fp32 scales and biases of one level, or itself if it has no `super_scales`."""
+        if self.super_scales is None:
+            return self
+        groups = torch.arange(self.scales.shape[-2], device=self.scales.device)
+        blocks = groups * self.group_size // SUPER_BLOCK
+
+        def product(codes: Tensor | None, values: Tensor | None) -> Tensor | None:
+            return codes if codes is None or values is None else codes.float() * values.float().index_select(-2, blocks)
+
+        scales = product(self.scales, self.super_scales)
+        assert scales is not None
+        zeros = product(self.zeros, self.super_zeros)
+        return replace(self, scales=scales, zeros=zeros, super_scales=None, super_zeros=None)
+
     def validate(self) -> "PackedWeight":
         """Checks every shape, dtype and value rule of the format, and returns self.
 
@@ -147,18 +182,41 @@ class PackedWeight:
             raise PackedWeightError("group_size", f"{expected_group_sizes(fmt, K)}, got {self.group_size!r}")
         grouped = (-(-K // self.group_size), N)
         coded = fmt.has_coded_scales
-        _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
-        _check_scales(self.scales, fmt.scale_coding)
+        if self.super_zeros is not None and self.super_scales is None:
+            _require_absent("super_zeros", self.super_zeros, "a weight without super_scales")
+        if self.super_scales is not None:
+            if coded:
+                _require_absent("super_scales", self.super_scales, fmt.name)
+            if self.group_size > SUPER_BLOCK:
+                expected = f"expected at most {SUPER_BLOCK} with super_scales"
+                raise PackedWeightError("group_size", f"{expected}, got {self.group_size}")
+            _require("scales", self.scales, (torch.uint8, torch.int8), grouped)
+            _require("super_scales", self.super_scales, FLOAT_DTYPES, (-(-K // SUPER_BLOCK), N))
+            _check_size("super_scales", self.super_scales)
+        else:
+            _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
+            _check_scales(self.scales, fmt.scale_coding)
+        if self.super_zeros is not None:
+            if fmt.zeros_role != "bias":
+                _require_absent("super_zeros", self.super_zeros, fmt.name)
+            assert self.super_scales is not None
+            _require("super_zeros", self.super_zeros, (self.super_scales.dtype,), tuple(self.super_scales.shape))
+            _check_size("super_zeros", self.super_zeros)
 
         if fmt.zeros_role == "none":
             _require_absent("zeros", self.zeros, fmt.name)
         elif self.zeros is None:
             raise PackedWeightError("zeros", f"expected a tensor for {fmt.name}, got None")
         else:
-            dtypes = (torch.uint8, *FLOAT_DTYPES) if fmt.zeros_role == "zero_point" else FLOAT_DTYPES
+            dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+            if self.super_zeros is not None:
+                dtypes = (torch.uint8,)
+            elif fmt.zeros_role == "zero_point":
+                dtypes = (torch.uint8, *FLOAT_DTYPES)
             _require("zeros", self.zeros, dtypes, grouped)
             _check_size("zeros", self.zeros)
-            if self.zeros.dtype == torch.uint8 and has_values(self.zeros) and int(self.zeros.max()) > MAX_ZERO_POINT:
+            points = self.zeros.dtype == torch.uint8 and self.super_zeros is None
+            if points and has_values(self.zeros) and int(self.zeros.max()) > MAX_ZERO_POINT:
                 raise PackedWeightError("zeros", f"expected zero points of at most 16, got {int(self.zeros.max())}")
         if not fmt.has_global_scale:
             _require_absent("global_scale", self.global_scale, fmt.name)
@@ -203,6 +261,10 @@ def operator_arguments(
     named: dict[str, Any] = {"weight_format": weight_format, "group_size": group_size}
     if tensors["zeros"] is not None:
         named["zeros"] = tensors["zeros"]
+    if tensors["super_scales"] is not None:
+        named["super_scales"] = tensors["super_scales"]
+        if tensors["super_zeros"] is not None:
+            named["super_zeros"] = tensors["super_zeros"]
     if tensors["global_scale"] is not None:
         named["global_scale"] = tensors["global_scale"]
     if tensors["lut"] is not None:

@@ -48,6 +48,8 @@ ElementType element_type(const Tensor& tensor) {
       return ElementType::bfloat16;
     case at::kByte:
       return ElementType::uint8;
+    case at::kChar:
+      return ElementType::int8;
     default:
       return ElementType::float32;
   }

@@ -73,6 +73,8 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
       return bfloat16_to_float(static_cast<const uint16_t*>(data)[index]);
     case ElementType::uint8:
       return static_cast<float>(static_cast<const uint8_t*>(data)[index]);
+    case ElementType::int8:
+      return static_cast<float>(static_cast<const int8_t*>(data)[index]);
     default:
       return static_cast<const float*>(data)[index];
   }

@@ -25,7 +25,8 @@ OwnedWeight select_expert(const WeightArguments& stack, int64_t expert) {
   OwnedWeight weight = stack.own();
   for (Tensor* tensor : {&weight.b_packed, &weight.scales})
     *tensor = tensor->select(0, expert);
-  for (OptionalTensor* tensor : {&weight.zeros, &weight.global_scale, &weight.perm})  // all experts share lut
+  for (OptionalTensor* tensor : {&weight.zeros, &weight.super_scales, &weight.super_zeros, &weight.global_scale,
+                                 &weight.perm})  // all experts share lut
     if (*tensor) *tensor = (*tensor)->select(0, expert);
   return weight;
 }

@@ -2,6 +2,7 @@
 // parts, to save memory. A part consists of some rows of the weight, which is [K, N]. Each row gives one column of the
 // result, so no sum extends over several parts.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -50,6 +51,13 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
   return {ceil_divide(words, ceil_divide(words, most)) * kCodesPerWord, true};
 }
 
+// Returns scales or zeros of one level, fp32, of some groups of two levels.
+Tensor one_level(const Tensor& codes, const Tensor& super, int64_t group_size, int64_t first, int64_t groups) {
+  const Tensor of_group = at::arange(first, first + groups, codes.options().dtype(at::kLong)).mul_(group_size);
+  const Tensor blocks = super.index_select(0, of_group.div_(kSuperBlock, "floor")).to(at::kFloat);
+  return blocks.mul_(codes.narrow(0, first, groups));
+}
+
 Tensor dequantize_rows(const WeightArguments& weight, int64_t first, int64_t rows, bool inside_group,
                        at::ScalarType dtype) {
   const int64_t first_group = first / weight.group_size;
@@ -58,6 +66,16 @@ Tensor dequantize_rows(const WeightArguments& weight, int64_t first, int64_t row
   part.b_packed = weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord);
   part.scales = weight.scales.narrow(0, first_group, groups);
   if (weight.zeros) part.zeros = weight.zeros->narrow(0, first_group, groups);
+  // A part may begin inside a block of two levels.
+  if (weight.super_scales && rows < weight.b_packed.size(0) * kCodesPerWord) {
+    const auto expand = [&](const Tensor& codes, OptionalTensor& super) {
+      const Tensor result = one_level(codes, *super, weight.group_size, first_group, groups);
+      super.reset();
+      return result;
+    };
+    part.scales = expand(weight.scales, part.super_scales);
+    if (part.super_zeros) part.zeros = expand(*weight.zeros, part.super_zeros);
+  }
   if (inside_group) part.group_size = rows;
   part.perm = std::nullopt;
   return dequantize_op().call(part.arguments(), dtype);

@@ -154,8 +154,11 @@ double weight_bytes(const WeightProblem& weight) {
   double per_group = has_coded_scales(weight.format) ? 1 : element_bytes(weight.scales);
   if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
   const double groups = ceil_divide(weight.K, group_size(weight));
+  const auto of_block = [&](bool has_levels) { return has_levels ? element_bytes(weight.super) : 0; };
+  const double per_block = of_block(!has_coded_scales(weight.format) && is_integer(weight.scales)) +
+                           of_block(zeros_role(weight.format) == ZerosRole::bias && is_integer(weight.zeros));
   return code_bits(weight.format) / 8.0 * weight.K * weight.N + groups * weight.N * per_group +
-         (weight.has_perm ? 4.0 * weight.K : 0);
+         double(ceil_divide(weight.K, kSuperBlock)) * weight.N * per_block + (weight.has_perm ? 4.0 * weight.K : 0);
 }
 
 Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {

@@ -84,6 +84,7 @@ FunctionConstants weight_constants(const WeightProblem& weight) {
   constants[kConstantGlobalScalePerColumn] = weight.has_global_scale && weight.global_scale_per_column;
   constants[kConstantScalesType] = static_cast<int32_t>(weight.scales);
   constants[kConstantZerosType] = static_cast<int32_t>(weight.zeros);
+  constants[kConstantSuperType] = static_cast<int32_t>(weight.super);
   constants[kConstantVectorColumns] = weight.vector_aligned && weight.N % 4 == 0;
   return constants;
 }

@@ -36,6 +36,7 @@ struct WeightProblem {
   uint32_t group_size = 0;  // if larger than K, it counts as K
   ElementType scales = ElementType::float16;
   ElementType zeros = ElementType::float16;  // ignored if the format has none
+  ElementType super = ElementType::float16;  // of super_scales and super_zeros, ignored without two levels
   bool has_perm = false;
   bool has_global_scale = false;
   bool global_scale_per_column = false;
@@ -49,6 +50,7 @@ inline uint32_t group_size(const WeightProblem& weight) {
 struct GemmProblem {
   WeightProblem weight{};
   uint32_t M = 0;
+  uint32_t unused = 0;
   int64_t a_row_stride = 0;  // elements
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;

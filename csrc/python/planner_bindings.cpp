@@ -111,7 +111,7 @@ WeightFormat weight_format(const std::string& name) {
 }
 
 ElementType element(const std::string& name) {
-  return named<ElementType, 4>(name, "dtype");
+  return named<ElementType, 5>(name, "dtype");
 }
 
 py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnormals, uint32_t M, uint32_t N, uint32_t K,

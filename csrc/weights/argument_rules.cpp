@@ -35,10 +35,43 @@ void check_group_size(const char* op, WeightFormat format, int64_t group_size, c
   fail(op, "group_size", text(rule, " for ", name(format)), std::to_string(group_size));
 }
 
+constexpr std::string_view kScaleCodes = "uint8 or int8 codes";
+constexpr std::string_view kBiasCodes = "uint8 codes";
+
+// Checks scales and zeros of two levels.
+void check_super(const WeightChecker& check, WeightFormat format, const WeightArguments& weight, const c10::SymInt& K,
+                 const c10::SymInt& N) {
+  const auto sized = [&](const char* argument, const Tensor& tensor) {
+    check.sized(argument, tensor, is_floating(tensor.scalar_type()), kFloating, "K/256, N",
+                {(K + (kSuperBlock - 1)) / kSuperBlock, N});
+  };
+  if (!weight.super_scales) {
+    if (weight.super_zeros) fail(check.op, "super_zeros", "none without super_scales", describe(*weight.super_zeros));
+    return;
+  }
+  if (has_coded_scales(format))
+    fail(check.op, "super_scales", text("none for ", name(format)), describe(*weight.super_scales));
+  if (weight.group_size > kSuperBlock)
+    fail(check.op, "group_size", text("at most ", kSuperBlock, " with super_scales"),
+         std::to_string(weight.group_size));
+  sized("super_scales", *weight.super_scales);
+  if (!weight.super_zeros) return;
+  if (zeros_role(format) != ZerosRole::bias)
+    fail(check.op, "super_zeros", text("none for ", name(format)), describe(*weight.super_zeros));
+  sized("super_zeros", *weight.super_zeros);
+  const at::ScalarType dtype = weight.super_scales->scalar_type();
+  if (weight.super_zeros->scalar_type() != dtype)
+    fail(check.op, "super_zeros", text("the dtype of super_scales, ", dtype_name(dtype)),
+         describe(*weight.super_zeros));
+}
+
 void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, const WeightArguments& weight,
                             const c10::SymInt& G, const c10::SymInt& N) {
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
-  if (!has_coded_scales(format)) {
+  if (weight.super_scales) {
+    check.sized("scales", weight.scales, scales_dtype == at::kByte || scales_dtype == at::kChar, kScaleCodes, "G, N",
+                {G, N});
+  } else if (!has_coded_scales(format)) {
     check.sized("scales", weight.scales, is_floating(scales_dtype), kFloating, "G, N", {G, N});
   } else {
     const std::string_view dtypes = scale_coding(format) == ScaleCoding::e4m3
@@ -51,12 +84,13 @@ void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, con
     return;
   }
   const bool bias = zeros_role(format) == ZerosRole::bias;
-  const std::string_view dtypes = bias ? kFloating : std::string_view(kZeroPoints);
+  const bool coded = weight.super_zeros.has_value();
+  const std::string_view dtypes = coded ? kBiasCodes : bias ? kFloating : std::string_view(kZeroPoints);
   if (!weight.zeros)
     fail(check.op, "zeros", text(dtypes, " ", check.dimensions("G, N"), " for ", name(format)), "None");
   const at::ScalarType zeros_dtype = weight.zeros->scalar_type();
-  check.sized("zeros", *weight.zeros, is_floating(zeros_dtype) || (!bias && zeros_dtype == at::kByte), dtypes, "G, N",
-              {G, N});
+  const bool dtype_ok = (zeros_dtype == at::kByte && (coded || !bias)) || (is_floating(zeros_dtype) && !coded);
+  check.sized("zeros", *weight.zeros, dtype_ok, dtypes, "G, N", {G, N});
 }
 
 void check_global_scale_and_lut(const WeightChecker& check, WeightFormat format, const WeightArguments& weight,
@@ -101,6 +135,7 @@ WeightShape check_weight(const char* op, const WeightArguments& weight, bool sta
   if (check.E < 1) fail(op, "b_packed", "at least one expert", describe(weight.b_packed));
   check_group_size(op, format, weight.group_size, K);
   const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
+  check_super(check, format, weight, K, N);
   check_scales_and_zeros(check, format, weight, G, N);
   check_global_scale_and_lut(check, format, weight, N);
   check.perm(weight.perm, K);
@@ -166,6 +201,8 @@ void check_weight_no_grad(const char* op, const WeightArguments& weight) {
   };
   check("scales", weight.scales);
   if (weight.zeros) check("zeros", *weight.zeros);
+  if (weight.super_scales) check("super_scales", *weight.super_scales);
+  if (weight.super_zeros) check("super_zeros", *weight.super_zeros);
   if (weight.global_scale) check("global_scale", *weight.global_scale);
   if (weight.lut) check("lut", *weight.lut);
 }

@@ -22,6 +22,10 @@ WeightProblem bind_weight(const char* op, const WeightArguments& weight, const W
   bindings[kSlotGlobalScale] = contiguous_or_undefined(weight.global_scale);
   bindings[kSlotLut] = contiguous_or_undefined(weight.lut);
   bindings[kSlotPerm] = contiguous_or_undefined(weight.perm);
+  bindings[kSlotSuperScales] = contiguous_or_undefined(weight.super_scales);
+  bindings[kSlotSuperZeros] = contiguous_or_undefined(weight.super_zeros);
+  // Loads of four columns need every tensor with columns to start at a multiple of four elements.
+  const auto aligned = [&](BufferSlot slot) { return !bindings[slot].defined() || is_aligned(bindings[slot], 4); };
   const uint32_t K = checked_size(op, "K", shape.K.expect_int());
   return {.format = shape.format,
           .K = K,
@@ -29,11 +33,12 @@ WeightProblem bind_weight(const char* op, const WeightArguments& weight, const W
           .group_size = static_cast<uint32_t>(std::min<int64_t>(weight.group_size, K)),
           .scales = element_type(weight.scales),
           .zeros = weight.zeros ? element_type(*weight.zeros) : ElementType::float16,
+          .super = weight.super_scales ? element_type(*weight.super_scales) : ElementType::float16,
           .has_perm = weight.perm.has_value(),
           .has_global_scale = weight.global_scale.has_value(),
           .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > shape.E.expect_int(),
-          .vector_aligned = is_aligned(weight.b_packed, 4) && is_aligned(bindings[kSlotScales], 4) &&
-                            (!weight.zeros || is_aligned(bindings[kSlotZeros], 4))};
+          .vector_aligned = aligned(kSlotPacked) && aligned(kSlotScales) && aligned(kSlotZeros) &&
+                            aligned(kSlotSuperScales) && aligned(kSlotSuperZeros)};
 }
 
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {

@@ -29,6 +29,9 @@ MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expe
   if (zeros_role(format) != ZerosRole::none) {
     moved.weight.zeros += expert * groups * bytes_of(zeros_type);
   }
+  const ulong supers = expert * ceil_divide(params.product.K, kSuperBlock) * N * bytes_of(super_type);
+  if (has_super_scales<format>()) moved.weight.super_scales += supers;
+  if (has_super_zeros<format>()) moved.weight.super_zeros += supers;
   if (has_global_scale) moved.weight.global_scale += ulong(expert) * params.global_scale_expert_stride;
   if (has_perm) moved.a.perm += ulong(expert) * params.product.K;
   if (has_bias) moved.output.bias += expert * N * bytes_of(bias_type);

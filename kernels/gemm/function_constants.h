@@ -19,6 +19,7 @@ MARLIN_INLINE float load_element(const device uchar* data, ulong index, int type
   if (type == int(ElementType::float16)) return float(reinterpret_cast<const device half*>(data)[index]);
   if (type == int(ElementType::bfloat16)) return float(reinterpret_cast<const device bfloat*>(data)[index]);
   if (type == int(ElementType::float32)) return reinterpret_cast<const device float*>(data)[index];
+  if (type == int(ElementType::int8)) return float(reinterpret_cast<const device char*>(data)[index]);
   return float(data[index]);
 }
 

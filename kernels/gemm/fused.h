@@ -112,9 +112,9 @@ struct FusedAccumulators {
     }
   }
 
-  MARLIN_INLINE void load_scales() thread {
-    const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
-    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
+  MARLIN_INLINE void load_scales(uint k) thread {
+    const float4 scales = weight.template scales_of_columns<format>(scale_index, k, n);
+    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, k, n);
     MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) decode[b].set(scales[b], zeros[b]);
   }
 
@@ -136,7 +136,7 @@ struct FusedAccumulators {
     uint4 packed = uint4(0);
     if (has_word) {
       packed = load_columns(words, weight.N - n);
-      if (short_group_size != 0) load_scales();
+      if (short_group_size != 0) load_scales(k_word);
     }
     words += ulong(weight.N) * kFusedWordRows;
     if (short_group_size != 0) scale_index += weight.N * (kFusedLoadK / short_group_size);
@@ -224,7 +224,7 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
     const uint chain_end = min(k + kFusedChainLength, k_end);
     for (; k < chain_end; k += kFusedK) {
       if (short_group_size == 0) {
-        sums.load_scales();
+        sums.load_scales(k);
         group_rest -= kFusedK;
         if (group_rest == 0) {
           group_rest = params.group_size;

@@ -175,8 +175,8 @@ struct GemvAccumulators {
   MARLIN_INLINE void end_chain(uint k, uint length, bool subnormal) thread {
     const float even_unit = Codes::even_unit(form(subnormal));
     const float odd_unit = Codes::odd_unit(form(subnormal));
-    const float4 scales = weight.template scales_of_columns<format>(scale_index, n);
-    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, n);
+    const float4 scales = weight.template scales_of_columns<format>(scale_index, k, n);
+    const float4 zeros = weight.template zeros_of_columns<format>(scale_index, k, n);
     MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (!has_row(r)) continue;
       float x_sum = 0.0f;

@@ -80,17 +80,19 @@ struct TensorAccumulators {
     return has_scaled_codes() ? longest : min((k / group_size + 1) * group_size, longest);
   }
 
-  MARLIN_INLINE void begin_chain(uint group) thread {
+  // Begins the sums at k, with the scales of its group.
+  MARLIN_INLINE void begin_chain(uint k) thread {
+    const uint index = k / weight.group_size * weight.N + n;
     MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) sum[f] = Sums{};
     if (needs_x_sum()) x_sum = Sums{};
-    zeros = weight.template zeros_of_columns<format>(group * weight.N + n, n);
+    zeros = weight.template zeros_of_columns<format>(index, k, n);
     if (has_scaled_codes()) {
       scales = float4(1.0f);
       MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
         if (has_global_scale) scales[c] = weight.global_scale[global_scale_per_column ? min(n + c, weight.N - 1) : 0];
       }
     } else {
-      scales = weight.template scales_of_columns<format>(group * weight.N + n, n);
+      scales = weight.template scales_of_columns<format>(index, k, n);
     }
     if (has_small_codes()) {
       scales *= 1.0f / kSmallCode;
@@ -216,7 +218,7 @@ MARLIN_INLINE void tensor_rows(const thread Product<T>& product, const thread Ro
   MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) sums.total[f] = TensorElements<float, 16>{};
   for (uint k = k_begin; k < k_end;) {
     const uint end = sums.chain_end(k, group_size, k_end);
-    sums.begin_chain(k / group_size);
+    sums.begin_chain(k);
     for (; k < end; k += sums.step())
       sums.multiply(k, k_end);
     sums.finish_chain();

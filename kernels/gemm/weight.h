@@ -40,6 +40,23 @@ MARLIN_INLINE bool zero_is_in_code() {
   return subtracts_zero(format) && (zeros_role(format) == ZerosRole::none || zeros_type == int(ElementType::uint8));
 }
 
+// Returns true for the types of codes; `type` may be a function constant.
+MARLIN_INLINE bool holds_codes(int type) {
+  return type == int(ElementType::uint8) || type == int(ElementType::int8);
+}
+
+// Returns true if scales have two levels: codes that super_scales multiply.
+template <WeightFormat format>
+MARLIN_INLINE bool has_super_scales() {
+  return !has_coded_scales(format) && holds_codes(scales_type);
+}
+
+// Returns true if biases have two levels.
+template <WeightFormat format>
+MARLIN_INLINE bool has_super_zeros() {
+  return zeros_role(format) == ZerosRole::bias && holds_codes(zeros_type);
+}
+
 // Loads four adjacent columns, with one load if vector_columns allows it. Only the first `owned` columns exist. The
 // rest are not read and become zero.
 template <typename T>
@@ -65,6 +82,7 @@ MARLIN_INLINE float4 load_columns_of(int type, const device uchar* data, ulong i
   if (type == int(ElementType::float16)) return load_columns_as_float<half>(data, index, owned);
   if (type == int(ElementType::bfloat16)) return load_columns_as_float<bfloat>(data, index, owned);
   if (type == int(ElementType::float32)) return load_columns_as_float<float>(data, index, owned);
+  if (type == int(ElementType::int8)) return load_columns_as_float<char>(data, index, owned);
   return load_columns_as_float<uchar>(data, index, owned);
 }
 
@@ -73,27 +91,35 @@ struct Weight {
   const device uchar* scales;
   const device uchar* zeros;
   const device float* global_scale;
+  const device uchar* super_scales;
+  const device uchar* super_zeros;
   uint N;
   uint group_size;
 
   MARLIN_INLINE uint word(uint k, uint n) const thread { return packed[ulong(k / kCodesPerWord) * N + n]; }
 
+  // Returns the index of what multiplies the codes of two levels at k.
+  MARLIN_INLINE ulong super_index(uint k, uint n) const thread { return ulong(k / kSuperBlock) * N + n; }
+
   template <WeightFormat format>
-  MARLIN_INLINE float scale(uint group, uint n) const thread {
-    const ulong index = ulong(group) * N + n;
+  MARLIN_INLINE float scale(uint k, uint n) const thread {
+    const ulong index = ulong(k / group_size) * N + n;
     if (scale_coding(format) == ScaleCoding::e8m0) return e8m0_value(scales[index]);
     if (scale_coding(format) == ScaleCoding::e4m3) {
       const float value = e4m3_value(scales[index]);
       return has_global_scale ? value * global_scale[global_scale_per_column ? n : 0] : value;
     }
-    return load_element(scales, index, scales_type);
+    const float value = load_element(scales, index, scales_type);
+    return has_super_scales<format>() ? value * load_element(super_scales, super_index(k, n), super_type) : value;
   }
 
-  // Loads the scales of columns n to n + 3; index = group * N + n. Columns at N and beyond get 0.
+  // Loads the scales of columns n to n + 3 at k; index = group * N + n. Columns at N and beyond get 0.
   template <WeightFormat format>
-  MARLIN_INLINE float4 scales_of_columns(ulong index, uint n) const thread {
+  MARLIN_INLINE float4 scales_of_columns(ulong index, uint k, uint n) const thread {
     if (!has_coded_scales(format)) {
-      return load_columns_of(scales_type, scales, index, N - n);
+      const float4 values = load_columns_of(scales_type, scales, index, N - n);
+      if (!has_super_scales<format>()) return values;
+      return values * load_columns_of(super_type, super_scales, super_index(k, n), N - n);
     }
     const uchar4 codes = load_columns(scales + index, N - n);
     float4 factors = float4(1.0f);
@@ -110,25 +136,27 @@ struct Weight {
   }
 
   template <WeightFormat format>
-  MARLIN_INLINE float4 zeros_of_columns(ulong index, uint n) const thread {
+  MARLIN_INLINE float4 zeros_of_columns(ulong index, uint k, uint n) const thread {
     if (zeros_role(format) == ZerosRole::none) return float4(float(fixed_offset(format)));
-    return load_columns_of(zeros_type, zeros, index, N - n);
+    const float4 values = load_columns_of(zeros_type, zeros, index, N - n);
+    if (!has_super_zeros<format>()) return values;
+    return values * load_columns_of(super_type, super_zeros, super_index(k, n), N - n);
   }
 
   // Returns the zero point or the fixed offset in units of the code, or the bias. Returns 0 for formats without any.
   template <WeightFormat format>
-  MARLIN_INLINE float zero(uint group, uint n) const thread {
+  MARLIN_INLINE float zero(uint k, uint n) const thread {
     if (zeros_role(format) == ZerosRole::none) return float(fixed_offset(format));
-    return load_element(zeros, ulong(group) * N + n, zeros_type);
+    const float value = load_element(zeros, ulong(k / group_size) * N + n, zeros_type);
+    return has_super_zeros<format>() ? value * load_element(super_zeros, super_index(k, n), super_type) : value;
   }
 
   // Returns the weights of rows k to k + 7 of column n, computed in fp32. k is a multiple of 8.
   template <WeightFormat format>
   MARLIN_INLINE Vec8<float> decoded(const device float* lut, uint k, uint n) const thread {
 #pragma clang fp contract(off)  // a bias is added to the rounded product, so no fma
-    const uint group = k / group_size;
-    const float column_scale = scale<format>(group, n);
-    const float column_zero = zero<format>(group, n);
+    const float column_scale = scale<format>(k, n);
+    const float column_zero = zero<format>(k, n);
     const half zero_in_code = zero_is_in_code<format>() ? half(column_zero) : 0.0h;
     const Vec8<half> codes = exact_codes<code_kind(format)>(word(k, n), zero_in_code);
     Vec8<float> result;

@@ -24,14 +24,13 @@ struct ColumnDecode {
     return {subnormal_codes, fewer_rows || rows_per_threadgroup < kFusedMaxRows};
   }
   // Returns true if zero * scale is exact in fp32. The product is exact for a fixed offset that is a power of two. It
-  // is also exact if neither factor is fp32, because each then has at most 11 significant bits. Otherwise the product
-  // may round, so set() stores the zero point itself, and weight() subtracts it before scaling.
+  // is also exact if both factors are stored in at most 16 bits, because each then has at most 11 significant bits.
+  // Otherwise the product may round, so set() stores the zero point itself, and weight() subtracts it before scaling.
   static MARLIN_INLINE bool offset_is_exact() {
-    if (zeros_role(format) != ZerosRole::none) {
-      return scales_type != int(ElementType::float32) && zeros_type != int(ElementType::float32);
-    }
+    const bool short_scales = scales_type != int(ElementType::float32) && !has_super_scales<format>();
+    if (zeros_role(format) != ZerosRole::none) return short_scales && zeros_type != int(ElementType::float32);
     const uint offset = fixed_offset(format);
-    return (offset & (offset - 1)) == 0 || scales_type != int(ElementType::float32);
+    return (offset & (offset - 1)) == 0 || short_scales;
   }
 
   MARLIN_INLINE void set(float scale, float zero) thread {

@@ -237,10 +237,12 @@ constexpr bool names_format(KernelNaming naming) {
 #define MARLIN_SLOT(slot) (1U << (slot))
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
-                                        MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm);
+                                        MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm) |
+                                        MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros);
 inline constexpr uint32_t kMaskReduce =
     MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams);
-inline constexpr uint32_t kMaskProduct = (2U << kSlotParams) - 1;
+inline constexpr uint32_t kMaskProduct =
+    ((2U << kSlotParams) - 1) | MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros);
 inline constexpr uint32_t kMaskGates = MARLIN_SLOT(kSlotGates) | MARLIN_SLOT(kSlotChunks);
 
 struct KernelInfo {
@@ -286,7 +288,7 @@ constexpr bool operator==(const TileShape& a, const TileShape& b) {
 }
 
 constexpr std::string_view name(ElementType type) {
-  constexpr std::array<std::string_view, 4> names{"float16", "bfloat16", "float32", "uint8"};
+  constexpr std::array<std::string_view, 5> names{"float16", "bfloat16", "float32", "uint8", "int8"};
   return names[static_cast<size_t>(type)];
 }
 

@@ -20,9 +20,11 @@ enum BufferSlot {
   kSlotOut = 8,
   kSlotPartials = 9,  // float [splits, M, N]; for gemm_striped [2 * stripes, tile M, tile N]
   kSlotParams = 10,
-  kSlotExpertIds = 11,   // int32 or int64 [T, top_k]
-  kSlotBlocks = 12,      // what moe_sort writes
-  kSlotRowWeights = 13,  // [T, top_k]
+  kSlotExpertIds = 11,    // int32 or int64 [T, top_k]
+  kSlotBlocks = 12,       // what moe_sort writes
+  kSlotRowWeights = 13,   // [T, top_k]
+  kSlotSuperScales = 14,  // [ceil(K / kSuperBlock), N]
+  kSlotSuperZeros = 15,   // [ceil(K / kSuperBlock), N]
   // The mLSTM kernels have their own numbering below the same count, in kernels/mlstm/params.h.
   kSlotCount = 20,
 };
@@ -56,13 +58,14 @@ enum BufferSlot {
   X(11, bool, writes_partials, WritesPartials)              \
   X(12, int, short_group_size, ShortGroupSize)              \
   X(13, bool, ragged_k, RaggedK)                            \
-  X(14, bool, ragged_n, RaggedN)
+  X(14, bool, ragged_n, RaggedN)                            \
+  X(15, int, super_type, SuperType)
 
 enum FunctionConstant {
 #define MARLIN_CONSTANT_INDEX(index, type, shader_name, name) kConstant##name = index,
   MARLIN_FUNCTION_CONSTANTS(MARLIN_CONSTANT_INDEX)
 #undef MARLIN_CONSTANT_INDEX
-      kFunctionConstantCount = 15,
+      kFunctionConstantCount = 16,
 };
 
 }  // namespace marlin

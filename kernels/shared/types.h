@@ -14,6 +14,10 @@ namespace marlin {
 // A packed word holds the 4-bit codes of eight consecutive k of one column, with the lowest k in the lowest nibble.
 enum { kCodesPerWord = 8, kLutSize = 16 };
 
+// The number of k that share a value of super_scales and of super_zeros. Every group size of two levels divides it, or
+// is K and smaller.
+enum { kSuperBlock = 256 };
+
 enum { kSimdWidth = 32 };
 
 // Bytes of threadgroup memory of a threadgroup: Metal's limit, and an amount of which the threadgroup memory of an M1
@@ -26,17 +30,16 @@ enum { kCodeKindCount = 3 };  // the kinds that kernels decode: no kernel has e4
 
 // How the scales of the groups are stored.
 enum class ScaleCoding : int32_t {
-  floating,   // fp16, bf16 or fp32 values
-  e4m3,       // uint8 codes, OCP E4M3, sign honoured, 0x7F and 0xFF are NaN; a global scale may multiply them
-  e8m0,       // uint8 codes, 2^(code - 127), 0xFF is NaN
-  two_level,  // uint8 or int8 codes that multiply a scale of several groups; no kernel reads it yet
+  floating,  // fp16, bf16 or fp32 values, or two levels: uint8 or int8 codes that super_scales multiply
+  e4m3,      // uint8 codes, OCP E4M3, sign honoured, 0x7F and 0xFF are NaN; a global scale may multiply them
+  e8m0,      // uint8 codes, 2^(code - 127), 0xFF is NaN
 };
 
 // What the tensor of zeros holds.
 enum class ZerosRole : int32_t {
   none,        // there is none: the format subtracts its own offset from integer codes
   zero_point,  // w = (q - z) * s; uint8 codes or floating values
-  bias,        // w = q * s + b; floating values
+  bias,        // w = q * s + b; floating values, or two levels: uint8 codes that super_zeros multiply
 };
 
 // The weight formats: all that the code knows of a format, except how it encodes weights (quantize/weight.py). A format
@@ -115,7 +118,6 @@ constexpr bool subtracts_zero(WeightFormat format) {
 // Returns true if the kernels can compute a format with these traits.
 constexpr bool has_kernels(WeightFormat format) {
   return code_bits(format) == 4 && int32_t(code_kind(format)) < kCodeKindCount &&
-         scale_coding(format) != ScaleCoding::two_level &&
          (fixed_offset(format) == 0 ||
           (code_kind(format) == CodeKind::integer && zeros_role(format) == ZerosRole::none));
 }
@@ -139,10 +141,15 @@ enum class ElementType : int32_t {
   bfloat16 = 1,
   float32 = 2,
   uint8 = 3,
+  int8 = 4,
 };
 
+constexpr bool is_integer(ElementType type) {
+  return type == ElementType::uint8 || type == ElementType::int8;
+}
+
 constexpr uint32_t element_bytes(ElementType type) {
-  return type == ElementType::float32 ? 4 : type == ElementType::uint8 ? 1 : 2;
+  return type == ElementType::float32 ? 4 : is_integer(type) ? 1 : 2;
 }
 
 // How gptq_unpack_zeros computes a zero point from the value that a GPTQ checkpoint stores.

@@ -11,7 +11,7 @@ from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS
 
 ROOT = Path(__file__).parents[2]
 CODE_KINDS = ("integer", "e2m1", "table", "e4m3")
-SCALE_CODINGS = ("floating", "e4m3", "e8m0", "two_level")
+SCALE_CODINGS = ("floating", "e4m3", "e8m0")
 ZEROS_ROLES = ("none", "zero_point", "bias")
 
 

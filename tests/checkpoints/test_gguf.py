@@ -36,19 +36,21 @@ FP16_AT = {
     "IQ3_XXS": [0],
     "IQ3_S": [0],
 }
-# Types of 2 and 3 bits and less, with the group size of the packed weight and its bits for each weight, with scales.
-SMALL = {
-    "Q2_K": ("uint4_bias", 16, 8),
-    "Q3_K": ("uint4b8", 16, 6),
-    "TQ1_0": ("uint4b8", 256, 4.125),
-    "TQ2_0": ("uint4b8", 256, 4.125),
-    "IQ1_S": ("lut4", 32, 5),
-    "IQ1_M": ("lut4", 16, 6),
-    "IQ2_XXS": ("lut4", 32, 5),
-    "IQ2_XS": ("lut4", 16, 6),
-    "IQ2_S": ("lut4", 16, 6),
-    "IQ3_XXS": ("lut4", 32, 5),
-    "IQ3_S": ("lut4", 32, 5),
+# Types with blocks of 256, with the group size of the packed weight and its bits for each weight, with scales.
+SUPER = {
+    "Q4_K": ("uint4_bias", 32, 4.625),
+    "IQ4_XS": ("lut4", 32, 4.3125),
+    "Q2_K": ("uint4_bias", 16, 5.125),
+    "Q3_K": ("uint4b8", 16, 4.5625),
+    "TQ1_0": ("uint4b8", 256, 4.0625),
+    "TQ2_0": ("uint4b8", 256, 4.0625),
+    "IQ1_S": ("lut4", 32, 4.3125),
+    "IQ1_M": ("lut4", 16, 4.5625),
+    "IQ2_XXS": ("lut4", 32, 4.3125),
+    "IQ2_XS": ("lut4", 16, 4.5625),
+    "IQ2_S": ("lut4", 16, 4.5625),
+    "IQ3_XXS": ("lut4", 32, 4.3125),
+    "IQ3_S": ("lut4", 32, 4.3125),
 }
 FORMATS = {
     "Q4_0": "uint4b8",
@@ -117,8 +119,8 @@ def fp16_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return bits
 
 
-@pytest.mark.parametrize("type_name", SMALL)
-def test_types_of_few_bits_are_equal_bit_for_bit(tmp_path, type_name) -> None:
+@pytest.mark.parametrize("type_name", SUPER)
+def test_types_with_blocks_of_256_are_equal_bit_for_bit(tmp_path, type_name) -> None:
     """Reads 10,000 random blocks of each type."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (100, 100, GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][1]), dtype=np.uint8)
@@ -132,14 +134,14 @@ def test_types_of_few_bits_are_equal_bit_for_bit(tmp_path, type_name) -> None:
     data = blocks.reshape(100, -1)
     (weight,) = convert.read_layers(Writer(tmp_path / "m.gguf").add("w.weight", data, type_name).write())
     bits = 8 * sum(tensor.nbytes for name, tensor in weight.tensors().items() if name != "lut") / (weight.K * weight.N)
-    assert (weight.weight_format, weight.group_size, bits) == SMALL[type_name]
+    assert (weight.weight_format, weight.group_size, bits) == SUPER[type_name]
     found, reference = weight.dequantize().t().numpy(), dequantize(data, GGMLQuantizationType[type_name])
     np.testing.assert_array_equal(found.view(np.uint32), reference.view(np.uint32))
 
 
 def test_the_page_says_the_sizes_of_types_of_few_bits() -> None:
     page = (Path(__file__).parents[2] / "docs" / "formats" / "gguf.md").read_text()
-    for name, (weight_format, group_size, bits) in SMALL.items():
+    for name, (weight_format, group_size, bits) in SUPER.items():
         count, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         assert f"| {name} | {8 * size / count:g} | {weight_format} | {group_size} | {bits:g} |\n" in page
 

@@ -44,8 +44,9 @@ int main() {
   std::vector<int64_t> ids(N);
   std::iota(ids.begin(), ids.end(), 0);
   const auto type = ElementType::float32;
-  const cpu::PackedWeight weight{WeightFormat::FORMAT, K, N, group_size, words.data(), scales.data(), type, nullptr,
-                                 type, nullptr, 0, nullptr};
+  const cpu::PackedWeight weight{.format = WeightFormat::FORMAT, .K = K, .N = N, .group_size = group_size,
+                                 .words = words.data(), .scales = scales.data(), .scales_type = type,
+                                 .zeros_type = type, .super_type = type};
   cpu::embedding({weight, nullptr, ids.data(), N, out.data(), type},
                  {1, [](int64_t count, int64_t, const cpu::Body& body) { body(0, count); }});
   return std::fwrite(out.data(), 4, out.size(), stdout) == out.size() ? 0 : 1;

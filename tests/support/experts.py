@@ -31,18 +31,8 @@ def make_experts(
 ) -> Experts:
     """Returns random experts; options are those of `reference.make_weight`."""
     weights = [reference.make_weight(weight_format, K, N, group_size, seed=seed, **options) for seed in range(E)]
-    if "lut" in weights[0].arguments:  # all experts share the table, so the first expert's table is used
-        lut = weights[0].arguments["lut"]
-        for weight in weights[1:]:
-            steps = np.arange(K)[:, None] // 8, np.arange(N)[None]
-            words = weight.b_packed.numpy().view(np.uint32)[steps]
-            codes = (words >> (4 * (np.arange(K) % 8)[:, None]).astype(np.uint32)) & 15
-            scales = reference.to_numpy(weight.scales)[np.arange(K) // group_size]
-            weight.exact = lut.numpy().astype(np.float64)[codes] * scales
-            weight.magnitude = weight.raw_magnitude = np.abs(weight.exact)
-            weight.steps = np.abs(scales) + weight.magnitude
     arguments = dict(weights[0].arguments)
-    for name in ("zeros", "global_scale"):
+    for name in ("zeros", "super_scales", "super_zeros", "global_scale"):
         if name in arguments:
             arguments[name] = torch.stack([weight.arguments[name] for weight in weights])
     perms = None

@@ -83,12 +83,17 @@ def make_weight(
     *,
     scales_dtype: torch.dtype = torch.float16,
     zeros_dtype: torch.dtype | None = None,
+    super_dtype: torch.dtype | None = None,
     global_scale_shape: tuple[int, ...] | None = None,
     seed: int = 0,
     codes: np.ndarray | None = None,
     exponent: int = 0,
 ) -> Weight:
-    """Returns a random weight of a format. All scales are multiplied by 2^exponent."""
+    """Returns a random weight of a format. All scales are multiplied by 2^exponent.
+
+    With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8, and
+    biases have two levels too if `zeros_dtype` is uint8.
+    """
     rng = np.random.default_rng([seed, K, N, group_size])
     if codes is None:
         codes = rng.integers(0, 16, (K, N), dtype=np.uint8)
@@ -110,6 +115,10 @@ def make_weight(
     elif weight_format == "mxfp4":
         scales = torch.from_numpy(rng.integers(115 + exponent, 128 + exponent, (G, N), dtype=np.uint8))
         s = e8m0(scales.numpy())
+    elif super_dtype is not None:
+        negative = 64 if scales_dtype == torch.int8 else 0
+        scales = torch.from_numpy(rng.integers(0, 128, (G, N)) - negative).to(scales_dtype)
+        arguments["super_scales"], s = _two_levels(rng, scales, K, group_size, super_dtype, 2.0 ** (exponent - 10))
     else:
         sizes = rng.uniform(0.5, 1.5, (G, N)) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], (G, N))
         scales = torch.from_numpy(sizes * 2.0**exponent).to(scales_dtype)
@@ -129,12 +138,18 @@ def make_weight(
         exact, magnitude = (q - z) * s, (q + np.abs(z)) * np.abs(s)
         arguments["zeros"] = zeros
     elif weight_format == "uint4_bias":
-        zeros = torch.from_numpy(rng.uniform(-1, 1, (G, N)) * 2.0**exponent).to(zeros_dtype or scales_dtype)
-        b = to_numpy(zeros)[group]
+        if super_dtype is not None and zeros_dtype == torch.uint8:
+            zeros = torch.from_numpy(rng.integers(0, 64, (G, N), dtype=np.uint8))
+            arguments["super_zeros"], b = _two_levels(rng, zeros, K, group_size, super_dtype, -(2.0 ** (exponent - 6)))
+        else:
+            zeros = torch.from_numpy(rng.uniform(-1, 1, (G, N)) * 2.0**exponent).to(zeros_dtype or scales_dtype)
+            b = to_numpy(zeros)
+        b = b[group]
         exact, magnitude = q * s + b, q * np.abs(s) + np.abs(b)
         arguments["zeros"] = zeros
     elif weight_format == "lut4":
-        arguments["lut"] = torch.from_numpy(np.sort(rng.uniform(-1, 1, 16)).astype(np.float32))
+        values = np.random.default_rng(0).uniform(-1, 1, 16)  # one table for all seeds, because experts share it
+        arguments["lut"] = torch.from_numpy(np.sort(values).astype(np.float32))
         exact = arguments["lut"].numpy().astype(np.float64)[codes] * s
         magnitude = np.abs(exact)
     else:
@@ -142,6 +157,16 @@ def make_weight(
         magnitude = np.abs(exact)
     raw_magnitude = magnitude if offset is None else (q + offset) * np.abs(s)
     return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
+
+
+def _two_levels(
+    rng: np.random.Generator, codes: torch.Tensor, K: int, group_size: int, dtype: torch.dtype, unit: float
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Returns random scales of blocks of 256 k, `[ceil(K / 256), N]`, and their fp32 products with the codes."""
+    values = torch.from_numpy(rng.uniform(0.5, 1.5, (-(-K // 256), codes.shape[1])) * unit).to(dtype)
+    rows = np.arange(codes.shape[0]) * group_size // 256
+    products = codes.numpy().astype(np.float64) * to_numpy(values)[rows]
+    return values, products.astype(np.float32).astype(np.float64)
 
 
 def planned(M: int, weight: Weight, dtype: torch.dtype):

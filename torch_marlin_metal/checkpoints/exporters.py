@@ -80,6 +80,7 @@ class GptqExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros, scales and g_idx."""
+        weight = weight.one_level()
         zeros = _integer_zeros(weight, "GPTQ")
         if weight.N % 8:
             raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of 8")
@@ -121,6 +122,7 @@ class AwqExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros and scales."""
+        weight = weight.one_level()
         zeros = _integer_zeros(weight, "AWQ")
         if weight.N % 8:
             raise _refuse(weight, "AWQ", f"N={weight.N} is not a multiple of 8")
@@ -158,6 +160,7 @@ class CompressedTensorsExporter:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
         if weight_format(weight.weight_format).has_coded_scales:
             return self._fp4(weight)
+        weight = weight.one_level()
         zeros = _integer_zeros(weight, "compressed-tensors")
         symmetric = weight_format(weight.weight_format).is_symmetric
         group_size = _stated_group_size(weight)

@@ -8,6 +8,7 @@ import torch
 
 from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: which part.
 
     Returns:
-        The layer's part. None if the part is not a rectangle in every tensor: its borders are inside a word or a group,
-        or it has some rows of a weight with act-order or with a single group.
+        The layer's part. None if the part is not a rectangle in every tensor: its borders are inside a word, a group or
+        a block of scales with two levels, or it has some rows of a weight with act-order or with a single group.
     """
     roles = [role for role in layer.roles if role in axes]
     if layer.refused or any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -46,6 +47,8 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
     group_size, border = K // G, K // part.count
     if G == 1 or K % G or K % part.count or border % group_size or border % 8:
         return None
+    if border % SUPER_BLOCK and any("S" in axes[role] for role in roles):
+        return None
     dropped = set()
     for role in roles:
         if axes[role] == ("order",):
@@ -55,7 +58,7 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
     if part.rank > 0:
         dropped.add("bias")  # the bias is then added only once when the parts are summed
     kept = {role: name for role, name in layer.roles.items() if role not in dropped}
-    labels = {"K": 1, "K/8": 8, "G": group_size}
+    labels = {"K": 1, "K/8": 8, "G": group_size, "S": SUPER_BLOCK}
     return replace(layer, roles=kept, parts=_slices(layer, axes, list(kept), labels, border * part.rank, border))
 
 
@@ -65,7 +68,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
     for role in roles:
         for axis, size in zip(axes[role], layer.shape(role), strict=True):
             per_word = 8 if axis.endswith("/8") else 1
-            if axis != "order" and not (role == "global_scale" and size == 1):
+            if axis not in ("order", "S") and not (role == "global_scale" and size == 1):
                 found[axis[0]].add(size * per_word)
     if any(len(values) != 1 for values in found.values()):
         return None

@@ -101,7 +101,11 @@ def _describe(reader: CheckpointReader, index: int, name: str) -> dict[str, Any]
         "K": weight.K,
         "weight_format": weight.weight_format,
         "group_size": weight.group_size,
-        "scales": str(weight.scales.dtype).removeprefix("torch."),
+        "scales": " x ".join(
+            str(tensor.dtype).removeprefix("torch.")
+            for tensor in (weight.scales, weight.super_scales)
+            if tensor is not None
+        ),
         "act_order": weight.perm is not None,
         "bias": weight.bias is not None,
         "bytes": sum(tensor.nbytes for tensor in weight.tensors().values()),

@@ -21,7 +21,10 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Common:
-    """The role of the zeros, the group size, and the dtype of scales and of zeros that are floats."""
+    """The role of the zeros, the group size, and the dtype of scales and of zeros that are floats.
+
+    Scales of two levels have the dtype of their codes.
+    """
 
     role: str
     group_size: int
@@ -46,8 +49,9 @@ def wider(one: Common, other: Common, K: int) -> Common | None:
     if large % small and large != K:
         return None
     less, more = sorted((one.role, other.role), key=ROLES.index)
-    # A product of a zero point and a scale has more bits than fp16 holds. The codes of fp16 and bf16 meet in fp32.
-    same = one.dtype == other.dtype and not (more == "bias" and less != "bias")
+    # A product of a zero point and a scale has more bits than fp16 holds, and so has a scale of two levels. The codes
+    # of fp16 and bf16 meet in fp32.
+    same = one.dtype == other.dtype and one.dtype.is_floating_point and not (more == "bias" and less != "bias")
     return Common(more, small, one.dtype if same else torch.float32)
 
 
@@ -56,6 +60,7 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
     own = common_of(weight)
     if own == to or own is None:
         return weight
+    weight = weight.one_level()
     scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS["none"].fixed_offset
     if to.role == "zero_point" and zeros is None:
         zeros = torch.full_like(scales, offset, dtype=torch.uint8)

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
 from torch_marlin_metal.layers.packed_layer import PackedLayer
-from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, WEIGHT_TENSORS, PackedWeight
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
 _moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
-
-COLUMNS = ("b_packed", "scales", "zeros", "global_scale", "bias")  # tensors whose last dimension is columns
 
 
 class StackError(ValueError):
@@ -125,6 +123,7 @@ class ExpertWeights(PackedLayer):
             group_size=first.group_size,
             scale_dtype=first.scales.dtype,
             zeros_dtype=None if first.zeros is None else first.zeros.dtype,
+            super_dtype=None if first.super_scales is None else first.super_scales.dtype,
             global_scale_per_column=len(parts) > 1 or _per_column(first),
             perm=first.perm is not None,
             device=first.b_packed.device,
@@ -136,7 +135,7 @@ class ExpertWeights(PackedLayer):
         start = 0
         with torch.no_grad():
             for part, size in zip(parts, self.sizes, strict=True):
-                for name in COLUMNS:
+                for name in COLUMN_TENSORS:
                     own, given_tensor = getattr(self, name), getattr(part, name)
                     if own is not None and own.shape[-1] == 1 and name == "global_scale":
                         own[index] = 1.0 if given_tensor is None else given_tensor
@@ -224,7 +223,9 @@ class ExpertWeights(PackedLayer):
         columns = slice(start, start + self.sizes[part])
         common = "global_scale" if whole.global_scale is not None and whole.global_scale.numel() == 1 else ""
         cut: dict[str, Any] = {
-            name: tensor[..., columns] for name, tensor in whole.tensors().items() if name in COLUMNS and name != common
+            name: tensor[..., columns]
+            for name, tensor in whole.tensors().items()
+            if name in COLUMN_TENSORS and name != common
         }
         if copy:
             cut = {name: tensor.contiguous() for name, tensor in cut.items()}
@@ -346,7 +347,7 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
     for part in (*mine, *other):
         if (part.K, part.weight_format, part.group_size) != (first.K, first.weight_format, first.group_size):
             return "sizes, weight formats or group sizes differ"
-        for name in ("scales", "zeros", "bias"):
+        for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
             a, b = getattr(first, name), getattr(part, name)
             if (a is None) != (b is None) or (a is not None and a.dtype != b.dtype):
                 return f"the dtypes of {name} differ"

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.layers.weight_info import WeightInfo
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-CUT = ("b_packed", "scales", "zeros", "global_scale", "bias")  # fields whose last dimension is N
 
 
 class _Group:
@@ -75,13 +74,10 @@ class FusedLinear(nn.Module):
         group = self.group
         start = sum(group.sizes[: self._index])
         columns = slice(start, start + self.out_features)
-        whole = group.layer.to_packed()
-        cut: dict[str, Any] = {
-            name: tensor[..., columns].contiguous() for name, tensor in whole.tensors().items() if name in CUT
-        }
-        if whole.global_scale is not None and not group.scaled[self._index]:
-            cut["global_scale"] = whole.global_scale[start : start + 1].clone()
-        return replace(whole, **cut)
+        part = group.layer.to_packed().columns(columns)
+        if part.global_scale is not None and not group.scaled[self._index]:
+            part.global_scale = part.global_scale[:1].clone()
+        return part
 
     def extra_repr(self) -> str:
         """Returns sizes and the index in the group, for `print(model)`."""
@@ -183,7 +179,7 @@ def _differences(layers: list[MarlinLinear]) -> str:
             return "their sizes, weight formats or group sizes differ"
         if (layer.bias is None) != (first.bias is None):
             return "only some have a bias"
-        for name in ("scales", "zeros", "bias"):
+        for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
             mine, other = getattr(first, name), getattr(layer, name)
             if (mine is None) != (other is None) or (mine is not None and mine.dtype != other.dtype):
                 return f"their {name} differ in dtype"
@@ -201,8 +197,8 @@ def _differences(layers: list[MarlinLinear]) -> str:
 def _fuse(layers: list[MarlinLinear]) -> _Group:
     weights = [layer.to_packed() for layer in layers]
     columns: dict[str, Any] = {}
-    for name in ("b_packed", "scales", "zeros", "bias"):
-        if getattr(weights[0], name) is not None:
+    for name in COLUMN_TENSORS:
+        if name != "global_scale" and getattr(weights[0], name) is not None:
             columns[name] = torch.cat([getattr(weight, name).detach() for weight in weights], dim=-1)
     scaled = [weight.global_scale is not None and weight.global_scale.numel() > 1 for weight in weights]
     if weights[0].global_scale is not None:

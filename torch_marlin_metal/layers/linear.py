@@ -36,6 +36,8 @@ class MarlinLinear(PackedLayer):
         group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, or 128 if it has none.
         scale_dtype: dtype of floating scales.
         zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
+        super_dtype: dtype of `super_scales`, if scales have two levels; `scale_dtype` is then uint8 or int8. Biases
+            have two levels too if `zeros_dtype` is uint8.
         global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
         perm: whether the weight has an act-order permutation.
         device: device of the tensors.
@@ -56,6 +58,7 @@ class MarlinLinear(PackedLayer):
         group_size: int | None = None,
         scale_dtype: torch.dtype = torch.float16,
         zeros_dtype: torch.dtype | None = None,
+        super_dtype: torch.dtype | None = None,
         global_scale_per_column: bool = False,
         perm: bool = False,
         device: torch.device | str | None = None,
@@ -74,6 +77,7 @@ class MarlinLinear(PackedLayer):
             group_size=group_size,
             scale_dtype=scale_dtype,
             zeros_dtype=zeros_dtype,
+            super_dtype=super_dtype,
             global_scale_per_column=global_scale_per_column,
             perm=perm,
             device=device,
@@ -105,6 +109,8 @@ class MarlinLinear(PackedLayer):
             global_scale = one if global_scale is None else global_scale.reshape(-1)
         if dtype is None and packed.bias is not None:
             dtype = packed.bias.dtype
+        elif dtype is None and packed.super_scales is not None:
+            dtype = packed.super_scales.dtype
         elif dtype is None and packed.scales.is_floating_point():
             dtype = packed.scales.dtype
         layer = cls(
@@ -115,6 +121,7 @@ class MarlinLinear(PackedLayer):
             group_size=packed.group_size,
             scale_dtype=packed.scales.dtype,
             zeros_dtype=None if packed.zeros is None else packed.zeros.dtype,
+            super_dtype=None if packed.super_scales is None else packed.super_scales.dtype,
             global_scale_per_column=global_scale is not None and global_scale.numel() > 1,
             perm=packed.perm is not None,
             device="meta",
@@ -192,7 +199,7 @@ class MarlinLinear(PackedLayer):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"weight_format={self.weight_format}, group_size={self.group_size}"
         )
-        for name in ("scales", "zeros"):
+        for name in ("scales", "zeros", "super_scales"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.uint8:
                 text += f", {name}={str(tensor.dtype).removeprefix('torch.')}"

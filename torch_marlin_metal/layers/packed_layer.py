@@ -11,7 +11,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.huge_pages import prefer_huge_pages
-from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, PackedWeightError, operator_arguments
+from torch_marlin_metal.packed_weight import (
+    SUPER_BLOCK,
+    WEIGHT_TENSORS,
+    PackedWeight,
+    PackedWeightError,
+    operator_arguments,
+)
 
 FORMAT_VERSION = 1
 # The tensors that define the weight. They move between devices but are never converted to another dtype.
@@ -34,6 +40,8 @@ class PackedLayer(nn.Module):
         group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, or 128 if it has none.
         scale_dtype: dtype of floating scales.
         zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
+        super_dtype: dtype of `super_scales`, if scales have two levels; `scale_dtype` is then uint8 or int8. Biases
+            have two levels too if `zeros_dtype` is uint8.
         global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
         perm: whether the weight has an act-order permutation.
         device: device of the tensors.
@@ -43,6 +51,8 @@ class PackedLayer(nn.Module):
     b_packed: Tensor
     scales: Tensor
     zeros: Tensor | None
+    super_scales: Tensor | None
+    super_zeros: Tensor | None
     global_scale: Tensor | None
     lut: Tensor | None
     perm: Tensor | None
@@ -59,6 +69,7 @@ class PackedLayer(nn.Module):
         group_size: int | None = None,
         scale_dtype: torch.dtype = torch.float16,
         zeros_dtype: torch.dtype | None = None,
+        super_dtype: torch.dtype | None = None,
         global_scale_per_column: bool = False,
         perm: bool = False,
         device: torch.device | str | None = None,
@@ -72,10 +83,14 @@ class PackedLayer(nn.Module):
         grouped = (-(-K // self.group_size), N)
 
         zeros_dtype = zeros_dtype or (torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
+        blocks = (*stack, -(-K // SUPER_BLOCK), N)
+        super_zeros = super_dtype is not None and fmt.zeros_role == "bias" and zeros_dtype == torch.uint8
         specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
             "b_packed": (True, (*stack, K // 8, N), torch.int32),
             "scales": (True, (*stack, *grouped), torch.uint8 if fmt.has_coded_scales else scale_dtype),
             "zeros": (fmt.zeros_role != "none", (*stack, *grouped), zeros_dtype),
+            "super_scales": (super_dtype is not None, blocks, super_dtype or torch.float16),
+            "super_zeros": (super_zeros, blocks, super_dtype or torch.float16),
             "global_scale": (fmt.has_global_scale, (*stack, N if global_scale_per_column else 1), torch.float32),
             "lut": (fmt.has_lut, (16,), torch.float32),
             "perm": (perm, (*stack, K), torch.int32),

@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 from torch_marlin_metal.checkpoints.reader import DenseWeight
 from torch_marlin_metal.layers.activation import Activation
 from torch_marlin_metal.layers.common_format import stack_exactly
-from torch_marlin_metal.layers.experts import COLUMNS, ExpertWeights, MarlinExperts, StackError, difference
+from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, StackError, difference
 from torch_marlin_metal.layers.experts_equivalence import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights, JoinedExpertWeights
 from torch_marlin_metal.models.empty_model import LinearShape
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, FLOAT_DTYPES, PackedWeight
 
 
 def why_never_experts(module: nn.Module) -> str:
@@ -239,7 +239,7 @@ class ExpertLayers:
         if reason := difference(parts[:1], parts[1:]):
             raise StackError(reason)
         first, second = (part.tensors() for part in parts)
-        columns = [name for name in COLUMNS if name in first and name != "global_scale"]
+        columns = [name for name in COLUMN_TENSORS if name in first and name != "global_scale"]
         joined: dict[str, Any] = {name: self.join(0, (first[name], second[name])) for name in columns}
         if any("global_scale" in held for held in (first, second)):
             one = torch.ones(1, device=parts[0].b_packed.device)

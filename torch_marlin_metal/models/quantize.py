@@ -373,14 +373,8 @@ def _error_and_size(packed: PackedWeight, weight: Tensor) -> tuple[float, float]
     difference = norm = 0.0
     for start in range(0, packed.N, ERROR_COLUMNS):
         n = slice(start, start + ERROR_COLUMNS)
-        part = replace(
-            packed,
-            b_packed=packed.b_packed[:, n].contiguous(),
-            scales=packed.scales[:, n].contiguous(),
-            zeros=None if packed.zeros is None else packed.zeros[:, n].contiguous(),
-        )
         exact = weight.detach()[n].float()
-        difference += float((part.dequantize().T - exact).square().sum())
+        difference += float((packed.columns(n).dequantize().T - exact).square().sum())
         norm += float(exact.square().sum())
     return difference, norm
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.layers.fuse import CUT
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SUPER_BLOCK, PackedWeight
 
 _BY_GROUP = ("scales", "zeros")  # fields whose first dimension is the number of groups
+_BY_BLOCK = ("super_scales", "super_zeros")  # fields whose first dimension is the number of blocks of SUPER_BLOCK rows
 
 
 def split_columns(
@@ -63,18 +63,15 @@ def reorder_columns(weight: PackedWeight, order: Tensor) -> PackedWeight:
             f"got shape {list(order.shape)}"
             + (f" with values {int(index.min())} to {int(index.max())}" if index.numel() else "")
         )
-    cut: dict[str, Any] = {
-        name: tensor.detach().index_select(-1, index)
-        for name, tensor in weight.tensors().items()
-        if name in CUT and (name != "global_scale" or tensor.numel() > 1)
-    }
-    return replace(weight, **cut)
+    return weight.columns(index)
 
 
 def split_rows(
     weight: PackedWeight, count: int, *, gathered: bool = False, only: int | None = None
 ) -> list[PackedWeight]:
     """Cuts a weight `[K, N]` into `count` weights `[K/count, N]`, whose products sum to the whole product.
+
+    If a border of scales with two levels is inside a block of 256 rows, the parts have fp32 scales of one level.
 
     Part r multiplies the features r * K/count to (r + 1) * K/count - 1 of the activations. The first part keeps the
     bias, so that the sum has it once.
@@ -102,11 +99,15 @@ def split_rows(
             f"(group_size={group_size}), got {count}"
         )
     perms = _perms(weight, rows, gathered)
+    if count > 1 and rows % SUPER_BLOCK:
+        weight = weight.one_level()
     result = []
     for part in _chosen(count, only):
         first = part * rows
         groups = slice(0, 1) if one_group else slice(first // group_size, -(-(first + rows) // group_size))
         cut: dict[str, Any] = {n: t[groups].clone() for n, t in weight.tensors().items() if n in _BY_GROUP}
+        blocks = slice(first // SUPER_BLOCK, -(-(first + rows) // SUPER_BLOCK))
+        cut |= {n: t[blocks].clone() for n, t in weight.tensors().items() if n in _BY_BLOCK}
         cut["b_packed"] = weight.b_packed[first // 8 : (first + rows) // 8].clone()  # a view would keep the whole
         result.append(
             replace(
@@ -150,7 +151,7 @@ def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None
         ValueError: the weights differ in a field that they must share, or `parts` do not fit.
     """
     first = _agreeing("join_columns", weights, ("K", "weight_format", "group_size", "lut", "perm"))
-    held = {name: [w.tensors().get(name) for w in weights] for name in CUT}
+    held = {name: [w.tensors().get(name) for w in weights] for name in COLUMN_TENSORS}
     scales = held["global_scale"]
     one = first.global_scale
     if one is not None and one.numel() == 1 and all(_same(one, s) for s in scales):
@@ -215,8 +216,11 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
         perm = torch.cat(moved)
     if not one_group and rows % first.group_size:
         raise ValueError(f"join_rows: weights: expected whole groups of {first.group_size} rows, got {rows} rows")
+    if rows % SUPER_BLOCK and count > 1:
+        weights = [weight.one_level() for weight in weights]
+        first = weights[0]
     joined: dict[str, Any] = {"b_packed": torch.cat([w.b_packed for w in weights])}
-    for name in _BY_GROUP:
+    for name in (*_BY_GROUP, *_BY_BLOCK):
         held = [t for w in weights if (t := w.tensors().get(name)) is not None]
         if held and not one_group:
             joined[name] = torch.cat(held)

@@ -103,6 +103,8 @@ struct KernelSet {
   MatrixKernel small_m;
   MatrixKernel large_m;
   void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
+  // Multiplies `out` by floating values.
+  void (*multiply)(const void* source, ElementType type, int64_t count, float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
   std::array<void (*)(const DequantizeBlock&), kCodeKindCount> dequantize;

@@ -92,10 +92,26 @@ void to_float(const void* source, ElementType type, int64_t count, float* out) {
     const auto* in = static_cast<const uint8_t*>(source);
     for (; i < count; ++i)
       out[i] = static_cast<float>(in[i]);
+  } else if (type == ElementType::int8) {
+    const auto* in = static_cast<const int8_t*>(source);
+    for (; i < count; ++i)
+      out[i] = static_cast<float>(in[i]);
   } else {
     const auto* in = static_cast<const float*>(source);
     for (; i < count; ++i)
       out[i] = in[i];
+  }
+}
+
+template <class V>
+void multiply(const void* source, ElementType type, int64_t count, float* out) {
+  constexpr int64_t kBlock = 64;
+  float values[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t some = std::min(kBlock, count - begin);
+    to_float<V>(static_cast<const char*>(source) + begin * element_bytes(type), type, some, values);
+    for (int64_t i = 0; i < some; ++i)
+      out[begin + i] *= values[i];
   }
 }
 
@@ -270,6 +286,7 @@ constexpr KernelSet kernel_set() {
   return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
           matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
           &to_float<V>,
+          &multiply<V>,
           &decode_scales<V>,
           &from_float<V>,
           {&dequantize<V, V::template decoder_for<CodeKind::integer>>,

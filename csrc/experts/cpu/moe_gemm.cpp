@@ -26,6 +26,9 @@ PackedWeight weight_of(const MoeGemmArguments& arguments, int64_t expert) {
   weight.words += expert * (weight.K / kCodesPerWord) * weight.N;
   weight.scales = at_element(weight.scales, weight.scales_type, expert * scales);
   weight.zeros = at_element(weight.zeros, weight.zeros_type, expert * scales);
+  const int64_t supers = ceil_divide(weight.K, kSuperBlock) * weight.N;
+  weight.super_scales = at_element(weight.super_scales, weight.super_type, expert * supers);
+  weight.super_zeros = at_element(weight.super_zeros, weight.super_type, expert * supers);
   if (weight.global_scale != nullptr) weight.global_scale += expert * arguments.global_scale_expert_stride;
   return weight;
 }

@@ -18,9 +18,12 @@ struct PackedWeight {
   int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
   const uint32_t* words;    // [K/8, N]
   const void* scales;       // [G, N]
-  ElementType scales_type;  // uint8 for coded scales
+  ElementType scales_type;  // uint8 for coded scales, uint8 or int8 for scales of two levels
   const void* zeros;        // [G, N] or nullptr
   ElementType zeros_type;
+  const void* super_scales;  // [ceil(K / kSuperBlock), N], or nullptr without two levels
+  const void* super_zeros;   // the same for zeros
+  ElementType super_type;
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
   int64_t global_scale_stride;  // 0 for one value, 1 for a value per column
   const float* lut;             // fp32 [16] or nullptr

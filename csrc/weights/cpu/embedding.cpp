@@ -13,10 +13,17 @@ namespace {
 
 constexpr int64_t kGrainCodes = 4096;  // codes per task: decoding them takes about as long as waking a thread
 
+// Returns what multiplies the codes of a group's scales or zeros; 1 without two levels.
+float super_of(const PackedWeight& weight, const void* values, int64_t group, int64_t n) {
+  const int64_t row = group * weight.group_size / kSuperBlock;
+  return values == nullptr ? 1.F : load_element(values, weight.super_type, row * weight.N + n);
+}
+
 float scale_of(const PackedWeight& weight, int64_t group, int64_t n) {
   const int64_t index = group * weight.N + n;
   const ScaleCoding coding = scale_coding(weight.format);
-  if (coding == ScaleCoding::floating) return load_element(weight.scales, weight.scales_type, index);
+  if (coding == ScaleCoding::floating)
+    return load_element(weight.scales, weight.scales_type, index) * super_of(weight, weight.super_scales, group, n);
   const uint8_t code = static_cast<const uint8_t*>(weight.scales)[index];
   if (coding == ScaleCoding::e8m0) return e8m0_to_float(code);
   const float scale = e4m3_to_float(code);
@@ -46,7 +53,9 @@ void decode_column(const EmbeddingArguments& arguments, const std::array<float, 
     if (k % weight.group_size == 0) {
       const int64_t group = k / weight.group_size;
       scale = scale_of(weight, group, n);
-      if (role != ZerosRole::none) zero = load_element(weight.zeros, weight.zeros_type, group * weight.N + n);
+      if (role != ZerosRole::none)
+        zero = load_element(weight.zeros, weight.zeros_type, group * weight.N + n) *
+               super_of(weight, weight.super_zeros, group, n);
     }
     const uint32_t word = weight.words[k / 8 * weight.N + n];
     float value = values[(word >> (4 * (k % 8))) & 15U];

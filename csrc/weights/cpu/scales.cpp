@@ -8,6 +8,15 @@ const void* element_at(const void* data, ElementType type, int64_t index) {
   return static_cast<const char*>(data) + index * element_bytes(type);
 }
 
+// Multiplies the codes of a group's scales or zeros in `out` by the values of their block of kSuperBlock k, if there
+// are any.
+void multiply_super(const KernelSet& kernels, const PackedWeight& weight, const void* values, int64_t group,
+                    int64_t begin, int64_t count, float* out) {
+  if (values == nullptr) return;
+  const int64_t row = group * weight.group_size / kSuperBlock * weight.N + begin;
+  kernels.multiply(element_at(values, weight.super_type, row), weight.super_type, count, out);
+}
+
 }  // namespace
 
 void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
@@ -16,6 +25,7 @@ void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int
   const void* from = element_at(weight.scales, weight.scales_type, group * weight.N + begin);
   if (coding == ScaleCoding::floating) {
     kernels.to_float(from, weight.scales_type, count, out);
+    multiply_super(kernels, weight, weight.super_scales, group, begin, count, out);
   } else {
     kernels.decode_scales(static_cast<const uint8_t*>(from), coding, count, out);
   }
@@ -43,6 +53,7 @@ void load_zeros(const KernelSet& kernels, const PackedWeight& weight, int64_t gr
                 float* out) {
   kernels.to_float(element_at(weight.zeros, weight.zeros_type, group * weight.N + begin), weight.zeros_type, count,
                    out);
+  multiply_super(kernels, weight, weight.super_zeros, group, begin, count, out);
 }
 
 }  // namespace marlin::cpu

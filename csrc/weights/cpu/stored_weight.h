@@ -12,7 +12,7 @@ namespace marlin::cpu {
 
 // Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
 struct StoredWeight {
-  Tensor b_packed, scales, zeros, global_scale, lut, perm;
+  Tensor b_packed, scales, zeros, super_scales, super_zeros, global_scale, lut, perm;
   PackedWeight view;  // describes the weight, or expert 0 if there are several experts
   int64_t experts;
 
@@ -20,6 +20,8 @@ struct StoredWeight {
       : b_packed(weight.b_packed),
         scales(weight.scales.contiguous()),
         zeros(contiguous_or_undefined(weight.zeros)),
+        super_scales(contiguous_or_undefined(weight.super_scales)),
+        super_zeros(contiguous_or_undefined(weight.super_zeros)),
         global_scale(contiguous_or_undefined(weight.global_scale)),
         lut(contiguous_or_undefined(weight.lut)),
         perm(contiguous_or_undefined(weight.perm)) {
@@ -32,6 +34,9 @@ struct StoredWeight {
     view.scales_type = element_type(scales);
     view.zeros = zeros.defined() ? zeros.const_data_ptr() : nullptr;
     view.zeros_type = zeros.defined() ? element_type(zeros) : ElementType::float32;
+    view.super_scales = super_scales.defined() ? super_scales.const_data_ptr() : nullptr;
+    view.super_zeros = super_zeros.defined() ? super_zeros.const_data_ptr() : nullptr;
+    view.super_type = super_scales.defined() ? element_type(super_scales) : ElementType::float32;
     view.global_scale = global_scale.defined() ? global_scale.const_data_ptr<float>() : nullptr;
     experts = shape.E.expect_int();
     view.global_scale_stride = global_scale.defined() && global_scale.numel() > experts ? 1 : 0;

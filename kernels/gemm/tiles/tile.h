@@ -103,7 +103,7 @@ struct TileLoader {
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.word(k, n);
         zero_in_code[i] = 0.0h;
-        if (zero_is_in_code<format>()) zero_in_code[i] = half(weight.zero<format>(k / params.group_size, n));
+        if (zero_is_in_code<format>()) zero_in_code[i] = half(weight.zero<format>(k, n));
       }
     }
     const uint n = n0 + thread_index % Tile::kN;
@@ -111,8 +111,8 @@ struct TileLoader {
     if (owns_scale(params, thread_index) && n < params.N && k < k_end) {
       const uint group = k / params.group_size;
       if (kReloadsScale || group != scale_group) {
-        scale = weight.scale<format>(group, n);
-        if (!zero_is_in_code<format>()) zero = weight.zero<format>(group, n);
+        scale = weight.scale<format>(k, n);
+        if (!zero_is_in_code<format>()) zero = weight.zero<format>(k, n);
         scale_group = group;
       }
     } else {

@@ -211,6 +211,10 @@ def _tensors(p: Mixture) -> tuple[dict, dict]:
     if "zeros" in held:
         buffers["Zeros"] = place(held["zeros"])
         constants["zeros_type"] = element_type(held["zeros"].dtype)
+    for slot, name in (("SuperScales", "super_scales"), ("SuperZeros", "super_zeros")):
+        if name in held:
+            buffers[slot] = place(held[name])
+            constants["super_type"] = element_type(held[name].dtype)
     if "global_scale" in held:
         buffers["GlobalScale"] = place(held["global_scale"].reshape(-1))
         constants |= {"has_global_scale": True, "global_scale_per_column": held["global_scale"].numel() > p.sizes["E"]}

@@ -35,6 +35,8 @@ int main() {
   NUMBER(kSlotExpertIds)
   NUMBER(kSlotBlocks)
   NUMBER(kSlotRowWeights)
+  NUMBER(kSlotSuperScales)
+  NUMBER(kSlotSuperZeros)
   NUMBER(kSlotCount)
   // clang-format off
 #define MLSTM_NUMBERS(X)                                                                                        \

@@ -88,6 +88,10 @@ def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
     if "zeros" in arguments:
         buffers["Zeros"] = place(arguments["zeros"])
         constants["zeros_type"] = element_type(arguments["zeros"].dtype)
+    for slot, name in (("SuperScales", "super_scales"), ("SuperZeros", "super_zeros")):
+        if name in arguments:
+            buffers[slot] = place(arguments[name])
+            constants["super_type"] = element_type(arguments[name].dtype)
     if "global_scale" in arguments:
         buffers["GlobalScale"] = place(arguments["global_scale"].reshape(-1))
         constants |= {

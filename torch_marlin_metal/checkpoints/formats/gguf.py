@@ -26,7 +26,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_small import decode
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError
 
 
 def unknown_architecture(path: Path, architecture: str) -> str:
@@ -142,9 +142,11 @@ class GgufReader(CheckpointReader):
                 self._floats(index),
             )
         first, others = weight.tensors(), second.tensors()
-        joined = {name: _alternate(first[name].T, others[name].T).T.contiguous() for name in ("b_packed", "scales")}
-        if weight.zeros is not None:
-            joined["zeros"] = _alternate(first["zeros"].T, others["zeros"].T).T.contiguous()
+        joined = {
+            name: _alternate(first[name].T, others[name].T).T.contiguous()
+            for name in COLUMN_TENSORS
+            if name in first and name != "bias"
+        }
         return replace(weight, **joined, bias=self.bias(index)).validate()  # type: ignore[arg-type]
 
     def _convert(self, index: int, tensor: GgufTensor, expert: int | None) -> PackedWeight:
@@ -172,18 +174,17 @@ class GgufReader(CheckpointReader):
             weight.bias = self._bias_of(tensor, expert)
             order = self._row_order(tensor)
             if order is not None:
-                weight.b_packed, weight.scales = weight.b_packed[:, order], weight.scales[:, order]
-                weight.zeros = None if weight.zeros is None else weight.zeros[:, order]
+                weight = replace(weight.columns(order), bias=weight.bias)
             columns = self._column_order(tensor)
-            if columns is not None and not permute_columns(weight, columns):
+            moved = weight if columns is None else permute_columns(weight, columns)
+            if moved is None:
                 raise UnsupportedFormat(
                     f"{where}: its columns are in another order in transformers, and a value head does not fill whole "
                     f"groups of {weight.group_size}",
                     self._floats(index),
                 )
-            weight.scales = weight.scales.contiguous()
-            weight.zeros = None if weight.zeros is None else weight.zeros.contiguous()
-            return weight.validate()
+            contiguous: dict[str, Any] = {name: tensor.contiguous() for name, tensor in moved.tensors().items()}
+            return replace(moved, **contiguous).validate()
         except PackedWeightError as error:
             raise CheckpointError(f"{where}: {error}") from error
         except ImportError as error:

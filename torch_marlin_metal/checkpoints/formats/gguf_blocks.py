@@ -42,37 +42,41 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
 
 
 def _q4_k(blocks: Tensor) -> PackedWeight:
-    """Converts Q4_K. Its scales d * sc and minimums dmin * m are products of 11 and 6 bits, so only fp32 holds them."""
-    d, dmin = _float16(blocks[..., :2]).float(), _float16(blocks[..., 2:4]).float()
+    """Converts Q4_K. Its scales are d * sc, and its biases -dmin * m."""
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
     minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
-    scales, minimums = _per_sub_block(d, sc), _per_sub_block(dmin, minimum)
-    return PackedWeight(_codes(blocks[..., 16:], 32), scales, "uint4_bias", 32, zeros=-minimums)
+    return PackedWeight(
+        _codes(blocks[..., 16:], 32),
+        _per_group(sc),
+        "uint4_bias",
+        32,
+        zeros=_per_group(minimum),
+        super_scales=_float16(blocks[..., :2]),
+        super_zeros=-_float16(blocks[..., 2:4]),
+    )
 
 
 def _q2_k(blocks: Tensor) -> PackedWeight:
-    """Converts Q2_K, whose scales d * sc and minimums dmin * m are products of 11 and 4 bits."""
+    """Converts Q2_K. Its scales are d * sc, and its biases -dmin * m."""
     factors = blocks[..., :16]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu").reshape(4, 1)
     runs = blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32)
     codes = ((runs >> shifts) & 3).reshape(blocks.shape[0], -1)
-    scales = _per_sub_block(_float16(blocks[..., 80:82]).float(), factors & 15)
-    minimums = _per_sub_block(_float16(blocks[..., 82:84]).float(), factors >> 4)
-    return PackedWeight(words_of_codes(codes), scales, "uint4_bias", 16, zeros=-minimums)
+    return PackedWeight(
+        words_of_codes(codes),
+        _per_group(factors & 15),
+        "uint4_bias",
+        16,
+        zeros=_per_group(factors >> 4),
+        super_scales=_float16(blocks[..., 80:82]),
+        super_zeros=-_float16(blocks[..., 82:84]),
+    )
 
 
-def _per_sub_block(d: Tensor, factors: Tensor) -> Tensor:
-    """Multiplies the scale of each super-block by the integer factors of its sub-blocks.
-
-    Args:
-        d: fp32 `[B, N]`, the scales of B super-blocks in each of N output features.
-        factors: integers `[N, B, S]`, one for each of the S sub-blocks of a super-block.
-
-    Returns:
-        The products in fp32 `[B * S, N]`: all sub-blocks of an output feature in the order of k.
-    """
-    return (d.unsqueeze(1) * factors.permute(1, 2, 0).float()).reshape(-1, d.shape[1])
+def _per_group(codes: Tensor) -> Tensor:
+    """Returns the codes of scales `[N, B, groups of a block]` as `[G, N]`."""
+    return codes.flatten(1).t().contiguous()
 
 
 def _iq4_nl(blocks: Tensor) -> PackedWeight:
@@ -84,9 +88,10 @@ def _iq4_xs(blocks: Tensor) -> PackedWeight:
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=3).flatten(2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")
     high = ((blocks[..., 2:4].unsqueeze(3) >> shifts) & 3).flatten(2)
-    scales = _per_sub_block(_float16(blocks[..., :2]).float(), (low | (high << 4)).to(torch.int8) - 32)
+    scales = _per_group((low | (high << 4)).to(torch.int8) - 32)
     lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
-    return PackedWeight(_codes(blocks[..., 8:], 16), scales, "lut4", 32, lut=lut)
+    super_scales = _float16(blocks[..., :2])
+    return PackedWeight(_codes(blocks[..., 8:], 16), scales, "lut4", 32, lut=lut, super_scales=super_scales)
 
 
 def _mxfp4(blocks: Tensor) -> PackedWeight:

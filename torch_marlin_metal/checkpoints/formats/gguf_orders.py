@@ -6,6 +6,7 @@ llama.cpp has the first value head of each key head, then the second of each, an
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, BLOCK_NAME
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
 # Tensors with rows for value heads: with one row for each head, and with all rows of each head.
@@ -88,20 +89,25 @@ def value_order(keys: int, values: int, size: int) -> Tensor:
     return torch.arange(values * size, device="cpu").reshape(values // keys, keys, size).transpose(0, 1).reshape(-1)
 
 
-def permute_columns(weight: PackedWeight, order: Tensor) -> bool:
-    """Puts the rows k of a packed weight into an order; returns False if groups of k do not stay together."""
+def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
+    """Returns a weight whose rows k are in an order, or None if groups of k do not stay together."""
     size = weight.group_size if weight.group_size > 0 else weight.K
-    for unit in (8, size):
-        if len(order) % unit or not torch.equal(
-            order, (order[::unit, None] + torch.arange(unit, device="cpu")).flatten()
-        ):
-            return False
-        if bool((order[::unit] % unit).any()):
-            return False
-    groups = order[::size] // size
-    weight.b_packed, weight.scales = weight.b_packed[order[::8] // 8], weight.scales[groups]
-    weight.zeros = None if weight.zeros is None else weight.zeros[groups]
-    return True
+    if not (_keeps(order, 8) and _keeps(order, size)):
+        return None
+    if not _keeps(order, SUPER_BLOCK):
+        weight = weight.one_level()
+    units = {"b_packed": 8, "scales": size, "zeros": size, "super_scales": SUPER_BLOCK, "super_zeros": SUPER_BLOCK}
+    moved: dict[str, Any] = {
+        name: tensor[order[:: units[name]] // units[name]] for name, tensor in weight.tensors().items() if name in units
+    }
+    return replace(weight, **moved)
+
+
+def _keeps(order: Tensor, unit: int) -> bool:
+    """Returns whether an order moves only whole runs of `unit` numbers."""
+    if len(order) % unit or bool((order[::unit] % unit).any()):
+        return False
+    return torch.equal(order, (order[::unit, None] + torch.arange(unit, device="cpu")).flatten())
 
 
 def restored(name: str, architecture: str, values: Tensor) -> Tensor:

@@ -38,13 +38,17 @@ class SmallType:
 
     Attributes:
         group_size: weights that share a scale.
-        scales: returns the scales of bytes `[N, B, bytes of a block]` in fp32 `[N, B, groups of a block]`.
+        d: returns the fp16 scale of each block, `[N, B]`, of bytes `[N, B, bytes of a block]`.
+        codes: returns the whole numbers that multiply it, `[N, B, groups of a block]`; None if a block is a group.
+        factor: a power of two that multiplies each scale. It is put into the table.
         signed: whether gguf's table of magnitudes applies with both signs.
         has_table: whether the values are those of a table.
     """
 
     group_size: int
-    scales: Callable[[Tensor], Tensor]
+    d: Callable[[Tensor], Tensor]
+    codes: Callable[[Tensor], Tensor] | None = None
+    factor: float = 1.0
     has_table: bool = True
     signed: bool = True
 
@@ -67,35 +71,41 @@ class SmallType:
         """
         table = self.table(type_name)
         rows = max(1, PIECE // (BLOCK * blocks.shape[1]))
-        pieces = [self._codes(piece, type_name, table) for piece in torch.split(blocks, rows)]
-        scales = torch.cat([scales for _, scales in pieces])
+        d = self.d(blocks)
+        dtype = torch.uint8 if self.has_table else torch.int8
+        scales = d.unsqueeze(2) if self.codes is None else self.codes(blocks).to(dtype)
+        pieces = zip(torch.split(blocks, rows), torch.split(d, rows), torch.split(scales, rows), strict=True)
+        words = [self._words(some, halves, codes, type_name, table) for some, halves, codes in pieces]
+        lut = torch.nn.functional.pad(table * self.factor, (0, 16 - len(table)))
         return PackedWeight(
-            words_of_codes(torch.cat([codes for codes, _ in pieces])),
-            scales.t().contiguous(),
+            words_of_codes(torch.cat(words)),
+            scales.flatten(1).t().contiguous(),
             "lut4" if self.has_table else "uint4b8",
             self.group_size,
-            lut=torch.nn.functional.pad(table, (0, 16 - len(table))) if self.has_table else None,
+            super_scales=None if self.codes is None else d.t().contiguous(),
+            lut=lut if self.has_table else None,
         )
 
-    def _codes(self, blocks: Tensor, type_name: str, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the codes `[N, K]` in uint8 and the scales `[N, G]` of some rows."""
+    def _words(self, blocks: Tensor, d: Tensor, scales: Tensor, type_name: str, table: Tensor) -> Tensor:
+        """Returns the codes `[N, K]` of some rows in uint8."""
         rows = blocks.shape[0]
-        scales = self.scales(blocks).reshape(rows, -1)
+        exact = scales.float() if self.codes is None else d.unsqueeze(2).float() * scales.float() * self.factor
+        exact = exact.reshape(rows, -1)
         values = decode(blocks.reshape(rows, -1).numpy(), type_name).reshape(rows, -1, self.group_size)
-        zero = scales == 0  # then any code is right, and the sign of the zero decides
-        negative = values[zero].signbit() != scales[zero].signbit().unsqueeze(1)
-        values /= scales.unsqueeze(2)
+        zero = exact == 0  # then any code is right, and the sign of the zero decides
+        negative = values[zero].signbit() != exact[zero].signbit().unsqueeze(1)
+        values /= exact.unsqueeze(2)
         values[zero] = torch.where(negative, table[0], table[-1])
         steps = 1 if self.signed else 8
         places = torch.zeros(256, dtype=torch.uint8, device="cpu")
         places[((table - table[0]) * steps).long()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")
         codes = values.sub_(table[0]).mul_(steps).to(torch.uint8)
-        return torch.from_numpy(places.numpy()[codes.numpy()]).reshape(rows, -1), scales
+        return torch.from_numpy(places.numpy()[codes.numpy()]).reshape(rows, -1)
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """Returns the fp16 number at a byte of each block in fp32 `[N, B, 1]`."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+def _half(start: int) -> Callable[[Tensor], Tensor]:
+    """Returns the function that reads the fp16 number at a byte of each block, `[N, B]`."""
+    return lambda blocks: blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _bits(data: Tensor, *shifts: int) -> Tensor:
@@ -107,58 +117,62 @@ def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.contiguous().view(dtype).int()
 
 
+def _odd(code: Tensor) -> Tensor:
+    """Returns twice a code plus one: most types have scales of (0.5 + code)."""
+    return 2 * code + 1
+
+
 def _q3_k(blocks: Tensor) -> Tensor:
-    """Returns d * (scale - 32): the low 4 bits of 16 scales lie in 8 bytes, the high 2 bits in 4."""
+    """Returns scale - 32: the low 4 bits of 16 scales lie in 8 bytes, the high 2 bits in 4."""
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     low = torch.cat((low & 15, low >> 4), dim=2).int()
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).int()
-    return _half(blocks, 108) * ((low | high << 4) - 32).float()
+    return (low | high << 4) - 32
 
 
-def _top_bits(start: int, factor: float) -> Callable[[Tensor], Tensor]:
-    """Returns the scales of types that have them in the top 4 bits of every second word, or of every word."""
+def _top_bits(start: int) -> Callable[[Tensor], Tensor]:
+    """Returns the codes of types that have them in the top 4 bits of every second word, or of every word."""
 
-    def scales(blocks: Tensor) -> Tensor:
+    def codes(blocks: Tensor) -> Tensor:
         words = _words(blocks[..., start:], torch.int32)
         words = words[..., 1::2] if start == 2 else words
-        return _half(blocks, 0) * (0.5 + ((words >> 28) & 15).float()) * factor
+        return _odd((words >> 28) & 15)
 
-    return scales
+    return codes
 
 
 def _nibbles(start: int) -> Callable[[Tensor], Tensor]:
-    def scales(blocks: Tensor) -> Tensor:
-        return _half(blocks, 0) * (0.5 + (_bits(blocks[..., start:], 0, 4) & 15).float()) * 0.25
-
-    return scales
+    return lambda blocks: _odd(_bits(blocks[..., start : start + 8], 0, 4) & 15)
 
 
 def _iq3_s(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (1 + 2 * (_bits(blocks[..., 106:110], 0, 4) & 15)).float()
+    return _odd(_bits(blocks[..., 106:110], 0, 4) & 15)
 
 
 def _iq1_s(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (2 * ((_words(blocks[..., 34:50], torch.int16) >> 12) & 7) + 1).float()
+    return _odd((_words(blocks[..., 34:50], torch.int16) >> 12) & 7)
 
 
 def _iq1_m(blocks: Tensor) -> Tensor:
-    """Returns d * (2 * scale + 1): four words have 4 bits of d on top, and four scales of 3 bits below."""
+    return _odd(_bits(_words(blocks[..., 48:56], torch.int16), 0, 3, 6, 9) & 7)
+
+
+def _iq1_m_d(blocks: Tensor) -> Tensor:
+    """Returns d of IQ1_M: each of four words has 4 bits of it on top."""
     words = _words(blocks[..., 48:56], torch.int16) & 0xFFFF
     parts = [(words[..., word] >> 12) << 4 * word for word in range(4)]
-    bits = parts[0] | parts[1] | parts[2] | parts[3]
-    d = bits.to(torch.uint16).view(torch.float16).float().unsqueeze(2)
-    return d * (2 * (_bits(words, 0, 3, 6, 9) & 7) + 1).float()
+    return (parts[0] | parts[1] | parts[2] | parts[3]).to(torch.uint16).view(torch.float16)
 
 
 SMALL_TYPES: dict[str, tuple[int, SmallType]] = {
-    "Q3_K": (110, SmallType(16, _q3_k, has_table=False)),
-    "TQ1_0": (54, SmallType(256, lambda blocks: _half(blocks, 52), has_table=False)),
-    "TQ2_0": (66, SmallType(256, lambda blocks: _half(blocks, 64), has_table=False)),
-    "IQ1_S": (50, SmallType(32, _iq1_s, signed=False)),
-    "IQ1_M": (56, SmallType(16, _iq1_m, signed=False)),
-    "IQ2_XXS": (66, SmallType(32, _top_bits(2, 0.25))),
-    "IQ2_XS": (74, SmallType(16, _nibbles(66))),
-    "IQ2_S": (82, SmallType(16, _nibbles(74))),
-    "IQ3_XXS": (98, SmallType(32, _top_bits(66, 0.5))),
-    "IQ3_S": (110, SmallType(32, _iq3_s)),
+    "Q3_K": (110, SmallType(16, _half(108), _q3_k, has_table=False)),
+    "TQ1_0": (54, SmallType(256, _half(52), has_table=False)),
+    "TQ2_0": (66, SmallType(256, _half(64), has_table=False)),
+    "IQ1_S": (50, SmallType(32, _half(0), _iq1_s, signed=False)),
+    "IQ1_M": (56, SmallType(16, _iq1_m_d, _iq1_m, signed=False)),
+    "IQ2_XXS": (66, SmallType(32, _half(0), _top_bits(2), 0.125)),
+    "IQ2_XS": (74, SmallType(16, _half(0), _nibbles(66), 0.125)),
+    "IQ2_S": (82, SmallType(16, _half(0), _nibbles(74), 0.125)),
+    "IQ3_XXS": (98, SmallType(32, _half(0), _top_bits(66), 0.25)),
+    "IQ3_S": (110, SmallType(32, _half(0), _iq3_s)),
 }

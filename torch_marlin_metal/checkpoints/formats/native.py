@@ -86,6 +86,8 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
     }
     if weight.zeros is not None:
         entry["zeros_dtype"] = _dtype_name(weight.zeros)
+    if weight.super_scales is not None:
+        entry["super_dtype"] = _dtype_name(weight.super_scales)
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         entry["global_scale_per_column"] = True
     return entry
@@ -169,7 +171,8 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     found = _describe(weight)
     for key, value in entry.items():  # sizes are those of the model's layer; one process may read a part of it
         if key.endswith("_dtype") and found.get(key) != value:
-            role = "zeros" if key == "zeros_dtype" and "zeros" in layer else "scales"
+            role = key.replace("scale_dtype", "scales").replace("super_dtype", "super_scales").removesuffix("_dtype")
+            role = role if role in layer else "scales"
             raise layer.error(role, f"{key}: expected {value!r} as in the settings, got {found.get(key)!r}")
     return weight
 
@@ -181,12 +184,14 @@ FORMAT = DirectoryFormat(
     variants=(("every weight format", "any"),),
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
-    roles=endings("scales", "zeros", "global_scale", "lut", "perm", "bias", "packed_format", GUARD),
+    roles=endings(*WEIGHT_TENSORS[1:], *LAYER_TENSORS),
     fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
         "scales": ("G", "N"),
         "zeros": ("G", "N"),
+        "super_scales": ("S", "N"),
+        "super_zeros": ("S", "N"),
         "global_scale": ("N",),
         "perm": ("order",),
         "bias": ("N",),

@@ -111,13 +111,8 @@ def _squared_norms(packed: PackedWeight) -> Tensor:
     parts = []
     width = max(1, _NORM_BYTES // (4 * packed.K))
     for start in range(0, packed.N, width):
-        columns = slice(start, start + width)
-        cut: dict[str, Any] = {
-            name: tensor[..., columns].contiguous()
-            for name, tensor in packed.tensors().items()
-            if name in ("b_packed", "scales", "zeros") or (name == "global_scale" and tensor.numel() > 1)
-        }
-        parts.append(replace(packed, **cut).dequantize().square().sum(0))
+        columns = packed.columns(slice(start, start + width))
+        parts.append(columns.dequantize().square().sum(0))
     return torch.cat(parts)
 
 

@@ -106,8 +106,9 @@ def quantize_sum(total: Tensor, original: PackedWeight, names: Sequence[str]) ->
     if original.perm is not None:
         total = total[:, original.perm]
     options: dict[str, Any] = {} if original.lut is None else {"lut": original.lut}
-    if original.scales.is_floating_point():
-        options["scale_dtype"] = original.scales.dtype
+    scales = original.one_level().scales
+    if scales.is_floating_point():
+        options["scale_dtype"] = scales.dtype
     try:
         packed = quantize_weight(
             total.contiguous(), original.weight_format, original.group_size, "mse", name=original.name, **options
