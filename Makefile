@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 # Macs take another release than Linux: build_support/backend.py says why.
 REQUIRED_TORCH := torch==$(if $(filter Darwin,$(shell uname -s)),2.14.1,2.13.0)
+# On Linux pip's usual build of PyTorch brings gigabytes of CUDA, so the build for CPUs is preferred, from PyTorch's index.
+# Without this index, pip takes the usual build.
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu)
 TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
@@ -24,15 +28,17 @@ help: ## this list
 
 $(VENV)/.installed: pyproject.toml scripts/system_packages.sh
 	@echo "== setting up $(VENV): $(REQUIRED_TORCH) first, then the development packages"
-	sh scripts/system_packages.sh install
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(REQUIRED_TORCH) "setuptools>=77" wheel ninja numpy
-	WITHOUT_EXTENSION=1 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	@sh scripts/announce_setup.sh $(PY) "$(TORCH_INDEX)"
+	@sh scripts/system_packages.sh install
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(REQUIRED_TORCH)
+	@$(PIP_INSTALL) "setuptools>=77" wheel ninja numpy
+	@WITHOUT_EXTENSION=1 $(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
 	@touch $@
 
 $(BUILT): $(VENV)/.installed $(SOURCES)
 	@echo "== building the extension in place"
-	SOFTMETAL=$$(sh scripts/system_packages.sh has-softmetal && echo 1) $(PY) setup.py --quiet build_ext --inplace
+	@SOFTMETAL=$$(sh scripts/system_packages.sh has-softmetal && echo 1) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
 # Runs make again, because BUILT depends on the packages of the software Metal device, and the set-up installs them.

@@ -5,6 +5,7 @@ This file is at the root because it serves both `tests/` and `softmetal/tests/`.
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `tests.support`, `softmetal` and `build_support`
+from tests.support.samples import covering  # noqa: E402
 
 
 def load_mps() -> str:
@@ -44,10 +46,34 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
+        "whole: beyond the sample that each run takes; only --everything (make test-all) runs it",
+    )
+    config.addinivalue_line(
+        "markers",
+        "each_value_on_mps: on mps so few cases that each value of each argument occurs; --everything runs all cases",
+    )
+    config.addinivalue_line(
+        "markers",
         "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
     )
     if MPS_MISSING and os.environ.get("TORCH_MARLIN_METAL_REQUIRE_MPS"):
         raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects the cases beyond the samples, unless --everything asks for them."""
+    if config.getoption("--everything"):
+        return
+    functions = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("each_value_on_mps") and item.callspec.params.get("device", "mps") == "mps":
+            functions[item.getparent(pytest.Module).nodeid, item.originalname].append(item)
+    beyond = {item for item in items if item.get_closest_marker("whole")}
+    for cases in functions.values():
+        sample = covering([{(name, repr(value)) for name, value in item.callspec.params.items()} for item in cases])
+        beyond |= {item for i, item in enumerate(cases) if i not in sample}
+    config.hook.pytest_deselected(items=list(beyond))
+    items[:] = [item for item in items if item not in beyond]
 
 
 def pytest_pycollect_makemodule(module_path, parent):

@@ -1,6 +1,9 @@
-"""Pairs of a tiny model of tests/data/models and a device."""
+"""Fixtures for several folders: a tiny model of tests/data/models with a device, and what a test has made so far."""
 
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +27,15 @@ def folder_and_device(request) -> tuple[Path, str]:
     """Returns a folder of tests/data/models and a device that is ready."""
     folder, device = request.param
     return folder, request.getfixturevalue("mps") if device == "mps" else device
+
+
+@pytest.fixture
+def new_objects() -> Iterator[Callable[[], list[Any]]]:
+    """Returns a function that returns the objects made since the test began, of those that Python's collector knows.
+
+    The objects of imported packages, more than a million, are left out: to look at each takes 0.2 s.
+    """
+    gc.collect()
+    gc.freeze()
+    yield gc.get_objects
+    gc.unfreeze()

@@ -19,9 +19,12 @@ inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   }
   const at::TensorBase bytes = at::detail::empty_cpu({count}, at::kByte);
   const char* first = static_cast<const char*>(bytes.const_data_ptr());
-  auto loop = [&](char** data, const int64_t*, int64_t size) {
-    const int64_t begin = data[0] - first;
-    body(begin, begin + size);
+  // A loop over one dimension would be wrapped by PyTorch, and GCC warns about the wrapper.
+  auto loop = [&](char** data, const int64_t* strides, int64_t size, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t begin = data[0] - first + row * strides[1];
+      body(begin, begin + size);
+    }
   };
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).resize_outputs(false).add_output(bytes);

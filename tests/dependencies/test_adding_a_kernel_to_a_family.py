@@ -1,4 +1,4 @@
-"""A kernel for experts, the decoder or the mLSTM is added in three files, and its family's plan launches it.
+"""A kernel for products, experts, the decoder or the mLSTM is added in three files, and its family's plan launches it.
 
 The toy kernels are copies of kernels of their families, under another name. Each is launched for one size, where the
 plan had the original.
@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.dependencies import test_adding_a_kernel as products
 from tests.dependencies.test_adding_a_kernel import LIST
 from tests.support import cxx
 from tests.support.copied_tree import ROOT, copy_tree, edit, run, touched_files
@@ -91,6 +92,7 @@ FAMILIES = {
     ),
 }
 PROGRAM = """#include <iostream>
+#include "csrc/planner/variants.h"
 #include "csrc/decoder/gpu_plan.h"
 #include "csrc/experts/gpu_plan.h"
 #include "csrc/mlstm/gpu_plan.h"
@@ -122,16 +124,18 @@ def add_kernel(root: Path, family: Family, toy: str) -> list[str]:
     return sorted([shader, LIST, family.plan])
 
 
-def test_a_kernel_of_a_family_is_added_in_three_files(tmp_path: Path) -> None:
+def test_a_kernel_of_each_family_is_added_in_three_files(tmp_path: Path) -> None:
     copy = copy_tree(tmp_path)
     toys = {f"{family.kernel}_toy": family for family in FAMILIES.values()}
-    touched: set[str] = set()
+    touched = set(products.add_kernel(copy))
+    assert touched_files(copy) == sorted(touched) and len(touched) == 3
     for toy, family in toys.items():
         added = add_kernel(copy, family, toy)
         touched |= set(added)
         assert touched_files(copy) == sorted(touched) and len(added) <= MOST_FILES
     main = copy / "main.cpp"
-    main.write_text(PROGRAM % "\n  ".join(f"{{\n  {family.program}\n  print(plan);\n  }}" for family in toys.values()))
+    bodies = [products.PROGRAM, *(f"{family.program}\n  print(plan);" for family in toys.values())]
+    main.write_text(PROGRAM % "\n  ".join(f"{{\n  {body}\n  }}" for body in bodies))
     sources = [*sorted((copy / "csrc/planner").rglob("*.cpp")), *sorted((copy / "csrc").glob("*/gpu_plan.cpp")), main]
     command = [cxx.compiler(), "-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", f"-I{copy}"]
     program = cxx.link(copy, cxx.objects(copy, sources, command).values(), command)
@@ -140,11 +144,14 @@ def test_a_kernel_of_a_family_is_added_in_three_files(tmp_path: Path) -> None:
         "_".join([toy, *([family.weight_format] if family.weight_format else []), "float16"])
         for toy, family in toys.items()
     ]
-    assert planned.splitlines() == names
+    assert planned.splitlines() == [products.PLANNED, *names]
     kernels = [part for toy, family in toys.items() for part in (toy, family.weight_format)]
     done = run(copy, sys.executable, "-c", COMPILED, str(ROOT), *kernels)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [f"{toy} compiled" for toy in toys]
+    done = run(copy, sys.executable, str(ROOT / "tests/dependencies/toy_kernel.py"), products.TOY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == f"{products.TOY}: multiplied"
 
 
 def test_the_map_names_the_files_of_a_kernel_of_a_family() -> None:

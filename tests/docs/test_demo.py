@@ -26,7 +26,9 @@ def demo(monkeypatch):
 
 
 @pytest.mark.large
-def test_real_weights_keep_their_meaning(demo, tmp_path, device):
+def test_real_weights_keep_their_meaning(demo, tmp_path, device, everything, monkeypatch):
+    if device == "mps" and not everything:  # the CPU runs all formats; the software device takes a minute for them
+        monkeypatch.setattr(demo, "FORMATS", demo.FORMATS[1:2])
     results, topics = demo.run_formats(device, "rtn", Console(quiet=True))
     dense = results[0]
     for result in results[1:]:
@@ -41,9 +43,10 @@ def test_real_weights_keep_their_meaning(demo, tmp_path, device):
     for result in results:
         similarity = (result.embeddings @ result.embeddings.T).cpu()
         assert similarity[same].mean() > similarity[~same & ~torch.eye(6, dtype=torch.bool)].mean() + 0.1
-    assert demo.formats_table(results).row_count == 4
-    demo.draw(results, topics, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert demo.formats_table(results).row_count == len(demo.FORMATS) + 1
+    if device == "cpu":  # the picture needs all formats, and is the same on each device
+        demo.draw(results, topics, tmp_path / "demo.png")
+        assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 def test_layers_of_other_programs_are_exact(demo, device):

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -79,19 +80,23 @@ def test_generate_compiles_with_a_static_cache(family_to_compile) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def floats_alive() -> int:
-    """Returns the bytes of all matrices in floats, and of stacks of them."""
-    gc.collect()
+def floats_of(objects: list[Any]) -> int:
+    """Returns the bytes of the matrices in floats among `objects`, and of stacks of them."""
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
+        for tensor in objects
         if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.dtype == torch.float32 and tensor.dim() > 1
     }
     return sum(found.values())
 
 
-def test_beside_the_stacks_only_one_expert_is_in_floats(tmp_path, monkeypatch) -> None:
+def test_beside_the_stacks_only_one_expert_is_in_floats(tmp_path, monkeypatch, new_objects) -> None:
     family("qwen3").save_pretrained(tmp_path)
+
+    def floats_alive() -> int:
+        gc.collect()
+        return floats_of(new_objects())
+
     seen, pack = [], FloatExperts.__init__
 
     def counted(self: FloatExperts, op, model, names, quantize) -> None:

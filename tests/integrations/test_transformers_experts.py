@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,28 +76,28 @@ def test_a_model_with_experts_compiles_as_one_graph(write, tmp_path) -> None:
             torch.testing.assert_close(compiled(a[:T], ids[:T], weights[:T]), experts(a[:T], ids[:T], weights[:T]))
 
 
-def bytes_of_words() -> int:
-    """Returns the bytes of all packed words that belong to no stack."""
+def bytes_of_words(objects: list[Any]) -> int:
+    """Returns the bytes of the packed words among `objects` that belong to no stack."""
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
+        for tensor in objects
         if type(tensor) is torch.Tensor and tensor.dtype == torch.int32 and tensor.dim() == 2
     }
     return sum(found.values())
 
 
-def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch) -> None:
+def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch, new_objects) -> None:
     split_experts(tmp_path / "source")
     gc.collect()
-    before, reading, filling = bytes_of_words(), [], []
+    before, reading, filling = bytes_of_words(new_objects()), [], []
     read, fill = CheckpointReader.read, ExpertWeights._fill
 
     def counted_read(self: CheckpointReader, index: int):
-        reading.append(bytes_of_words() - before)
+        reading.append(bytes_of_words(new_objects()) - before)
         return read(self, index)
 
     def counted_fill(self: ExpertWeights, index: int, parts: list[PackedWeight]) -> None:
-        filling.append(bytes_of_words() - before)
+        filling.append(bytes_of_words(new_objects()) - before)
         fill(self, index, parts)
 
     monkeypatch.setattr(CheckpointReader, "read", counted_read)

@@ -80,19 +80,22 @@ def run(kernel: str, problem: Problem, **options) -> torch.Tensor:
     return run_tiles(kernel, problem, **options)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(GEMV_AXES, DIRECT_LAUNCH))
-def test_gemv_agrees_with_fp64(p: Problem, options: dict) -> None:
-    check(p, run_gemv(p, **options), raw_codes=True)
+@pytest.mark.parametrize(("problems", "options"), pairwise(GEMV_AXES, DIRECT_LAUNCH))
+def test_gemv_agrees_with_fp64(problems: list[Problem], options: dict) -> None:
+    for p in problems:
+        check(p, run_gemv(p, **options), raw_codes=True)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(FUSED_AXES, DIRECT_LAUNCH))
-def test_fused_agrees_with_fp64(p: Problem, options: dict) -> None:
-    check(p, run_fused(p, **options), raw_codes=False)
+@pytest.mark.parametrize(("problems", "options"), pairwise(FUSED_AXES, DIRECT_LAUNCH))
+def test_fused_agrees_with_fp64(problems: list[Problem], options: dict) -> None:
+    for p in problems:
+        check(p, run_fused(p, **options), raw_codes=False)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(TENSOR_AXES, TENSOR_LAUNCH))
-def test_tensor_agrees_with_fp64(p: Problem, options: dict) -> None:
-    check(p, run_tensor(p, **options), raw_codes=False)
+@pytest.mark.parametrize(("problems", "options"), pairwise(TENSOR_AXES, TENSOR_LAUNCH))
+def test_tensor_agrees_with_fp64(problems: list[Problem], options: dict) -> None:
+    for p in problems:
+        check(p, run_tensor(p, **options), raw_codes=False)
 
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
@@ -109,9 +112,10 @@ def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
         run_tiles(kernel, p, threadgroup_bytes=bytes_needed - 16)
 
 
-@pytest.mark.parametrize(("p", "options"), pairwise(TILE_AXES, TILE_LAUNCH))
-def test_staged_kernels_agree_with_fp64(p: Problem, options: dict) -> None:
-    check(p, run_tiles(**options, problem=p), raw_codes=False)
+@pytest.mark.parametrize(("problems", "options"), pairwise(TILE_AXES, TILE_LAUNCH))
+def test_staged_kernels_agree_with_fp64(problems: list[Problem], options: dict) -> None:
+    for p in problems:
+        check(p, run_tiles(**options, problem=p), raw_codes=False)
 
 
 EVERY_M = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130]

@@ -1,7 +1,8 @@
-"""Pairwise test cases: for any two axes, each pair of their values occurs in at least one case."""
+"""Pairwise test cases, of which a sample runs: in all of them, each pair of values of any two axes occurs."""
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from allpairspy import AllPairs
 
 from tests.support.kernels.launch import facts
 from tests.support.kernels.problems import Problem
+from tests.support.samples import covering
 
 FORMATS = facts()["formats"][:-1]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
@@ -45,16 +47,43 @@ def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[Any]:
-    """Returns cases for `pytest.mark.parametrize(("problem", "options"), ...)`; `options` names the launch options."""
+    """Returns cases for `pytest.mark.parametrize(("problems", "options"), ...)`; `options` names the launch options.
+
+    A case of the sample has three problems, which share what the compiler makes. The sample has each value of each axis
+    and each format with each dtype of activations, and each kernel with each dtype if the kernel is an axis. The other
+    cases have one problem and the mark `whole`: only `--everything` runs them.
+    """
     names = list(axes)
+    rows = [dict(zip(names, case, strict=True)) for case in AllPairs([_distinct(axes[n]) for n in names])]
+    together = [pair for pair in (("weight_format", "dtype"), ("kernel", "dtype")) if set(pair) <= set(axes)]
+    sample = covering([{*row.items(), *((pair, *(row[name] for name in pair)) for pair in together)} for row in rows])
     cases = []
-    for i, values in enumerate(AllPairs([_distinct(axes[n]) for n in names])):
-        case = dict(zip(names, (v for _, v in values), strict=True))
+    for i, row in enumerate(rows):
+        case = {name: value for name, (_, value) in row.items()}
         chosen = {n: case.pop(n) for n in options}
         p = problem(seed=i, **case)
         label = f"{p.weight_format}-{str(p.dtype)[6:]}-{p.M}x{p.N}x{p.K}-{i}"
-        cases.append(pytest.param(p, chosen, id=label))
+        problems = [p, *_of_the_same_kind(p, axes)] if i in sample else [p]
+        marks = () if i in sample else pytest.mark.whole
+        cases.append(pytest.param(problems, chosen, id=label, marks=marks))
     return cases
+
+
+def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Problem]:
+    """Returns two problems with other sizes, which divide as those of `p`, so that the kernel needs no other compile."""
+
+    def others(name: str, divisors: tuple[int, ...], least: int = 1) -> list[int]:
+        own = getattr(p, name)
+        kind = [own % divisor == 0 for divisor in divisors]
+        values = axes[name]
+        around = [*values[values.index(own) + 1 :], *values[: values.index(own) + 1]]
+        return [v for v in around if v >= least and [v % divisor == 0 for divisor in divisors] == kind]
+
+    sizes = zip(
+        itertools.cycle(others("M", ())), itertools.cycle(others("N", (4, 64, 128))),
+        itertools.cycle(others("K", (16, 32, 64), p.group_size)),
+    )  # fmt: skip
+    return [replace(p, M=M, N=N, K=K) for M, N, K in itertools.islice(sizes, 2)]
 
 
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
