@@ -46,7 +46,7 @@ EXPECTED = {
     "gguf/NVFP4": ("nvfp4", 16, torch.uint8),
     "gguf/Q4_0": ("uint4b8", 32, torch.float16),
     "gguf/Q4_1": ("uint4_bias", 32, torch.float16),
-    "gguf/Q4_K": ("uint4_bias", 32, torch.float32),
+    "gguf/Q4_K": ("uint4_bias", 32, torch.uint8),
     "hqq/axis1-g64-float16": ("uint4", 64, torch.float16),
     "mlx/affine-g128-float32": ("uint4_bias", 128, torch.float32),
     "mlx/affine-g32-float16": ("uint4_bias", 32, torch.float16),

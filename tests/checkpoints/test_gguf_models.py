@@ -1,5 +1,6 @@
 """Whole models in GGUF files, of each architecture with a table of names: names, values, and mixed files."""
 
+import re
 import runpy
 import warnings
 from pathlib import Path
@@ -7,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from transformers import AutoModelForCausalLM
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
-from tests.support.gguf_models import FAMILIES, IDS, model_of, write
+from tests.support.gguf_models import FAMILIES, IDS, model_of, outputs, write
 from tests.support.llama import MODELS, write_gguf
 from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, convert, load_quantized
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
+from torch_marlin_metal.integrations.transformers.take_over import logger as door_logger
 
 ROOT = Path(__file__).parents[2]
 WARNINGS = {
@@ -26,12 +29,25 @@ WARNINGS = {
         ("gemma3", "Gemma3TextScaledWordEmbedding", "embed_tokens"),
         ("gemma4", "Gemma4TextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
         ("gemma4 mixture", "Gemma4TextScaledWordEmbedding", "embed_tokens"),
+        ("gemma3n", "Gemma3nTextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
+        ("minicpm3", "MiniCPM3ScaledWordEmbedding", "embed_tokens"),
     )
 }
 WARNINGS["llama4"] = [
     "model.layers.1.feed_forward.experts is decoded to floats: Llama4TextExperts computes something else than "
     "MarlinExperts"
 ]
+
+# llama.cpp stores the columns of one half of this matrix as rows.
+LATENT = r".* of its matrices have no 4-bit weight format and became floats: Q4_0 of attn_k_b \(\d+%\)\. .*"
+WARNINGS |= {family: [re.compile(LATENT)] for family in ("deepseek2", "deepseek_v2", "mistral4", "glm-dsa")}
+for family, mixer, blocks in (
+    ("mamba", "backbone.layers.{}.mixer.dt_proj is decoded to floats: MambaMixer", (0, 1)),
+    ("falcon_mamba", "backbone.layers.{}.mixer.dt_proj is decoded to floats: FalconMambaMixer", (0, 1)),
+    ("jamba", "model.layers.{}.mamba.dt_proj is decoded to floats: JambaMambaMixer", (0,)),
+):
+    why = " computes with its weight, instead of calling it"
+    WARNINGS[family] = [f"{mixer.format(block)}{why}" for block in blocks]
 
 
 @pytest.mark.parametrize(("architecture", "family"), FAMILIES)
@@ -45,13 +61,15 @@ def test_a_model_computes_what_its_decoded_weights_compute(architecture, family,
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         load_quantized(loaded, path, progress=False)
-    assert [str(warning.message) for warning in told] == WARNINGS.get(family, [])
+    expected = WARNINGS.get(family, [])
+    assert len(told) == len(expected), [str(warning.message) for warning in told]
+    for warning, text in zip(told, expected, strict=True):
+        assert re.fullmatch(text if isinstance(text, re.Pattern) else re.escape(text), str(warning.message))
     stacks = [module for module in loaded.modules() if isinstance(module, MarlinExperts)]
     mixtures = {name.partition(".experts.")[0] for name in model.state_dict() if ".experts." in name}
     assert len(stacks) == (0 if architecture == "llama4" else len(mixtures))
-    assert sum(isinstance(module, MarlinLinear) for module in loaded.modules()) >= 8
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert sum(isinstance(module, MarlinLinear) for module in loaded.modules()) >= (4 if "mamba" in family else 8)
+    torch.testing.assert_close(outputs(loaded), outputs(model), rtol=1e-4, atol=1e-4)
 
 
 def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
@@ -68,6 +86,16 @@ def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     stored = convert.open_reader(path).tensors["blk.0.attn_q.weight"].read()
     assert not torch.equal(stored.float(), model.model.layers[0].self_attn.q_proj.weight)
+
+
+def test_plain_matrices_of_gpt2_get_back_their_shape(tmp_path) -> None:
+    """transformers has these matrices as `[K, N]`, packed or not."""
+    model, loaded = model_of("gpt2"), model_of("gpt2")
+    path = write(tmp_path / "m.gguf", "gpt2", model, lambda name: "F16" if "ffn_up" in name else "Q4_0")
+    load_quantized(loaded, path, progress=False)
+    weights = (each.transformer.h[1].mlp.c_fc.weight for each in (loaded, model))
+    assert torch.equal(*weights)
+    torch.testing.assert_close(outputs(loaded), outputs(model), rtol=1e-4, atol=1e-4)
 
 
 def mixed(name: str) -> str:
@@ -115,6 +143,48 @@ def test_only_the_stack_that_is_not_4_bit_becomes_floats(architecture, family, t
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a 4-bit type that is read"):
         load_quantized(model_of(family), path, on_unsupported="error", progress=False)
+
+
+FLOAT_STACKS = (
+    ("qwen3moe", "qwen3_moe", "down"),
+    ("qwen3moe", "qwen3_moe", "gate"),
+    ("gpt-oss", "gpt_oss", "gate|up"),
+    ("gemma4", "gemma4 mixture", "gate_up"),
+    ("llama4", "llama4", "gate|up|down"),
+    ("qwen3moe", "qwen3_moe", "gate|up|down"),
+)
+
+
+@pytest.mark.parametrize(("architecture", "family", "parts"), FLOAT_STACKS)
+def test_stacks_of_experts_in_floats_stay_floats(architecture, family, parts, tmp_path) -> None:
+    """A stack that the file has in floats loads beside packed stacks and alone, without a warning about its type."""
+    model, loaded = model_of(family), model_of(family)
+    stack = re.compile(rf"ffn_({parts})_exps")
+    path = write(
+        tmp_path / "m.gguf", architecture, model, lambda name: "F16" if stack.search(name) or "emb" in name else "Q4_0"
+    )
+    with torch.no_grad():
+        for tensor in loaded.state_dict().values():
+            tensor.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*computes something else than MarlinExperts")
+        load_quantized(loaded, path, progress=False)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_from_pretrained_loads_experts_in_floats(tmp_path) -> None:
+    """transformers neither gets these tensors nor reports them as unexpected."""
+    model = model_of("gpt_oss")
+    write(tmp_path / "m.gguf", "gpt-oss", model, lambda name: "F16" if "_exps" in name or "emb" in name else "Q4_0")
+    config = model_of("gpt_oss").config
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", config=config, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
@@ -196,3 +266,50 @@ def test_an_unknown_architecture_says_what_to_do(tmp_path) -> None:
     with pytest.raises(convert.UnsupportedFormat, match=said):
         AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
     assert len(convert.open_reader(path)) == 16
+
+
+def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(tmp_path, monkeypatch) -> None:
+    """T5 has no table of names here, and transformers has code of its own for it, which decodes the whole file."""
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
+    model, writer = T5ForConditionalGeneration(config).eval(), GGUFWriter(tmp_path / "m.gguf", "t5")
+    for name, value in {
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "block_count": 1,
+        "context_length": 512,
+    }.items():
+        writer.add_uint32(f"t5.{name}", value)
+    for name, value in {"head_count": 2, "key_length": 32, "value_length": 32, "relative_buckets_count": 32}.items():
+        writer.add_uint32(f"t5.attention.{name}", value)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_decoder_start_token_id(0)
+    writer.add_token_list([f"t{number}" for number in range(64)])
+    names, kind = get_tensor_name_map(MODEL_ARCH.T5, 1), GGMLQuantizationType.Q4_0
+    for name, tensor in model.state_dict().items():
+        target, values = names.get_name(name, try_suffixes=(".weight",)), tensor.numpy()
+        if name.endswith("embed_tokens.weight"):
+            continue  # they are the shared table
+        if values.ndim == 1 or "relative" in name:
+            writer.add_tensor(target, values)
+            continue
+        stored = quantize(values, kind)
+        writer.add_tensor(target, stored, raw_dtype=kind)
+        values[...] = dequantize(stored, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    told: list[str] = []
+    monkeypatch.setattr(door_logger, "warning", told.append)
+    load = AutoModelForSeq2SeqLM.from_pretrained
+    loaded = load(tmp_path, gguf_file="m.gguf", dtype=torch.float32, device_map="cpu")
+    assert len(told) == 1 and "without torch_marlin_metal, because: " in told[0] and "architecture 't5'" in told[0]
+    with transformers.restored():
+        theirs = load(tmp_path, gguf_file="m.gguf", dtype=torch.float32, device_map="cpu")
+    with torch.no_grad():
+        expected = theirs(IDS, decoder_input_ids=IDS).logits
+        assert torch.equal(loaded(IDS, decoder_input_ids=IDS).logits, expected)
+    assert torch.equal(loaded.shared.weight, model.shared.weight)
+    with pytest.raises(convert.UnsupportedFormat, match="'t5' has no table of transformers' names"):
+        load(tmp_path, gguf_file="m.gguf", quantization_config=transformers.MarlinConfig())

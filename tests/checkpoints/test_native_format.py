@@ -76,7 +76,9 @@ def test_an_empty_layer_made_from_the_settings_loads_the_tensors(tmp_path, folde
     path = convert.write_checkpoint(convert.open_reader(source_of(folder)), tmp_path / "out")
     settings = json.loads((path / "config.json").read_text())["quantization_config"]
     ((name, entry),) = settings["layers"].items()
-    dtypes = {key: getattr(torch, entry.pop(key)) for key in ("scale_dtype", "zeros_dtype") if key in entry}
+    dtypes = {
+        key: getattr(torch, entry.pop(key)) for key in ("scale_dtype", "zeros_dtype", "super_dtype") if key in entry
+    }
     layer = MarlinLinear(**entry, **dtypes)
     tensors = load_file(path / "model-00001.safetensors")
     layer.load_state_dict({key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, strict=True)

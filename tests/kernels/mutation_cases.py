@@ -84,8 +84,13 @@ def _gemv_cases() -> Iterator[Case]:
     yield _gemv(problem(1, 40, 24, weight_format="uint4_bias", dtype=FLOAT, a_offset=1), rows=1, simdgroups=4)
     yield _gemv(problem(1, 8, 520, weight_format="mxfp4", dtype=FLOAT), rows=1, simdgroups=1)
     yield _gemv(problem(2, 7, 32, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), rows=2, simdgroups=1)
+    yield _gemv(problem(2, 40, 520, weight_format="uint4_bias", dtype=HALF, **TWO_LEVELS), rows=2, simdgroups=2)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
     yield _gemv(problem(4, 8, 16384, **long_sums), rows=4, simdgroups=1)
+
+
+# Scales and biases of two levels.
+TWO_LEVELS = {"group_size": 32, "zeros_dtype": torch.uint8, "super_dtype": HALF}
 
 
 def _fused_cases() -> Iterator[Case]:
@@ -100,6 +105,7 @@ def _fused_cases() -> Iterator[Case]:
     for zeros_dtype in (FLOAT, torch.uint8):
         floats = {"dtype": FLOAT, "scales_dtype": FLOAT, "zeros_dtype": zeros_dtype, "group_size": 16}
         yield _fused(problem(3, 32, 64, weight_format="uint4", **floats), rows=8, simdgroups=1)
+    yield _fused(problem(9, 33, 520, weight_format="uint4_bias", dtype=HALF, **TWO_LEVELS), rows=16, simdgroups=2)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
     yield _fused(problem(8, 32, 16384, **long_sums), rows=8, simdgroups=1)
 

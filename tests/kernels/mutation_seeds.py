@@ -13,6 +13,23 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("operands", "mode::multiply_accumulate", "mode::multiply"),
         ("old ABI", "&& !__TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2", "&& 0"),
     ),
+    "gemm/weight.h": (
+        ("two levels", "ulong(k / kSuperBlock) * N + n", "n"),
+        ("two levels", "ulong(k / kSuperBlock) * N + n", "ulong(k / kSuperBlock + 1) * N + n"),
+        (
+            "two levels",
+            "values * load_columns_of(super_type, super_scales,",
+            "values * load_columns_of(super_type, super_zeros,",
+        ),
+        ("two levels", "if (!has_super_scales<format>()) return values;", "return values;"),
+        ("two levels", "if (!has_super_zeros<format>()) return values;", "return values;"),
+        ("two levels", "type == int(ElementType::uint8) || type", "type"),
+    ),
+    "experts/experts.h": (
+        ("two levels", "if (has_super_scales<format>()) moved", "if (false) moved"),
+        ("two levels", "if (has_super_zeros<format>()) moved", "if (false) moved"),
+        ("two levels", "kSuperBlock) * N * bytes_of(super_type)", "kSuperBlock) * N"),
+    ),
     "gemm/tensor_probe.metal": (
         ("operands", "compare_all<bfloat>(out + 3, lane)", "compare_all<half>(out + 3, lane)"),
         ("operands", "compare_all<half>(out, lane)", "compare_all<bfloat>(out, lane)"),
@@ -40,7 +57,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("K tail", "if (has_k) loaded =", "loaded ="),
         ("K tail", "quad % 2 == 0 ? word", "quad / 2 == 0 ? word"),
         ("K tail", "result.k[2] = result.k[4];", ""),
-        ("groups", "sums.begin_chain(k / group_size)", "sums.begin_chain(k_begin / group_size)"),
+        ("groups", "sums.begin_chain(k)", "sums.begin_chain(k_begin)"),
         ("groups", "const uint longest = min(k + kChainLength, k_end)", "const uint longest = k_end"),
         ("groups", "x_sum.e[i], scales[c], zeros[c]", "x_sum.e[0], scales[c], zeros[c]"),
         ("groups", "sum[f] = Sums{};", ";"),

@@ -59,10 +59,12 @@ def mixture(
         K: rows of a weight.
         N: columns of a weight.
         **options: `by_slot`: a row for each slot; `weighted`: the dtype of row weights; `group_size`, `bias`, `reduce`,
-            `use_perm`: as in `moe_gemm`.
+            `use_perm`: as in `moe_gemm`; `two_levels`: whether scales and zeros have codes.
     """
     group = min({"nvfp4": 16, "mxfp4": 32}.get(weight_format, options.pop("group_size", 16)), K)
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
+    if options.pop("two_levels", False):
+        scale |= {"scales_dtype": torch.uint8, "zeros_dtype": torch.uint8, "super_dtype": HALF}
     held = make_experts(weight_format, E, K, N, group, use_perm=options.pop("use_perm", False), **scale)
     chosen = torch.tensor(ids)
     rng = np.random.default_rng([K, N])
@@ -89,8 +91,8 @@ IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more th
 
 
 def case_of_one_sum(kernel: str, **options: int | str) -> None:
-    p = mixture("uint4", HALF, IDS, E=3, K=72, N=41, bias=True, weighted=FLOAT, reduce=True, by_slot=True)
-    check(p, kernel, **options)
+    options_of_call = {"bias": True, "weighted": FLOAT, "reduce": True, "by_slot": True}
+    check(mixture("uint4_bias", HALF, IDS, E=3, K=264, N=41, two_levels=True, **options_of_call), kernel, **options)
 
 
 def case_of_pairs(kernel: str, **options: int | str) -> None:

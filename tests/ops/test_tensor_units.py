@@ -68,14 +68,16 @@ def check_products(
     """
     import softmetal
 
-    formats = [(name, None) for name in FORMATS]
-    formats += [(name, dtype) for name in ("uint4", "uint4_bias") for dtype in (torch.bfloat16, torch.float32)]
+    formats: list[tuple[str, dict[str, torch.dtype]]] = [(name, {}) for name in FORMATS]
+    codes = {"scales_dtype": torch.uint8, "super_dtype": torch.float16}
+    formats += [("uint4_bias", codes | {"zeros_dtype": torch.uint8}), ("uint4b8", codes)]
+    floats = (torch.bfloat16, torch.float32)
+    formats += [(name, {"zeros_dtype": dtype}) for name in ("uint4", "uint4_bias") for dtype in floats]
     kernels()
-    for turn, (weight_format, zeros_dtype) in list(enumerate(formats))[:: 1 if whole else step]:
+    for turn, (weight_format, options) in list(enumerate(formats))[:: 1 if whole else step]:
         fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
         for i, dtype in enumerate(dtypes_in_turn(turn, whole)):
             group_size = fixed or group_sizes[(turn + i) % len(group_sizes)]
-            options = {} if zeros_dtype is None else {"zeros_dtype": zeros_dtype}
             weight = reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
             generator = torch.Generator().manual_seed(turn)
             a = torch.randn(max(rows), K, generator=generator).to(dtype)

@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
+from tests.support import gguf_converters as converters
 from tests.support import gguf_metadata as metadata
-from tests.support.gguf_models import model_of, write
+from tests.support.gguf_models import model_of, outputs, write
 
 LENGTH = 96  # of the inputs: longer than the contexts before scaling
 IDS = torch.arange(LENGTH)[None] * 37 % 61 + 3
@@ -224,6 +225,116 @@ CASES = {
 }
 
 
+V3 = rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0)
+MULTIPLIERS = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}
+MULTIPLIERS |= {"logits_scaling": 4.0}
+H1 = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "attention_in_multiplier": 1.5}
+H1 |= {"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
+H1 |= {"mlp_multipliers": [0.9, 1.1], "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]}
+TYPED = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+}
+PLAIN = rope("default")
+CASES |= {
+    "DeepSeek V3": ("deepseek2", "deepseek2", V3 | {"n_group": 2, "topk_group": 1} | EXPERTS, converters.of_latent),
+    "DeepSeek V2": ("deepseek2", "deepseek_v2", PLAIN | EXPERTS, converters.of_latent),
+    "DeepSeek V2 of 2024": ("deepseek2", "deepseek_v2", PLAIN | EXPERTS, converters.of_latent_2024),
+    "Mistral 4": (
+        "mistral4",
+        "mistral4",
+        rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3) | EXPERTS,
+        converters.of_latent,
+    ),
+    "glm-dsa": ("glm-dsa", "glm-dsa", PLAIN | {"index_topk": 6} | EXPERTS, converters.of_glm_dsa),
+    "minicpm3": ("minicpm3", "minicpm3", PLAIN, converters.of_minicpm3),
+    "qwen3next": (
+        "qwen3next",
+        "qwen3next",
+        rope("default", partial_rotary_factor=0.25) | EXPERTS,
+        converters.of_qwen3next,
+    ),
+    **{name: (name, name, PLAIN, converters.of_vision) for name in ("qwen2vl", "qwen3vl")},
+    "qwen3vlmoe": ("qwen3vlmoe", "qwen3vlmoe", PLAIN | {"norm_topk_prob": True} | EXPERTS, converters.of_vision),
+    "ernie4_5-moe": (
+        "ernie4_5-moe",
+        "ernie4_5-moe",
+        PLAIN | {"moe_k": 3, "num_hidden_layers": 3},
+        converters.of_ernie_moe,
+    ),
+    "lfm2moe": ("lfm2moe", "lfm2moe", PLAIN | {"norm_eps": 1e-3, "conv_L_cache": 4} | EXPERTS, converters.of_lfm2moe),
+    "hybrid Granite": ("granitehybrid", "granitehybrid", MULTIPLIERS | EXPERTS, converters.of_states),
+    "hybrid Granite with positions": (
+        "granitehybrid",
+        "granitehybrid dense",
+        PLAIN | MULTIPLIERS | {"position_embedding_type": "rope"},
+        converters.of_states,
+    ),
+    "nemotron_h": ("nemotron_h", "nemotron_h", {"layer_norm_epsilon": 1e-3}, converters.of_states),
+    "mistral3": (
+        "mistral3",
+        "mistral3",
+        rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3),
+        converters.of_mistral3,
+    ),
+    "gemma3n": (
+        "gemma3n",
+        "gemma3n",
+        {"rope_parameters": TYPED, "final_logit_softcapping": 0.3},
+        converters.of_gemma3n,
+    ),
+    "phimoe": ("phimoe", "phimoe", PLAIN | EXPERTS, converters.of_phimoe),
+    "afmoe": (
+        "afmoe",
+        "afmoe",
+        PLAIN | {"mup_enabled": True, "route_scale": 2.0, "num_hidden_layers": 4, "layer_types": None} | EXPERTS,
+        converters.of_afmoe,
+    ),
+    "exaone-moe": (
+        "exaone-moe",
+        "exaone-moe",
+        PLAIN | {"mlp_layer_types": ["dense", "sparse"]} | EXPERTS,
+        converters.of_exaone_moe,
+    ),
+    "hunyuan-moe": ("hunyuan-moe", "hunyuan-moe", PLAIN | {"moe_topk": 3}, converters.of_hunyuan_moe),
+    "folded multipliers": ("falcon-h1", "falcon-h1", PLAIN | H1, converters.of_states),
+    "gpt2": ("gpt2", "gpt2", {"layer_norm_epsilon": 1e-3, "n_positions": 128, "n_inner": 96}, converters.of_gpt),
+    "gptneox": (
+        "gptneox",
+        "gptneox",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+        | {"use_parallel_residual": False},
+        converters.of_gpt,
+    ),
+    "falcon": ("falcon", "falcon", {"layer_norm_epsilon": 1e-3}, converters.of_gpt),
+    "falcon of one head of keys": ("falcon", "falcon multi query", {}, converters.of_gpt),
+    "bloom": ("bloom", "bloom", {"layer_norm_epsilon": 1e-3}, converters.of_gpt),
+    "mpt": ("mpt", "mpt", {"attn_config": {"clip_qkv": 0.5, "alibi_bias_max": 4}}, converters.of_gpt),
+    "starcoder": ("starcoder", "starcoder", {"n_positions": 128, "n_inner": 96}, converters.of_gpt),
+    "mamba": ("mamba", "mamba", {"conv_kernel": 3, "layer_norm_epsilon": 1e-3}, converters.of_states),
+    "falcon_mamba": ("mamba", "falcon_mamba", {}, converters.of_states),
+    "mamba2": ("mamba2", "mamba2", {"conv_kernel": 3}, converters.of_states),
+    "jamba": ("jamba", "jamba", {"mamba_d_conv": 3, "num_hidden_layers": 4} | EXPERTS, converters.of_states),
+    "apertus": ("apertus", "apertus", PLAIN, converters.of_head),
+    "bitnet": ("bitnet", "bitnet", PLAIN | {"hidden_act": "silu"}, converters.of_head),
+    "chatglm": ("chatglm", "chatglm fused", rope("default", partial_rotary_factor=0.5), converters.of_chatglm),
+    "jais2": ("jais2", "jais2", PLAIN | {"layer_norm_eps": 1e-3}, converters.of_jais2),
+    "bert": ("bert", "bert", {"layer_norm_eps": 1e-3}, converters.of_encoder),
+    "nomic-bert": ("nomic-bert", "nomic-bert", PLAIN, converters.of_encoder),
+    "modern-bert": (
+        "modern-bert",
+        "modern-bert",
+        {"rope_parameters": TYPED, "num_hidden_layers": 4, "layer_types": None},
+        converters.of_encoder,
+    ),
+    "eurobert": ("eurobert", "eurobert", PLAIN, converters.of_encoder),
+}
+# Cases whose file states no multipliers, because they are in the weights, and what a model for it has instead.
+NEUTRAL = {
+    "folded multipliers": {name: [1.0] * len(value) if isinstance(value, list) else 1.0 for name, value in H1.items()}
+}
+
+
 def kinds(name):
     return "F16" if "token_embd" in name else "Q4_0"
 
@@ -241,10 +352,9 @@ def reference(case: str, path) -> tuple[torch.nn.Module, torch.Tensor]:
     write(path, architecture, model, kinds, lambda writer: states(writer, model.config))
     model.set_experts_implementation("eager")  # the others have no fp64
     with torch.no_grad():
-        logits = model.double()(IDS).logits
+        logits = outputs(model.double(), IDS)
     return model.float(), logits
 
 
 def distance(model: torch.nn.Module, logits: torch.Tensor) -> float:
-    with torch.no_grad():
-        return float((model(IDS).logits - logits).norm() / logits.norm())
+    return float((outputs(model, IDS) - logits).norm() / logits.norm())

@@ -313,8 +313,7 @@ class Loader:
         device = door.device_of(name) or real_device(shape.device)
         weight: PackedWeight | DenseWeight | None
         if inner in experts.floats:
-            values, bias = experts.floats[inner]
-            weight = DenseWeight(name, values(), None if bias is None else bias(), "floats in the checkpoint")
+            weight = self._float_expert(name, experts, inner)
         else:
             weight = self._reader.read(experts.indexes[inner])
         if weight is None:
@@ -332,6 +331,12 @@ class Loader:
         held = fit_bias(door.op, name, shape.bias, weight.bias)
         return replace(weight, weight=weight.weight.to(device), bias=None if held is None else held.to(device))
 
+    @staticmethod
+    def _float_expert(name: str, experts: ExpertsPlace, inner: str) -> DenseWeight:
+        """Reads a layer of an expert that the checkpoint has in floats."""
+        values, bias = experts.floats[inner]
+        return DenseWeight(name, values(), None if bias is None else bias(), "floats in the checkpoint")
+
     def _decode_experts(self, experts: ExpertsPlace) -> None:
         """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""
         target, door = experts.target, self._door
@@ -342,6 +347,8 @@ class Loader:
             self._warn(f"{target.name} is decoded to floats: {experts.dense}")
 
         def read(inner: str) -> PackedWeight | DenseWeight:
+            if inner in experts.floats:
+                return self._float_expert(inner, experts, inner)
             weight = self._reader.read(experts.indexes[inner])
             if weight is None:
                 raise StackError(f"{inner} is skipped")

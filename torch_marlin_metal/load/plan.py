@@ -138,19 +138,23 @@ class _Planner:
         )
 
     def _add_expert(self, index: int, source: str, name: str, prefix: str, parts: tuple[str, ...]) -> None:
-        target = self._targets[prefix]
-        experts = self._plan.experts.get(target.name)
-        if experts is None:
-            layers = ExpertLayers.of(target.module, parts)
-            experts = self._plan.experts[target.name] = ExpertsPlace(target, layers, dict(layers.all_names()))
+        experts = self._experts_of(prefix, parts)
         inner = name.removeprefix(f"{prefix}.")
         if inner in experts.indexes or inner not in experts.shapes:
             raise self._error(f"layer {source!r}: the model has no place for it beside other experts' layers")
         experts.indexes[inner] = index
 
+    def _experts_of(self, prefix: str, parts: tuple[str, ...]) -> ExpertsPlace:
+        """Returns the place of an experts module, which is new for its first layer."""
+        target = self._targets[prefix]
+        if target.name not in self._plan.experts:
+            layers = ExpertLayers.of(target.module, parts)
+            self._plan.experts[target.name] = ExpertsPlace(target, layers, dict(layers.all_names()))
+        return self._plan.experts[target.name]
+
     def _whole_experts(self) -> None:
         """Refuses mixtures that lack a layer, and decides which ones become floats as a whole."""
-        if any(experts.shapes.keys() - experts.indexes for experts in self._plan.experts.values()):
+        if self._reader.metadata or any(each.shapes.keys() - each.indexes for each in self._plan.experts.values()):
             self._float_experts()
         lost = [
             f"{name}.{inner}"
@@ -176,8 +180,14 @@ class _Planner:
             layer = source.removesuffix(".weight")
             name = self._find(layer) if layer != source else None
             found = None if name is None or name in self._targets else self._finder.find(name)
-            experts = None if found is None else self._plan.experts.get(self._targets[found[0]].name)
-            if found is None or experts is None or name is None:
+            if found is None or name is None:
+                continue
+            experts = (
+                self._experts_of(*found)
+                if self._reader.metadata
+                else self._plan.experts.get(self._targets[found[0]].name)
+            )
+            if experts is None:
                 continue
             inner = name.removeprefix(f"{found[0]}.")
             if inner in experts.shapes and inner not in experts.indexes:

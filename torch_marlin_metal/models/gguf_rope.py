@@ -17,7 +17,8 @@ from torch_marlin_metal.checkpoints.formats.gguf_keys import ROPE_TENSORS, FileS
 
 DEFAULT_BASE = 10000.0  # llama.cpp's, for files without a key
 # llama.cpp's base of layers with a sliding window, for files without a key.
-SLIDING_BASES = {"gemma3": 10000.0, "gemma4": 10000.0}
+SLIDING_BASES = {"gemma3": 10000.0, "gemma4": 10000.0, "gemma3n": 10000.0}
+LATENT = ("deepseek2", "mistral4", "glm-dsa")  # architectures whose attention has a scale for long contexts, too
 VARY_BY_LAYER = ("gemma4_text",)  # model types whose settings vary by the type of a layer
 SCALING_KEYS = ("rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
 CPU = torch.device("cpu")
@@ -202,12 +203,18 @@ def _yarn(config: Any, file: FileSettings, held: Mapping[str, Any], base: float,
         attention = gain if file.architecture == "olmo2" else gain * magnitude
     if (gain := file.number("rope.scaling.yarn_attn_factor")) is not None:
         attention = gain
-    if multiplier := file.number("rope.scaling.yarn_log_multiplier"):
+    multiplier = file.number("rope.scaling.yarn_log_multiplier")
+    if multiplier and file.architecture in LATENT:
+        # The converter writes a tenth there. llama.cpp takes the multiplier for both of transformers' settings.
+        settings |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
+    elif multiplier:
         attention = (attention or magnitude) / (0.1 * multiplier * math.log(factor) + 1.0 if factor > 1.0 else 1.0)
     if attention is not None:
         settings["attention_factor"] = attention
     else:
         settings |= {name: held[name] for name in ("attention_factor", "mscale", "mscale_all_dim") if name in held}
+    if beta := file.number("attention.temperature_scale"):
+        settings["llama_4_scaling_beta"] = beta
     divisors = _yarn_divisors(settings, base, dims)
     return Scaling(settings, (divisors, divisors), attention)
 

@@ -15,23 +15,24 @@ from torch import nn
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, ROPE_TENSORS, FileSettings, same, shown
 from torch_marlin_metal.models.empty_model import ModelMismatchError
-from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types, states_rope, wanted
-from torch_marlin_metal.models.gguf_special import (
-    PERIODS,
-    SPECIAL,
+from torch_marlin_metal.models.gguf_case import (
     Case,
     Difference,
     has_setting,
     head_size,
     held_value,
+    is_latent,
     plain,
 )
+from torch_marlin_metal.models.gguf_layers import of_llama_cpp, of_tensors
+from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types, states_rope, wanted
+from torch_marlin_metal.models.gguf_special import PERIODS, SPECIAL
 from torch_marlin_metal.patterns import NameFilter, selects
 
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 # Architectures whose class never has a bias behind the attention, or has a setting of its own for it.
-WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss")
+WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
 TIED = "output.weight"
 
 
@@ -47,14 +48,27 @@ def differences(
             what the file leaves to llama.cpp's defaults.
         model: the model of the config; None compares the rotary settings themselves instead of what they compute.
     """
-    head = int(file.number("attention.key_length") or head_size(config))
+    head = int(file.number(_key_of_head(config)) or head_size(config))
     case = Case(config, file, complete, head)
     found = [difference for key in file.values for difference in _of_key(case, key)]
     found += _of_biases(case)
+    said = list(of_llama_cpp(config, file, complete)) + (list(of_tensors(config, file)) if complete else [])
+    found += [
+        Difference({key: file.values.get(key, value)}, setting, held_value(config, setting), value)
+        for key, setting, value in said
+        if has_setting(config, setting) and not same(held_value(config, setting), value)
+    ]
     if complete:
         found += _of_tensors(case)
         found += _of_llama_cpp(case)
     return found + list(_of_rope(case, model))
+
+
+def _key_of_head(config: Any) -> str:
+    """Returns the key with the size of a head, of which a share is rotated."""
+    if not is_latent(config):
+        return "attention.key_length"
+    return "attention.key_length_mla" if config.model_type == "mistral4" else "rope.dimension_count"
 
 
 def _of_key(case: Case, name: str) -> Iterator[Difference]:
@@ -72,7 +86,11 @@ def _of_tensors(case: Case) -> Iterator[Difference]:
     file, config = case.file, case.config
     table = file.tensors.get("token_embd.weight")
     said: list[tuple[str, tuple[str, ...], Any]] = [
-        ("blk.0.attn_q.bias", ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"), file.has("attn_q.bias")),
+        (
+            "blk.0.attn_q.bias",
+            ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
+            file.has("attn_q.bias") or file.has("attn_qkv.bias"),
+        ),
         ("blk.0.ffn_up.bias", ("mlp_bias",), file.has("ffn_up.bias")),
         ("blk.0.attn_output.bias", ("attention_out_bias",), file.has("attn_output.bias")),
         ("blk.0.attn_q_norm.weight", ("use_qk_norm",), file.has("attn_q_norm.weight")),
@@ -127,7 +145,11 @@ def _of_llama_cpp(case: Case) -> Iterator[Difference]:
         types = ["full_attention"] * config.num_hidden_layers
         for setting, value in (("sliding_window", None), ("layer_types", types)):
             yield from case.difference("attention.sliding_window", setting, value)
-    if architecture == "qwen3moe" and "expert_weights_norm" not in case.file.values:
+    heads, width = case.file.number("attention.head_count"), case.file.number("embedding_length")
+    stated = "attention.key_length" in case.file.values or is_latent(config) or not has_setting(config, "head_dim")
+    if heads and width and not stated and config.head_dim not in (None, width // heads):
+        yield from case.difference("attention.key_length", "head_dim", int(width // heads))
+    if architecture in ("qwen3moe", "qwen3vlmoe") and "expert_weights_norm" not in case.file.values:
         yield from case.difference("expert_weights_norm", "norm_topk_prob", True)
 
 

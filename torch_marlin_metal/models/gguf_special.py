@@ -1,118 +1,37 @@
 """The keys of GGUF files that need code of their own to be compared with a config of transformers."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
 from typing import Any
 
-from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, FileSettings, Key, same, shown
+from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, Key, same
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
-from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER
-from torch_marlin_metal.patterns import NameFilter, selects
+from torch_marlin_metal.models.gguf_case import (
+    Case,
+    Difference,
+    has_setting,
+    head_size,
+    held_value,
+    is_latent,
+    plain,
+)
 
 # Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
-PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4}
-# Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
-PER_LAYER = {
-    "head_dim": ("sliding_attention", "head_dim"),
-    "global_head_dim": ("full_attention", "head_dim"),
-    "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
-    "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
-}
+PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4}
 
 # How the router weighs experts: 2 is sigmoid, 3 softmax over the chosen ones; 1, softmax over all, elsewhere.
-GATING = {"llama4": 2, "glm4moe": 2, "dots1": 2, "minimax-m2": 2, "gpt-oss": 3}
+GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "afmoe", "exaone-moe", "glm-dsa"), 2)
+GATING |= {"gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
-FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting that a file and a config give other values.
-
-    Attributes:
-        said: what the file says, by its keys and tensors; None stands for the numbers of a tensor.
-        setting: the config's setting, or "" if the config has none.
-        held: the config's value.
-        wanted: the value that the file asks for.
-        why: for a difference without a setting: what is wrong.
-    """
-
-    said: Mapping[str, Any]
-    setting: str = ""
-    held: Any = None
-    wanted: Any = None
-    why: str = ""
-
-    def __str__(self) -> str:
-        said = [key if value is None else f"{key} = {shown(value)}" for key, value in self.said.items()]
-        return f"{', '.join(said)}, but {self.why or f'config.{self.setting} is {shown(self.held)}'}"
-
-    def chosen(self, ignore: NameFilter) -> bool:
-        """Returns whether `ignore` selects one of the keys."""
-        return any(selects(ignore, key) for key in self.said)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is compared: the config, the file, whether llama.cpp's defaults count, and the size of a head."""
-
-    config: Any
-    file: FileSettings
-    complete: bool
-    head: int
-
-    def difference(self, key: str, setting: str, value: Any) -> Iterator[Difference]:
-        """Yields the difference of a setting from the value that a key asks for, if there is one."""
-        held = held_value(self.config, setting)
-        if not same(held, value):
-            yield Difference({self.file.full(key): self.file.values.get(key, value)}, setting, held, value)
-
-    def nowhere(self, key: str, why: str = "") -> Difference:
-        """Returns the difference of a key for which the config has no setting."""
-        why = why or f"{type(self.config).__name__} has no setting for it"
-        return Difference({self.file.full(key): self.file.values[key]}, why=why)
-
-
-def has_setting(config: Any, name: str) -> bool:
-    """Returns whether a config's class has a setting. A config also keeps values that its class does not know."""
-    if config.model_type in VARY_BY_LAYER and name in PER_LAYER:
-        return True
-    declared = getattr(type(config), "__dataclass_fields__", None)
-    return hasattr(config, name) if declared is None else name in declared or name in type(config).attribute_map
-
-
-def held_value(config: Any, name: str) -> Any:
-    """Returns the value of a setting that a config has."""
-    if config.model_type not in VARY_BY_LAYER or name not in PER_LAYER:
-        return getattr(config, name)
-    kind, own = PER_LAYER[name]
-    return getattr(config.per_layer_config[config.layer_types.index(kind) if kind in config.layer_types else 0], own)
-
-
-def head_size(config: Any) -> int:
-    """Returns the size of a head, of layers without a sliding window if sizes vary."""
-    name = "global_head_dim" if has_setting(config, "global_head_dim") else "head_dim"
-    own = held_value(config, name) if has_setting(config, name) else getattr(config, name, None)
-    return int(own or config.hidden_size // config.num_attention_heads)
-
-
-def plain(case: Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
-    """Yields the difference of a key that one setting holds."""
-    setting = next((setting for setting in key.settings if has_setting(case.config, setting)), "")
-    neutral = value in key.neutral
-    if isinstance(value, list) or not isinstance(value, bool | int | float):
-        yield case.nowhere(name, f"one number for all layers is expected for a {type(case.config).__name__}")
-    elif not setting:
-        fixed = FIXED.get((case.file.architecture, name))
-        if not neutral and not (fixed is not None and same(fixed, value)) and not key.size:
-            yield case.nowhere(name)
-    elif not neutral:
-        yield from case.difference(name, setting, value)
-    elif held_value(case.config, setting) not in (*key.neutral, None):
-        yield from case.difference(name, setting, key.off)
+ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert")  # model types whose tokens see later tokens
+# Architectures with images, whose files transformers' models for texts read. All parts of a position are equal there.
+TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 
 def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if is_latent(case.config):
+        yield from _latent_head(case, name)
+        return
     vary = has_setting(case.config, "global_head_dim")
     if vary:
         yield from case.difference(name, "head_dim" if name.endswith("_swa") else "global_head_dim", value)
@@ -123,13 +42,36 @@ def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} has one size of a head, {case.head}")
 
 
+def _latent_head(case: Case, name: str, value: Any = None) -> Iterator[Difference]:
+    """Yields differences of the sizes of a head. Files of 2024 have no keys that end in _mla."""
+    file = case.file
+    if f"{name}_mla" in file.values:
+        return  # it is then the size of a head in llama.cpp's own way to compute
+    if name.startswith("attention.key_length"):
+        rotated = int(file.number("rope.dimension_count") or 0)
+        yield from case.difference(name, "qk_rope_head_dim", rotated)
+        yield from case.difference(name, "qk_nope_head_dim", int(file.number(name) or 0) - rotated)
+    else:
+        yield from case.difference(name, "v_head_dim", int(file.number(name) or 0))
+
+
 def _blocks(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if case.config.model_type == "nemotron_h":
+        return  # see `gguf_layers`
     count = int(case.file.number(name) or 0) - int(case.file.number("nextn_predict_layers") or 0)
     yield from case.difference(name, "num_hidden_layers", count)
 
 
 def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
     """Yields differences of the width, which is twice as large in some layers of Gemma 4."""
+    if isinstance(getattr(case.config, "intermediate_size", None), list):
+        count = int(case.file.number("block_count") or 0)
+        yield from case.difference(name, "intermediate_size", value if isinstance(value, list) else [value] * count)
+        return
+    if isinstance(value, list) and case.config.model_type == "nemotron_h":
+        value = max(value)
+    if not value:
+        return
     if not isinstance(value, list) or not has_setting(case.config, "use_double_wide_mlp"):
         yield from plain(case, name, Key(("intermediate_size",), size=True), value)
         return
@@ -144,12 +86,30 @@ def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    if isinstance(value, list) and 0 in value and has_setting(case.config, "layer_types"):
+    if is_latent(case.config):  # llama.cpp has one head of keys for all; in files of 2024 as many as of queries
+        heads = case.file.number("attention.head_count")
+        if value not in (1, heads):
+            yield case.nowhere(name, "1 or the number of attention heads is expected")
+        yield from case.difference(name, "num_key_value_heads", heads)
+        return
+    if not has_setting(case.config, "num_key_value_heads"):
+        own = held_value(case.config, "num_attention_heads") if has_setting(case.config, "num_attention_heads") else 0
+        if has_setting(case.config, "num_kv_heads"):  # Falcon, which has one head in its other layout
+            if case.config.new_decoder_architecture or value != 1:
+                yield from case.difference(name, "num_kv_heads", value)
+        elif getattr(case.config, "multi_query", False):
+            own = 1
+        if value not in (0, own) and not has_setting(case.config, "num_kv_heads"):
+            yield case.nowhere(name, f"transformers' {type(case.config).__name__} has {own}")
+        return
+    if isinstance(value, list) and 0 in value:
         yield from case.difference(name, "num_key_value_heads", max(value))
-        types = ["full_attention" if each else "conv" for each in value]
         if set(value) - {0, max(value)}:
             yield case.nowhere(name, "one number for all layers of attention is expected")
-        elif case.config.layer_types != types:
+        if not case.config.model_type.startswith("lfm2"):
+            return  # see `gguf_layers`
+        types = ["full_attention" if each else "conv" for each in value]
+        if case.config.layer_types != types:
             yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
         return
     if not has_setting(case.config, "num_global_key_value_heads"):
@@ -181,9 +141,18 @@ def _interval(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
     heads = case.file.number("ssm.time_step_rank")
-    if has_setting(case.config, "linear_value_head_dim") and heads:
-        yield from case.difference(name, "linear_value_head_dim", value / heads)
-    elif value:
+    sizes = ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "head_dim")
+    size = next((size for size in sizes if has_setting(case.config, size)), "")
+    if has_setting(case.config, "mamba_d_ssm"):
+        yield from case.difference(name, "mamba_d_ssm", value)
+    if size and heads and case.config.model_type != "jamba":
+        yield from case.difference(name, size, value // heads)
+    expand = next((setting for setting in ("mamba_expand", "expand") if has_setting(case.config, setting)), "")
+    if expand and case.config.model_type not in ("nemotron_h", "falcon_h1"):
+        yield from case.difference(
+            name, expand, value // (case.file.number("embedding_length") or case.config.hidden_size)
+        )
+    elif value and not size:
         yield case.nowhere(name)
 
 
@@ -193,7 +162,11 @@ def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
     held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
     if held is not None and list(held) != sections:
         yield Difference({case.file.full(name): value}, "rope_parameters['mrope_section']", held, sections)
-    elif held is None and not getattr(case.config, "ignore_keys_at_rope_validation", None):
+    elif (
+        case.file.architecture not in TEXT_OF_IMAGES
+        and held is None
+        and not getattr(case.config, "ignore_keys_at_rope_validation", None)
+    ):
         yield case.nowhere(name)
 
 
@@ -219,6 +192,8 @@ def _layer_pattern(case: Case, name: str, value: Any) -> Iterator[Difference]:
     layers = range(case.config.num_hidden_layers)
     if isinstance(stated, list):
         sliding = [bool(each) for each in stated]
+    elif case.file.architecture == "modern-bert":  # the first layer of a period is the one without a window
+        sliding = [layer % stated != 0 for layer in layers]
     else:
         sliding = [stated == 0 or layer % stated < stated - 1 for layer in layers]
     types = ["sliding_attention" if each else "full_attention" for each in sliding]
@@ -245,19 +220,84 @@ def _weights_norm(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 def _gating(case: Case, name: str, value: Any) -> Iterator[Difference]:
     expected = GATING.get(case.file.architecture, 1)
+    if case.file.architecture == "deepseek2":
+        expected = 1 if case.config.model_type == "deepseek_v2" else 2
     if value not in (0, expected):
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} computes {expected}")
 
 
 def _parallel(case: Case, name: str, value: Any) -> Iterator[Difference]:
     # The converter of StableLM writes True for configs without the setting. The tensors of the norms say what is right.
-    if case.file.architecture != "stablelm" and value != (case.file.architecture in PARALLEL_BLOCKS):
+    if has_setting(case.config, "use_parallel_residual") and case.file.architecture == "gptneox":
+        yield from case.difference(name, "use_parallel_residual", bool(value))
+    elif case.file.architecture != "stablelm" and value != (case.file.architecture in PARALLEL_BLOCKS):
         yield case.nowhere(name)
 
 
+def _causal(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if bool(value) == (case.config.model_type in ENCODERS):
+        yield case.nowhere(name)
+
+
+def _alibi(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields a difference of the slope, or of the limit of q, k and v, which MPT has in a config of its own."""
+    if not has_setting(case.config, "attn_config"):
+        yield from plain(case, name, Key(("clip_qkv",), (0,)) if name.endswith("kqv") else Key(neutral=(0,)), value)
+        return
+    held = case.config.attn_config
+    wanted: dict[str, Any] = {"alibi": bool(case.file.values.get("attention.max_alibi_bias", held.alibi))}
+    wanted["alibi_bias_max"] = int(case.file.values.get("attention.max_alibi_bias") or held.alibi_bias_max)
+    wanted["clip_qkv"] = case.file.values.get("attention.clamp_kqv") or None
+    own = {key: getattr(held, key) for key in wanted}
+    if not same(own, wanted):
+        yield Difference({case.file.full(name): value}, "attn_config", own, wanted)
+
+
+def _temperature(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if has_setting(case.config, "attn_scale"):
+        yield from plain(case, name, Key(("attn_scale",), (0,)), value)
+    elif "llama_4_scaling_beta" not in getattr(case.config, "ignore_keys_at_rope_validation", ()):
+        yield from plain(case, name, Key(neutral=(0,)), value)
+    elif not same(held := (case.config.rope_parameters or {}).get("llama_4_scaling_beta"), value) and not case.complete:
+        said = {case.file.full(name): value}
+        yield Difference(said, "rope_parameters['llama_4_scaling_beta']", held, value)
+
+
+def _normalizes(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if bool(value) != (case.config.model_type == "falcon_mamba"):
+        yield case.nowhere(name)
+
+
+def _sparsity(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields a difference of the shares of zeros. llama.cpp has the normal distribution's quantiles of them."""
+    shares = [round(NormalDist().cdf(each), 6) for each in (value if isinstance(value, list) else [value])]
+    if len(shares) == 1:
+        shares *= int(case.file.number("block_count") or 1)
+    held = getattr(case.config, "activation_sparsity_pattern", None)
+    if held is None:
+        yield case.nowhere(name)
+    elif len(held) != len(shares) or any(abs(a - b) > 1e-6 for a, b in zip(held, shares, strict=True)):
+        yield Difference({case.file.full(name): value}, "activation_sparsity_pattern", held, shares)
+
+
+def _dense(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    if case.complete and not has_setting(case.config, "mlp_layer_types"):  # see `gguf_layers`
+        yield from plain(case, name, KEYS[name], value)
+
+
+def _finetuned(case: Case, name: str, value: Any) -> Iterator[Difference]:
+    """Yields whether the attention of Granite's hybrid models depends on positions, which this key says there."""
+    if has_setting(case.config, "position_embedding_type"):
+        held = case.config.position_embedding_type
+        if (held == "rope") != bool(value):
+            yield Difference({case.file.full(name): value}, "position_embedding_type", held, "rope" if value else None)
+
+
 def _layout(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    known = ARCHITECTURES.get(case.file.architecture)
-    if value != "reference" and not (value == "Meta AI original pth" and known is not None and known.reorders):
+    known, architecture = ARCHITECTURES.get(case.file.architecture), case.file.architecture
+    reorders = known is not None and known.reorders
+    right = {"reference": True, "Meta AI original pth": reorders, "jploski": architecture == "falcon"}
+    if not right.get(value, False):
         yield case.nowhere(name, "this order of rows is not known")
 
 
@@ -268,6 +308,16 @@ SPECIAL: dict[str, Callable[[Case, str, Any], Iterator[Difference]]] = {
     "full_attention_interval": _interval,
     "ssm.inner_size": _inner_size,
     "rope.dimension_sections": _sections,
+    "leading_dense_block_count": _dense,
+    "ssm.dt_b_c_rms": _normalizes,
+    "activation_sparsity_scale": _sparsity,
+    "attention.causal": _causal,
+    "attention.max_alibi_bias": _alibi,
+    "attention.clamp_kqv": _alibi,
+    "attention.temperature_scale": _temperature,
+    "attention.key_length_mla": _latent_head,
+    "attention.value_length_mla": _latent_head,
+    "rope.scaling.finetuned": _finetuned,
     "attention.key_length": _head,
     "attention.value_length": _head,
     "attention.key_length_swa": _head,

@@ -24,6 +24,11 @@ def case(rng: random.Random, work: Path) -> str:
     options = {"scales_dtype": scales_dtype, "seed": rng.randrange(1 << 30)}
     if name == "nvfp4" and rng.random() < 0.5:
         options["global_scale_shape"] = rng.choice(((), (1,), (-1,)))
+    if tmm.WEIGHT_FORMATS[name].scale_coding == "floating" and group_size <= 256 and rng.random() < 0.3:
+        codes = {"scales_dtype": rng.choice((torch.uint8, torch.int8)), "super_dtype": scales_dtype}
+        options |= codes | {"zeros_dtype": rng.choice((torch.uint8, None)) if name == "uint4_bias" else None}
+        if name == "uint4_bias" and options["zeros_dtype"] is None:
+            options["zeros_dtype"] = scales_dtype
     if wide and rng.random() < 0.5:
         options["exponent"] = rng.randrange(-90, 96)
     if name == "mxfp4" and "exponent" in options:

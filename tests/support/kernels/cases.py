@@ -27,6 +27,7 @@ COMMON: dict[str, Sequence[Any]] = {
     "group_size": [16, 32, 64, 128, 256, "K"],
     "scales_dtype": FLOATS,
     "zeros_dtype": [torch.uint8, *FLOATS],
+    "super_dtype": [None, None, *FLOATS],
     "global_scale": [None, (), (1,), (-1,)],
     "bias_dtype": [None, *FLOATS],
     "has_perm": [False, True],
@@ -40,10 +41,16 @@ COMMON: dict[str, Sequence[Any]] = {
 def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
     weight_format, group_size = fields["weight_format"], fields.get("group_size", 64)
     group_size = FIXED_GROUP_SIZES.get(weight_format, K if group_size == "K" else min(group_size, K))
-    zeros_dtype = fields.get("zeros_dtype")
-    if weight_format == "uint4_bias" and zeros_dtype is torch.uint8:
+    zeros_dtype, super_dtype = fields.get("zeros_dtype"), fields.get("super_dtype")
+    if super_dtype is not None:
+        if weight_format in FIXED_GROUP_SIZES or group_size > 256:
+            super_dtype = None
+        else:
+            fields["scales_dtype"] = torch.int8 if super_dtype is torch.float16 else torch.uint8
+    if weight_format == "uint4_bias" and zeros_dtype is torch.uint8 and super_dtype is None:
         zeros_dtype = None
-    return Problem(M=M, N=N, K=K, **fields | {"group_size": group_size, "zeros_dtype": zeros_dtype})
+    fields |= {"group_size": group_size, "zeros_dtype": zeros_dtype, "super_dtype": super_dtype}
+    return Problem(M=M, N=N, K=K, **fields)
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[Any]:

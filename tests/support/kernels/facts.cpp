@@ -171,7 +171,7 @@ int main() {
   for (uint32_t columns : {1U, 33U, 777U, 8200U})
     std::printf("\"%u\": %u, ", columns, norm_threads(columns));
   std::printf("\"end\": 0}, \"element_types\": {");
-  for (int type = 0; type < 4; ++type) {
+  for (int type = 0; type < 5; ++type) {
     std::printf("\"%s\": %d, ", std::string(name(static_cast<ElementType>(type))).c_str(), type);
   }
   std::printf("\"end\": 0}, \"kernels\": {");

@@ -37,6 +37,7 @@ ELEMENT_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.uint8: "uint8",
+    torch.int8: "int8",
 }
 
 

@@ -34,6 +34,7 @@ class Problem:
     dtype: torch.dtype
     scales_dtype: torch.dtype = torch.float16
     zeros_dtype: torch.dtype | None = None
+    super_dtype: torch.dtype | None = None
     global_scale: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None
     has_perm: bool = False
@@ -68,6 +69,7 @@ def make_inputs(problem: Problem) -> Inputs:
         p.group_size,
         scales_dtype=p.scales_dtype,
         zeros_dtype=p.zeros_dtype,
+        super_dtype=p.super_dtype,
         global_scale_shape=p.global_scale if p.weight_format == "nvfp4" else None,
         seed=p.seed,
     )

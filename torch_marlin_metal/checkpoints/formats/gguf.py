@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnknownArchitecture, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
@@ -20,9 +20,17 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import (
     hf_name,
     is_own_scale,
     partner,
+    split_names,
 )
-from torch_marlin_metal.checkpoints.formats.gguf_orders import column_order, permute_columns, restored, row_order
-from torch_marlin_metal.checkpoints.formats.gguf_small import decode
+from torch_marlin_metal.checkpoints.formats.gguf_orders import (
+    column_order,
+    joined,
+    permute_columns,
+    restored,
+    row_order,
+    split_rows,
+)
+from torch_marlin_metal.checkpoints.formats.gguf_pieces import Piece, dequantize, needs_gguf
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
@@ -50,7 +58,7 @@ class GgufReader(CheckpointReader):
         self.architecture = str(self.metadata.get("general.architecture", ""))
         self.hf = options.gguf_names == "hf"
         if self.hf and self.architecture not in ARCHITECTURES:
-            raise UnsupportedFormat(unknown_architecture(path, self.architecture))
+            raise UnknownArchitecture(unknown_architecture(path, self.architecture))
         if self.hf:
             self.tensors = {
                 name: tensor
@@ -58,35 +66,51 @@ class GgufReader(CheckpointReader):
                 if has_place(name, self.architecture, self.metadata)
             }
         self._partners = self._find_partners()
-        second = {tensor.name for tensor in self._partners.values()}
-        self._layers: list[tuple[GgufTensor, int | None]] = []
-        for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.offset)):
-            if not tensor.is_plain and tensor.name not in second:
-                stacked = len(tensor.shape) == 3
-                self._layers += [(tensor, expert) for expert in range(tensor.shape[0])] if stacked else [(tensor, None)]
+        pieces = list(self._pieces())
+        self._layers = [piece for piece in pieces if not all(tensor.is_plain for tensor in piece.tensors)]
         if not self._layers:
             raise CheckpointError(f"{path}: no tensor of a quantized type")
-        self._matrices = {tensor.name: tensor for tensor, _ in self._layers}
-        self._matrices |= {tensor.name: tensor for tensor in self._partners.values()}
-        self._used = {*self._matrices}
-        self._used |= {name for tensor in self._matrices.values() for name in self._side_tensors(tensor)}
+        self._floats_of_layers = [piece for piece in pieces if all(tensor.is_plain for tensor in piece.tensors)]
+        matrices = {tensor.name: tensor for piece in pieces for tensor in piece.tensors}
+        self._used = {*matrices}
+        self._used |= {name for tensor in matrices.values() for name in self._side_tensors(tensor)}
 
-    def _find_partners(self) -> dict[str, GgufTensor]:
+    def _find_partners(self) -> dict[str, tuple[GgufTensor, str]]:
         """Returns the tensors that transformers joins with another one in a layer, by the name of the other one."""
         found = {}
         for tensor in self.tensors.values():
-            name = partner(tensor.name, self.architecture) if self.hf and not tensor.is_plain else None
-            if name is None:
+            join = partner(tensor.name, self.architecture) if self.hf else None
+            if join is None:
                 continue
+            name, way = join
             other = self.tensors.get(name)
-            if other is None or other.is_plain or other.shape != tensor.shape:
+            fits = other is not None and other.shape[:-2] == tensor.shape[:-2] and len(other.shape) == len(tensor.shape)
+            if other is None or not fits or (way == "in turn" and other.shape != tensor.shape):
                 got = "no such tensor" if other is None else f"{other.type_name} {list(other.shape)}"
                 raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r}: expected {name!r} quantized with the shape "
+                    f"{tensor.file}: tensor {tensor.name!r}: expected {name!r} with a shape that fits "
                     f"{list(tensor.shape)}, got {got}"
                 )
-            found[tensor.name] = other
+            found[tensor.name] = other, way
         return found
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Yields the quantized matrices, and matrices of floats that are not one layer of transformers each."""
+        seconds = {other.name for other, _ in self._partners.values()}
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.offset)):
+            second, way = self._partners.get(tensor.name, (None, ""))
+            if tensor.name in seconds:
+                continue
+            parts = split_names(tensor.name, self.architecture) if self.hf else []
+            stacked = len(tensor.shape) == 3 and way != "latent"
+            if tensor.is_plain and not (self.hf and (second or parts or stacked)):
+                continue
+            if stacked:
+                yield from (Piece(tensor, second, way, expert) for expert in range(tensor.shape[0]))
+            elif parts:
+                yield from (Piece(tensor, None, "", None, part) for part in range(len(parts)))
+            else:
+                yield Piece(tensor, second, way)
 
     def _side_tensors(self, tensor: GgufTensor) -> list[str]:
         names = [f"{tensor.name.removesuffix('.weight')}.bias", *self._scales(tensor)]
@@ -100,9 +124,12 @@ class GgufReader(CheckpointReader):
 
     def names(self) -> list[str]:
         """Returns the layers' names in the order of the file."""
-        return [self._name(tensor, expert) for tensor, expert in self._layers]
+        return [self._name(piece) for piece in self._layers]
 
-    def _name(self, tensor: GgufTensor, expert: int | None) -> str:
+    def _name(self, piece: Piece) -> str:
+        tensor, expert = piece.tensor, piece.expert
+        if piece.part is not None:
+            return split_names(tensor.name, self.architecture)[piece.part]
         if self.hf and expert is not None and (name := self._expert_name(tensor, expert)):
             return name
         return self._full_name(tensor).removesuffix(".weight") + ("" if expert is None else f".{expert}")
@@ -112,47 +139,75 @@ class GgufReader(CheckpointReader):
         return expert_name(tensor.name, self.architecture, expert, fused=fused)
 
     def _full_name(self, tensor: GgufTensor) -> str:
-        return (hf_name(tensor.name, self.architecture) if self.hf else None) or tensor.name
+        if not self.hf:
+            return tensor.name
+        name = hf_name(tensor.name, self.architecture)
+        for inner, (other, instead) in ARCHITECTURES[self.architecture].without.items():
+            base, _, ending = tensor.name.rpartition(".")
+            if base.endswith(inner) and f"{base.removesuffix(inner)}{other}.{ending}" not in self.tensors:
+                name = f"{ARCHITECTURES[self.architecture].blocks}.{base.split('.')[1]}{instead}.{ending}"
+        return name or tensor.name
 
     def stored_bytes(self, index: int) -> int:
         """Returns the size of a layer in the file."""
-        tensor, expert = self._layers[index]
-        both = [tensor, *([self._partners[tensor.name]] if tensor.name in self._partners else [])]
-        return sum(one.nbytes for one in both) // (1 if expert is None else tensor.shape[0])
+        piece = self._layers[index]
+        size = sum(tensor.nbytes for tensor in piece.tensors)
+        if piece.part is not None:
+            rows = self._rows(piece)
+            return int(size * (rows.stop - rows.start) // piece.tensor.shape[0])
+        return size // (1 if piece.expert is None else piece.tensor.shape[0])
 
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
-        tensor, expert = self._layers[index]
-        weight = self._convert(index, tensor, expert)
-        other = self._partners.get(tensor.name)
+        piece = self._layers[index]
+        if piece.way == "latent":
+            raise UnsupportedFormat(
+                f"{piece.tensor.file}: tensor {piece.tensor.name!r}: its columns are rows in transformers' layer",
+                self._floats(index),
+                f"{piece.tensor.type_name} of attn_k_b",
+            )
+        weight = self._convert(index, piece, piece.tensor)
+        other = piece.second
         if other is None:
             return weight
-        second = self._convert(index, other, expert)
+        second = self._convert(index, piece, other)
         fields = ("weight_format", "group_size")
         if any(getattr(weight, name) != getattr(second, name) for name in fields):
             raise UnsupportedFormat(
-                f"{tensor.file}: tensors {tensor.name!r} and {other.name!r} are one layer in transformers, but have "
-                f"different types ({tensor.type_name} and {other.type_name})",
+                f"{piece.tensor.file}: tensors {piece.tensor.name!r} and {other.name!r} are one layer in transformers, "
+                f"but have different types ({piece.tensor.type_name} and {other.type_name})",
                 self._floats(index),
             )
         if weight_format(weight.weight_format).has_global_scale:
             raise UnsupportedFormat(
-                f"{tensor.file}: tensor {tensor.name!r}: NVFP4 whose columns alternate with those of {other.name!r} "
+                f"{piece.tensor.file}: tensor {piece.tensor.name!r}: NVFP4 that is one layer with {other.name!r} "
                 "is not read",
                 self._floats(index),
             )
         first, others = weight.tensors(), second.tensors()
-        joined = {
-            name: _alternate(first[name].T, others[name].T).T.contiguous()
-            for name in COLUMN_TENSORS
-            if name in first and name != "bias"
-        }
-        return replace(weight, **joined, bias=self.bias(index)).validate()  # type: ignore[arg-type]
+        names = [name for name in COLUMN_TENSORS if name in first and name != "bias"]
+        both = {name: self._joined(piece, first[name].T, others[name].T).T.contiguous() for name in names}
+        return replace(weight, **both, bias=self.bias(index)).validate()  # type: ignore[arg-type]
 
-    def _convert(self, index: int, tensor: GgufTensor, expert: int | None) -> PackedWeight:
+    def _joined(self, piece: Piece, first: Tensor, second: Tensor) -> Tensor:
+        try:
+            return joined(piece.way, first, second, self.architecture, self.metadata)
+        except CheckpointError as error:
+            raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
+
+    def _rows(self, piece: Piece) -> slice:
+        """Returns the rows of a tensor that are those of the piece."""
+        if piece.part is None:
+            return slice(None)
+        try:
+            return split_rows(piece.part, piece.tensor.shape[0], self.architecture, self.metadata)
+        except CheckpointError as error:
+            raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
+
+    def _convert(self, index: int, piece: Piece, tensor: GgufTensor) -> PackedWeight:
         """Reads one matrix of a layer."""
-        where = f"{tensor.file}: tensor {tensor.name!r}"
-        known = expert is not None and self.hf and self._expert_name(tensor, expert)
+        where, expert = f"{tensor.file}: tensor {tensor.name!r}", piece.expert
+        known = piece.second or piece.part is not None or (expert is not None and self._expert_name(tensor, expert))
         if self.hf and hf_name(tensor.name, self.architecture) is None and not known:
             raise UnsupportedFormat(
                 f"{where}: has no name in transformers' {self.architecture} model", self._floats(index)
@@ -168,10 +223,10 @@ class GgufReader(CheckpointReader):
         block_bytes, decode = DECODERS[tensor.type_name]
         rows = tensor.shape[-2]
         try:
-            weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes))
-            weight.name, weight.source = self._name(tensor, expert), f"gguf {tensor.type_name}"
+            weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes)[self._rows(piece)])
+            weight.name, weight.source = self._name(piece), f"gguf {tensor.type_name}"
             weight.global_scale = self._scale(tensor, expert)
-            weight.bias = self._bias_of(tensor, expert)
+            weight.bias = self._bias_of(piece, tensor)
             order = self._row_order(tensor)
             if order is not None:
                 weight = replace(weight.columns(order), bias=weight.bias)
@@ -182,13 +237,14 @@ class GgufReader(CheckpointReader):
                     f"{where}: its columns are in another order in transformers, and a value head does not fill whole "
                     f"groups of {weight.group_size}",
                     self._floats(index),
+                    f"{tensor.type_name} of ssm_out",
                 )
             contiguous: dict[str, Any] = {name: tensor.contiguous() for name, tensor in moved.tensors().items()}
             return replace(moved, **contiguous).validate()
         except PackedWeightError as error:
             raise CheckpointError(f"{where}: {error}") from error
         except ImportError as error:
-            raise _needs_gguf(tensor) from error
+            raise needs_gguf(tensor) from error
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Returns the row order that restores transformers' order of a tensor, or None if it is unchanged."""
@@ -222,18 +278,20 @@ class GgufReader(CheckpointReader):
 
     def bias(self, index: int) -> Tensor | None:
         """Reads a layer's bias `[N]`, in the order of the rows of its weight; None if the layer has none."""
-        tensor, expert = self._layers[index]
-        bias, other = self._bias_of(tensor, expert), self._partners.get(tensor.name)
+        return self._bias(self._layers[index])
+
+    def _bias(self, piece: Piece) -> Tensor | None:
+        bias, other = self._bias_of(piece, piece.tensor), piece.second
         if other is None:
             return bias
-        second = self._bias_of(other, expert)
+        second = self._bias_of(piece, other)
         if bias is None or second is None:
             if bias is second:
                 return None
-            raise CheckpointError(f"{tensor.file}: only one of {tensor.name!r} and {other.name!r} has a bias")
-        return _alternate(bias, second)
+            raise CheckpointError(f"{other.file}: only one of {piece.tensor.name!r} and {other.name!r} has a bias")
+        return self._joined(piece, bias, second)
 
-    def _bias_of(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
+    def _bias_of(self, piece: Piece, tensor: GgufTensor) -> Tensor | None:
         name = f"{tensor.name.removesuffix('.weight')}.bias"
         if name not in self.tensors or not tensor.name.endswith(".weight"):
             return None
@@ -243,18 +301,18 @@ class GgufReader(CheckpointReader):
                 f"{bias.file}: tensor {name!r}: expected floats {list(expected)}, got {list(bias.shape)}"
             )
         order = self._order(row_order, bias, bias.shape[-1])
-        return bias.read(expert) if order is None else bias.read(expert)[order]
+        values = bias.read(piece.expert)[self._rows(piece)]
+        return values if order is None else values[order]
 
     def _floats(self, index: int) -> Callable[[], Tensor]:
-        tensor, expert = self._layers[index]
+        return partial(self._values, self._layers[index])
 
-        def dequantize() -> Tensor:
-            weight, other = _dequantize(tensor, expert), self._partners.get(tensor.name)
-            if other is not None:
-                return _alternate(weight, _dequantize(other, expert))
-            return self._ordered(tensor, weight)
-
-        return dequantize
+    def _values(self, piece: Piece) -> Tensor:
+        """Reads the weight of a layer as floats `[N, K]`."""
+        first = dequantize(piece.tensor, piece.expert)
+        if piece.second is not None:
+            return self._joined(piece, first, dequantize(piece.second, piece.expert))
+        return self._ordered(piece.tensor, first)[self._rows(piece)]
 
     def _ordered(self, tensor: GgufTensor, values: Tensor) -> Tensor:
         """Returns the values of a tensor in transformers' order of rows and columns."""
@@ -270,33 +328,29 @@ class GgufReader(CheckpointReader):
             elif tensor.type_name == "F32" and self.hf and is_own_scale(tensor.name, self.architecture):
                 # llama.cpp's converter has multiplied the scales of NVFP4 by these numbers.
                 yield self._full_name(tensor), partial(torch.ones, tensor.shape), tensor.type_name
+        for piece in self._floats_of_layers:
+            kind = piece.tensor.type_name
+            yield f"{self._name(piece)}.weight", partial(self._values, piece), kind
+            if (bias := self._bias(piece)) is not None:
+                yield f"{self._name(piece)}.bias", partial(Tensor.clone, bias), kind
+        yield from self._numbers()
+
+    def _numbers(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields the parameters of blocks that a file has as metadata, with a number for each block."""
+        known = ARCHITECTURES[self.architecture] if self.hf else None
+        for key, name in known.numbers.items() if known is not None else ():
+            values = self.metadata.get(key)
+            count = self.metadata.get(f"{self.architecture}.block_count")
+            if not isinstance(values, memoryview) or len(values) != count:
+                raise CheckpointError(f"{self.path}: {key}: expected a number for each of {count} blocks")
+            for block, value in enumerate(values):
+                read = partial(torch.tensor, [value] if "alpha" in key else value, device="cpu")
+                yield f"{known.blocks}.{block}{name}", read, "F32"  # type: ignore[union-attr]
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
         """Reads a tensor outside the layers, with transformers' values and order of rows if `hf` is set."""
         values = self._ordered(tensor, tensor.read())
         return restored(tensor.name, self.architecture, values) if self.hf else values
-
-
-def _alternate(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the rows of two tensors in turn, beginning with the first one's."""
-    return torch.stack((first, second), dim=1).flatten(0, 1)
-
-
-def _dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Decodes any block type with the optional package `gguf`."""
-    blocks: Any = tensor.read(expert).numpy()
-    try:
-        return decode(blocks, tensor.type_name)
-    except ImportError as error:
-        raise _needs_gguf(tensor) from error
-    except (NotImplementedError, KeyError) as error:
-        where = f"{tensor.file}: tensor {tensor.name!r}"
-        raise UnsupportedFormat(f"{where}: the package gguf does not decode {tensor.type_name}") from error
-
-
-def _needs_gguf(tensor: GgufTensor) -> UnsupportedFormat:
-    where = f"{tensor.file}: tensor {tensor.name!r}"
-    return UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)")
 
 
 FORMAT = Format(

@@ -6,7 +6,7 @@ as another, and all down projections as a third; some files have gate and up in 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_marlin_metal.checkpoints.formats.gguf_table import COMMON, TABLE
@@ -15,11 +15,25 @@ EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "gate_up":
 
 
 @dataclass(frozen=True)
+class Join:
+    """A second tensor of a file that is one layer of transformers with a first one.
+
+    Attributes:
+        second: its name in a block.
+        way: how the rows of both make those of the layer, see `gguf_orders.joined`.
+    """
+
+    second: str
+    way: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What a model of transformers has for the tensors of an architecture, and what llama.cpp's converter changed.
 
     Attributes:
         model_type: the model type of transformers.
+        blocks: the module of transformers that has the blocks.
         names: names of transformers, as `gguf_table` has them.
         reorders: whether the converter reorders the rows of the q and k projections, so that the two rows of a rotary
             pair come to lie side by side. In transformers one is in the first half of a head and the other in the
@@ -27,28 +41,54 @@ class Architecture:
         reorders_bias: whether it reorders the biases of these projections, too.
         norm_offset: what the converter added to the weights of norms.
         plain_norms: norms to which it added nothing.
-        alternates: whether transformers has gate and up of the experts in one layer, in which their rows alternate.
+        joins: pairs of tensors that are one layer in transformers, by the name of the first one in a block.
+        splits: tensors that are several layers in transformers: their names in a block, with those of the layers.
+        qkv: how transformers orders the rows of a projection that is q, k and v, see `gguf_orders`; "" if it has all
+            rows of q first, as llama.cpp has them.
+        transposed: matrices of floats that transformers has as `[K, N]`.
+        numbers: parameters of each block that the file has as metadata: the key, and the name in a block.
+        without: names that a tensor has in transformers if the file lacks another one: the other one, and the name.
         tiles_values: whether the converter reorders the value heads of linear attention, see `gguf_orders`.
     """
 
     model_type: str
+    blocks: str
     names: Mapping[str, str]
     reorders: bool = False
     reorders_bias: bool = True
     norm_offset: float = 0.0
     plain_norms: tuple[str, ...] = ()
-    alternates: bool = False
+    joins: Mapping[str, Join] = field(default_factory=dict)
+    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    qkv: str = ""
+    transposed: tuple[str, ...] = ()
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    without: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     tiles_values: bool = False
 
 
-LINEAR_ATTENTION = {"norm_offset": 1.0, "plain_norms": ("ssm_norm",), "tiles_values": True}
+LINEAR_ATTENTION = {"norm_offset": 1.0, "plain_norms": ("ssm_norm",)}
+LATENT = {"joins": {".attn_k_b": Join(".attn_v_b", "latent")}}
+SPLIT_QKV = {"splits": {".attn_qkv": (".attn_q", ".attn_k", ".attn_v")}}
 # What the converters do. In Llama 4 of transformers, the two rows of a rotary pair lie side by side, too.
 RULES: dict[str, dict[str, Any]] = {
-    **{name: {"reorders": True} for name in ("llama", "granite", "granitemoe", "smollm3", "arcee")},
+    **{name: {"reorders": True} for name in ("llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3")},
     "olmo": {"reorders": True, "reorders_bias": False},
     **{name: {"norm_offset": 1.0} for name in ("gemma", "gemma2", "gemma3", "nemotron")},
-    **dict.fromkeys(("qwen35", "qwen35moe"), LINEAR_ATTENTION),
-    "gpt-oss": {"alternates": True},
+    **dict.fromkeys(("qwen35", "qwen35moe"), LINEAR_ATTENTION | {"tiles_values": True}),
+    "qwen3next": LINEAR_ATTENTION | {"joins": {".attn_qkv": Join(".attn_gate", "key heads")}},
+    "gpt-oss": {"joins": {".ffn_gate_exps": Join(".ffn_up_exps", "in turn")}},
+    "granitehybrid": {
+        "reorders": True,
+        "joins": {f".ffn_gate{part}": Join(f".ffn_up{part}", "behind") for part in ("_shexp", "")},
+    },
+    **dict.fromkeys(("deepseek2", "mistral4", "glm-dsa"), LATENT),
+    **dict.fromkeys(("chatglm", "nomic-bert"), SPLIT_QKV),
+    **{name: {"qkv": "heads"} for name in ("gptneox", "bloom")},
+    # Falcon 7B has one norm in a block, and Falcon 40B has one for the attention and one for the rest.
+    "falcon": {"qkv": "groups", "without": {".attn_norm": (".attn_norm_2", ".input_layernorm")}},
+    "gpt2": {"transposed": (".attn_qkv", ".attn_output", ".ffn_up", ".ffn_down")},
+    "apertus": {"numbers": {f"xielu.{name}": f".mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}},
 }
 
 
@@ -56,8 +96,9 @@ def _architectures() -> dict[str, Architecture]:
     common = _pairs(COMMON.split())
     found = {}
     for line in TABLE.replace("\n  ", " ").splitlines():
-        name, model_type, *own = line.split()
-        found[name] = Architecture(model_type, common | _pairs(own), **RULES.get(name, {}))
+        name, kind, *own = line.split()
+        model_type, _, blocks = kind.partition("@")
+        found[name] = Architecture(model_type, blocks or "model.layers", common | _pairs(own), **RULES.get(name, {}))
     return found
 
 
@@ -72,7 +113,8 @@ EXPERT_TENSOR = re.compile(r"\.ffn_(gate|up|down|gate_up)_exps\.(?:weight|bias)"
 
 def hf_name(name: str, architecture: str) -> str | None:
     """Returns transformers' name of a tensor of one of `ARCHITECTURES`, or None if there is none."""
-    block, names = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture].names
+    block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
+    names, blocks = known.names, known.blocks
     number, inner = (block[1], block[2]) if block is not None else ("", name)
     module, ending = names.get(inner), ""
     if module is None and inner.endswith((".weight", ".bias")):
@@ -80,7 +122,7 @@ def hf_name(name: str, architecture: str) -> str | None:
         module, ending = names.get(inner), f".{ending}"
     if module is None:
         return None
-    return f"model.layers.{number}{module}{ending}" if module[0] == "." else module.format(number) + ending
+    return f"{blocks}.{number}{module}{ending}" if module[0] == "." else module + ending
 
 
 def is_own_scale(name: str, architecture: str) -> bool:
@@ -104,15 +146,32 @@ def expert_name(name: str, architecture: str, expert: int, *, fused: bool) -> st
         return None
     part, down = EXPERTS[inner[1]], hf_name(f"blk.{block[1]}.ffn_down_exps", architecture)  # type: ignore[index]
     experts = str(down).removesuffix(".down_proj")
-    if known.alternates or fused:
+    if fused or ".ffn_gate_exps" in known.joins:
         return f"{experts}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}.{expert}"
     return f"{experts}.{expert}.{part}"
 
 
-def partner(name: str, architecture: str) -> str | None:
-    """Returns the tensor whose rows alternate in transformers' layer with those of `name`, which come first."""
-    alternates = ARCHITECTURES[architecture].alternates and ".ffn_gate_exps." in name
-    return name.replace(".ffn_gate_exps.", ".ffn_up_exps.") if alternates else None
+def partner(name: str, architecture: str) -> tuple[str, str] | None:
+    """Returns the tensor that is one layer of transformers with `name`, which comes first, and the way of joining."""
+    block, inner, ending = _parts(name)
+    join = ARCHITECTURES[architecture].joins.get(inner)
+    return None if join is None or ending != ".weight" else (f"{block}{join.second}{ending}", join.way)
+
+
+def split_names(name: str, architecture: str) -> list[str]:
+    """Returns transformers' names of the layers of a tensor that is several of them, or []."""
+    block, inner, ending = _parts(name)
+    parts = ARCHITECTURES[architecture].splits.get(inner, ()) if ending == ".weight" else ()
+    return [str(hf_name(f"{block}{part}", architecture)) for part in parts]
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Returns the block of a tensor, its name in the block and its ending."""
+    block = BLOCK_NAME.fullmatch(name)
+    if block is None:
+        return "", name, ""
+    inner, _, ending = block[2].rpartition(".")
+    return f"blk.{block[1]}", inner, f".{ending}"
 
 
 def has_place(name: str, architecture: str, metadata: Mapping[str, Any]) -> bool:

@@ -3,6 +3,9 @@
 For the architecture "llama" and its relatives, it reorders the rows of the q and k projections. In models with linear
 attention (Qwen 3.5), several value heads belong to a key head. transformers has those of one key head side by side;
 llama.cpp has the first value head of each key head, then the second of each, and so on.
+
+A projection that is q, k and v has all rows of q first, then those of k and v. In transformers, the rows of one head
+lie side by side in some models ("heads"), and in others those of the heads that share a key head ("groups").
 """
 
 from collections.abc import Mapping
@@ -52,6 +55,8 @@ def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: i
         heads = numbers.get(key if f"{architecture}.{key}" in metadata else HEADS[".attn_q"], int(block[1]))
         _check(rows, heads, 2 * heads)
         return rotary_order(rows, heads)
+    if known.qkv and base == ".attn_qkv":
+        return _qkv_order(known.qkv, rows, numbers)
     if not known.tiles_values or base not in (*ONE_ROW, *ALL_ROWS):
         return None
     keys, values = numbers.get("ssm.group_count"), numbers.get("ssm.time_step_rank")
@@ -60,6 +65,56 @@ def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: i
     if rows != others + values * size:
         raise CheckpointError(f"{rows} rows, but {values} value heads need {others + values * size}")
     return torch.cat((torch.arange(others, device="cpu"), others + value_order(keys, values, size)))
+
+
+def _qkv_order(kind: str, rows: int, numbers: _Numbers) -> Tensor:
+    heads = numbers.get("attention.head_count")
+    keys = heads if kind == "heads" else numbers.get("attention.head_count_kv")
+    _check(rows, heads + 2 * keys, heads + 2 * keys)
+    size = rows // (heads + 2 * keys)
+    return _side_by_side([heads * size, keys * size, keys * size], keys)
+
+
+def _side_by_side(sizes: list[int], groups: int) -> Tensor:
+    """Returns the order that puts the rows of each group side by side, from parts that have the groups in turn."""
+    parts = torch.split(torch.arange(sum(sizes), device="cpu"), sizes)
+    return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
+
+
+def split_rows(part: int, rows: int, architecture: str, metadata: Mapping[str, Any]) -> slice:
+    """Returns the rows of q (`part` 0), k (1) or v (2) of a projection that is all three."""
+    numbers = _Numbers(architecture, metadata)
+    heads, keys = numbers.get("attention.head_count"), numbers.get("attention.head_count_kv")
+    _check(rows, heads + 2 * keys, heads + 2 * keys)
+    bounds = [size * (rows // (heads + 2 * keys)) for size in (0, heads, heads + keys, heads + 2 * keys)]
+    return slice(bounds[part], bounds[part + 1])
+
+
+def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata: Mapping[str, Any]) -> Tensor:
+    """Returns the rows of two tensors as those of one layer of transformers.
+
+    Args:
+        way: "behind": the second's rows come behind those of the first. "in turn": rows of both alternate. "key heads":
+            q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the first is
+            `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
+        first: `[rows, ...]`.
+        second: `[rows, ...]`.
+        architecture: one of `ARCHITECTURES`.
+        metadata: the file's metadata.
+    """
+    if way == "latent":
+        return torch.cat((first.transpose(1, 2), second), dim=1).flatten(0, 1)
+    if way == "in turn":
+        return torch.stack((first, second), dim=1).flatten(0, 1)
+    both = torch.cat((first, second))
+    if way == "behind":
+        return both
+    numbers = _Numbers(architecture, metadata)
+    keys, inner = numbers.get("ssm.group_count"), numbers.get("ssm.inner_size")
+    sizes = [keys * numbers.get("ssm.state_size")] * 2 + [inner] * 2
+    if sum(sizes) != len(both) or inner % keys:
+        raise CheckpointError(f"{len(both)} rows, but {keys} key heads need {sum(sizes)}")
+    return both[_side_by_side(sizes, keys)]
 
 
 def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
@@ -121,7 +176,15 @@ def restored(name: str, architecture: str, values: Tensor) -> Tensor:
     ):
         return values - known.norm_offset
     if base == ".ssm_a":
-        return torch.log(-values)
+        values = torch.log(-values)
+    if base in (".ssm_a", ".ssm_d"):  # in Mamba 2, a row for each head has one column
+        return values.flatten() if values.shape[-1] == 1 else values
+    if base == ".ssm_norm.weight":
+        return values.flatten()  # llama.cpp stores a row for each group
+    if base == ".exp_probs_b.bias" and architecture == "ernie4_5-moe":
+        return values.reshape(1, -1)
+    if base.removesuffix(".weight") in known.transposed:
+        return values.T.contiguous()
     if base in (".ssm_conv1d.weight", ".shortconv.conv.weight"):
         return values.unsqueeze(1)  # llama.cpp stores the kernels without the dimension of their only channel
     if base == ".ffn_gate_inp_shexp.weight":

@@ -13,14 +13,17 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.utils.quantization_config import GgufConfig, QuantizationMethod
 
 from torch_marlin_metal.checkpoints.directory import open_reader
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import UnknownArchitecture
 from torch_marlin_metal.checkpoints.files.gguf import read_gguf
 from torch_marlin_metal.checkpoints.formats.gguf import unknown_architecture
+from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Method, loading_defaults
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
+from torch_marlin_metal.layers.float_experts import SPLIT, STACKED
 from torch_marlin_metal.models.empty_model import COMPUTED
+from torch_marlin_metal.models.gguf_layers import model_type
 from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.patterns import selects
 
@@ -54,9 +57,10 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
-        """Returns the tensors that transformers loads itself: all except those of layers that stay packed."""
+        """Returns the tensors that transformers loads itself: all except those of layers and of experts."""
         assert self._packed is not None
-        return {name: tensor for name, tensor in self._packed.reader.other_tensors() if not selects(COMPUTED, name)}
+        others = self._packed.reader.others()
+        return {name: read() for name, read, _ in others if not (selects(COMPUTED, name) or _is_of_expert(name))}
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Does nothing, because `read_header` has already opened the file."""
@@ -64,6 +68,11 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.quantization_config.quant_method = Method.NATIVE
         return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+def _is_of_expert(name: str) -> bool:
+    layer = name.removesuffix(".weight").removesuffix(".bias")
+    return any(kind.fullmatch(layer) for kind in (STACKED, SPLIT))
 
 
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
@@ -85,7 +94,7 @@ def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
             architecture = str(read_gguf(Path(gguf_checkpoint_path))[0].get("general.architecture", ""))
             if architecture in ARCHITECTURES or not active():
                 raise
-            raise UnsupportedFormat(unknown_architecture(Path(gguf_checkpoint_path), architecture)) from error
+            raise UnknownArchitecture(unknown_architecture(Path(gguf_checkpoint_path), architecture)) from error
 
     return load_gguf_checkpoint
 
@@ -97,8 +106,7 @@ def _settings(path: Path) -> dict[str, Any] | None:
     kind = MODEL_TYPES.get(architecture)
     if kind is None:
         return None
-    if architecture == "llama" and metadata.get("llama.expert_count"):
-        kind = "mixtral"
+    kind = model_type(architecture, kind, FileSettings(metadata, tensors))
     settings: dict[str, Any] = {"model_type": kind}
     for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
         settings[name] = metadata.get(f"tokenizer.{key}")

@@ -35,6 +35,7 @@ from torch_marlin_metal.checkpoints.errors import (
     NothingPacked,
     NotQuantized,
     OnlyWide,
+    UnknownArchitecture,
     UnsupportedFormat,
 )
 from torch_marlin_metal.checkpoints.formats.native import METHOD
@@ -168,7 +169,8 @@ def _tries_twice(original: Any) -> Any:
                     return original(cls, *args, **kwargs)
             except (UnsupportedFormat, NothingPacked, NotQuantized) as error:
                 load.floats = isinstance(error, NothingPacked)
-                if load.config is None or (load.insists and not load.floats):
+                insists = load.config is None or (load.insists and not load.floats)
+                if insists and not _is_theirs(error, kwargs):
                     raise
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
             load.config, load.by_transformers = None, True
@@ -192,6 +194,11 @@ def _tries_twice(original: Any) -> Any:
             _load.reset(token)
 
     return from_pretrained
+
+
+def _is_theirs(error: Exception, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a GGUF file has an architecture that only transformers may read, and nobody asked for Marlin."""
+    return isinstance(error, UnknownArchitecture) and not isinstance(kwargs.get("quantization_config"), MarlinConfig)
 
 
 def _notes_path(original: Any) -> Any:
