@@ -67,8 +67,9 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 docs: $(VENV)/.installed ## the documentation's site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-demo: build ## a real sentence-embedding model in 4 bit, a table and a picture
+demo: build ## a real sentence-embedding model in 4 bit, and a small trained model that writes; a table and a picture
 	$(PY) examples/demo.py
+	$(PY) examples/writer.py
 
 # On Linux the demo runs on the software Metal device, which takes minutes.
 demo-mps: build ## the demo on mps

@@ -167,8 +167,8 @@ class PackedWeight:
         Raises:
             PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. The
                 rules for values: scales are finite and at most 2^100, E8M0 codes are in 16..240, E4M3 codes are no NaN,
-                and perm is a permutation. Tensors of `FakeTensorMode` have no values, so only their shapes and dtypes
-                are checked.
+                and perm is a permutation. Tensors of `FakeTensorMode` and on the meta device have no values: only their
+                shapes and dtypes are checked.
         """
         fmt = weight_format(self.weight_format)
         _require("b_packed", self.b_packed, (torch.int32,), (None, None))
@@ -294,8 +294,8 @@ def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns whether a tensor has values; tensors of `FakeTensorMode` have none."""
-    return not isinstance(tensor, FakeTensor)
+    """Returns whether a tensor has values; those of `FakeTensorMode` and on the meta device have none."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _check_size(field: str, values: Tensor) -> None:

@@ -22,21 +22,11 @@ from torch_marlin_metal.integrations.transformers.take_over import logger as doo
 
 ROOT = Path(__file__).parents[2]
 WARNINGS = {
-    family: [f"model.{name} is decoded to floats: {table} has a forward of its own" for name in names]
-    for family, table, *names in (
-        ("gemma", "GemmaTextScaledWordEmbedding", "embed_tokens"),
-        ("gemma2", "Gemma2TextScaledWordEmbedding", "embed_tokens"),
-        ("gemma3", "Gemma3TextScaledWordEmbedding", "embed_tokens"),
-        ("gemma4", "Gemma4TextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
-        ("gemma4 mixture", "Gemma4TextScaledWordEmbedding", "embed_tokens"),
-        ("gemma3n", "Gemma3nTextScaledWordEmbedding", "embed_tokens", "embed_tokens_per_layer"),
-        ("minicpm3", "MiniCPM3ScaledWordEmbedding", "embed_tokens"),
-    )
+    "llama4": [
+        "model.layers.1.feed_forward.experts is decoded to floats: Llama4TextExperts computes something else than "
+        "MarlinExperts"
+    ]
 }
-WARNINGS["llama4"] = [
-    "model.layers.1.feed_forward.experts is decoded to floats: Llama4TextExperts computes something else than "
-    "MarlinExperts"
-]
 
 # llama.cpp stores the columns of one half of this matrix as rows.
 LATENT = r".* of its matrices have no 4-bit weight format and became floats: Q4_0 of attn_k_b \(\d+%\)\. .*"

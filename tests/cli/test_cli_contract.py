@@ -21,6 +21,7 @@ LINES = {
     "quantize": (["x", "y"], "FloatReader"),
     "generate": (["x", "y"], "device_of"),
     "perplexity": (["x", "y"], "device_of"),
+    "fit": (["x"], "gpu_memory"),
     "plan": (["8", "64", "64", "--gpu", "M1"], "make_plan"),
     "profile": (["--gpu", "M1"], "gpu_of"),
     "tune": (["--shape", "64,64"], "tune"),

@@ -36,6 +36,7 @@ WRONG = {
     "quantize": ["x", "y", "--samples", "none"],
     "generate": ["x", "y", "--tokens", "0"],
     "perplexity": ["x", "y", "--context", "3"],
+    "fit": ["x", "--context", "0"],
     "plan": ["8", "64"],
     "profile": ["--no-such-option"],
     "tune": ["--rows", "0"],

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.support.small_llama import save_small_llama
+from tests.support.llama import MODELS, write_gguf
+from tests.support.small_llama import WORDS, save_small_llama
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.cli.models import generate as module
 from torch_marlin_metal.cli.models import opened
@@ -55,6 +56,15 @@ def test_the_text_is_that_of_a_plain_loop_in_floats_and_in_4_bit(folder, device,
     numbers, loaded = err.strip().splitlines()[-2:]
     assert re.match(r"prompt: 3 tokens, [\d.,]+ tokens/s; .*generated: 6 tokens, [\d.,]+ tokens/s; peak", numbers), err
     assert re.match(r"\d+ layers of uint4 g\d+.*: [\d.]+ kB of the model's [\d.]+ kB; loaded in", loaded), err
+
+
+def test_a_gguf_file_with_a_tokenizer_from_elsewhere(folder, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, MODELS / "auto-round-asym-g32", "Q4_0")
+    code, out, err = call("generate", file, "w5 w9", "--tokens", NEW, "--tokenizer", folder, "--dtype", "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    expected = [number for number in plain_loop(model, [5, 9]) if number < WORDS]
+    assert (code, out.split()) == (0, words(expected).split()), err
 
 
 def test_a_chat_keeps_the_conversation_and_its_cache(folder):

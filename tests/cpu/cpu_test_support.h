@@ -237,6 +237,9 @@ struct Tensors {
             scales.type(),
             zeros.data(),
             zeros.type(),
+            nullptr,
+            nullptr,
+            ElementType::float32,
             reinterpret_cast<const float*>(global_scale.data()),
             c.global_scale == 2 ? 1 : 0,
             reinterpret_cast<const float*>(lut.data())};

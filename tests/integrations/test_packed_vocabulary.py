@@ -17,6 +17,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from tests.support.models import IDS, SIZES, same
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, load_quantized, quantize_model, quantize_weight
@@ -34,7 +35,7 @@ def made(family: str, **settings):
         sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
         return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **settings)).eval()
     kind, config = (Gemma3ForCausalLM, Gemma3TextConfig) if family == "gemma3" else (LlamaForCausalLM, LlamaConfig)
-    settings = {"tie_word_embeddings": True} | settings
+    settings = {"tie_word_embeddings": True} | ({"head_dim": 32} if family == "gemma3" else {}) | settings
     return kind(config(**SIZES, num_key_value_heads=2, **settings)).eval()
 
 
@@ -59,6 +60,7 @@ def tables(model: nn.Module) -> dict[str, MarlinLinear]:
 
 SHARED = {
     "llama": ["model.embed_tokens", "lm_head"],
+    "gemma3": ["model.embed_tokens", "lm_head"],
     "bert": ["bert.embeddings.word_embeddings", "cls.predictions.decoder"],
     "t5": ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"],
 }
@@ -78,7 +80,9 @@ def test_the_vocabulary_is_packed_once_saved_and_loaded(family, how, tmp_path) -
         model = auto.from_pretrained(tmp_path / "floats", quantization_config=WHOLE)
     assert set(tables(model)) == set(SHARED[family])
     exact = quantize_weight(table, "uint4", 32).dequantize().T
-    assert torch.equal(model.get_input_embeddings()(IDS), exact[IDS])
+    held = model.get_input_embeddings()
+    assert torch.equal(held(IDS), exact[IDS] * held.scale)
+    assert (held.scale != 1) == (family == "gemma3")
     expected = logits(model)
     model.save_pretrained(tmp_path / "packed")
     stored = sum(file.stat().st_size for file in (tmp_path / "packed").glob("*.safetensors"))
@@ -159,12 +163,28 @@ def test_a_packed_directory_is_decoded_where_a_pattern_says_so(tmp_path) -> None
 
 
 def test_a_table_that_does_more_than_look_up_stays_and_is_named(tmp_path) -> None:
-    model = made("gemma3", head_dim=32)
+    class Doubled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(ids)
+
+    model = made("llama")
+    table = Doubled(*model.model.embed_tokens.weight.shape)
+    table.weight = model.lm_head.weight
+    model.model.embed_tokens = table
     report = quantize_model(model, "uint4", 32, embeddings=True, progress=False)
     reasons = {layer.name: layer.reason for layer in report.left}
-    assert reasons["model.embed_tokens"] == "Gemma3TextScaledWordEmbedding has a forward of its own"
+    assert reasons["model.embed_tokens"] == "Doubled has a forward of its own"
     assert reasons["lm_head"].startswith("its weight is also that of model.embed_tokens")
     assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_table_that_multiplies_its_rows_gives_the_same_bits(dtype) -> None:
+    table = Gemma3TextScaledWordEmbedding(64, 64, 0, embed_scale=64**0.5 + 0.01).to(dtype)
+    packed = MarlinEmbedding.from_embedding(table, "uint4", 32)
+    table.weight = nn.Parameter(packed.dequantize(dtype))
+    with torch.no_grad():
+        assert torch.equal(packed(IDS), table(IDS))
 
 
 def test_what_packs_a_tied_head_is_said(tmp_path) -> None:

@@ -143,7 +143,7 @@ def test_device_maps(mps) -> None:
 def test_prepare_compiles_while_loading(mps, monkeypatch) -> None:
     softmetal = pytest.importorskip("softmetal", reason="watches the software Metal device compile")
     prepared = []
-    monkeypatch.setattr(quantizer, "prepare", lambda model: prepared.append(prepare(model)))
+    monkeypatch.setattr(quantizer, "prepare", lambda model, **options: prepared.append(prepare(model, **options)))
     ids = IDS[:1, :1].to(mps)
     model = load(GPTQ, device_map=mps, dtype=torch.float32, quantization_config=MarlinConfig(prepare=True))
     assert len(prepared) == 1 and prepared[0] > 0

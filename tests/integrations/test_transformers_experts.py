@@ -102,7 +102,7 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch, new_obj
 
     monkeypatch.setattr(CheckpointReader, "read", counted_read)
     monkeypatch.setattr(ExpertWeights, "_fill", counted_fill)
-    monkeypatch.setattr(loader, "COPIED_AHEAD_BYTES", 0)
+    monkeypatch.setattr(loader, "MOST_AHEAD", 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     part = 64 * 96 // 2  # bytes of one matrix; `//` below drops the four bytes of an outline
     # Each of the two layers reads gate and up of its four experts, and then down of its four experts.

@@ -8,7 +8,7 @@ import torch
 
 from softmetal.device import CompileError
 from tests.support import reference
-from tests.support.kernels.cases import FLOATS, FORMATS, TENSOR_FORMATS, pairs, problem
+from tests.support.kernels.cases import FLOATS, FORMATS, TENSOR_FORMATS, pairs, problem, sampled
 from tests.support.kernels.fused import run_fused
 from tests.support.kernels.launch import Buffer, compile_library, launch, number, place, place_output
 from tests.support.kernels.problems import Inputs, Problem, check_dequantize, make_inputs, run_dequantize, run_gemv
@@ -26,10 +26,9 @@ RUNS = {
     "striped": lambda p, **o: run_tiles("gemm_striped_32x128x32", p, **{"parts": 2} | o),
 }
 kernels = pytest.mark.parametrize("kernel", RUNS)
-kernels_and_formats = pytest.mark.parametrize(
-    ("kernel", "weight_format"),
-    [(kernel, name) for kernel in RUNS for name in (TENSOR_FORMATS if kernel == "tensor" else FORMATS)],
-)
+PAIRS = [(kernel, name) for kernel in RUNS for name in (TENSOR_FORMATS if kernel == "tensor" else FORMATS)]
+kernels_and_formats = pytest.mark.parametrize(("kernel", "weight_format"), PAIRS)
+each_kernel_and_format = pytest.mark.parametrize(("kernel", "weight_format"), sampled(PAIRS))
 
 
 def widest(kernel: str) -> torch.dtype:
@@ -80,7 +79,7 @@ def test_dequantize_shapes(weight_format: str, N: int, has_perm: bool, scales_dt
     check_dequantize(p)
 
 
-@kernels_and_formats
+@each_kernel_and_format
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: float) -> None:
     p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)
@@ -111,7 +110,7 @@ def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
             reference.check_gemm(run_gemv(p, rows=rows, simdgroups=2, inputs=small), exact, bound)
 
 
-@kernels_and_formats
+@each_kernel_and_format
 def test_scale_that_is_nan(kernel: str, weight_format: str) -> None:
     """A NaN scale, or a NaN scale code, in the last, short group of column 5 makes that column NaN."""
     p = problem(3, 72, 72, weight_format=weight_format, dtype=torch.float16, group_size=32)

@@ -17,6 +17,7 @@ from transformers.quantizers import auto
 from tests.integrations.test_beside_transformers import blocks, fp8, gptq, packed, scheme, words, write
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
 N, K = 40, 96
@@ -188,11 +189,12 @@ def test_an_exponent_of_255_is_nan(tmp_path) -> None:
     assert decoded.weight.isnan().sum() == 32 and decoded.weight[0, 32:64].isnan().all()
 
 
-def test_models_that_mlx_multiplied_are_refused(tmp_path) -> None:
+@pytest.mark.parametrize("kind", mlx.REFUSED)
+def test_models_of_mlx_that_are_not_read_are_refused_with_the_reason(kind, tmp_path) -> None:
     save_file({f"{OTHER}.scales": torch.ones(N, 1)}, tmp_path / "model.safetensors", metadata={"format": "mlx"})
-    config = {"model_type": "falcon_h1", "quantization": {"bits": 4, "group_size": 64}}
+    config = {"model_type": kind, "quantization": {"bits": 4, "group_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(convert.UnsupportedFormat, match="multiplied weights of falcon_h1"):
+    with pytest.raises(convert.UnsupportedFormat, match=f"{re.escape(mlx.REFUSED[kind])}; quantize"):
         convert.open_reader(tmp_path)
 
 

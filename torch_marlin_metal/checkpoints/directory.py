@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ class DirectoryReader(CheckpointReader):
         layer = self._layers[index]
         whole = sum(self.checkpoint.tensors[name].nbytes for name in layer.roles.values())
         return whole // layer.experts
+
+    def kind(self, index: int) -> Hashable:
+        """Returns the dtypes and shapes of the layer's tensors in the files."""
+        layer = self._layers[index]
+        return layer.refused, tuple((role, layer.dtype(role), layer.shape(role)) for role in sorted(layer.roles))
 
     def check_packs(self) -> None:
         """Raises `OnlyWide` if every layer has 8 bits."""

@@ -67,6 +67,8 @@ class DirectoryFormat(Format):
         hf_name: for a format whose producer changes names, returns the name in checkpoints of transformers, of a
             tensor, of a layer, or of the layer with an index in a stack.
         hf_values: the same for the values of a tensor outside the layers.
+        joins: for a layer in two stacks, returns its name and the name of the second stack, whose tensors get roles
+            that begin with "second "; for the second stack, empty names.
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")
@@ -85,6 +87,7 @@ class DirectoryFormat(Format):
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_name: Callable[[Checkpoint, str, int | None], str] = _own_name
     hf_values: Callable[[Checkpoint, str, Tensor], Tensor] = lambda checkpoint, name, values: values
+    joins: Callable[[Checkpoint, str], tuple[str, str] | None] = lambda checkpoint, base: None
 
     def resolve(self, settings: Settings) -> "DirectoryFormat":
         """Returns the format of the layers: this one, or the one that it wraps."""
@@ -123,6 +126,15 @@ class DirectoryFormat(Format):
 
     def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
         roles = self._roles(checkpoint, base, role, info)
+        if (joined := self.joins(checkpoint, base)) is not None:
+            name, second = joined
+            if name:
+                ending = info.name.removeprefix(base)
+                if second + ending not in checkpoint.tensors:
+                    raise checkpoint.error(info.name, f"expected {second + ending} beside it")
+                others = self._roles(checkpoint, second, role, checkpoint.tensors[second + ending])
+                yield Layer(checkpoint, name, roles | {f"second {key}": own for key, own in others.items()})
+            return
         if self.stacked_rank != len(info.shape):
             yield Layer(checkpoint, self.hf_name(checkpoint, base, None), roles)
             return

@@ -54,12 +54,12 @@ class ModelNames:
         return key
 
     def find(self, name: str) -> str:
-        """Returns the name in the model of a tensor or of a layer, or the name itself if the model has neither."""
+        """Returns the name in the model of a tensor or of a layer, also if the model has neither."""
         layer = self.layer(name)
         if self._has(layer):
             return layer
         tensor = self.tensor(name)
-        return tensor if tensor in self._state else name
+        return tensor if tensor in self._state else layer
 
     def _has(self, layer: str) -> bool:
         return self.has_module(layer) or self.experts.find(layer) is not None

@@ -1,7 +1,7 @@
 """What readers of all formats have in common: they read the layers of a checkpoint, one at a time."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,10 @@ class CheckpointReader(ABC):
     def stored_bytes(self, index: int) -> int:
         """Returns the size of a layer in the files."""
         return 0
+
+    def kind(self, index: int) -> Hashable:
+        """Returns a key from the headers; layers with equal keys become tensors of equal shapes and dtypes."""
+        return index
 
     def fingerprint(self) -> bytes:
         """Returns bytes that differ for most other checkpoints. Reads little of the files."""

@@ -8,6 +8,7 @@ from torch_marlin_metal.cli.bench import bench
 from torch_marlin_metal.cli.convert import convert
 from torch_marlin_metal.cli.doctor import doctor
 from torch_marlin_metal.cli.inspect import inspect
+from torch_marlin_metal.cli.models.fit import fit
 from torch_marlin_metal.cli.models.generate import generate
 from torch_marlin_metal.cli.models.perplexity import perplexity
 from torch_marlin_metal.cli.output import Commands, reported
@@ -19,7 +20,7 @@ from torch_marlin_metal.cli.verify import verify
 from torch_marlin_metal.version import __version__
 
 COMMANDS: tuple[Callable[..., int], ...] = (
-    *(inspect, convert, verify, quantize, generate, perplexity, plan, profile, tune, bench, doctor),
+    *(inspect, convert, verify, quantize, generate, perplexity, fit, plan, profile, tune, bench, doctor),
 )
 
 app = typer.Typer(

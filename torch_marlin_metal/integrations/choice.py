@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from torch_marlin_metal.formats import resolve_group_size, weight_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
@@ -17,7 +19,7 @@ from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
-from torch_marlin_metal.quantize.weight import quantize_weight
+from torch_marlin_metal.quantize.weight import empty_weight, quantize_weight
 
 logger = logging.get_logger(__name__)
 NO_TIES: Mapping[str, str] = {}
@@ -77,11 +79,15 @@ def choose_layers(
 
 
 def quantized(op: str, name: str, matrix: Tensor, config: Any) -> PackedWeight:
-    """Quantizes the weight `[N, K]` of a layer as a `MarlinConfig` says.
+    """Quantizes the weight `[N, K]` of a layer as a `MarlinConfig` says. One on the meta device gets empty tensors.
 
     Raises:
         ValueError: the weight cannot be quantized; the message names the layer.
     """
+    if matrix.is_meta:
+        fmt = weight_format(config.weight_format)
+        group_size = resolve_group_size(op, fmt, config.group_size, matrix.shape[1])
+        return empty_weight(matrix, fmt, group_size, config.quantize_options.get("scale_dtype", torch.float16), name)
     try:
         return quantize_weight(
             matrix, config.weight_format, config.group_size, config.method, **config.quantize_options

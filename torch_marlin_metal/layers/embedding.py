@@ -1,13 +1,14 @@
 """An embedding whose table stays in 4 bit."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
 _embedding = torch.ops.torch_marlin_metal.embedding.default
@@ -25,17 +26,32 @@ class MarlinEmbedding(MarlinLinear):
         num_embeddings: N, the rows of the table.
         embedding_dim: K, the length of a row, a multiple of 8.
         padding_idx: as in `nn.Embedding`; the layer only stores it, for models that read it.
+        scale: a number that multiplies the rows. As in Gemma, both are rounded to the layer's dtype first.
         **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear` but
             `bias`.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        scale: float = 1.0,
+        **options: Any,
+    ) -> None:
         super().__init__(embedding_dim, num_embeddings, bias=False, **options)
+        self.scale = scale
+        self._scales = {kind: float(torch.tensor(scale, dtype=kind, device="cpu")) for kind in FLOAT_DTYPES}
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
 
     @classmethod
     def from_packed(
-        cls, packed: PackedWeight, *, dtype: torch.dtype | None = None, padding_idx: int | None = None
+        cls,
+        packed: PackedWeight,
+        *,
+        dtype: torch.dtype | None = None,
+        padding_idx: int | None = None,
+        scale: float = 1.0,
     ) -> "MarlinEmbedding":
         """Makes a layer that holds the tensors of `packed` (without copying them).
 
@@ -44,6 +60,7 @@ class MarlinEmbedding(MarlinLinear):
             dtype: dtype of the rows; None means the dtype of floating scales or, if scales are codes, the default
                 dtype.
             padding_idx: as in `nn.Embedding`.
+            scale: a number that multiplies the rows.
 
         Raises:
             ValueError: the weight has a bias.
@@ -56,6 +73,7 @@ class MarlinEmbedding(MarlinLinear):
             packed.N,
             packed.K,
             padding_idx,
+            scale,
             weight_format=held.weight_format,
             group_size=held.group_size,
             device="meta",
@@ -64,6 +82,12 @@ class MarlinEmbedding(MarlinLinear):
         for name, tensor in held._buffers.items():
             setattr(layer, name, tensor)
         return layer
+
+    @classmethod
+    def like(cls, embedding: Any, packed: PackedWeight, dtype: torch.dtype | None) -> "MarlinEmbedding":
+        """Makes a layer with a table that computes what an embedding computes, for which `why_not_embedding` is ""."""
+        scale = embedding.scale if isinstance(embedding, MarlinEmbedding) else scale_of(embedding) or 1.0
+        return cls.from_packed(packed, dtype=dtype, padding_idx=embedding.padding_idx, scale=scale)
 
     @classmethod
     def from_embedding(
@@ -90,7 +114,7 @@ class MarlinEmbedding(MarlinLinear):
         if reason := why_not_embedding(embedding):
             raise ValueError(f"MarlinEmbedding: embedding: {reason}")
         packed = quantize_weight(embedding.weight, weight_format, group_size, method, **options)
-        layer = cls.from_packed(packed, dtype=embedding.weight.dtype, padding_idx=embedding.padding_idx)
+        layer = cls.like(embedding, packed, embedding.weight.dtype)
         layer.train(embedding.training)
         return layer
 
@@ -98,7 +122,7 @@ class MarlinEmbedding(MarlinLinear):
         """Returns `[..., embedding_dim]` in the layer's dtype for int32 or int64 `ids [...]`."""
         tensors, named = self._arguments()
         result: Tensor = _embedding(ids, *tensors, dtype=self.dtype, **named)
-        return result
+        return result if self.scale == 1 else result * self._scales[self.dtype]
 
     def tied_linear(self, bias: Tensor | None = None) -> MarlinLinear:
         """Returns the output head of this table: a layer that shares its tensors.
@@ -114,14 +138,43 @@ class MarlinEmbedding(MarlinLinear):
             f"{self.num_embeddings}, {self.embedding_dim}, weight_format={self.weight_format}, "
             f"group_size={self.group_size}"
         )
-        return text if self.padding_idx is None else f"{text}, padding_idx={self.padding_idx}"
+        text += "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return text if self.scale == 1 else f"{text}, scale={self.scale:.6g}"
+
+
+def scale_of(module: nn.Module) -> float | None:
+    """Returns the number by which an embedding multiplies its rows, or None for a plain one or another kind.
+
+    Gemma's classes do this. They are known by their attributes and by what one of a few rows computes.
+    """
+    scale, kind = getattr(module, "scalar_embed_scale", None), type(module)
+    return float(scale) if isinstance(scale, float | int) and _multiplies(kind) else None  # type: ignore[arg-type]
+
+
+@cache
+def _multiplies(kind: Any) -> bool:
+    """Returns whether embeddings of a class multiply their rows by `embed_scale` in the dtype of the table."""
+    scale, ids = 3.3, torch.tensor([[2, 0, 1]], device="cpu")
+    try:
+        for dtype in FLOAT_DTYPES:
+            with torch.device("cpu"):
+                embedding = kind(3, 8, None, embed_scale=scale).to(dtype)
+            rows = torch.linspace(-2, 3, 24, dtype=dtype, device="cpu").reshape(3, 8)
+            embedding.weight = nn.Parameter(rows)
+            with torch.no_grad():
+                if not torch.equal(embedding(ids), rows[ids] * torch.tensor(scale, dtype=dtype, device="cpu")):
+                    return False
+    except (TypeError, AttributeError):
+        return False
+    return True
 
 
 def why_not_embedding(module: nn.Module) -> str:
     """Returns why an embedding cannot become a `MarlinEmbedding`, or "" if it can."""
     if not isinstance(module, nn.Embedding):
         return f"expected nn.Embedding, got {type(module).__name__}"
-    if type(module).forward is not nn.Embedding.forward or "forward" in module.__dict__:
+    plain = type(module).forward is nn.Embedding.forward or scale_of(module) is not None
+    if not plain or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, name):

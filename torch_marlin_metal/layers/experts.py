@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
 from torch_marlin_metal.layers.packed_layer import PackedLayer
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, WEIGHT_TENSORS, PackedWeight
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, WEIGHT_TENSORS, PackedWeight, has_values
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
 _moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
@@ -351,7 +351,8 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
             a, b = getattr(first, name), getattr(part, name)
             if (a is None) != (b is None) or (a is not None and a.dtype != b.dtype):
                 return f"the dtypes of {name} differ"
-        if first.lut is not None and (part.lut is None or not torch.equal(part.lut, first.lut)):
+        luts = first.lut, part.lut
+        if luts[0] is not None and (luts[1] is None or (has_values(luts[0]) and not torch.equal(luts[0], luts[1]))):
             return "tables differ"
         if part.b_packed.device != first.b_packed.device:
             return "devices differ"

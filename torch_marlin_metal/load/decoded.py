@@ -24,6 +24,8 @@ def float_module(
     new: nn.Module
     if own is not None and own._parameters.get("weight") is not None:
         new = own
+        if isinstance(held, MarlinEmbedding) and "embed_scale" in new._buffers:
+            new._buffers["embed_scale"] = torch.tensor(held.scale, device=packed.b_packed.device)
     elif isinstance(held, MarlinEmbedding):
         new = nn.Embedding(packed.N, packed.K, held.padding_idx, device="meta")
     else:

@@ -1,14 +1,16 @@
 """Carries out the plan of a load: placeholders first, then packed layers one at a time."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
+from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.layers.experts import ExpertWeights, StackError
 from torch_marlin_metal.layers.linear import MarlinLinear
@@ -27,6 +29,7 @@ from torch_marlin_metal.models.empty_model import (
     fit_table,
     fit_weight,
     is_transposed,
+    misfit,
     real_device,
 )
 from torch_marlin_metal.models.gguf_settings import unknown_keys
@@ -36,8 +39,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import selects
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
-AHEAD_BYTES = 1 << 28  # that are read ahead of tensors that become part of the model
-COPIED_AHEAD_BYTES = 1 << 25  # the same of tensors that are copied into it, which exist twice for a while
+AHEAD_SHARE = 64  # of the layers' bytes, one part in so many is read ahead, because it exists beside what it becomes
+MOST_AHEAD, LEAST_AHEAD = 1 << 27, 1 << 22  # bytes
 
 
 class Loader:
@@ -90,19 +93,32 @@ class Loader:
             self._begin_split(split)
         report: list[LayerReport] = []
         total = len(plan.places) + len(plan.experts)
-        with tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress) as bar:
-            with keep_file_open():
+        bar = tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress)
+        try:
+            with bar, keep_file_open():
                 for experts in plan.experts.values():
                     report.append(self._fill_experts(experts))
                     bar.update()
-            for place in sorted(plan.places, key=lambda place: place.index):
-                with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
-                    report += self._fill(place, split)
-                bar.update()
+                for place in sorted(plan.places, key=lambda place: place.index):
+                    with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
+                        report += self._fill(place, split)
+                    bar.update()
+        except UnsupportedFormat as error:
+            raise self._all_unsupported(error, sorted(used)) from error
         self._complete()
         if told := self._share.sentence():
             self._warn(f"{self._door.op}: {told}")
         return report
+
+    def _all_unsupported(self, first: UnsupportedFormat, indexes: Iterable[int]) -> UnsupportedFormat:
+        """Returns the error of the first layer that is refused, with the kinds of all. Reads all layers once more."""
+        share = FloatShare(self._reader)
+        for index in indexes:
+            try:
+                self._reader.convert(index)
+            except UnsupportedFormat as error:
+                share.add(index, error.kind or str(error), 0)
+        return UnsupportedFormat(f"{first}; refused are {share.refusal()}", first.dequantize, first.kind)
 
     def _complete(self) -> None:
         """Lets the classes of modules that came back into the model compute what they have beside the weight."""
@@ -123,7 +139,14 @@ class Loader:
             old = self._tensors.get(tensor.names[0])
             device = door.device_of(tensor.names[0]) or real_device(old.device)
             dtype = (door.dtype if old.is_floating_point() else None) or old.dtype
-            self.changes.set_tensors(self._tensors, tensor.names, tensor.read().to(device, dtype))
+            values = tensor.read()
+            for source, read in tensor.others.items():
+                if not torch.equal(values, read()):
+                    raise ModelMismatchError(
+                        f"{door.op}: {self._reader.path}: {tensor.source!r} and {source!r} are one tensor of the "
+                        f"model, {tensor.names[0]!r}, but differ; {typed('ignore', source)} leaves one out"
+                    )
+            self.changes.set_tensors(self._tensors, tensor.names, values.to(device, dtype))
         device = door.device_of("") or torch.device("cpu")
         initialize(door.op, self._model, self._tensors, self.plan.initialized, device, self.changes)
 
@@ -183,9 +206,9 @@ class Loader:
         found = list(weight.weight.shape) if isinstance(weight, DenseWeight) else [weight.N, weight.K]
         old, shape = self._held(spot.target), spot.shape
         expected = [shape.N, shape.K] if shape is not None else found if old is None else list(old.shape)
-        if found == expected:
+        where = misfit(spot.name, expected, found)
+        if not where:
             return True
-        where = f"layer {spot.name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"
         if self._door.reinitializes:
             self._warn(f"{where}, so the model's class initializes the layer")
             return False
@@ -323,11 +346,8 @@ class Loader:
             )
         if isinstance(weight, PackedWeight):
             return fit_weight(door.op, name, shape, weight, device=device, dtype=door.dtype)
-        if list(weight.weight.shape) != [shape.N, shape.K]:
-            raise ModelMismatchError(
-                f"{door.op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the "
-                f"checkpoint's is {list(weight.weight.shape)}"
-            )
+        if reason := misfit(name, [shape.N, shape.K], list(weight.weight.shape)):
+            raise ModelMismatchError(f"{door.op}: {reason}")
         held = fit_bias(door.op, name, shape.bias, weight.bias)
         return replace(weight, weight=weight.weight.to(device), bias=None if held is None else held.to(device))
 
@@ -369,14 +389,10 @@ class Loader:
         self._put(target, module)
 
 
-def read_ahead(reader: CheckpointReader, moves: bool) -> None:
-    """Starts to read layers in threads, in the order of `Loader.fill`, while a host library prepares the model.
-
-    Args:
-        reader: the checkpoint.
-        moves: whether the layers go to another device than the CPU.
-    """
+def read_ahead(reader: CheckpointReader) -> None:
+    """Starts to read layers in threads, in the order of `Loader.fill`, while a host library prepares the model."""
     names = reader.layer_names
     others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
     experts = sorted(set(range(len(names))) - set(others))
-    reader.read_ahead(experts + others, COPIED_AHEAD_BYTES if experts or moves else AHEAD_BYTES)
+    share = sum(map(reader.stored_bytes, range(len(names)))) // AHEAD_SHARE
+    reader.read_ahead(experts + others, min(MOST_AHEAD, max(LEAST_AHEAD, share)))

@@ -76,11 +76,15 @@ class ExpertsPlace:
 
 @dataclass
 class FloatTensor:
-    """A tensor outside the packed layers: its names in the model, and the function that reads and checks it."""
+    """A tensor outside the packed layers: its names in the model, and the function that reads and checks it.
+
+    `others` are further tensors of the checkpoint for the same place, with the functions that read them.
+    """
 
     source: str
     names: list[str]
     read: Callable[[], Tensor]
+    others: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
 
 
 @dataclass

@@ -264,7 +264,7 @@ class _Planner:
         replaced += [experts.target for experts in plan.experts.values()]
         gone = tuple(f"{name}." for target in replaced for name in target.names)
         filled |= {name for name in tensors if name.startswith(gone)}
-        found: set[str] = set()
+        found: dict[str, FloatTensor] = {}
         lost: dict[str, str] = {}
         plan.floats = []
         for source, read, kind in self._others:
@@ -278,7 +278,11 @@ class _Planner:
             elif name not in found:
                 names = [other for other in tensors.names_of(name) if other == name or other not in filled]
                 plan.floats.append(FloatTensor(source, names, _checked(door.op, name, tensors.get(name), read, kind)))
-                found.update(names)
+                found |= dict.fromkeys(names, plan.floats[-1])
+            elif selects(door.ignore, source):
+                plan.left_out[source] = "ignore"
+            else:
+                found[name].others[source] = _checked(door.op, name, tensors.get(name), read, kind)
         if lost:
             raise self._no_place(list(lost), next(iter(lost.values())))
         others = [name for name in tensors if name not in found and name not in filled]

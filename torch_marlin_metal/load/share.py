@@ -27,14 +27,25 @@ class FloatShare:
         self._held += held
 
     def sentence(self) -> str:
-        """Returns a sentence with the kinds, their share of the layers' bytes, and their size; or "" if it is small."""
-        reader, stored = self._reader, sum(self._stored.values())
-        total = max(1, sum(map(reader.stored_bytes, range(len(reader)))))
+        """Returns a sentence about layers that became floats, with their size; or "" if their share is small."""
+        stored, total = self._sizes()
         if stored < SMALL * total:
             return ""
-        kinds = ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))
         return (
-            f"{reader.path}: {stored / total:.0%} of the bytes of its matrices have no 4-bit weight format and became "
-            f"floats: {kinds}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
+            f"{self._reader.path}: {stored / total:.0%} of the bytes of its matrices have no 4-bit weight format and "
+            f"became floats: {self._kinds(total)}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
             f"{typed('on_unsupported', 'error')} refuses them"
         )
+
+    def refusal(self) -> str:
+        """Returns a sentence about layers that are refused."""
+        stored, total = self._sizes()
+        return f"{stored / total:.0%} of the bytes of its matrices ({stored / MB:.3g} MB): {self._kinds(total)}"
+
+    def _sizes(self) -> tuple[int, int]:
+        """Returns the bytes in the file of these layers and of all."""
+        reader = self._reader
+        return sum(self._stored.values()), max(1, sum(map(reader.stored_bytes, range(len(reader)))))
+
+    def _kinds(self, total: int) -> str:
+        return ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))

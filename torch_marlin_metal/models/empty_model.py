@@ -125,7 +125,7 @@ def token_tables(model: nn.Module) -> set[int]:
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
     """Makes the layer with a quantized weight that replaces `old`: an embedding, or a Linear layer with its bias."""
     if isinstance(old, nn.Embedding):
-        return MarlinEmbedding.from_packed(packed, dtype=dtype, padding_idx=old.padding_idx)
+        return MarlinEmbedding.like(old, packed, dtype)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)
 
 
@@ -137,6 +137,13 @@ def why_not_table(module: nn.Module) -> str:
 def real_device(device: torch.device) -> torch.device:
     """Returns the device of a tensor that replaces one on `device`: the CPU for the meta device, else `device`."""
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def misfit(name: str, expected: list[int], found: list[int]) -> str:
+    """Returns what is wrong if the weight of a layer has another size in a checkpoint than in the model, or ""."""
+    if found == expected:
+        return ""
+    return f"layer {name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"
 
 
 def fit_weight(
@@ -162,11 +169,8 @@ def fit_weight(
     Raises:
         ModelMismatchError: the sizes of weight and layer differ, or only one of the two has a bias that is not zero.
     """
-    if (weight.N, weight.K) != (shape.N, shape.K):
-        raise ModelMismatchError(
-            f"{op}: layer {name!r}: expected a weight of [{shape.N}, {shape.K}] as in the model, the checkpoint's is "
-            f"[{weight.N}, {weight.K}]"
-        )
+    if reason := misfit(name, [shape.N, shape.K], [weight.N, weight.K]):
+        raise ModelMismatchError(f"{op}: {reason}")
     bias = fit_bias(op, name, shape.bias, weight.bias)
     dtype = _float_dtype(shape, dtype)
     if bias is not None and dtype is not None:
@@ -212,7 +216,7 @@ def fit_table(
     fit_bias(op, name, None, weight.bias)
     device = real_device(old.device) if device is None else device
     packed = replace(weight, bias=None).to(device)
-    return MarlinEmbedding.from_packed(packed, dtype=dtype or old.dtype, padding_idx=held.padding_idx)
+    return MarlinEmbedding.like(held, packed, dtype or old.dtype)
 
 
 def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:

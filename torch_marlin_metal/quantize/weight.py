@@ -77,7 +77,7 @@ def quantize_weight(
     N, K = w.shape
     group_size = resolve_group_size("quantize_weight", fmt, group_size, K)
     if not has_values(w):
-        return _without_values(w, fmt, group_size, scale_dtype, name)
+        return empty_weight(w, fmt, group_size, scale_dtype, name)
     low, high = (float(extreme) for extreme in torch.aminmax(w))
     if not -torch.inf < low <= high < torch.inf:
         raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
@@ -262,8 +262,8 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, numerator / denominator)
 
 
-def _without_values(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str) -> PackedWeight:
-    """Returns the result for a weight of `FakeTensorMode`: tensors of the right shapes and dtypes."""
+def empty_weight(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str) -> PackedWeight:
+    """Returns the result for a weight without values: tensors of the right shapes and dtypes."""
     N, K = w.shape
     grouped = (-(-K // group_size), N)
     coded = fmt.has_coded_scales

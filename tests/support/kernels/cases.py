@@ -77,25 +77,36 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
 
 
 def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Problem]:
-    """Returns two problems with other sizes, which divide as those of `p`, so that the kernel needs no other compile."""
+    """Returns two problems with other sizes, which divide as those of `p`, so the kernel needs no other compile."""
 
-    def others(name: str, divisors: tuple[int, ...], least: int = 1) -> list[int]:
+    def others(name: str, divisors: tuple[int, ...], least: int = 1, most: int = 1 << 16) -> list[int]:
         own = getattr(p, name)
         kind = [own % divisor == 0 for divisor in divisors]
         values = axes[name]
         around = [*values[values.index(own) + 1 :], *values[: values.index(own) + 1]]
-        return [v for v in around if v >= least and [v % divisor == 0 for divisor in divisors] == kind]
+        return [v for v in around if least <= v <= most and [v % divisor == 0 for divisor in divisors] == kind]
 
+    # A group of the whole K stays one: kernels know no other group below 16. With two levels it has at most 256.
+    one_group = p.group_size == p.K and p.weight_format not in FIXED_GROUP_SIZES
+    least, most = (1, 256 if p.super_dtype else 1 << 16) if one_group else (p.group_size, 1 << 16)
     sizes = zip(
         itertools.cycle(others("M", ())), itertools.cycle(others("N", (4, 64, 128))),
-        itertools.cycle(others("K", (16, 32, 64), p.group_size)),
+        itertools.cycle(others("K", (16, 32, 64), least, most)),
     )  # fmt: skip
-    return [replace(p, M=M, N=N, K=K) for M, N, K in itertools.islice(sizes, 2)]
+    return [
+        replace(p, M=M, N=N, K=K, group_size=K if one_group else p.group_size) for M, N, K in itertools.islice(sizes, 2)
+    ]
 
 
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns few cases for `pytest.mark.parametrize`. For any two axes, the cases contain each pair of values."""
     return [tuple(case) for case in AllPairs(list(axes.values()))]
+
+
+def sampled(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Marks cases for `pytest.mark.parametrize` as `whole`, except so many that each value of each argument occurs."""
+    sample = covering([set(enumerate(map(str, case))) for case in cases])
+    return [pytest.param(*case, marks=() if i in sample else pytest.mark.whole) for i, case in enumerate(cases)]
 
 
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -107,11 +118,14 @@ def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
 def plain_problems(
     M: int, N: int, K: int, formats: Sequence[str] = FORMATS, dtypes: Sequence[torch.dtype] = FLOATS, **fields: Any
 ) -> list[Any]:
-    """Returns a problem for each format with each activation dtype."""
+    """Returns a problem for each format with each activation dtype. The sample has each format and each dtype."""
+    kinds = list(itertools.product(formats, dtypes))
+    sample = covering([set(kind) for kind in kinds])
     return [
         pytest.param(
             problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),
             id=f"{weight_format}-{str(dtype)[6:]}",
+            marks=() if i in sample else pytest.mark.whole,
         )
-        for weight_format, dtype in itertools.product(formats, dtypes)
+        for i, (weight_format, dtype) in enumerate(kinds)
     ]

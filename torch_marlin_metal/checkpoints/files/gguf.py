@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.regular import check_downloaded, regular_file
-from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, read_tensor
+from torch_marlin_metal.checkpoints.files.safetensors import Slice, TensorInfo, read_tensor
 
 # type number -> (name, elements in a block, bytes of a block); ggml.h and gguf.constants 0.19.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -81,13 +81,16 @@ class GgufTensor:
         """Returns whether it holds plain numbers instead of blocks of codes."""
         return self.type_name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
-    def read(self, expert: int | None = None) -> Tensor:
-        """Reads the tensor: plain numbers in their dtype and shape, blocks as uint8 `[..., bytes of a row]`."""
+    def read(self, expert: int | None = None, part: Slice | None = None) -> Tensor:
+        """Reads the tensor: plain numbers in their dtype and shape, blocks as uint8 `[..., bytes of a row]`.
+
+        The arguments are those of `read_tensor`.
+        """
         shape = self.shape if self.is_plain else (*self.shape[:-1], self.nbytes // prod(self.shape[:-1]))
         info = TensorInfo(
             self.name, self.file, self.type_name if self.is_plain else "U8", shape, self.offset, self.nbytes
         )
-        return read_tensor(info, expert)
+        return read_tensor(info, expert, part)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, allocate, as_tensor
 
 THREADS, THREAD_NAME = 2, "read-ahead"
-BATCH_BYTES = 1 << 24  # tensors that one task reads
+BATCH_BYTES = 1 << 23  # tensors that one task reads
 CALL_BYTES = 1 << 26  # of one system call; macOS refuses calls of 2 GB
 CALL_BUFFERS = 1024  # the systems' IOV_MAX
 

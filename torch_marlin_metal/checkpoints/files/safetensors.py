@@ -164,7 +164,7 @@ _kept = threading.local()  # `streams` of a thread within `keep_file_open`: the 
 
 @contextmanager
 def keep_file_open() -> Iterator[None]:
-    """Within this context a thread keeps the file open that it read last.
+    """Within this context a thread keeps the file open that it read last. At its end, kept memory is freed.
 
     Opening a file takes a third of the time of reading a small tensor, and a mixture has tens of thousands of them.
     """
@@ -179,6 +179,7 @@ def keep_file_open() -> Iterator[None]:
         _kept.streams = None
         for stream in streams.values():
             stream.close()
+        _blocks.free()
 
 
 def _opened(file: Path) -> AbstractContextManager[io.FileIO]:
@@ -211,6 +212,10 @@ class _Blocks:
         view = block[:nbytes]
         weakref.finalize(view, self._give_back, block).atexit = False
         return torch.from_numpy(view)
+
+    def free(self) -> None:
+        """Gives the memory back to the system."""
+        self._free.clear()
 
     def _give_back(self, block: Any) -> None:
         if sum(free.nbytes for free in list(self._free.values())) + block.nbytes <= MAX_POOL_BYTES:

@@ -1,6 +1,7 @@
 """Reads the layers of GGUF files, with the names and the order of rows of llama.cpp or of transformers."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnknownArchitecture, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
+from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.format_interface import Format
-from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
+from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS, in_pieces
 from torch_marlin_metal.checkpoints.formats.gguf_names import (
     ARCHITECTURES,
     expert_name,
@@ -157,6 +159,13 @@ class GgufReader(CheckpointReader):
             return int(size * (rows.stop - rows.start) // piece.tensor.shape[0])
         return size // (1 if piece.expert is None else piece.tensor.shape[0])
 
+    def kind(self, index: int) -> Hashable:
+        """Returns the types and shapes of the layer's matrices, and its name without numbers, which orders columns."""
+        piece = self._layers[index]
+        sides = [name for tensor in piece.tensors for name in self._side_tensors(tensor)]
+        whole = piece.expert is None, piece.part, re.sub(r"\d", "", piece.tensor.name)
+        return *whole, len(sides), tuple((tensor.type_name, tensor.shape) for tensor in piece.tensors)
+
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
         piece = self._layers[index]
@@ -223,7 +232,13 @@ class GgufReader(CheckpointReader):
         block_bytes, decode = DECODERS[tensor.type_name]
         rows = tensor.shape[-2]
         try:
-            weight = decode(tensor.read(expert).reshape(rows, -1, block_bytes)[self._rows(piece)])
+            first, last, _ = self._rows(piece).indices(rows)
+
+            def read(part: Slice) -> Tensor:
+                some = Slice(0, first + part.start, first + part.stop)
+                return tensor.read(expert, some).reshape(part.stop - part.start, -1, block_bytes)
+
+            weight = in_pieces(decode, read, last - first)
             weight.name, weight.source = self._name(piece), f"gguf {tensor.type_name}"
             weight.global_scale = self._scale(tensor, expert)
             weight.bias = self._bias_of(piece, tensor)

@@ -5,16 +5,20 @@ of n bytes: the low nibbles hold the first n codes of the run, and the high nibb
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES
 from torch_marlin_metal.checkpoints.layer import as_words, words_of_codes
+from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
+PIECE_BYTES = 1 << 19  # of blocks that are converted at a time
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -104,6 +108,27 @@ def _nvfp4(blocks: Tensor) -> PackedWeight:
     if bool((scales > 0x7F).any()):
         raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
     return fp4.nvfp4(_codes(blocks[..., 4:], 8), torch.where(scales == 0x7F, 0, scales), None, None, "")
+
+
+def in_pieces(decode: Callable[[Tensor], PackedWeight], read: Callable[[Slice], Tensor], rows: int) -> PackedWeight:
+    """Converts a matrix some rows at a time, because blocks and their parts need memory beside the packed weight.
+
+    Args:
+        decode: converts bytes `[n, B, bytes of a block]`.
+        read: returns the bytes of some rows.
+        rows: N.
+    """
+    whole: dict[str, Tensor] = {}
+    step = max(1, PIECE_BYTES // max(1, read(Slice(0, 0, 1)).numel()))
+    for start in range(0, rows, step):
+        piece = decode(read(Slice(0, start, min(rows, start + step))))
+        if step >= rows:
+            return piece
+        for name, part in piece.tensors().items():
+            if name != "lut":
+                held = whole.setdefault(name, prefer_huge_pages(part.new_empty(*part.shape[:-1], rows)))
+                held[..., start : start + step] = part
+    return replace(piece, **whole)  # type: ignore[arg-type]
 
 
 DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {

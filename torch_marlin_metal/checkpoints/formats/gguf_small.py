@@ -15,9 +15,6 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.layer import words_of_codes
 from torch_marlin_metal.packed_weight import PackedWeight
 
-BLOCK = 256  # weights of a block of these types
-PIECE = 1 << 22  # weights that are decoded at a time, so that their floats stay small beside the packed weight
-
 
 def decode(blocks: Any, type_name: str) -> Tensor:
     """Decodes bytes `[..., bytes of a row]` of any type to fp32 with the optional package gguf.
@@ -70,15 +67,12 @@ class SmallType:
             ImportError: the package gguf is not installed.
         """
         table = self.table(type_name)
-        rows = max(1, PIECE // (BLOCK * blocks.shape[1]))
         d = self.d(blocks)
         dtype = torch.uint8 if self.has_table else torch.int8
         scales = d.unsqueeze(2) if self.codes is None else self.codes(blocks).to(dtype)
-        pieces = zip(torch.split(blocks, rows), torch.split(d, rows), torch.split(scales, rows), strict=True)
-        words = [self._words(some, halves, codes, type_name, table) for some, halves, codes in pieces]
         lut = torch.nn.functional.pad(table * self.factor, (0, 16 - len(table)))
         return PackedWeight(
-            words_of_codes(torch.cat(words)),
+            words_of_codes(self._words(blocks, d, scales, type_name, table)),
             scales.flatten(1).t().contiguous(),
             "lut4" if self.has_table else "uint4b8",
             self.group_size,

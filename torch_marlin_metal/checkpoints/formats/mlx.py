@@ -13,13 +13,19 @@ from torch_marlin_metal.checkpoints import fp4
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.formats.mlx_names import hf_name, hf_values
+from torch_marlin_metal.checkpoints.formats.mlx_names import KEYS, VALUES, hf_name, hf_values, latent
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, in_four_bits, spread, unpack
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-MULTIPLIED = ("falcon_h1",)  # models whose `sanitize` in mlx-lm does this
+# Model types of mlx-lm whose files are not read, and why.
+REFUSED = {
+    "falcon_h1": "mlx-lm has multiplied weights of falcon_h1 with the multipliers of its config, which is not undone",
+    "kimi_linear": "mlx-lm keeps the convolution of kimi_linear in three parts, which transformers joins",
+    "longcat_flash": "transformers has weights for the experts of longcat_flash that compute nothing, mlx-lm has none",
+    "nemotron_h": "the experts of nemotron_h have no gate, and the loader packs only experts with one",
+}
 # Maps each mode to the bit widths whose layout is known. Codes of 2 and 3 bits become codes of 4 bits, and those of 5
 # bits and more are decoded on request.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
@@ -27,11 +33,8 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     """Refuses models whose weights mlx-lm changed; each module may have its own settings and is checked by itself."""
-    if (kind := checkpoint.config.get("model_type")) in MULTIPLIED:
-        raise UnsupportedFormat(
-            f"{settings.file}: mlx-lm has multiplied weights of {kind} with the multipliers of its config, which is "
-            "not undone; quantize the original model with quantize_model"
-        )
+    if (reason := REFUSED.get(str(checkpoint.config.get("model_type")))) is not None:
+        raise UnsupportedFormat(f"{settings.file}: {reason}; quantize the original model with quantize_model")
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
@@ -39,12 +42,12 @@ def _implied(checkpoint: Checkpoint) -> bool:
     return checkpoint.metadata.get("format") == "mlx" or ("bits" in settings and "mode" in settings)
 
 
-def _own_settings(layer: Layer, settings: Settings) -> Settings:
+def _own_settings(layer: Layer, settings: Settings, role: str = "scales") -> Settings:
     """Returns the module's own settings, or the common settings if the module has none.
 
     AutoRound stores a module's own settings only under "quantization".
     """
-    module = layer.roles["scales"].removesuffix(".scales")
+    module = layer.roles[role].removesuffix(".scales")
     table = layer.checkpoint.config.get("quantization")
     for values in (settings, table if isinstance(table, dict) else {}):
         if isinstance(values.get(module), dict):
@@ -53,6 +56,8 @@ def _own_settings(layer: Layer, settings: Settings) -> Settings:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
+    if "second scales" in layer:
+        raise layer.unsupported(f"{KEYS[1:]} and {VALUES[1:]} are one matrix", partial(_latent, layer, settings))
     own = _own_settings(layer, settings)
     mode, bits = own.text("mode", default="affine"), own.integer("bits", default=4)
     group_size = own.integer("group_size", default=64) or 0
@@ -86,6 +91,33 @@ def _mxfp8(layer: Layer, N: int, K: int) -> Tensor:
     layer.expect("scales", ("U8",), N, K // fp4.MX_BLOCK)
     values = layer.read("weight").contiguous().view(torch.uint8).view(torch.float8_e4m3fn).float()
     return values * spread(torch.exp2(layer.read("scales").float() - 127).t(), K, fp4.MX_BLOCK).t()
+
+
+def _latent(layer: Layer, settings: Settings) -> Tensor:
+    """Decodes `kv_b_proj` to fp32: for each head the rows for keys, which are columns in the file, and for values."""
+    keys, values = _heads(layer, settings, ""), _heads(layer, settings, "second ")
+    if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
+        raise layer.error("weight", f"{list(keys.shape)} does not fit {VALUES[1:]} of {list(values.shape)}")
+    return torch.cat((keys.mT, values), dim=1).flatten(0, 1)
+
+
+def _heads(layer: Layer, settings: Settings, prefix: str) -> Tensor:
+    """Decodes a stack of matrices to fp32 `[heads, N, K]`."""
+    own = _own_settings(layer, settings, f"{prefix}scales")
+    mode, bits = own.text("mode", default="affine"), own.integer("bits", default=4)
+    group_size = own.integer("group_size", default=64) or 0
+    heads, N, words = layer.expect(f"{prefix}weight", ("U32",), None, None, None)
+    if mode != "affine" or bits not in BITS[mode]:
+        raise layer.unsupported(f"{KEYS[1:]} and {VALUES[1:]} of mode {mode!r} and {bits} bits are not read")
+    K, rest = divmod(32 * words, bits)
+    if rest or group_size < 1 or K % group_size:
+        raise layer.error(f"{prefix}weight", f"{words} words of {bits} bits are no rows of groups of {group_size}")
+    grouped = []
+    for role in ("scales", "biases"):
+        layer.expect(f"{prefix}{role}", FLOATS, heads, N, K // group_size)
+        grouped.append(spread(layer.read(f"{prefix}{role}").flatten(0, 1).float().t(), K, group_size))
+    stored = layer.read(f"{prefix}weight").flatten(0, 1).view(torch.int32).t()
+    return (unpack(stored, bits, K).float() * grouped[0] + grouped[1]).t().reshape(heads, N, K)
 
 
 FP4_MODES = {"mxfp4": (fp4.MX_BLOCK, _mxfp4), "nvfp4": (fp4.NVFP4_BLOCK, _nvfp4)}
@@ -166,4 +198,5 @@ FORMAT = DirectoryFormat(
     stacked_rank=3,
     hf_name=hf_name,
     hf_values=hf_values,
+    joins=latent,
 )

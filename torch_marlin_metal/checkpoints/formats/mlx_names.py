@@ -13,7 +13,18 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 STACKS = re.compile(r"(?:\.switch_mlp|\.experts\.switch_glu|\.experts)\.(gate_proj|up_proj|down_proj)$")
 # Regular expressions for the beginnings of names in mlx-lm's models with a part for language, and transformers' names.
 PREFIXES = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
-CONVOLUTION = "conv1d.weight"  # transformers: [C, 1, width], mlx-lm: [C, width, 1]
+# Model type -> regular expressions for the ends of mlx-lm's names of layers, and transformers' names.
+ENDINGS = {
+    "laguna": ((r"\.mlp\.gate\.proj$", ".mlp.gate"),),
+    "lfm2_moe": tuple(
+        (rf"\.feed_forward\.{own}$", f".feed_forward.{theirs}")
+        for own, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+    ),
+}
+# mlx-lm splits `kv_b_proj` of latent attention into the keys' part, with rows and columns of each head swapped, and
+# the values' part. Both are stacks of heads.
+KEYS, VALUES, LATENT = ".embed_q", ".unembed_out", ".kv_b_proj"
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")  # transformers: [C, 1, width], mlx-lm: [C, width, 1]
 # transformers multiplies with 1 + weight, and mlx-lm stores the sum.
 SHIFTED = (
     ".input_layernorm.weight",
@@ -35,10 +46,20 @@ def hf_name(checkpoint: Checkpoint, name: str, expert: int | None = None) -> str
     """
     for pattern, new in PREFIXES:
         name = re.sub(pattern, new, f"{name}.").removesuffix(".")
+    for pattern, new in ENDINGS.get(str(checkpoint.config.get("model_type")), ()):
+        name = re.sub(pattern, new, name)
     if expert is None:
         return name
     found = STACKS.search(name)
     return f"{name}.{expert}" if found is None else f"{name[: found.start()]}.experts.{expert}.{found[1]}"
+
+
+def latent(checkpoint: Checkpoint, base: str) -> tuple[str, str] | None:
+    """Returns the layer of transformers and the second stack for a stack of heads, ("", "") for the second stack."""
+    if base.endswith(VALUES):
+        return "", ""
+    owner = base.removesuffix(KEYS)
+    return None if owner == base else (hf_name(checkpoint, owner + LATENT), owner + VALUES)
 
 
 def shift(checkpoint: Checkpoint, name: str) -> float:
@@ -48,6 +69,6 @@ def shift(checkpoint: Checkpoint, name: str) -> float:
 
 def hf_values(checkpoint: Checkpoint, name: str, values: Tensor) -> Tensor:
     """Returns the values that a tensor has in checkpoints of transformers."""
-    if name.endswith(CONVOLUTION) and values.dim() == 3 and values.shape[2] == 1:
+    if name.endswith(CONVOLUTIONS) and values.dim() == 3 and values.shape[2] == 1:
         return values.mT.contiguous()
     return values - shift(checkpoint, name) if values.dim() == 1 and shift(checkpoint, name) else values

@@ -1,5 +1,6 @@
 """Loads a language model and its tokenizer for the commands that run one, and describes what was loaded."""
 
+import inspect
 import os
 import resource
 import sys
@@ -191,6 +192,11 @@ def open_tokenizer(model: Path, given: Path | None) -> Any:
         raise CheckpointError(
             f"{given or model}: its tokenizer cannot be loaded ({reason}): --tokenizer names a directory that has one"
         ) from error
+
+
+def last_logits(model: Any, count: int = 1) -> dict[str, int]:
+    """Returns the argument by which a model computes logits of the last tokens only, or none if it always does all."""
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def peak_memory(device: str) -> int:

@@ -1,6 +1,5 @@
 """`torch-marlin-metal perplexity`: how well a model predicts a text, and how far its predictions are from another's."""
 
-import inspect
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,8 +79,7 @@ def _measure(models: list[opened.Opened], parts: Tensor, batch: int, as_json: bo
 def _logs(model: Any, ids: Tensor, first: int) -> Tensor:
     """Returns logarithms of the probabilities of the tokens after `first`, fp32 `[B, S - first - 1, vocabulary]`."""
     kept = ids.shape[1] - first
-    only = {"logits_to_keep": kept} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    logits: Tensor = model(input_ids=ids, use_cache=False, **only).logits
+    logits: Tensor = model(input_ids=ids, use_cache=False, **opened.last_logits(model, kept)).logits
     return logits[:, -kept:-1].float().log_softmax(2)
 
 

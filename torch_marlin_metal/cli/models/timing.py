@@ -1,6 +1,5 @@
 """`torch-marlin-metal bench MODEL`: a model's tokens a second as llama-bench defines them, pp512 and tg128."""
 
-import inspect
 import statistics
 import time
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.cli.models.opened import Opened, in_words, memory_errors, peak_memory, quiet
+from torch_marlin_metal.cli.models.opened import Opened, in_words, last_logits, memory_errors, peak_memory, quiet
 from torch_marlin_metal.cli.output import human_bytes, progress_bar, table
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.chains import synchronize
@@ -42,9 +41,7 @@ def measure_model(
     for batch in batches:
         tests += [(f"pp{count}", count, batch, _prompt) for count in prompts]
         tests += [(f"tg{count}", count, batch, _one_by_one) for count in new]
-    model = loaded.model
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        model = partial(model, logits_to_keep=1)
+    model = partial(loaded.model, **last_logits(loaded.model))
     results = []
     with progress_bar(len(tests) * (rounds + 1), "run", as_json) as bar, torch.inference_mode(), quiet():
         for name, count, batch, run in tests:

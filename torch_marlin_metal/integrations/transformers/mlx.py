@@ -28,9 +28,9 @@ def changes_back(reader: CheckpointReader) -> list[Any]:
         return []
     names = [name for name in reader.tensor_files() if name.endswith(".weight")]
     changes: list[Any] = [WeightRenaming(pattern, new) for pattern, new in mlx_names.PREFIXES]
-    if any(name.endswith(mlx_names.CONVOLUTION) for name in names):
-        pattern = mlx_names.CONVOLUTION
-        changes.append(WeightConverter(pattern, pattern, [Transpose(1, 2, check_dims=True)]))
+    for ending in mlx_names.CONVOLUTIONS:
+        if any(name.endswith(ending) for name in names):
+            changes.append(WeightConverter(ending, ending, [Transpose(1, 2, check_dims=True)]))
     for ending in mlx_names.SHIFTED:
         by = mlx_names.shift(reader.checkpoint, ending)
         if by and any(name.endswith(ending) for name in names):

@@ -45,9 +45,9 @@ class PackedCheckpoint:
         self._device_map: dict[str, Any] | None = None
         self._added: list[Any] = []
 
-    def read_ahead(self, device_map: dict[str, Any] | None) -> None:
+    def read_ahead(self) -> None:
         """Starts to read the layers in threads while transformers prepares the model."""
-        read_ahead(self.reader, any(torch.device(place).type != "cpu" for place in (device_map or {}).values()))
+        read_ahead(self.reader)
 
     def place(self, model: Any, conversions: list[Any], reinitializes: bool) -> list[Any]:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.

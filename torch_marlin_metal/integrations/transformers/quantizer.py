@@ -90,7 +90,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             self._open(checkpoint_files)
             if self._packed is not None and not has_parts:
-                self._packed.read_ahead(device_map)
+                self._packed.read_ahead()
         else:
             self._choose(model)
 
@@ -134,6 +134,13 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         experts = {name for name in chosen if is_experts(model.get_submodule(name))}
         self.float_experts = FloatExperts(OP, model, experts, self._packed_weight)
         self._chosen = {f"{name}.weight" for name in chosen if name not in experts} | self.float_experts.parameters()
+
+    def quantize_empty(self, model: Any) -> None:
+        """Replaces the layers of a model on the meta device by the packed ones that a load of floats would make."""
+        self._choose(model)
+        for name in sorted(self._chosen):
+            self._quantize(model, name.removesuffix(".weight"), model.get_parameter(name))
+        self._install(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether a weight is quantized while loading.
@@ -181,17 +188,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return quantized(OP, name, matrix, self.quantization_config)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if self._failure is not None:
-            raise self._failure
         # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.
         model.is_quantized = False
-        if self._packed is not None:
-            self._packed.fill(model, self._device_map)
-            self._packed = None
-        self._place_made(model)
-        if self.float_experts is not None:
-            self.float_experts.install(model)
-            self.float_experts = None
+        self._install(model)
         if self.quantization_config.fuse:
             fuse_projections(model)
         if self.quantization_config.fuse == "layers":
@@ -206,6 +205,18 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             prepare(model, progress=logging.is_progress_bar_enabled())
         self.forget_floats(model)
         return model
+
+    def _install(self, model: Any) -> None:
+        """Puts the packed layers into the model, or raises the error that a weight has caused."""
+        if self._failure is not None:
+            raise self._failure
+        if self._packed is not None:
+            self._packed.fill(model, self._device_map)
+            self._packed = None
+        self._place_made(model)
+        if self.float_experts is not None:
+            self.float_experts.install(model)
+            self.float_experts = None
 
     def forget_floats(self, model: Any) -> None:
         """Makes a model without any packed layer one of floats, so that what it saves loads everywhere."""
@@ -226,7 +237,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
                     {key: tensor for key, tensor in weight.tensors().items() if key != "bias"}
                     for weight in (mine, packed)
                 )
-                same = one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+                same = mine is packed or (
+                    one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+                )
                 layer = packed_layer(module, packed if same else mine, dtype)
                 inherit(layer, module)
                 model.set_submodule(user, layer)

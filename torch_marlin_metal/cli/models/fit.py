@@ -1,0 +1,218 @@
+"""`torch-marlin-metal fit`: the memory that a model would take in each weight format, without loading it."""
+
+import re
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_marlin_metal.cli.arguments import floating
+from torch_marlin_metal.cli.models import opened
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, show, table
+from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, open_reader
+from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.loader import Loader
+from torch_marlin_metal.load.names import namer
+from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.models.report import module_bytes
+
+LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
+UNITS = {"GB": 2**30, "MB": 2**20}  # as Apple counts memory
+PROMPT = 512
+
+
+def fit(
+    model: opened.Model,
+    memory: Annotated[str | None, typer.Option(help="Memory of a Mac, such as 16GB; by default, this one's.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of keys and values.")] = 8192,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt that are computed at once.")] = PROMPT,
+    dtype: opened.ModelDtype = None,
+    as_json: Json = False,
+) -> int:
+    """Says which formats of a model fit into a Mac's memory, and what takes how much.
+
+    For a model of floats, there is a row for each weight format; a packed one has one row. Weights are those that a
+    load would make. The exit code is 1 if nothing fits.
+    """
+    limit = gpu_memory(memory)
+    place, file = opened.locate(model)
+    rows: list[dict[str, Any]] = []
+    with opened.quiet():
+        empty = _Empty(place, file, dtype)
+        try:
+            reader = open_reader(model, gguf_names="hf", on_unsupported="dequantize")
+        except NotQuantized:
+            made = {"floats": empty.model(), **{name: empty.quantized(name) for name in WEIGHT_FORMATS}}
+        else:
+            made = {"as packed": empty.loaded(reader)}
+        cache, activations = measured(str(model), list(made.values())[-1], context, min(prompt_tokens, context))
+        for name, one in made.items():
+            weights = module_bytes(one)
+            total = weights + cache + activations
+            rows.append({"format": name, "weight_bytes": weights, "total_bytes": total, "fits": total <= limit})
+    value = {"model": str(model), "context": context, "prompt_tokens": min(prompt_tokens, context)}
+    value |= {"cache_bytes": cache, "activation_bytes": activations, "gpu_bytes": limit, "formats": rows}
+    show(value, _table(value), as_json)
+    return DONE if any(row["fits"] for row in rows) else ANSWER_IS_NO
+
+
+def gpu_memory(memory: str | None) -> int:
+    """Returns the bytes that macOS lets a GPU use of the memory of a Mac; of this one if `memory` is None.
+
+    This Mac's GPU says it itself. For another machine, it is the least that was reported of its size: docs/use/
+    language-models.md has the reports.
+
+    Raises:
+        ValueError: the memory is not a number of GB or MB.
+    """
+    if memory is None and torch.backends.mps.is_available():
+        return torch.mps.recommended_max_memory()
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|MB)", memory or "", re.IGNORECASE)
+    if memory is not None and not found:
+        raise ValueError(f"--memory: expected a number with GB or MB, such as 16GB, got {memory!r}")
+    size = float(found[1]) * UNITS[found[2].upper()] if found else opened.physical_memory()
+    return int(size * 2 / 3 if size <= LARGE_MAC else size * 3 / 4)
+
+
+class _Empty:
+    """Makes the model of a directory or a .gguf file on the meta device, where tensors have sizes but no values."""
+
+    def __init__(self, place: Path, file: dict[str, Any], dtype: str | None) -> None:
+        from transformers import AutoConfig
+
+        from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
+
+        self._config = AutoConfig.from_pretrained(place, local_files_only=True, **file)
+        self._dtype = self._config.dtype or torch.float32 if dtype is None else floating(dtype)
+        self._quantizer: Any = lambda name: MarlinQuantizer(MarlinConfig(name), pre_quantized=False)
+
+    def model(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self._config, dtype=self._dtype).eval()
+
+    def quantized(self, weight_format: str) -> Any:
+        """Returns the model as `from_pretrained` would quantize it."""
+        model = self.model()
+        self._quantizer(weight_format).quantize_empty(model)
+        return model
+
+    def loaded(self, reader: CheckpointReader) -> Any:
+        """Returns the model as the loader would fill it. Of layers with the same sizes, only one is read."""
+        model, read, seen = self.model(), reader.read, dict[Hashable, Any]()
+
+        def without_values(index: int) -> Any:
+            kind = sizes[index], reader.kind(index)
+            if kind not in seen:
+                seen[kind] = read(index)
+                for name, tensor in vars(seen[kind]).items():
+                    if isinstance(tensor, Tensor) and name != "bias":  # the loader looks for zeros in biases
+                        setattr(seen[kind], name, tensor.to("meta"))
+            values = {name: one for name, one in vars(seen[kind]).items() if isinstance(one, Tensor) and one.is_meta}
+            own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in values.items()}
+            return replace(seen[kind], name=reader.layer_names[index], **own)
+
+        reader.read = without_values  # type: ignore[method-assign]
+        door = Door(
+            op="fit",
+            find=namer(model, None),
+            ties=shared_weights(model),
+            device_of=lambda name: torch.device("meta"),
+            progress=False,
+        )
+        loader = Loader(model, reader, door, lambda message: None)
+        shapes = {place.index: place.spot.shape for place in loader.plan.places}
+        for experts in loader.plan.experts.values():
+            shapes |= {index: experts.shapes[inner] for inner, index in experts.indexes.items()}
+        sizes = {index: shape and (shape.N, shape.K) for index, shape in shapes.items()}  # not in every header
+        loader.place()
+        loader.fill()
+        return model
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that operators make while it is active and that are alive.
+
+    Attributes:
+        now: bytes that are alive now.
+        most: the most that were alive at once.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._storages: set[int] = set()
+        for tensor in held:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator and counts the storages that it makes."""
+        known = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in known:
+                self._add(one)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+        self._storages.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._storages.discard(key)
+        self.now -= size
+
+
+def measured(path: str, model: Any, context: int, prompt: int) -> tuple[int, int]:
+    """Returns the bytes of the cache of `context` tokens, and of what a prompt of the last of them needs beside it.
+
+    The model runs on the meta device. Attention is PyTorch's for GPUs of Macs, which holds all scores of a prompt.
+
+    Raises:
+        CheckpointError: the model cannot run without values.
+    """
+    tokens = torch.zeros(1, context, dtype=torch.long, device="meta")
+    run = partial(model, use_cache=True, **opened.last_logits(model))
+    try:
+        with torch.no_grad():  # in inference mode, operators that are made of others are seen as one
+            cache = run(input_ids=tokens[:, prompt:]).past_key_values if context > prompt else None
+            live = Live(_tensors(cache))
+            with live:
+                cache = run(input_ids=tokens[:, :prompt], past_key_values=cache).past_key_values
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: {type(model).__name__} does not run without values: {reason}") from error
+    held = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(cache))
+    return held, max(0, live.most - held)
+
+
+def _tensors(cache: Any) -> list[Tensor]:
+    held = [] if cache is None else [list(vars(layer).values()) for layer in cache.layers]
+    return [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
+
+
+def _table(value: dict[str, Any]) -> Any:
+    numbers = ("weights", f"cache of {value['context']}", "activations", "in all")
+    title = f"{value['model']} on a GPU with {human_bytes(value['gpu_bytes'])}"
+    shown = table(title, "format", *numbers, "fits", right=numbers)
+    for row in value["formats"]:
+        sizes = (row["weight_bytes"], value["cache_bytes"], value["activation_bytes"], row["total_bytes"])
+        shown.add_row(row["format"], *map(human_bytes, sizes), "yes" if row["fits"] else "no")
+    shown.caption = f"activations: of {value['prompt_tokens']} tokens of a prompt at once; 1 GB has 10^9 bytes"
+    return shown
