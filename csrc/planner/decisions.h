@@ -57,7 +57,7 @@ struct KernelRegisters {
 #include "csrc/planner/decision_rows.h"
 
 // Returns the row for a kernel and a format with the fewest differences: another width counts more than other zeros or
-// scales.
+// scales. E4M3 codes have no rows of their own yet, and take those of integers.
 template <typename Rows>
 constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmetic, WeightFormat format)
     -> decltype(rows.data()) {
@@ -69,8 +69,9 @@ constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmet
       sum += (row.zeros != zeros_role(format) ? 1 : 0) + (row.scales != scale_coding(format) ? 1 : 0);
     return sum;
   };
+  const CodeKind codes = code_kind(format) == CodeKind::e4m3 ? CodeKind::integer : code_kind(format);
   for (const auto& row : rows) {
-    if (row.kernel != kernel || row.arithmetic != arithmetic || row.codes != code_kind(format)) continue;
+    if (row.kernel != kernel || row.arithmetic != arithmetic || row.codes != codes) continue;
     if (found == nullptr || differences(row) < differences(*found)) found = &row;
   }
   return found;
