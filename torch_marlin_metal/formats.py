@@ -12,8 +12,8 @@ class WeightFormat:
 
     Attributes:
         name: the name that the operators take.
-        code_kind: "integer", "e2m1" or "table": how a code becomes a number.
-        code_bits: bits of a code.
+        code_kind: "integer", "e2m1", "table" or "e4m3": how a code becomes a number.
+        code_bits: bits of a code: 4 or 8.
         fixed_offset: the number that is subtracted from integer codes of a format without zeros, otherwise 0.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
@@ -29,6 +29,16 @@ class WeightFormat:
     zeros_role: str
     fixed_group_size: int | None
     formula: str
+
+    @property
+    def codes_per_word(self) -> int:
+        """Returns the number of codes of a packed word, which are consecutive k of one column: 8 or 4."""
+        return 32 // self.code_bits
+
+    @property
+    def largest_code(self) -> int:
+        """Returns the largest code: 15 or 255."""
+        return (1 << self.code_bits) - 1
 
     @property
     def has_lut(self) -> bool:
@@ -89,6 +99,10 @@ ALIASES: dict[str, str] = {
     "fp4": "float4_e2m1",
     "float4_e2m1f": "float4_e2m1",
     "nf4": "lut4",
+    "u8b128": "uint8b128",
+    "u8": "uint8",
+    "float8_e4m3fn": "float8_e4m3",
+    "fp8": "float8_e4m3",
 }
 # The table that belongs to a name, if the caller gives none.
 NAMED_TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4_VALUES}
@@ -98,7 +112,7 @@ def weight_format(name: str) -> WeightFormat:
     """Returns the format with a name or alias.
 
     Args:
-        name: a name of `WEIGHT_FORMATS`, or "u4b8", "u4", "fp4", "float4_e2m1f", "nf4".
+        name: a name of `WEIGHT_FORMATS` or of `ALIASES`.
 
     Raises:
         ValueError: the name is unknown; the message lists the known ones.

@@ -9,5 +9,10 @@ ROWS: tuple[tuple[str, str, int, int, str, str, int, str], ...] = (
     ("nvfp4", "e2m1", 4, 0, "e4m3", "none", 16, "e2m1(q) * (e4m3(s) * global_scale)"),
     ("mxfp4", "e2m1", 4, 0, "e8m0", "none", 32, "e2m1(q) * 2^(s - 127)"),
     ("lut4", "table", 4, 0, "floating", "none", 0, "lut[q] * s"),
+    ("uint8b128", "integer", 8, 128, "floating", "none", 0, "(q - 128) * s"),
+    ("uint8", "integer", 8, 0, "floating", "zero_point", 0, "(q - z) * s"),
+    ("uint8_bias", "integer", 8, 0, "floating", "bias", 0, "q * s + b"),
+    ("float8_e4m3", "e4m3", 8, 0, "floating", "none", 0, "e4m3(q) * s"),
+    ("mxfp8", "e4m3", 8, 0, "e8m0", "none", 32, "e4m3(q) * 2^(s - 127)"),
 )
 GROUP_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256)

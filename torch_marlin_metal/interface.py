@@ -22,7 +22,7 @@ OPERATORS = {
     "gemm": f"a b_packed scales {_NAMED} bias variant",
     "gemm_fp32": f"a b_packed scales {_NAMED} bias",
     "gemm_transposed": f"a b_packed scales {_NAMED}",
-    "gptq_repack": "qweight perm",
+    "gptq_repack": "qweight perm code_bits",
     "gptq_unpack_zeros": "qzeros checkpoint_version rule",
     "mlstm": "q k v i f C0 n0 m0 chunk_size eps",
     "mlstm_output": "q k v i f C n m chunk_size eps",

@@ -1,4 +1,4 @@
-"""`PackedWeight`: a 4-bit weight in the layout of the operators. Readers yield it, layers and exporters take it."""
+"""`PackedWeight`: a weight of 4-bit or 8-bit codes in the operators' layout. Readers yield it, layers take it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,6 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
 PIECE = 32768  # elements up to which PyTorch computes in one thread
-MAX_ZERO_POINT = 16  # 15 + 1, from GPTQ version 1 with the rule "unmasked"
 E4M3_NAN = (0x7F, 0xFF)
 # The number of k that share a value of `super_scales` and `super_zeros`.
 SUPER_BLOCK = 256
@@ -38,7 +37,7 @@ class PackedWeightError(ValueError):
 
 @dataclass(repr=False)
 class PackedWeight:
-    """A weight of shape `[K, N]` with 4-bit codes.
+    """A weight of shape `[K, N]` with codes of 4 or 8 bits.
 
     The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
     has the tensors:
@@ -50,17 +49,18 @@ class PackedWeight:
     share `lut`.
 
     Attributes:
-        b_packed: int32 `[K/8, N]`, contiguous; word (r, n) holds k = 8r..8r+7 of column n, lowest k in the low nibble.
-        scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3), mxfp4 (E8M0).
-            With `super_scales`, uint8 or int8 codes.
-        weight_format: a name of `formats.WEIGHT_FORMATS`. An alias ("u4b8", "u4", "fp4", "float4_e2m1f", "nf4") is
+        b_packed: int32 `[K/8, N]` of 4-bit codes, `[K/4, N]` of 8-bit codes; contiguous. Word (r, n) holds consecutive
+            k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8.
+        scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3) and for mxfp4 and
+            mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes.
+        weight_format: a name of `formats.WEIGHT_FORMATS`. An alias of `formats.ALIASES`, such as "u4b8" or "fp8", is
             replaced by that name.
         group_size: as the operators take it: one of `formats.GROUP_SIZES` or K. -1 is replaced by K.
-        zeros: `[G, N]` zero points (uint8 or floating) for uint4, biases (floating) for uint4_bias. With `super_zeros`,
-            uint8 codes of biases.
+        zeros: `[G, N]` zero points (uint8 or floating) for uint4 and uint8, biases (floating) for uint4_bias and
+            uint8_bias. With `super_zeros`, uint8 codes of biases.
         super_scales: `[ceil(K / 256), N]` in fp16, bf16 or fp32, for formats with floating scales. The scale of a group
             is then the fp32 product of its code and the value of its 256 k. `group_size` is at most 256.
-        super_zeros: the same for the biases of uint4_bias, in the dtype of `super_scales`.
+        super_zeros: the same for biases, in the dtype of `super_scales`.
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
         lut: fp32 `[16]` for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
@@ -94,7 +94,7 @@ class PackedWeight:
     @property
     def K(self) -> int:
         """Returns the rows of the unpacked weight: input features."""
-        return 8 * self.b_packed.shape[-2]
+        return weight_format(self.weight_format).codes_per_word * int(self.b_packed.shape[-2])
 
     @property
     def N(self) -> int:
@@ -176,8 +176,8 @@ class PackedWeight:
             shape, strides = list(self.b_packed.shape), list(self.b_packed.stride())
             raise PackedWeightError("b_packed", f"expected a contiguous tensor, got {shape} with strides {strides}")
         K, N = self.K, self.N
-        if K < 8 or N < 1:
-            raise PackedWeightError("b_packed", f"expected K >= 8 and N >= 1, got K={K}, N={N}")
+        if K < 8 or K % 8 or N < 1:
+            raise PackedWeightError("b_packed", f"expected K >= 8, a multiple of 8, and N >= 1, got K={K}, N={N}")
         if not is_group_size(fmt, self.group_size, K):
             raise PackedWeightError("group_size", f"{expected_group_sizes(fmt, K)}, got {self.group_size!r}")
         grouped = (-(-K // self.group_size), N)
@@ -215,9 +215,12 @@ class PackedWeight:
                 dtypes = (torch.uint8, *FLOAT_DTYPES)
             _require("zeros", self.zeros, dtypes, grouped)
             _check_size("zeros", self.zeros)
-            points = self.zeros.dtype == torch.uint8 and self.super_zeros is None
-            if points and has_values(self.zeros) and int(self.zeros.max()) > MAX_ZERO_POINT:
-                raise PackedWeightError("zeros", f"expected zero points of at most 16, got {int(self.zeros.max())}")
+            if self.zeros.dtype == torch.uint8 and self.super_zeros is None and has_values(self.zeros):
+                largest = fmt.largest_code + 1  # from GPTQ version 1 with the rule "unmasked"
+                if int(self.zeros.max()) > largest:
+                    raise PackedWeightError(
+                        "zeros", f"expected zero points of at most {largest}, got {int(self.zeros.max())}"
+                    )
         if not fmt.has_global_scale:
             _require_absent("global_scale", self.global_scale, fmt.name)
         elif self.global_scale is not None:

@@ -21,47 +21,55 @@ SEQUENTIAL_ORDER = tuple(range(CODES_PER_WORD))
 ONE_IN_EACH_NIBBLE = 0x11111111
 
 
-def pack_codes(codes: Tensor) -> Tensor:
-    """Packs 4-bit codes into the operators' words.
+def pack_codes(codes: Tensor, code_bits: int = 4) -> Tensor:
+    """Packs codes into the operators' words.
 
     Args:
-        codes: uint8 `[K, N]`, each 0..15, K a multiple of 8.
+        codes: uint8 `[K, N]`, K a multiple of 8; each 0..15 if `code_bits` is 4.
+        code_bits: bits of a code, 4 or 8.
 
     Returns:
-        int32 `[K/8, N]`: word (r, n) holds k = 8r..8r+7 of column n, lowest k in the lowest nibble.
+        int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8: word (r, n) holds consecutive k of column n, lowest k in
+        the lowest bits.
 
     Raises:
-        ValueError: `codes` is not uint8 or has the wrong rank, K is not a multiple of 8, or a code is above 15.
+        ValueError: `codes` is not uint8 or has the wrong rank, K is not a multiple of 8, or a code is too large.
     """
-    _check_codes("pack_codes", "codes", codes, packed_dim=0)
+    _check_codes("pack_codes", "codes", codes, packed_dim=0, largest=255 if code_bits == 8 else 15)
+    if code_bits == 8:
+        return codes.reshape(-1, 4, codes.shape[1]).movedim(1, -1).contiguous().view(torch.int32).squeeze(-1)
     return _pack(codes.reshape(-1, CODES_PER_WORD, codes.shape[1]).movedim(1, -1), SEQUENTIAL_ORDER)
 
 
-def unpack_codes(b_packed: Tensor) -> Tensor:
+def unpack_codes(b_packed: Tensor, code_bits: int = 4) -> Tensor:
     """Unpacks the operators' words: the inverse of `pack_codes`.
 
     Args:
-        b_packed: int32 `[K/8, N]`.
+        b_packed: int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8.
+        code_bits: bits of a code, 4 or 8.
 
     Returns:
-        uint8 `[K, N]`, codes 0..15.
+        uint8 `[K, N]`.
 
     Raises:
         ValueError: b_packed is not int32 or not two-dimensional.
     """
     _check_words("unpack_codes", "b_packed", b_packed)
+    if code_bits == 8:
+        return b_packed.contiguous().unsqueeze(-1).view(torch.uint8).movedim(-1, 1).flatten(0, 1)
     return unpack_nibbles(b_packed, SEQUENTIAL_ORDER).movedim(-1, 1).flatten(0, 1)
 
 
-def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
+def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None, code_bits: int = 4) -> Tensor:
     """Makes a GPTQ checkpoint's `qweight`: the inverse of `gptq_repack`.
 
     Args:
-        b_packed: int32 `[K/8, N]`.
+        b_packed: int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8.
         perm: int32 `[K]` (see `gptq_perm`); row j of `b_packed` is row `perm[j]` of the checkpoint.
+        code_bits: bits of a code, 4 or 8.
 
     Returns:
-        int32 `[K/8, N]`, always a new tensor.
+        int32 with the shape of `b_packed`, always a new tensor.
 
     Raises:
         ValueError: an argument has the wrong dtype or shape, or perm is not a permutation of 0..K-1.
@@ -69,8 +77,8 @@ def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None) -> Tensor:
     _check_words("pack_gptq", "b_packed", b_packed)
     if perm is None:
         return b_packed.clone(memory_format=torch.contiguous_format)
-    K = b_packed.shape[0] * CODES_PER_WORD
-    return pack_codes(unpack_codes(b_packed).index_select(0, _inverse_permutation("pack_gptq", perm, K)))
+    codes = unpack_codes(b_packed, code_bits)
+    return pack_codes(codes.index_select(0, _inverse_permutation("pack_gptq", perm, len(codes))), code_bits)
 
 
 def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: ZerosRule = "word") -> Tensor:
@@ -221,7 +229,7 @@ def _inverse_permutation(op: str, perm: Tensor, K: int) -> Tensor:
     return inverse
 
 
-def _check_codes(op: str, argument: str, codes: Tensor, *, packed_dim: int) -> None:
+def _check_codes(op: str, argument: str, codes: Tensor, *, packed_dim: int, largest: int = 15) -> None:
     if codes.dtype != torch.uint8:
         raise ValueError(f"{op}: {argument}: expected uint8, got {codes.dtype}")
     if codes.dim() != 2:
@@ -230,8 +238,8 @@ def _check_codes(op: str, argument: str, codes: Tensor, *, packed_dim: int) -> N
         raise ValueError(
             f"{op}: {argument}: expected {'KN'[packed_dim]} to be a multiple of 8, got shape {list(codes.shape)}"
         )
-    if codes.numel() and int(codes.max()) > 15:
-        raise ValueError(f"{op}: {argument}: expected codes 0..15, got {int(codes.max())}")
+    if largest < 255 and codes.numel() and int(codes.max()) > largest:
+        raise ValueError(f"{op}: {argument}: expected codes 0..{largest}, got {int(codes.max())}")
 
 
 def _check_words(op: str, argument: str, words: Tensor) -> None:

@@ -72,7 +72,10 @@ Detected detect() {
   const bool dq = add(zmm && (seven.ebx & bit_AVX512DQ) != 0, "avx512dq");
   const bool vl = add(zmm && (seven.ebx & bit_AVX512VL) != 0, "avx512vl");
   found.byte_dot = add(zmm && (seven.ecx & (1U << 11)) != 0, "avx512_vnni");
-  const bool bf16 = add(zmm && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
+  // The kernels with bf16 instructions look up 8-bit codes with AVX512-VBMI, which all of
+  // AMD's CPUs with bf16 instructions have.
+  const bool vbmi = add(zmm && (seven.ecx & (1U << 1)) != 0, "avx512_vbmi");
+  const bool bf16 = add(vbmi && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
   const bool amx =
       add(tiles && (seven.edx & (1U << 24)) != 0, "amx_tile") && add((seven.edx & (1U << 22)) != 0, "amx_bf16");
   if (avx2 && fma && f16c) found.available.push_back(Isa::avx2);

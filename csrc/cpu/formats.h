@@ -49,7 +49,7 @@ inline uint16_t float_to_bfloat16(float f) {
 }
 
 // OCP E4M3 (bias 7, no inf, 0x7F and 0xFF are NaN).
-inline float e4m3_to_float(uint8_t code) {
+constexpr float e4m3_to_float(uint8_t code) {
   const uint32_t sign = uint32_t{code & 0x80U} << 24;
   const uint32_t exponent = (code >> 3) & 15U;
   const uint32_t mantissa = code & 7U;
@@ -80,35 +80,67 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
   }
 }
 
-// Returns the value of each code, before scale and zero point.
-inline std::array<float, 16> code_values(WeightFormat format, const float* lut) {
-  std::array<float, 16> values{};
-  for (int q = 0; q < 16; ++q) {
-    const size_t i = static_cast<size_t>(q);
-    switch (code_kind(format)) {
-      case CodeKind::integer:
-        values[i] = static_cast<float>(q - static_cast<int>(fixed_offset(format)));
-        break;
-      case CodeKind::e2m1:
-        values[i] = kE2M1Values[i];
-        break;
-      case CodeKind::table:
-        values[i] = lut[q];
-        break;
-      case CodeKind::e4m3:  // has 256 codes
-        break;
-    }
+// How kernels decode codes, by kind and width: integers of 4 bits, E2M1, tables of 16 values, integers of 8 bits, E4M3.
+enum class Codes : int32_t { integer, e2m1, table, byte, e4m3 };
+inline constexpr int kCodesCount = 5;
+
+constexpr Codes codes_of(WeightFormat format) {
+  switch (code_kind(format)) {
+    case CodeKind::e2m1:
+      return Codes::e2m1;
+    case CodeKind::table:
+      return Codes::table;
+    case CodeKind::e4m3:
+      return Codes::e4m3;
+    default:
+      return code_bits(format) == 8 ? Codes::byte : Codes::integer;
+  }
+}
+constexpr bool is_byte_wide(Codes codes) {
+  return codes == Codes::byte || codes == Codes::e4m3;
+}
+// Returns the number of rows of words that hold eight consecutive k.
+constexpr int words_per_block(Codes codes) {
+  return is_byte_wide(codes) ? 2 : 1;
+}
+
+// The value of each code, before scale and zero point: 16 values, or 256 for codes of 8 bits.
+using CodeValues = std::array<float, 256>;
+
+template <WeightFormat format>
+constexpr CodeValues values_of_format() {
+  CodeValues values{};
+  for (int q = 0; q < 1 << code_bits(format); ++q) {
+    const auto i = static_cast<size_t>(q);
+    if (code_kind(format) == CodeKind::integer)
+      values[i] = static_cast<float>(q - static_cast<int>(fixed_offset(format)));
+    if (code_kind(format) == CodeKind::e2m1) values[i] = kE2M1Values[i];
+    if (code_kind(format) == CodeKind::e4m3) values[i] = e4m3_to_float(static_cast<uint8_t>(q));
   }
   return values;
+}
+
+// Returns the values of a format's codes, which are those of `lut` if the format has a table.
+inline const float* code_values(WeightFormat format, const float* lut) {
+#define MARLIN_CODE_VALUES(name, ...)                                             \
+  case WeightFormat::name: {                                                      \
+    static constexpr CodeValues kValues = values_of_format<WeightFormat::name>(); \
+    return has_lut(format) ? lut : kValues.data();                                \
+  }
+  switch (format) { MARLIN_WEIGHT_FORMATS(MARLIN_CODE_VALUES, ) }
+  return nullptr;
 }
 
 // Returns the number of bf16 terms that represent every code exactly: 1, or 3 for tables. Returns 0 if a code is not
 // finite or is close to overflow. Also returns 0 if the bf16 instructions, which flush subnormals, would lose bits of
 // a code (bf16_parts.h).
-inline int bf16_parts_of_codes(const std::array<float, 16>& values) {
+inline int bf16_parts_of_codes(WeightFormat format, const float* lut) {
+  if (is_byte_wide(codes_of(format))) return 1;  // whole numbers of at most 8 bits, or E4M3
+  const float* values = code_values(format, lut);
   bool exact = true;
   uint32_t smallest = ~0U, largest = 0;  // compared as bits, so that NaN is the largest
-  for (const float value : values) {
+  for (int q = 0; q < kLutSize; ++q) {
+    const float value = values[q];
     const uint32_t magnitude = std::bit_cast<uint32_t>(value) & 0x7FFFFFFFU;
     exact = exact && (magnitude & 0xFFFFU) == 0;
     if (magnitude != 0) smallest = std::min(smallest, magnitude);

@@ -44,7 +44,7 @@ Tensor moe_gemm_grad_a(const Tensor& grad, const WeightArguments& weight, const 
     if (expert >= 0 && expert < experts) pairs[static_cast<size_t>(expert)].push_back(pair);
   }
   const Tensor rows = grad.reshape({-1, grad.size(2)}).to(at::kFloat);
-  Tensor out = at::zeros({rows.size(0), weight.b_packed.size(1) * kCodesPerWord}, rows.options());
+  Tensor out = at::zeros({rows.size(0), weight.b_packed.size(1) * kBlockK}, rows.options());
   for (int64_t expert = 0; expert < experts; ++expert) {
     const auto& own = pairs[static_cast<size_t>(expert)];
     if (own.empty()) continue;

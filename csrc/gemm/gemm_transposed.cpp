@@ -46,9 +46,9 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
     const int64_t most = std::max<int64_t>(fitting / group, 1);
     return {ceil_divide(groups, ceil_divide(groups, most)) * group, false};
   }
-  const int64_t words = group / kCodesPerWord;
-  const int64_t most = std::max<int64_t>(fitting / kCodesPerWord, 1);
-  return {ceil_divide(words, ceil_divide(words, most)) * kCodesPerWord, true};
+  const int64_t blocks = group / kBlockK;
+  const int64_t most = std::max<int64_t>(fitting / kBlockK, 1);
+  return {ceil_divide(blocks, ceil_divide(blocks, most)) * kBlockK, true};
 }
 
 // Returns scales or zeros of one level, fp32, of some groups of two levels.
@@ -58,16 +58,17 @@ Tensor one_level(const Tensor& codes, const Tensor& super, int64_t group_size, i
   return blocks.mul_(codes.narrow(0, first, groups));
 }
 
-Tensor dequantize_rows(const WeightArguments& weight, int64_t first, int64_t rows, bool inside_group,
-                       at::ScalarType dtype) {
+Tensor dequantize_rows(const WeightArguments& weight, WeightFormat format, int64_t first, int64_t rows,
+                       bool inside_group, at::ScalarType dtype) {
+  const int64_t per_word = codes_per_word(format);
   const int64_t first_group = first / weight.group_size;
   const int64_t groups = inside_group ? 1 : group_count(rows, weight.group_size);
   OwnedWeight part = weight.own();
-  part.b_packed = weight.b_packed.narrow(0, first / kCodesPerWord, rows / kCodesPerWord);
+  part.b_packed = weight.b_packed.narrow(0, first / per_word, rows / per_word);
   part.scales = weight.scales.narrow(0, first_group, groups);
   if (weight.zeros) part.zeros = weight.zeros->narrow(0, first_group, groups);
   // A part may begin inside a block of two levels.
-  if (weight.super_scales && rows < weight.b_packed.size(0) * kCodesPerWord) {
+  if (weight.super_scales && rows < weight.b_packed.size(0) * per_word) {
     const auto expand = [&](const Tensor& codes, OptionalTensor& super) {
       const Tensor result = one_level(codes, *super, weight.group_size, first_group, groups);
       super.reset();
@@ -120,13 +121,13 @@ Tensor gemm_transposed(const Tensor& a, const WeightArguments& weight) {
 
   Tensor out;
   if (division.rows >= K && !converts) {
-    out = at::mm(rows, dequantize_rows(weight, 0, K, false, dtype).t());
+    out = at::mm(rows, dequantize_rows(weight, shape.format, 0, K, false, dtype).t());
   } else {
     out = at::empty({rows.size(0), K}, a.options());
     for (int64_t first = 0, last = 0; first < K; first = last) {
       last = std::min(first + division.rows, K);
       if (division.inside_groups) last = std::min(last, (first / weight.group_size + 1) * weight.group_size);
-      const Tensor part = dequantize_rows(weight, first, last - first, division.inside_groups, dtype);
+      const Tensor part = dequantize_rows(weight, shape.format, first, last - first, division.inside_groups, dtype);
       multiply_part(rows, part, part_bytes, out.narrow(1, first, last - first));
     }
   }

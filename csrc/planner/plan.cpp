@@ -62,8 +62,8 @@ void refuse(std::string_view op, std::string_view argument, std::string_view exp
 
 void check_weight(std::string_view op, const WeightProblem& weight) {
   if (weight.N == 0) refuse(op, "N", "at least 1", "0");
-  if (weight.K == 0 || weight.K % kCodesPerWord != 0) refuse(op, "K", "a multiple of 8", std::to_string(weight.K));
-  if (weight.group_size == 0 || group_size(weight) % kCodesPerWord != 0) {
+  if (weight.K == 0 || weight.K % kBlockK != 0) refuse(op, "K", "a multiple of 8", std::to_string(weight.K));
+  if (weight.group_size == 0 || group_size(weight) % kBlockK != 0) {
     refuse(op, "group_size", "a multiple of 8", std::to_string(weight.group_size));
   }
   const uint64_t scales = uint64_t{ceil_divide(weight.K, group_size(weight))} * weight.N;
@@ -144,7 +144,7 @@ Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device) 
   const double written = double(weight.K) * weight.N * element_bytes(problem.out);
   return {.dispatches = {{.instance = {Kernel::dequantize, weight.format, problem.out},
                           .constants = weight_constants(weight),
-                          .grid = elementwise_grid(weight.N, weight.K / kCodesPerWord),
+                          .grid = elementwise_grid(weight.N, weight.K / kBlockK),
                           .threads = kElementwiseThreads,
                           .params = DequantizeParams{weight.N, weight.K, group_size(weight), 0},
                           .seconds = traffic_seconds(weight_bytes(weight) + written, device)}}};

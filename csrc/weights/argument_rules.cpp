@@ -127,11 +127,14 @@ void check_global_scale_and_lut(const WeightChecker& check, WeightFormat format,
 WeightShape check_weight(const char* op, const WeightArguments& weight, bool stacked) {
   WeightChecker check{{op, weight.b_packed.device()}, stacked};
   const WeightFormat format = find_format(op, weight.weight_format);
-  check.words("b_packed", weight.b_packed, "K/8, N");
+  check.words("b_packed", weight.b_packed, code_bits(format) == 4 ? "K/8, N" : "K/4, N");
   if (stacked) check.E = weight.b_packed.sym_size(0);
-  const c10::SymInt K = weight.b_packed.sym_size(-2) * kCodesPerWord;
+  const c10::SymInt K = weight.b_packed.sym_size(-2) * codes_per_word(format);
   const c10::SymInt N = weight.b_packed.sym_size(-1);
-  if (K < kCodesPerWord || N < 1) fail(op, "b_packed", "at least one word and one column", describe(weight.b_packed));
+  if (K < kBlockK || N < 1) fail(op, "b_packed", "at least one word and one column", describe(weight.b_packed));
+  if (words_per_block(format) > 1 && K % kBlockK != 0) {
+    fail(op, "b_packed", "an even number of rows: K is a multiple of 8", describe(weight.b_packed));
+  }
   if (check.E < 1) fail(op, "b_packed", "at least one expert", describe(weight.b_packed));
   check_group_size(op, format, weight.group_size, K);
   const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
@@ -159,10 +162,11 @@ WeightShape check_embedding(const Tensor& ids, const WeightArguments& weight, at
   return shape;
 }
 
-void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm) {
+void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm, int64_t code_bits) {
   const WeightChecker check{{"gptq_repack", qweight.device()}};
-  check.words("qweight", qweight, "K/8, N");
-  check.perm(perm, qweight.sym_size(0) * kCodesPerWord);
+  if (code_bits != 4 && code_bits != 8) fail(check.op, "code_bits", "4 or 8", std::to_string(code_bits));
+  check.words("qweight", qweight, code_bits == 4 ? "K/8, N" : "K/4, N");
+  check.perm(perm, qweight.sym_size(0) * (32 / code_bits));
 }
 
 StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
@@ -181,7 +185,7 @@ StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_ver
 void check_awq_repack(const Tensor& qweight) {
   const WeightChecker check{{"awq_repack", qweight.device()}};
   check.words("qweight", qweight, "K, N/8");
-  if (qweight.sym_size(0) % kCodesPerWord != 0) {
+  if (qweight.sym_size(0) % kBlockK != 0) {
     fail(check.op, "qweight", "[K, N/8] with K a multiple of 8", describe(qweight));
   }
 }

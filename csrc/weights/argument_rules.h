@@ -50,7 +50,7 @@ struct WeightChecker : Checker {
 WeightShape check_weight(const char* op, const WeightArguments& weight, bool stacked = false);
 WeightShape check_dequantize(const WeightArguments& weight, at::ScalarType dtype);
 WeightShape check_embedding(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype);
-void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm);
+void check_gptq_repack(const Tensor& qweight, const OptionalTensor& perm, int64_t code_bits);
 StoredZeros check_gptq_unpack_zeros(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule);
 void check_awq_repack(const Tensor& qweight);
 void check_transpose_words(const Tensor& words);

@@ -12,7 +12,7 @@ Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device) {
   const double bytes_of_a_row = weight_bytes(weight) / weight.N + double(weight.K) * element_bytes(problem.out);
   return {.dispatches = {{.instance = {Kernel::embedding, weight.format, problem.out},
                           .constants = weight_constants(weight),
-                          .grid = elementwise_grid(weight.K / kCodesPerWord, problem.count),
+                          .grid = elementwise_grid(weight.K / kBlockK, problem.count),
                           .threads = kElementwiseThreads,
                           .params = EmbeddingParams{weight.N, weight.K, group_size(weight), problem.count,
                                                     problem.wide_ids ? 8U : 4U},
@@ -25,12 +25,12 @@ Plan plan_repack(const RepackProblem& problem, const GpuDevice& device) {
     refuse("repack", "kernel", "one of weights/repack", std::string(op));
   if (problem.rows == 0) refuse(op, "rows", "at least 1", "0");
   if (problem.columns == 0) refuse(op, "columns", "at least 1", "0");
-  Dispatch dispatch{
-      .instance = {problem.kernel},
-      .grid = elementwise_grid(problem.columns, problem.rows),
-      .threads = kElementwiseThreads,
-      .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros), 0},
-      .seconds = traffic_seconds(double(problem.thread_bytes) * problem.rows * problem.columns, device)};
+  Dispatch dispatch{.instance = {problem.kernel},
+                    .grid = elementwise_grid(problem.columns, problem.rows),
+                    .threads = kElementwiseThreads,
+                    .params = RepackParams{problem.rows, problem.columns, static_cast<int32_t>(problem.stored_zeros),
+                                           problem.code_bits},
+                    .seconds = traffic_seconds(double(problem.thread_bytes) * problem.rows * problem.columns, device)};
   dispatch.constants[kConstantHasPerm] = problem.has_perm;
   return {.dispatches = {std::move(dispatch)}};
 }

@@ -20,6 +20,7 @@ struct RepackProblem {
   uint32_t columns = 0;
   Flag has_perm{};
   StoredZeros stored_zeros = StoredZeros::plain;
+  uint32_t code_bits = 4;
   uint32_t thread_bytes = 0;  // that a thread of the grid reads and writes
 };
 

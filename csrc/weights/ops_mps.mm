@@ -65,21 +65,20 @@ Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor
   return out;
 }
 
-Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm) {
-  check_gptq_repack(qweight, perm);
-  return repack("gptq_repack", {.kernel = Kernel::gptq_repack}, qweight, at::empty(qweight.sizes(), qweight.options()),
-                contiguous_or_undefined(perm));
+Tensor gptq_repack_mps(const Tensor& qweight, const OptionalTensor& perm, int64_t code_bits) {
+  check_gptq_repack(qweight, perm, code_bits);
+  return repack("gptq_repack", {.kernel = Kernel::gptq_repack, .code_bits = static_cast<uint32_t>(code_bits)}, qweight,
+                at::empty(qweight.sizes(), qweight.options()), contiguous_or_undefined(perm));
 }
 
 Tensor awq_repack_mps(const Tensor& qweight) {
   check_awq_repack(qweight);
   return repack("awq_repack", {.kernel = Kernel::awq_repack}, qweight,
-                at::empty({qweight.size(0) / kCodesPerWord, qweight.size(1) * kCodesPerWord}, qweight.options()), {},
-                kCodesPerWord);
+                at::empty({qweight.size(0) / kNibbles, qweight.size(1) * kNibbles}, qweight.options()), {}, kNibbles);
 }
 
 Tensor empty_zeros(const Tensor& qzeros) {
-  return at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  return at::empty({qzeros.size(0), qzeros.size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
 }
 
 Tensor gptq_unpack_zeros_mps(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {

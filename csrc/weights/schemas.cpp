@@ -10,7 +10,7 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   using marlin::weight_schema;
   m.def(weight_schema("dequantize(Weight weight, *, ScalarType dtype=5) -> Tensor"));
   m.def(weight_schema("embedding(Tensor ids, Weight weight, *, ScalarType dtype=5) -> Tensor"));
-  m.def("gptq_repack(Tensor qweight, *, Tensor? perm=None) -> Tensor");
+  m.def("gptq_repack(Tensor qweight, *, Tensor? perm=None, int code_bits=4) -> Tensor");
   m.def("gptq_unpack_zeros(Tensor qzeros, *, int checkpoint_version, str rule=\"word\") -> Tensor");
   m.def("awq_repack(Tensor qweight) -> Tensor");
   m.def("awq_unpack_zeros(Tensor qzeros) -> Tensor");
@@ -32,25 +32,24 @@ Tensor embedding_meta(const Tensor& ids, const WeightArguments& weight, at::Scal
   return at::empty_symint(sizes, weight.scales.options().dtype(dtype));
 }
 
-Tensor gptq_repack_meta(const Tensor& qweight, const OptionalTensor& perm) {
-  check_gptq_repack(qweight, perm);
+Tensor gptq_repack_meta(const Tensor& qweight, const OptionalTensor& perm, int64_t code_bits) {
+  check_gptq_repack(qweight, perm, code_bits);
   return at::empty_symint(qweight.sym_sizes(), qweight.options());
 }
 
 Tensor gptq_unpack_zeros_meta(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
-  return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
 }
 
 Tensor awq_repack_meta(const Tensor& qweight) {
   check_awq_repack(qweight);
-  return at::empty_symint({qweight.sym_size(0) / kCodesPerWord, qweight.sym_size(1) * kCodesPerWord},
-                          qweight.options());
+  return at::empty_symint({qweight.sym_size(0) / kNibbles, qweight.sym_size(1) * kNibbles}, qweight.options());
 }
 
 Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
   check_awq_unpack_zeros(qzeros);
-  return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
 }
 
 // Serves every device except the CPU, which has a faster kernel of its own.

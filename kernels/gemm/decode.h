@@ -1,5 +1,7 @@
-// Decodes 4-bit codes. A word holds k = 0..7 of one column, lowest k in the lowest nibble. One mask extracts two
-// nibbles, k and k + 4, one from each 16-bit half of the word. The masked word is then read as a half2.
+// Decodes the codes of blocks: eight k of one column, lowest k in the lowest bits. One mask extracts two codes, one
+// from each 16-bit half of a word, and the masked word is then read as a half2. So the eight codes of a block are four
+// pairs. A word of 4-bit codes has k = 0..7, and its pairs are k = j and j + 4. A word of 8-bit codes has k = 0..3, so
+// a block is two words, and the pairs are k = 0 and 2, 1 and 3 of either word.
 #pragma once
 
 #include "kernels/gemm/function_constants.h"
@@ -9,12 +11,32 @@ namespace marlin {
 // Eight values of consecutive k.
 template <typename T>
 struct Vec8 {
-  T k[kCodesPerWord];
+  T k[kBlockK];
 };
 
 // Pair i holds k = i and k = i + 4.
 MARLIN_INLINE Vec8<half> make_vec8(half2 pair0, half2 pair1, half2 pair2, half2 pair3) {
   return {{pair0.x, pair1.x, pair2.x, pair3.x, pair0.y, pair1.y, pair2.y, pair3.y}};
+}
+
+// The words of a block.
+template <WeightFormat format>
+struct BlockWords {
+  uint word[words_per_block(format)];
+};
+
+// Returns which word of a block has pair j, and the k of the pair's first and second code.
+template <WeightFormat format>
+MARLIN_INLINE constexpr uint word_of_pair(uint j) {
+  return words_per_block(format) == 2 ? j / 2 : 0;
+}
+template <WeightFormat format>
+MARLIN_INLINE constexpr uint first_of_pair(uint j) {
+  return words_per_block(format) == 2 ? j / 2 * 4 + j % 2 : j;
+}
+template <WeightFormat format>
+MARLIN_INLINE constexpr uint second_of_pair(uint j) {
+  return first_of_pair<format>(j) + (words_per_block(format) == 2 ? 2 : 4);
 }
 
 // Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. Each code is moved to bits 12..9 of a half. The
@@ -39,6 +61,17 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
                    e2m1_scaled(word, 3) * unit);
 }
 
+// Decodes E4M3 codes 0 and 2 (j = 0), or 1 and 3 (j = 1), of a word to their values times 2^-8. Exponent and mantissa
+// of a code are moved into the same fields of a half, whose exponent bias is 8 larger. Adding 0x4000 carries the sign
+// to bit 15, and a mask drops the other bits. The NaN codes 0x7F and 0xFF become 1.875 and -1.875, which no other code
+// does.
+MARLIN_INLINE half2 e4m3_scaled(uint word, uint j) {
+  const uint raised = j == 0 ? (word & 0x00FF00FFu) << 7 : (word & 0xFF00FF00u) >> 1;
+  const half2 values = as_type<half2>((raised + 0x40004000u) & 0xBF80BF80u);
+  return half2(abs(values.x) == 1.875h ? half(NAN) : values.x, abs(values.y) == 1.875h ? half(NAN) : values.y);
+}
+constant constexpr float kE4M3Unit = 256.0f;
+
 // How FastCodes decodes. To get the code, the caller multiplies the returned value by even_unit(), or by odd_unit() for
 // odd k.
 struct DecodeOptions {
@@ -46,16 +79,18 @@ struct DecodeOptions {
   bool separate_odd;  // leaves codes of odd k 16 times too large: saves a shift, but needs separate accumulators
 };
 
-// Decodes codes at whatever scale is cheapest. pair() returns the codes of k = j and j + 4 as float2; the widening is
-// free, because fp32 instructions read half operands.
-template <CodeKind kind>
+// Decodes codes at whatever scale is cheapest. pair() returns the codes of pair j as float2, from the word that has
+// this pair. The widening is free, because fp32 instructions read half operands.
+template <CodeKind kind, uint bits>
 struct FastCodes;
+template <WeightFormat format>
+using FastCodesOf = FastCodes<code_kind(format), code_bits(format)>;
 
 // Decoding integers needs no shift and no conversion: a nibble q that is masked out of a word and read as a half is q *
 // 2^-24, or q * 2^-20 if it sits four bits higher. On a GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and
 // subtracted, which gives q or 16 q.
 template <>
-struct FastCodes<CodeKind::integer> {
+struct FastCodes<CodeKind::integer, 4> {
   static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
     const bool stays = j % 2 == 1 && form.separate_odd;
     const uint bits = (word >> (4 * (stays ? j - 1 : j))) & (stays ? 0x00F000F0u : 0x000F000Fu);
@@ -68,7 +103,7 @@ struct FastCodes<CodeKind::integer> {
 };
 
 template <>
-struct FastCodes<CodeKind::e2m1> {
+struct FastCodes<CodeKind::e2m1, 4> {
   static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
     return float2(e2m1_scaled(word, j) * half2(form.subnormal ? 1.0h : half(kE2M1Unit)));
   }
@@ -77,7 +112,7 @@ struct FastCodes<CodeKind::e2m1> {
 };
 
 template <>
-struct FastCodes<CodeKind::table> {
+struct FastCodes<CodeKind::table, 4> {
   static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float* table, DecodeOptions) {
     return float2(table[(word >> (4 * j)) & 15u], table[(word >> (4 * j + 16)) & 15u]);
   }
@@ -85,11 +120,54 @@ struct FastCodes<CodeKind::table> {
   static MARLIN_INLINE float odd_unit(DecodeOptions) { return 1.0f; }
 };
 
-// Decodes a word to half, exactly. An integer q becomes q - zero, where zero is a whole number up to 255. An E2M1 code
-// becomes its value. A code of a table becomes the index q.
-template <CodeKind kind>
-MARLIN_INLINE Vec8<half> exact_codes(uint word, half zero) {
-  if (kind == CodeKind::e2m1) return exact_e2m1(word);
+// A byte that is masked out of a word and read as a half is q * 2^-24. The odd bytes must be shifted: where they are,
+// they would be exponent and sign.
+template <>
+struct FastCodes<CodeKind::integer, 8> {
+  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
+    const uint bits = (word >> (8 * (j % 2))) & 0x00FF00FFu;
+    return float2(form.subnormal ? as_type<half2>(bits) : as_type<half2>(bits | 0x64006400u) - half2(1024.0h));
+  }
+  static MARLIN_INLINE float even_unit(DecodeOptions form) { return form.subnormal ? 16777216.0f : 1.0f; }
+  static MARLIN_INLINE float odd_unit(DecodeOptions form) { return even_unit(form); }
+};
+
+template <>
+struct FastCodes<CodeKind::e4m3, 8> {
+  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
+    return float2(e4m3_scaled(word, j % 2) * half2(form.subnormal ? 1.0h : half(kE4M3Unit)));
+  }
+  static MARLIN_INLINE float even_unit(DecodeOptions form) { return form.subnormal ? kE4M3Unit : 1.0f; }
+  static MARLIN_INLINE float odd_unit(DecodeOptions form) { return even_unit(form); }
+};
+
+// Decodes the bytes of a word of integers to q - zero.
+MARLIN_INLINE half4 exact_bytes(uint word, half zero) {
+  const half2 offset = half2(1024.0h + zero);
+  const half2 even = as_type<half2>((word & 0x00FF00FFu) | 0x64006400u) - offset;
+  const half2 odd = as_type<half2>(((word >> 8) & 0x00FF00FFu) | 0x64006400u) - offset;
+  return half4(even.x, odd.x, even.y, odd.y);
+}
+
+MARLIN_INLINE half4 exact_e4m3(uint word) {
+  const half2 even = e4m3_scaled(word, 0) * half2(half(kE4M3Unit));
+  const half2 odd = e4m3_scaled(word, 1) * half2(half(kE4M3Unit));
+  return half4(even.x, odd.x, even.y, odd.y);
+}
+
+MARLIN_INLINE Vec8<half> join(half4 low, half4 high) {
+  return {{low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]}};
+}
+
+// Decodes a block to half, exactly. An integer q becomes q - zero, where zero is a whole number up to 255. An E2M1 or
+// E4M3 code becomes its value. A code of a table becomes the index q.
+template <WeightFormat format>
+MARLIN_INLINE Vec8<half> exact_codes(BlockWords<format> words, half zero) {
+  const uint word = words.word[0];
+  const uint last = words.word[words_per_block(format) - 1];
+  if (code_kind(format) == CodeKind::e2m1) return exact_e2m1(word);
+  if (code_kind(format) == CodeKind::e4m3) return join(exact_e4m3(word), exact_e4m3(last));
+  if (code_bits(format) == 8) return join(exact_bytes(word, zero), exact_bytes(last, zero));
   // The ORed halves are 1024 + q and 1024 + 16 q = 16 (64 + q). The results are whole numbers below 2048, so half holds
   // them exactly.
   const uint high = word >> 8;
@@ -102,10 +180,24 @@ MARLIN_INLINE Vec8<half> exact_codes(uint word, half zero) {
                    fma(as_type<half2>((high & 0x00F000F0u) | 0x64006400u), sixteenth, odd_offset));
 }
 
-// Decodes a word of integers to (q - zero) * 2^-9, exactly. Needs subnormal_codes: a masked nibble, read as a half, is
-// q * 2^-24 or q * 2^-20. This function takes 8 operations on pairs; exact_codes takes 12.
+// Decodes the bytes of a word of integers to (q - zero) * 2^-9.
 constant constexpr float kSmallCode = 1.0f / 512;
-MARLIN_INLINE Vec8<half> small_codes(uint word, half zero) {
+MARLIN_INLINE half4 small_bytes(uint word, half zero) {
+  const half2 offset = half2(-zero * half(kSmallCode));
+  const half2 even = fma(as_type<half2>(word & 0x00FF00FFu), half2(32768.0h), offset);
+  const half2 odd = fma(as_type<half2>((word >> 8) & 0x00FF00FFu), half2(32768.0h), offset);
+  return half4(even.x, odd.x, even.y, odd.y);
+}
+
+// Decodes a block of integers to (q - zero) * 2^-9, exactly. Needs subnormal_codes: a masked code, read as a half, is
+// q * 2^-24, or q * 2^-20 for odd nibbles. For a word of nibbles, this function takes 8 operations on pairs, and
+// exact_codes takes 12.
+template <WeightFormat format>
+MARLIN_INLINE Vec8<half> small_codes(BlockWords<format> words, half zero) {
+  const uint word = words.word[0];
+  if (code_bits(format) == 8) {
+    return join(small_bytes(word, zero), small_bytes(words.word[words_per_block(format) - 1], zero));
+  }
   const uint high = word >> 8;
   const half2 offset = half2(-zero * half(kSmallCode));
   const half2 even = half2(32768.0h);

@@ -17,8 +17,9 @@ namespace marlin {
 enum {
   kFusedRowBlocks = kFusedMaxRows / kBlock,
   kFusedColumnBlocks = kFusedColumns / kBlock,
-  kFusedWordRows = 4,                            // packed rows that a simdgroup loads at once
-  kFusedLoadK = kFusedWordRows * kCodesPerWord,  // a step takes kFusedK
+  kFusedWordRows = 4,                      // packed rows that a simdgroup loads at once, or twice these of 8-bit codes
+  kFusedLoadK = kFusedWordRows * kBlockK,  // a step takes kFusedK
+  kFusedByteWordK = kFusedLoadK / 2,       // from the first to the second word of 8-bit codes that a lane loads
 };
 
 // Evenly spaced rows, starting at `begin`. If fewer than rows_per_threadgroup rows are left for the last threadgroup,
@@ -61,7 +62,7 @@ struct EvenRows {
 template <WeightFormat format, typename T, uint row_blocks, typename Rows>
 struct FusedAccumulators {
   typedef simdgroup_matrix<float, kBlock, kBlock> Matrix;
-  typedef FastCodes<code_kind(format)> Codes;
+  typedef FastCodesOf<format> Codes;
   typedef ColumnDecode<format, (row_blocks < kFusedRowBlocks)> Decode;
 
   Weight weight;
@@ -69,7 +70,7 @@ struct FusedAccumulators {
   uint n;                    // the lane's first column
   uint word;                 // the lane's packed row, of the four that a load reads
   uint quad;                 // the lane's first k among the 32 of a load
-  const device uint* words;  // the lane's next four words
+  const device uint* words;  // the lane's next words of four columns
   uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
   // The lane's two rows of block i start at x_row + row_offset[i]. Without a permutation, the pointers are those of the
   // lane's first k in the next load, and with a permutation of k = 0. Rows says how many different pointers and offsets
@@ -87,16 +88,20 @@ struct FusedAccumulators {
   // Returns true if the activations of two fragments, not four, are loaded at once. With 32 rows of fp32, four
   // fragments need 231 half-registers per thread (M1), and only two of the planner's threadgroups, of five simdgroups
   // each, fit on a core. Two fragments need 207, and three threadgroups fit.
+  // Of 8-bit codes, the k of two fragments are adjacent, and those of the other two are kFusedByteWordK further.
   static MARLIN_INLINE bool loads_pairs() {
-    return sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows;
+    return is_wide() || (sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows);
   }
+  static constexpr bool is_wide() { return words_per_block(format) == 2; }
+  // Returns the distance in k from the word or the quad at the start of a load to those of fragment j.
+  static MARLIN_INLINE uint skipped_k(uint j) { return word_of_pair<format>(j) * kFusedByteWordK; }
 
   // Loads the activations for fragment j of a load: for all four at once if j = 0, or for j and j + 1 if loads_pairs().
   // The second pair's offset is deliberately opaque to the compiler, which would otherwise merge the two loads.
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
-        const uint skipped = j == 0 ? 0 : opaque_two;
+        const uint skipped = j == 0 ? 0 : is_wide() ? skipped_k(j) : opaque_two;
         const device T* start = x_row[e % Rows::pointers()] + (loads_pairs() && !has_perm ? skipped : 0);
         const device T* first = start + row_offset[i][e % Rows::offsets_per_block()];
         if (j == 0) x[i][e] = vec<T, 4>(T(0.0f));
@@ -128,19 +133,23 @@ struct FusedAccumulators {
 
   // Multiplies 32 k starting at k0. Both operands are zero at k_end and beyond.
   MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
-    const uint k_word = k0 + word * kCodesPerWord;
+    const uint k_word = k0 + word * codes_per_word(format);
     const uint k_quad = k0 + quad;
-    const bool has_word = !ragged_k || k_word < k_end;
-    const bool has_quad = !ragged_k || k_quad < k_end;
+    const bool has_two_groups = is_wide() && short_group_size == kMinGroupSize;
 
-    uint4 packed = uint4(0);
-    if (has_word) {
-      packed = load_columns(words, weight.N - n);
-      if (short_group_size != 0) load_scales(k_word);
+    uint4 packed[words_per_block(format)];
+    MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) {
+      packed[i] = uint4(0);
+      if (!ragged_k || k_word + i * kFusedByteWordK < k_end) packed[i] = load_columns(words, weight.N - n);
+      words += ulong(weight.N) * kFusedWordRows;
     }
-    words += ulong(weight.N) * kFusedWordRows;
-    if (short_group_size != 0) scale_index += weight.N * (kFusedLoadK / short_group_size);
     MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+      const bool has_word = !ragged_k || k_word + skipped_k(j) < k_end;
+      const bool has_quad = !ragged_k || k_quad + skipped_k(j) < k_end;
+      if (short_group_size != 0 && (j == 0 || (has_two_groups && j == 2))) {
+        if (has_word) load_scales(k_word + skipped_k(j));
+        scale_index += weight.N * (has_two_groups ? 1 : kFusedLoadK / short_group_size);
+      }
       load_activations(j, k_quad, has_quad);
       Matrix activations[row_blocks];
       MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
@@ -149,7 +158,7 @@ struct FusedAccumulators {
         activations[i].thread_elements()[1] = float(x[i][1][j]);
       }
       MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
-        const float2 codes = Codes::pair(packed[b], j, table, Decode::form());
+        const float2 codes = Codes::pair(packed[word_of_pair<format>(j)][b], j, table, Decode::form());
         const float low = decode[b].weight(codes.x, j);
         const float high = decode[b].weight(codes.y, j);
         Matrix weights;
@@ -201,8 +210,8 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   // Columns at N and beyond load zero and are not stored.
   sums.n = min(n, N);
   sums.word = place.column / 2;
-  sums.quad = place.row * 4;
-  sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord + sums.word) * N + sums.n;
+  sums.quad = place.row * (sums.is_wide() ? 2 : 4);
+  sums.words = product.weight.packed + ulong(k_begin / codes_per_word(format) + sums.word) * N + sums.n;
   sums.opaque_two = min(params.K, 2u);
   sums.table = shared;
   MARLIN_UNROLL for (uint e = 0; e < Rows::pointers(); ++e) {
@@ -216,7 +225,8 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
 
   for (uint part = 0; part < parts; ++part)
     own[part * kSimdWidth] = float4(0.0f);
-  const uint first_group = (k_begin + (short_group_size != 0 ? sums.word * kCodesPerWord : 0)) / params.group_size;
+  const uint first_group =
+      (k_begin + (short_group_size != 0 ? sums.word * codes_per_word(format) : 0)) / params.group_size;
   sums.scale_index = first_group * N + sums.n;
   uint group_rest = (first_group + 1) * params.group_size - k_begin;  // only used if short_group_size is 0
   for (uint k = k_begin; k < k_end;) {

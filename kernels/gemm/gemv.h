@@ -1,7 +1,8 @@
-// The body of the kernels that compute up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load
-// gives it 8 k of each of them, and no other lane of the simdgroup adds to their sums. K is split between the
-// simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between threadgroups,
-// whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same bits.
+// The body of the kernels that compute up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load,
+// or two of 8-bit codes, gives it 8 k of each of them, and no other lane of the simdgroup adds to their sums. K is
+// split between the simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between
+// threadgroups, whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same
+// bits.
 #pragma once
 
 #include "kernels/gemm/product.h"
@@ -16,7 +17,7 @@ constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
 // There are `most_rows` rows, or fewer if rows_per_threadgroup says so.
 template <WeightFormat format, typename T, uint most_rows>
 struct GemvAccumulators {
-  typedef FastCodes<code_kind(format)> Codes;
+  typedef FastCodesOf<format> Codes;
 
   Weight weight;
   Activations<T> a;
@@ -37,7 +38,7 @@ struct GemvAccumulators {
   // accumulators. With many rows, they cost too many registers: at 8 rows on an M1, a thread would use 253
   // half-registers instead of 199.
   static MARLIN_INLINE bool separate_odd() {
-    return code_kind(format) == CodeKind::integer && rows() <= kGemvMaxSeparateOddRows;
+    return code_kind(format) == CodeKind::integer && code_bits(format) == 4 && rows() <= kGemvMaxSeparateOddRows;
   }
   static MARLIN_INLINE DecodeOptions form(bool subnormal) { return {subnormal, separate_odd()}; }
   static MARLIN_INLINE bool has_row(uint r) { return r < rows(); }
@@ -78,21 +79,29 @@ struct GemvAccumulators {
     return simd_any(found);
   }
 
+  // The words of 8 k of the lane's four columns.
+  struct ColumnWords {
+    uint4 row[words_per_block(format)];
+  };
+
   // The activations of 8 k. Rows that the threadgroup does not have are undefined.
   struct ActivationRows {
     Vec8<T> row[most_rows];
   };
 
-  MARLIN_INLINE uint4 next_words() thread {
-    const uint4 packed = load_columns(words, weight.N - n);
-    words += weight.N;
+  MARLIN_INLINE ColumnWords next_words() thread {
+    ColumnWords packed;
+    MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) {
+      packed.row[i] = load_columns(words, weight.N - n);
+      words += weight.N;
+    }
     return packed;
   }
 
   template <typename R>
   MARLIN_INLINE Vec8<R> next_activations(uint r, uint k) thread {
     const Vec8<R> x = a.template load_vec8<R>(x_row[r], k);
-    if (!has_perm) x_row[r] += kCodesPerWord;
+    if (!has_perm) x_row[r] += kBlockK;
     return x;
   }
 
@@ -117,25 +126,25 @@ struct GemvAccumulators {
   // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` holds these
   // activations. Otherwise `loaded` is unused, and each row's activations are loaded just before they are multiplied.
   template <bool subnormal>
-  MARLIN_INLINE void multiply(uint4 packed, uint k, ActivationRows loaded) thread {
+  MARLIN_INLINE void multiply(ColumnWords packed, uint k, ActivationRows loaded) thread {
     Vec8<float> codes[kGemvColumnsPerLane];
     MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
-        const float2 pair = Codes::pair(packed[c], j, table, form(subnormal));
-        codes[c].k[j] = pair.x;
-        codes[c].k[j + 4] = pair.y;
+        const float2 pair = Codes::pair(packed.row[word_of_pair<format>(j)][c], j, table, form(subnormal));
+        codes[c].k[first_of_pair<format>(j)] = pair.x;
+        codes[c].k[second_of_pair<format>(j)] = pair.y;
       }
     }
     MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
       if (!has_row(r)) continue;
       Vec8<float> x;
       if (loads_first()) {
-        MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) x.k[i] = float(loaded.row[r].k[i]);
+        MARLIN_UNROLL for (uint i = 0; i < kBlockK; ++i) x.k[i] = float(loaded.row[r].k[i]);
       } else {
         x = next_activations<float>(r, k);
       }
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
-        MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; i += 2) {
+        MARLIN_UNROLL for (uint i = 0; i < kBlockK; i += 2) {
           even[r][c] = fma(codes[c].k[i], x.k[i], even[r][c]);
           if (separate_odd()) {
             odd[r][c] = fma(codes[c].k[i + 1], x.k[i + 1], odd[r][c]);
@@ -154,9 +163,9 @@ struct GemvAccumulators {
       MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) even[r][c] = odd[r][c] = 0.0f;
     }
     for (uint i = k; i < k + length; i += kGemvK) {
-      const bool is_whole = !ragged_k || i + kCodesPerWord < k + length;
-      const uint4 first = next_words();
-      uint4 second = uint4(0u);
+      const bool is_whole = !ragged_k || i + kBlockK < k + length;
+      const ColumnWords first = next_words();
+      ColumnWords second = ColumnWords{};
       ActivationRows rows;
       if (loads_first() && !rows_between_words() && is_whole) second = next_words();
       if (loads_first()) rows = next_rows(i);
@@ -164,11 +173,11 @@ struct GemvAccumulators {
       multiply<subnormal>(first, i, rows);
       if (!is_whole) continue;
       if (loads_first()) {
-        rows = next_rows(i + kCodesPerWord);
+        rows = next_rows(i + kBlockK);
       } else {
         second = next_words();
       }
-      multiply<subnormal>(second, i + kCodesPerWord, rows);
+      multiply<subnormal>(second, i + kBlockK, rows);
     }
   }
 
@@ -235,7 +244,7 @@ MARLIN_INLINE void gemv_slice(const thread Product<T>& product, const thread Row
   sums.a = product.a;
   sums.lane = lane;
   sums.n = min(n, N);
-  sums.words = product.weight.packed + ulong(k_begin / kCodesPerWord) * N + sums.n;
+  sums.words = product.weight.packed + ulong(k_begin / codes_per_word(format)) * N + sums.n;
   MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) sums.x_row[r] =
       rows.start(product.a, r) + (has_perm ? 0 : k_begin);
   sums.table = table;

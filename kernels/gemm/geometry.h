@@ -62,7 +62,7 @@ struct RepackParams {
   uint32_t rows;     // rows of the kernel's grid, see kernel_list.h
   uint32_t columns;  // columns of the kernel's grid
   int32_t stored_zeros;
-  uint32_t unused;
+  uint32_t code_bits;
 };
 static_assert(sizeof(RepackParams) == 16, "shared with the shaders");
 

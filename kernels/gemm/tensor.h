@@ -70,7 +70,8 @@ struct TensorAccumulators {
   static MARLIN_INLINE bool needs_x_sum() {
     return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
-  // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a word.
+  // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a block: half of a
+  // word of 4-bit codes, or the one word of 8-bit codes that it loads.
   static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
   static MARLIN_INLINE uint step() { return takes_half_words() ? kTensorK / 2 : kTensorK; }
 
@@ -102,16 +103,24 @@ struct TensorAccumulators {
 
   // Multiplies the next step() values of k, starting at k0. Both operands are zero at k_end and beyond.
   MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
-    const uint k_lane = k0 + quad * (takes_half_words() ? 4 : kCodesPerWord);
+    const uint k_lane = k0 + quad * (takes_half_words() ? 4 : kBlockK);
     const bool has_k = !ragged_k || k_lane < k_end;
-    uint4 packed = uint4(0);
+    uint4 packed[words_per_block(format)];
     float4 code_scales = float4(0.0f);
+    MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) {
+      packed[i] = uint4(0);
+      if (!has_k || (takes_half_words() && i == 1)) continue;
+      packed[i] = load_columns(weight.packed + ulong(k_lane / codes_per_word(format) + i) * weight.N + n, weight.N - n);
+    }
     if (has_k) {
-      packed = load_columns(weight.packed + ulong(k_lane / kCodesPerWord) * weight.N + n, weight.N - n);
       if (has_scaled_codes()) code_scales = scales_in_codes(k_lane);
     }
     Vec8<T> codes[4];
-    MARLIN_UNROLL for (uint c = 0; c < 4; ++c) codes[c] = decoded(packed[c], half(zeros[c]), half(code_scales[c]));
+    MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
+      BlockWords<format> words;
+      MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) words.word[i] = packed[i][c];
+      codes[c] = decoded(words, half(zeros[c]), half(code_scales[c]));
+    }
     MARLIN_UNROLL for (uint j = 0; j < 2; ++j) {
       if (takes_half_words() && j == 1) continue;
       TensorElements<T, 16> x;
@@ -150,22 +159,22 @@ struct TensorAccumulators {
     return e4m3_products(bytes, float4(1.0f));
   }
 
-  // Decodes a word. If takes_half_words(), decodes only the lane's half of the word, to k[0..3].
-  MARLIN_INLINE Vec8<T> decoded(uint word, half zero, half scale) const thread {
+  // Decodes a block. If takes_half_words(), decodes only the lane's half of it, to k[0..3].
+  MARLIN_INLINE Vec8<T> decoded(BlockWords<format> words, half zero, half scale) const thread {
     Vec8<T> result;
-    uint nibbles = word;
-    if (takes_half_words()) {
+    const bool splits_word = takes_half_words() && words_per_block(format) == 1;
+    if (splits_word) {
       // exact_codes() decodes nibbles i and i + 4 together, so two of the four are moved to the upper half.
-      const uint own = quad % 2 == 0 ? word : word >> 16;
-      nibbles = (own & 0xFFu) | (own & 0xFF00u) << 8;
+      const uint own = quad % 2 == 0 ? words.word[0] : words.word[0] >> 16;
+      words.word[0] = (own & 0xFFu) | (own & 0xFF00u) << 8;
     }
     const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
     const Vec8<half> codes =
-        has_small_codes() ? small_codes(nibbles, zero_in_code) : exact_codes<code_kind(format)>(nibbles, zero_in_code);
-    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
+        has_small_codes() ? small_codes<format>(words, zero_in_code) : exact_codes<format>(words, zero_in_code);
+    MARLIN_UNROLL for (uint i = 0; i < kBlockK; ++i) {
       result.k[i] = T(float(has_scaled_codes() ? codes.k[i] * scale : codes.k[i]));
     }
-    if (takes_half_words()) {
+    if (splits_word) {
       result.k[2] = result.k[4];
       result.k[3] = result.k[5];
     }

@@ -96,7 +96,15 @@ struct Weight {
   uint N;
   uint group_size;
 
-  MARLIN_INLINE uint word(uint k, uint n) const thread { return packed[ulong(k / kCodesPerWord) * N + n]; }
+  // Returns the words of rows k to k + 7 of column n. k is a multiple of 8.
+  template <WeightFormat format>
+  MARLIN_INLINE BlockWords<format> block(uint k, uint n) const thread {
+    BlockWords<format> words;
+    MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) {
+      words.word[i] = packed[ulong(k / codes_per_word(format) + i) * N + n];
+    }
+    return words;
+  }
 
   // Returns the index of what multiplies the codes of two levels at k.
   MARLIN_INLINE ulong super_index(uint k, uint n) const thread { return ulong(k / kSuperBlock) * N + n; }
@@ -158,9 +166,9 @@ struct Weight {
     const float column_scale = scale<format>(k, n);
     const float column_zero = zero<format>(k, n);
     const half zero_in_code = zero_is_in_code<format>() ? half(column_zero) : 0.0h;
-    const Vec8<half> codes = exact_codes<code_kind(format)>(word(k, n), zero_in_code);
+    const Vec8<half> codes = exact_codes<format>(block<format>(k, n), zero_in_code);
     Vec8<float> result;
-    MARLIN_UNROLL for (uint i = 0; i < kCodesPerWord; ++i) {
+    MARLIN_UNROLL for (uint i = 0; i < kBlockK; ++i) {
       const float code = float(codes.k[i]);
       const float product = code * column_scale;
       result.k[i] = has_lut(format)                         ? lut[uint(code)] * column_scale

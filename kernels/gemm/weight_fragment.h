@@ -1,7 +1,9 @@
 // Decodes packed words in registers to fp32 operands of the matrix unit. Scale and zero point are applied in one
-// instruction per weight. The operand is the transposed weight: its rows are n and its columns are k. The codes of a
-// packed word belong to four fragments. In fragment j, columns 2p and 2p + 1 are k = j and j + 4 of word p, so that one
-// mask on one word gives both elements of a lane.
+// instruction per weight. The operand is the transposed weight: its rows are n and its columns are k. 32 k of a column
+// belong to four fragments. In fragment j, columns 2p and 2p + 1 are one pair of codes (decode.h), so that one mask on
+// one word gives both elements of a lane. Of 4-bit codes it is pair j of word p, which is k = 8p + j and 8p + j + 4. Of
+// 8-bit codes it is a pair of word p (j = 0 and 1) or of word p + 4 (j = 2 and 3): with i = j % 2, it is k = 4p + i and
+// 4p + i + 2, plus 16 in word p + 4.
 #pragma once
 
 #include "kernels/gemm/fragment.h"
@@ -12,7 +14,7 @@ namespace marlin {
 // Decodes the codes of one column within a group, for a loop whose rows are `fewer_rows` than kFusedMaxRows.
 template <WeightFormat format, bool fewer_rows>
 struct ColumnDecode {
-  typedef FastCodes<code_kind(format)> Codes;
+  typedef FastCodesOf<format> Codes;
 
   float even_scale;
   float odd_scale;
@@ -44,7 +46,7 @@ struct ColumnDecode {
     }
   }
 
-  // k is the position within the word, 0..7.
+  // k is a position within the block, 0..7.
   MARLIN_INLINE float weight(float code, uint k) const thread {
     const bool odd = k % 2 == 1;
     const float scale = odd ? odd_scale : even_scale;

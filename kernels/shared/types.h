@@ -11,8 +11,12 @@
 
 namespace marlin {
 
-// A packed word holds the 4-bit codes of eight consecutive k of one column, with the lowest k in the lowest nibble.
-enum { kCodesPerWord = 8, kLutSize = 16 };
+// A packed word holds the codes of consecutive k of one column, with the lowest k in the lowest bits: eight codes of
+// 4 bits, or four of 8 bits. Kernels decode blocks of eight consecutive k of a column, and K is a multiple of eight. A
+// block is one word of 4-bit codes; of 8-bit codes it is two words, in two rows.
+enum { kBlockK = 8, kLutSize = 16, kMaxWordsPerBlock = 2 };
+// The 4-bit codes of a word.
+enum { kNibbles = 8 };
 
 // The number of k that share a value of super_scales and of super_zeros. Every group size of two levels divides it, or
 // is K and smaller.
@@ -26,7 +30,6 @@ enum { kMaxThreadgroupBytes = 32 * 1024, kPreferredThreadgroupBytes = 20 * 1024 
 
 // What a code means: q as an integer, an OCP E2M1 or E4M3 value, or an index into a table of 16 values.
 enum class CodeKind : int32_t { integer = 0, e2m1 = 1, table = 2, e4m3 = 3 };
-enum { kCodeKindCount = 3 };  // the kinds that kernels decode: no kernel has e4m3 yet
 
 // How the scales of the groups are stored.
 enum class ScaleCoding : int32_t {
@@ -56,7 +59,12 @@ enum class ZerosRole : int32_t {
   X(float4_e2m1, e2m1,    4,   0,     floating, none,       0,    "e2m1(q) * s",                        __VA_ARGS__) \
   X(nvfp4,       e2m1,    4,   0,     e4m3,     none,       16,   "e2m1(q) * (e4m3(s) * global_scale)", __VA_ARGS__) \
   X(mxfp4,       e2m1,    4,   0,     e8m0,     none,       32,   "e2m1(q) * 2^(s - 127)",              __VA_ARGS__) \
-  X(lut4,        table,   4,   0,     floating, none,       0,    "lut[q] * s",                         __VA_ARGS__)
+  X(lut4,        table,   4,   0,     floating, none,       0,    "lut[q] * s",                         __VA_ARGS__) \
+  X(uint8b128,   integer, 8,   128,   floating, none,       0,    "(q - 128) * s",                      __VA_ARGS__) \
+  X(uint8,       integer, 8,   0,     floating, zero_point, 0,    "(q - z) * s",                        __VA_ARGS__) \
+  X(uint8_bias,  integer, 8,   0,     floating, bias,       0,    "q * s + b",                          __VA_ARGS__) \
+  X(float8_e4m3, e4m3,    8,   0,     floating, none,       0,    "e4m3(q) * s",                        __VA_ARGS__) \
+  X(mxfp8,       e4m3,    8,   0,     e8m0,     none,       32,   "e4m3(q) * 2^(s - 127)",              __VA_ARGS__)
 // clang-format on
 #define MARLIN_GROUP_SIZES 16, 32, 64, 128, 256
 
@@ -88,6 +96,13 @@ constexpr CodeKind code_kind(WeightFormat format) {
 constexpr uint32_t code_bits(WeightFormat format) {
   return traits(format).code_bits;
 }
+constexpr uint32_t codes_per_word(WeightFormat format) {
+  return 32 / code_bits(format);
+}
+// Returns the number of rows of words that hold eight consecutive k.
+constexpr uint32_t words_per_block(WeightFormat format) {
+  return kBlockK / codes_per_word(format);
+}
 // Returns the number that is subtracted from integer codes of formats without zeros.
 constexpr uint32_t fixed_offset(WeightFormat format) {
   return traits(format).fixed_offset;
@@ -117,7 +132,9 @@ constexpr bool subtracts_zero(WeightFormat format) {
 
 // Returns true if the kernels can compute a format with these traits.
 constexpr bool has_kernels(WeightFormat format) {
-  return code_bits(format) == 4 && int32_t(code_kind(format)) < kCodeKindCount &&
+  const uint32_t other_width = code_kind(format) == CodeKind::integer || code_kind(format) == CodeKind::e4m3 ? 8 : 4;
+  const uint32_t width = code_kind(format) == CodeKind::e4m3 ? 8 : 4;
+  return (code_bits(format) == width || code_bits(format) == other_width) &&
          (fixed_offset(format) == 0 ||
           (code_kind(format) == CodeKind::integer && zeros_role(format) == ZerosRole::none));
 }

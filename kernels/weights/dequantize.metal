@@ -16,11 +16,11 @@ template <WeightFormat format, typename T>
     const device int* perm [[buffer(kSlotPerm)]], device T* out [[buffer(kSlotOut)]],
     constant DequantizeParams& params [[buffer(kSlotParams)]], uint2 position [[thread_position_in_grid]]) {
   const uint n = position.x;
-  const uint k = position.y * kCodesPerWord;
+  const uint k = position.y * kBlockK;
   if (n >= params.N || k >= params.K) return;
   const Weight weight{packed, scales, zeros, global_scale, super_scales, super_zeros, params.N, params.group_size};
   const Vec8<float> values = weight.decoded<format>(lut, k, n);
-  for (uint i = 0; i < kCodesPerWord; ++i) {
+  for (uint i = 0; i < kBlockK; ++i) {
     const uint row = has_perm ? uint(perm[k + i]) : k + i;
     // The host cannot check the values of perm.
     if (row < params.K) out[ulong(row) * params.N + n] = T(values.k[i]);

@@ -17,7 +17,7 @@ template <WeightFormat format, typename T>
                           const device float* lut [[buffer(kSlotLut)]], const device int* perm [[buffer(kSlotPerm)]],
                           device T* out [[buffer(kSlotOut)]], constant EmbeddingParams& params [[buffer(kSlotParams)]],
                           uint2 position [[thread_position_in_grid]]) {
-  const uint k = position.x * kCodesPerWord;
+  const uint k = position.x * kBlockK;
   const uint row = position.y;
   if (row >= params.count || k >= params.K) return;
   const long id = params.id_bytes == 8 ? reinterpret_cast<const device long*>(ids)[row]
@@ -27,7 +27,7 @@ template <WeightFormat format, typename T>
   const Weight weight{packed, scales, zeros, global_scale, super_scales, super_zeros, params.N, params.group_size};
   const Vec8<float> values = weight.decoded<format>(lut, k, known ? uint(id) : 0);
   device T* const values_of_row = out + ulong(row) * params.K;
-  for (uint i = 0; i < kCodesPerWord; ++i) {
+  for (uint i = 0; i < kBlockK; ++i) {
     const uint place = has_perm ? uint(perm[k + i]) : k + i;
     // The host cannot check the values of perm.
     if (place < params.K) values_of_row[place] = known ? T(values.k[i]) : T(NAN);

@@ -1,5 +1,5 @@
-// Repacks the words of GPTQ and AWQ checkpoints to [K/8, N], and unpacks their zero points to [G, N]. Only integers are
-// moved, so the results are exact.
+// Repacks the words of GPTQ and AWQ checkpoints to those of packed weights, and unpacks their zero points to [G, N].
+// Only integers are moved, so the results are exact.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/gemm/function_constants.h"
@@ -12,7 +12,8 @@ MARLIN_INLINE uint awq_shift(uint column) {
   return 16 * (column & 1u) + 4 * (column >> 1);
 }
 
-// Word (r, n) of the result holds rows perm[8r .. 8r + 7] of the packed input.
+// Word (r, n) of the result holds rows perm[r c] .. perm[r c + c - 1] of the packed input, where c is the number of
+// codes of a word.
 [[kernel]] void gptq_repack(const device uint* in [[buffer(kSlotPacked)]], const device int* perm [[buffer(kSlotPerm)]],
                             device uint* out [[buffer(kSlotOut)]],
                             constant RepackParams& params [[buffer(kSlotParams)]],
@@ -22,11 +23,13 @@ MARLIN_INLINE uint awq_shift(uint column) {
   if (n >= params.columns || row >= params.rows) return;
   uint word = 0;
   if (has_perm) {
-    for (uint i = 0; i < kCodesPerWord; ++i) {
-      const uint k = uint(perm[row * kCodesPerWord + i]);
-      if (k >= params.rows * kCodesPerWord) continue;  // the host cannot check the values of perm
-      const uint source = in[ulong(k / kCodesPerWord) * params.columns + n];
-      word |= ((source >> (4 * (k % kCodesPerWord))) & 15u) << (4 * i);
+    const uint bits = params.code_bits;
+    const uint codes = 32 / bits;
+    for (uint i = 0; i < codes; ++i) {
+      const uint k = uint(perm[row * codes + i]);
+      if (k >= params.rows * codes) continue;  // the host cannot check the values of perm
+      const uint source = in[ulong(k / codes) * params.columns + n];
+      word |= ((source >> (bits * (k % codes))) & ((1u << bits) - 1u)) << (bits * i);
     }
   } else {
     word = in[ulong(row) * params.columns + n];
@@ -42,14 +45,14 @@ MARLIN_INLINE uint awq_shift(uint column) {
   const uint column = position.x;
   const uint row = position.y;
   if (column >= params.columns || row >= params.rows) return;
-  uint source[kCodesPerWord];
-  for (uint i = 0; i < kCodesPerWord; ++i) {
-    source[i] = in[(ulong(row) * kCodesPerWord + i) * params.columns + column];
+  uint source[kNibbles];
+  for (uint i = 0; i < kNibbles; ++i) {
+    source[i] = in[(ulong(row) * kNibbles + i) * params.columns + column];
   }
-  device uint* target = out + (ulong(row) * params.columns + column) * kCodesPerWord;
-  for (uint j = 0; j < kCodesPerWord; ++j) {
+  device uint* target = out + (ulong(row) * params.columns + column) * kNibbles;
+  for (uint j = 0; j < kNibbles; ++j) {
     uint word = 0;
-    for (uint i = 0; i < kCodesPerWord; ++i)
+    for (uint i = 0; i < kNibbles; ++i)
       word |= ((source[i] >> awq_shift(j)) & 15u) << (4 * i);
     target[j] = word;
   }
@@ -64,12 +67,12 @@ MARLIN_INLINE uint awq_shift(uint column) {
   const ulong index = ulong(row) * params.columns + column;
   const StoredZeros stored = StoredZeros(params.stored_zeros);
   const uint word = in[index] + (stored == StoredZeros::word ? 0x11111111u : 0u);
-  for (uint j = 0; j < kCodesPerWord; ++j) {
+  for (uint j = 0; j < kNibbles; ++j) {
     const uint code = (word >> (4 * j)) & 15u;
     const uint zero = stored == StoredZeros::masked     ? (code + 1) & 15u
                       : stored == StoredZeros::unmasked ? code + 1
                                                         : code;
-    out[index * kCodesPerWord + j] = uchar(zero);
+    out[index * kNibbles + j] = uchar(zero);
   }
 }
 
@@ -81,7 +84,7 @@ MARLIN_INLINE uint awq_shift(uint column) {
   if (column >= params.columns || row >= params.rows) return;
   const ulong index = ulong(row) * params.columns + column;
   const uint word = in[index];
-  for (uint j = 0; j < kCodesPerWord; ++j) {
-    out[index * kCodesPerWord + j] = uchar((word >> awq_shift(j)) & 15u);
+  for (uint j = 0; j < kNibbles; ++j) {
+    out[index * kNibbles + j] = uchar((word >> awq_shift(j)) & 15u);
   }
 }

@@ -115,7 +115,7 @@ void test_weights(Isa isa) {
       std::vector<int32_t> perm(static_cast<size_t>(K));
       for (size_t i = 0; i < perm.size(); ++i)
         perm[i] = static_cast<int32_t>(perm.size() - 1 - i);
-      cpu::gptq_repack_on(isa, words.data(), perm.data(), K, N, out.data(), loop(2));
+      cpu::gptq_repack_on(isa, words.data(), perm.data(), K, N, 4, out.data(), loop(2));
       return copied(out.data(), out.size() * sizeof(uint32_t));
     };
   };

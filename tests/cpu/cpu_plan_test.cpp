@@ -212,8 +212,8 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
                   bool with_tables = true) {
   expect(kernel.strip == shape.strip && kernel.max_rows == shape.max_rows && kernel.row_unit == shape.row_unit,
          name + ": the planner's shape is not the kernel's");
-  for (const CodeKind codes : {CodeKind::integer, CodeKind::e2m1, CodeKind::table}) {
-    if (codes == CodeKind::table && !with_tables) continue;
+  for (const Codes codes : {Codes::integer, Codes::e2m1, Codes::table}) {
+    if (codes == Codes::table && !with_tables) continue;
     const auto& steps = kernel.step[static_cast<size_t>(codes)];
     for (int rows = kernel.min_rows; rows <= kernel.max_rows; ++rows) {
       expect(steps[static_cast<size_t>(rows)] != nullptr, name + ": no kernel for " + std::to_string(rows) + " rows");

@@ -105,9 +105,9 @@ void test_repack(Isa isa) {
       perm[i] = static_cast<int32_t>(i);
     for (size_t i = perm.size() - 1; i > 0; --i)
       std::swap(perm[i], perm[random() % (i + 1)]);
-    cpu::gptq_repack_on(isa, words.data(), nullptr, K, N, out.data(), loop(3));
+    cpu::gptq_repack_on(isa, words.data(), nullptr, K, N, 4, out.data(), loop(3));
     expect(words == out, [&] { return "gptq_repack without a perm must copy the words"; });
-    cpu::gptq_repack_on(isa, words.data(), perm.data(), K, N, out.data(), loop(3));
+    cpu::gptq_repack_on(isa, words.data(), perm.data(), K, N, 4, out.data(), loop(3));
     for (int64_t k = 0; k < K; ++k) {
       for (int64_t n = 0; n < N; ++n) {
         const int64_t p = perm[static_cast<size_t>(k)];

@@ -35,7 +35,7 @@ def add_format(root: Path) -> None:
         rf"^(\| `{last}` .*)$",
         rf"\1\n| `{TOY}` | `(q - 5) * s` | floating | none | | 16, 32, 64, 128, 256, K |",
     )
-    edit(root, REFERENCE, rf'^(FORMATS = .*"{last}")', rf'\1, "{TOY}"')
+    edit(root, REFERENCE, r"^(FORMATS = \(.*)\)$", rf'\1, "{TOY}")')
     edit(root, REFERENCE, r"^(OFFSETS = \{.*)\}$", rf'\1, "{TOY}": 5}}')
     written = "import pathlib; from build_support import embed_formats as e; e.write_format_table(pathlib.Path())"
     subprocess.run([sys.executable, "-c", written], cwd=root, check=True)
@@ -66,8 +66,9 @@ def test_the_map_names_the_files_of_a_format() -> None:
 def test_traits_without_kernels_do_not_compile(copy: Path) -> None:
     add_format(copy)
     header = (copy / HEADER).read_text()
-    for row in ("integer, 6, 5, floating, none", "e4m3, 4, 0, floating, none",
-                "e2m1, 4, 5, floating, none"):  # fmt: skip
+    for row in ("integer, 6, 5, floating, none", "e4m3, 4, 0, floating, none", "e2m1, 4, 5, floating, none",
+                "e2m1, 8, 0, floating, none",
+                "table, 8, 0, floating, none"):  # fmt: skip
         (copy / HEADER).write_text(header.replace("integer, 4, 5, floating, none", row))
         done = run(copy, cxx.compiler(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-I.", HEADER)
         assert done.returncode != 0 and f"{TOY} has traits without kernels" in done.stderr, row

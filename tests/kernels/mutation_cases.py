@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import test_kernel_decoder as decoder
+import test_kernel_eight_bits as eight_bits
 import test_kernel_embedding as embedding
 import test_kernel_experts as experts
 import test_kernel_mlstm
@@ -72,6 +73,16 @@ def _embedding_cases() -> Iterator[Case]:
     for N in (7, 64):
         yield f"embedding ids {N}", partial(embedding.test_an_unknown_id_gives_a_row_of_nan, N)
     yield "embedding perm", embedding.test_a_perm_out_of_range_writes_nothing
+
+
+def _decode_cases() -> Iterator[Case]:
+    """Every code of 8 bits in the kernels that decode in different ways; those of 4 bits are in the kernels' own cases."""
+    for kernel in ("gemv", "gemv_or_form", "fused", "tensor", "double_buffered"):
+        for weight_format in ("uint8b128", "float8_e4m3"):
+            yield f"every code {kernel} {weight_format}", partial(eight_bits.test_every_code, kernel, weight_format)
+    yield "NaN codes", partial(eight_bits.test_nan_codes_reach_their_column_and_no_other, "gemv")
+    for of_kernel in (_gemv_cases, _fused_cases, _tensor_cases, _staged_cases):
+        yield from of_kernel()
 
 
 def _gemv_cases() -> Iterator[Case]:
@@ -305,6 +316,7 @@ def cases_of(file: str) -> Iterator[Case]:
         "weights/repack.metal": _repack,
         "weights/dequantize.metal": _dequantize_cases,
         "weights/embedding.metal": _embedding_cases,
+        "gemm/decode.h": _decode_cases,
         "gemm/gemv.h": partial(_shared_body_cases, _gemv_cases, "moe_gemv_blocks"),
         "gemm/gemv.metal": _gemv_cases,
         "gemm/fused.h": partial(_shared_body_cases, _fused_cases, "moe_fused"),

@@ -2,6 +2,17 @@
 
 # For each file of `kernels/`: a kind of fault, the original text, which occurs once in the file, and its replacement.
 SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "gemm/decode.h": (
+        ("bytes", "(word >> (8 * (j % 2))) & 0x00FF00FFu", "(word >> (8 * (j % 2))) & 0x00FF00FEu"),
+        ("bytes", "(word & 0x00FF00FFu) | 0x64006400u) - offset", "(word & 0x00FF007Fu) | 0x64006400u) - offset"),
+        ("bytes", "((word >> 8) & 0x00FF00FFu) | 0x64006400u", "((word >> 4) & 0x00FF00FFu) | 0x64006400u"),
+        ("small bytes", "fma(as_type<half2>(word & 0x00FF00FFu)", "fma(as_type<half2>(word & 0x00FF000Fu)"),
+        ("E4M3", "(word & 0xFF00FF00u) >> 1", "(word & 0xFF00FF00u) >> 2"),
+        ("E4M3 sign", "& 0xBF80BF80u", "& 0x3F803F80u"),
+        ("E4M3 NaN", "abs(values.y) == 1.875h ? half(NAN) : values.y", "values.y"),
+        ("pairs", "j / 2 * 4 + j % 2 : j", "j / 2 * 4 + 1 - j % 2 : j"),
+        ("pairs", "== 2 ? j / 2 : 0", "== 2 ? 1 - j / 2 : 0"),
+    ),
     "gemm/tensor_layout.h": (
         ("layout", "((lane >> 1) & 3u)", "(lane & 3u)"),
         ("layout", "4 * ((quad & 2u) | (lane & 1u))", "4 * ((quad & 2u) >> 1 | (lane & 1u) << 1)"),
@@ -50,7 +61,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("layout", "i % 4 + i / 4 * 8;", "i % 4 + i / 4 * 4;"),
         ("layout", "sums.total[0].e[e + 4], sums.total[1].e[e]", "sums.total[1].e[e], sums.total[0].e[e + 4]"),
         ("operands", "c[i] = sum.e[i]", "c[i] = 0.0f"),
-        ("K tail", "quad * (takes_half_words() ? 4 : kCodesPerWord)", "quad * kCodesPerWord"),
+        ("K tail", "quad * (takes_half_words() ? 4 : kBlockK)", "quad * kBlockK"),
         ("K tail", "takes_half_words() ? kTensorK / 2 : kTensorK", "kTensorK"),
         ("K tail", "k_lane + 4 * j), k_lane", "k_lane), k_lane"),
         ("K tail", "if (takes_half_words() && j == 1) continue;", ""),

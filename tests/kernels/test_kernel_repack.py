@@ -26,21 +26,30 @@ def pack_along_n(values: np.ndarray, order: list[int]) -> torch.Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
-@pytest.mark.parametrize("has_perm", [False, True])
-@pytest.mark.parametrize(("K", "N"), SHAPES)
-def test_gptq_repack(K: int, N: int, has_perm: bool) -> None:
-    q = codes(K, N)
+def check_gptq_repack(K: int, N: int, has_perm: bool, code_bits: int) -> None:
+    q = codes(K, N) * np.uint8(17 if code_bits == 8 else 1)
     perm = np.random.default_rng(K).permutation(K).astype(np.int32)
-    out = place_output((K // 8, N), torch.int32)
+    rows = K * code_bits // 32
+    out = place_output((rows, N), torch.int32)
     buffers = {
-        "Packed": place(pack(q)),
+        "Packed": place(pack(q, code_bits)),
         "Out": out,
-        "Params": parameters("RepackParams", rows=K // 8, columns=N),
+        "Params": parameters("RepackParams", rows=rows, columns=N, code_bits=code_bits),
     }
     if has_perm:
         buffers["Perm"] = place(torch.from_numpy(perm))
-    launch_elementwise("gptq_repack", N, K // 8, buffers, constants={"has_perm": has_perm})
-    assert torch.equal(out.read((K // 8, N), torch.int32), pack(q[perm] if has_perm else q))
+    launch_elementwise("gptq_repack", N, rows, buffers, constants={"has_perm": has_perm})
+    assert torch.equal(out.read((rows, N), torch.int32), pack(q[perm] if has_perm else q, code_bits))
+
+
+@pytest.mark.parametrize("has_perm", [False, True])
+@pytest.mark.parametrize(("K", "N"), SHAPES)
+def test_gptq_repack(K: int, N: int, has_perm: bool) -> None:
+    check_gptq_repack(K, N, has_perm, 4)
+
+
+def test_gptq_repack_of_bytes() -> None:
+    check_gptq_repack(40, 63, True, 8)
 
 
 def test_gptq_repack_perm_beyond_range() -> None:
@@ -54,7 +63,7 @@ def test_gptq_repack_perm_beyond_range() -> None:
         "Packed": place(pack(q)),
         "Perm": place(torch.from_numpy(perm)),
         "Out": out,
-        "Params": parameters("RepackParams", rows=K // 8, columns=N),
+        "Params": parameters("RepackParams", rows=K // 8, columns=N, code_bits=4),
     }
     launch_elementwise("gptq_repack", N, K // 8, buffers, constants={"has_perm": True})
     q[[5, 9]] = 0

@@ -183,7 +183,7 @@ def test_constants_are_those_of_the_kernels() -> None:
         ("TENSOR_ROWS", "kTensorRows"), ("TENSOR_COLUMNS", "kTensorColumns"), ("TENSOR_K", "kTensorK"),
         ("MIN_GROUP_SIZE", "kMinGroupSize"), ("CHAIN_LENGTH", "kChainLength"), ("MOE_GEMV_ROWS", "kMoeGemvRows"),
         ("MOE_REDUCE_MAX_SIMDGROUPS", "kMoeReduceMaxSimdgroups"), ("MOE_SORT_THREADS", "kMoeSortThreads"),
-        ("CODES_PER_WORD", "kCodesPerWord"), ("SIMD_WIDTH", "kSimdWidth"), ("ELEMENTWISE_WIDTH", "kElementwiseWidth"),
+        ("CODES_PER_WORD", "kBlockK"), ("SIMD_WIDTH", "kSimdWidth"), ("ELEMENTWISE_WIDTH", "kElementwiseWidth"),
         ("ELEMENTWISE_HEIGHT", "kElementwiseHeight"),
     ):  # fmt: skip
         value = re.search(rf"\b{theirs} = (\d+)", header)

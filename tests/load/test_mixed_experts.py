@@ -202,7 +202,7 @@ def test_the_common_format_is_exact(one, other, expected) -> None:
     found = [common_of(weight) for weight in weights]
     both = None if None in found else wider(*found, 192)
     roles = {"uint4b8": "none", "uint4": "zero_point", "uint4_bias": "bias"}
-    assert both == (None if expected is None else Common(roles[expected[0]], *expected[1:]))
+    assert both == (None if expected is None else Common(4, roles[expected[0]], *expected[1:]))
     if both is None:
         return
     for weight in weights:

@@ -5,9 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+# Tests of whole grids take the formats of 4 bits. Those of 8 bits have the same rules for groups, scales and zeros, and
+# tests sample their grid.
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
+EIGHT_BITS = ("uint8b128", "uint8", "uint8_bias", "float8_e4m3", "mxfp8")
+ANY_FORMAT = (*FORMATS, *EIGHT_BITS)
 # The offset that a format subtracts from every code.
-OFFSETS = {"uint4b8": 8}
+OFFSETS = {"uint4b8": 8, "uint8b128": 128}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -17,6 +21,10 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 # The smallest positive results. Every device keeps fp16 subnormals; fp32 and bf16 subnormals may be flushed.
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+
+
+def code_bits(weight_format: str) -> int:
+    return 8 if weight_format in EIGHT_BITS else 4
 
 
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
@@ -44,11 +52,12 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().double().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
 
 
-def pack(codes: np.ndarray) -> torch.Tensor:
-    """Packs uint8 codes `[K, N]` into int32 words `[K/8, N]`. The lowest nibble of a word holds the lowest k."""
+def pack(codes: np.ndarray, bits: int = 4) -> torch.Tensor:
+    """Packs uint8 codes `[K, N]` into int32 words `[K * bits / 32, N]`. The lowest bits of a word hold the lowest k."""
     K, N = codes.shape
-    shifts = (4 * np.arange(8, dtype=np.uint64))[None, :, None]
-    words = (codes.reshape(K // 8, 8, N).astype(np.uint64) << shifts).sum(axis=1)
+    count = 32 // bits
+    shifts = (bits * np.arange(count, dtype=np.uint64))[None, :, None]
+    words = (codes.reshape(K // count, count, N).astype(np.uint64) << shifts).sum(axis=1)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
@@ -89,14 +98,19 @@ def make_weight(
     codes: np.ndarray | None = None,
     exponent: int = 0,
 ) -> Weight:
-    """Returns a random weight of a format. All scales are multiplied by 2^exponent.
+    """Returns a random weight of a format. All scales are multiplied by 2^exponent. E4M3 codes are finite.
 
     With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8, and
     biases have two levels too if `zeros_dtype` is uint8.
     """
     rng = np.random.default_rng([seed, K, N, group_size])
+    bits = code_bits(weight_format)
+    is_e4m3 = weight_format in ("float8_e4m3", "mxfp8")
     if codes is None:
-        codes = rng.integers(0, 16, (K, N), dtype=np.uint8)
+        codes = rng.integers(0, 1 << bits, (K, N), dtype=np.uint8)
+        if is_e4m3:
+            codes[codes & 127 == 127] -= 1
+    largest = (1 << bits) - 1
     G = -(-K // group_size)
     group = np.arange(K) // group_size
     arguments: dict = {"weight_format": weight_format, "group_size": group_size}
@@ -112,7 +126,7 @@ def make_weight(
             arguments["global_scale"] = torch.from_numpy(np.asarray(rng.uniform(0.01, 0.1, size), dtype=np.float32))
             arguments["global_scale"] *= 2.0**exponent
             s = (s * arguments["global_scale"].numpy().astype(np.float64)).astype(np.float32).astype(np.float64)
-    elif weight_format == "mxfp4":
+    elif weight_format in ("mxfp4", "mxfp8"):
         scales = torch.from_numpy(rng.integers(115 + exponent, 128 + exponent, (G, N), dtype=np.uint8))
         s = e8m0(scales.numpy())
     elif super_dtype is not None:
@@ -129,15 +143,15 @@ def make_weight(
     if offset is not None:
         exact = (q - offset) * s
         magnitude = np.abs(exact)
-    elif weight_format == "uint4":
+    elif weight_format in ("uint4", "uint8"):
         if zeros_dtype in (None, torch.uint8):
-            zeros = torch.from_numpy(rng.integers(0, 17, (G, N), dtype=np.uint8))
+            zeros = torch.from_numpy(rng.integers(0, min(largest + 2, 256), (G, N), dtype=np.uint8))
         else:
-            zeros = torch.from_numpy(rng.uniform(-1, 17, (G, N))).to(zeros_dtype)
+            zeros = torch.from_numpy(rng.uniform(-1, largest + 2, (G, N))).to(zeros_dtype)
         z = to_numpy(zeros).astype(np.float64)[group]
         exact, magnitude = (q - z) * s, (q + np.abs(z)) * np.abs(s)
         arguments["zeros"] = zeros
-    elif weight_format == "uint4_bias":
+    elif weight_format in ("uint4_bias", "uint8_bias"):
         if super_dtype is not None and zeros_dtype == torch.uint8:
             zeros = torch.from_numpy(rng.integers(0, 64, (G, N), dtype=np.uint8))
             arguments["super_zeros"], b = _two_levels(rng, zeros, K, group_size, super_dtype, -(2.0 ** (exponent - 6)))
@@ -153,10 +167,10 @@ def make_weight(
         exact = arguments["lut"].numpy().astype(np.float64)[codes] * s
         magnitude = np.abs(exact)
     else:
-        exact = E2M1[codes] * s
+        exact = (e4m3(codes) if is_e4m3 else E2M1[codes]) * s
         magnitude = np.abs(exact)
     raw_magnitude = magnitude if offset is None else (q + offset) * np.abs(s)
-    return Weight(pack(codes), scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
+    return Weight(pack(codes, bits), scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
 
 
 def _two_levels(

@@ -23,6 +23,8 @@ def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat
 def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     """Returns the uint8 zero points `[G, N]` of an int4 weight; raises UnsupportedFormat for other weights."""
     fmt = weight_format(weight.weight_format)
+    if fmt.code_bits != 4:
+        raise _refuse(weight, target, f"{weight.weight_format} has codes of {fmt.code_bits} bits")
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
     if fmt.zeros_role == "none":

@@ -20,11 +20,11 @@ from torch_marlin_metal.repack import (
 )
 
 
-def permuted(words: Tensor, perm: Tensor) -> Tensor:
-    """Sorts the rows of int32 `[K/8, N]` as `gptq_repack` does: row j of the result is row `perm[j]`."""
+def permuted(words: Tensor, perm: Tensor, code_bits: int = 4) -> Tensor:
+    """Sorts the rows of packed words as `gptq_repack` does: row j of the result is row `perm[j]`."""
     if extension.refusal is not None:
-        return pack_codes(unpack_codes(words)[perm.long()])
-    result: Tensor = torch.ops.torch_marlin_metal.gptq_repack(words, perm=perm)
+        return pack_codes(unpack_codes(words, code_bits)[perm.long()], code_bits)
+    result: Tensor = torch.ops.torch_marlin_metal.gptq_repack(words, perm=perm, code_bits=code_bits)
     return result
 
 
@@ -60,7 +60,7 @@ def awq_zeros(qzeros: Tensor) -> Tensor:
 
 
 def transposed(words: Tensor) -> Tensor:
-    """Converts int32 `[N, K/8]` to `[K/8, N]` as `transpose_words` does."""
+    """Converts int32 `[N, K/8]` to `[K/8, N]`, and `[N, K/4]` to `[K/4, N]`, as `transpose_words` does."""
     if extension.refusal is not None:
         return words.t().contiguous()
     result: Tensor = torch.ops.torch_marlin_metal.transpose_words(words)

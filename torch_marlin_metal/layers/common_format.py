@@ -11,9 +11,9 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 # Roles of zeros, of which each can do what those before it do.
 ROLES = ("none", "zero_point", "bias")
-# The formats of integer codes, by the role of their zeros.
+# The formats of integer codes, by the bits of a code and the role of their zeros.
 FORMATS = {
-    fmt.zeros_role: fmt
+    (fmt.code_bits, fmt.zeros_role): fmt
     for fmt in WEIGHT_FORMATS.values()
     if fmt.code_kind == "integer" and fmt.scale_coding == "floating"
 }
@@ -21,11 +21,12 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Common:
-    """The role of the zeros, the group size, and the dtype of scales and of zeros that are floats.
+    """Bits of a code, the role of the zeros, the group size, and the dtype of scales and of zeros that are floats.
 
     Scales of two levels have the dtype of their codes.
     """
 
+    bits: int
     role: str
     group_size: int
     dtype: torch.dtype
@@ -34,17 +35,19 @@ class Common:
 def common_of(weight: PackedWeight) -> Common | None:
     """Returns the format of a weight, or None if no other format holds it."""
     fmt, zeros = weight_format(weight.weight_format), weight.zeros
-    if FORMATS.get(fmt.zeros_role) is not fmt:
+    if FORMATS.get((fmt.code_bits, fmt.zeros_role)) is not fmt:
         return None
     if fmt.zeros_role == "zero_point" and zeros is not None and zeros.dtype != torch.uint8:
         return None
-    return Common(fmt.zeros_role, weight.group_size, weight.scales.dtype)
+    return Common(fmt.code_bits, fmt.zeros_role, weight.group_size, weight.scales.dtype)
 
 
 def wider(one: Common, other: Common, K: int) -> Common | None:
     """Returns the smallest format that holds weights of both formats exactly, or None if there is none."""
     if one == other:
         return one
+    if one.bits != other.bits:
+        return None
     small, large = sorted((one.group_size, other.group_size))
     if large % small and large != K:
         return None
@@ -52,7 +55,7 @@ def wider(one: Common, other: Common, K: int) -> Common | None:
     # A product of a zero point and a scale has more bits than fp16 holds, and so has a scale of two levels. The codes
     # of fp16 and bf16 meet in fp32.
     same = one.dtype == other.dtype and one.dtype.is_floating_point and not (more == "bias" and less != "bias")
-    return Common(more, small, one.dtype if same else torch.float32)
+    return Common(one.bits, more, small, one.dtype if same else torch.float32)
 
 
 def widened(weight: PackedWeight, to: Common) -> PackedWeight:
@@ -61,7 +64,7 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
     if own == to or own is None:
         return weight
     weight = weight.one_level()
-    scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS["none"].fixed_offset
+    scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS[to.bits, "none"].fixed_offset
     if to.role == "zero_point" and zeros is None:
         zeros = torch.full_like(scales, offset, dtype=torch.uint8)
     elif to.role == "bias" and own.role != "bias":
@@ -72,7 +75,9 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
         times, groups = -(-weight.group_size // to.group_size), -(-weight.K // to.group_size)
         scales = scales.repeat_interleave(times, 0)[:groups].contiguous()
         zeros = None if zeros is None else zeros.repeat_interleave(times, 0)[:groups].contiguous()
-    return replace(weight, weight_format=FORMATS[to.role].name, group_size=to.group_size, scales=scales, zeros=zeros)
+    return replace(
+        weight, weight_format=FORMATS[to.bits, to.role].name, group_size=to.group_size, scales=scales, zeros=zeros
+    )
 
 
 class _Wider(Exception):

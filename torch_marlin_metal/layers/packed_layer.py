@@ -86,7 +86,7 @@ class PackedLayer(nn.Module):
         blocks = (*stack, -(-K // SUPER_BLOCK), N)
         super_zeros = super_dtype is not None and fmt.zeros_role == "bias" and zeros_dtype == torch.uint8
         specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
-            "b_packed": (True, (*stack, K // 8, N), torch.int32),
+            "b_packed": (True, (*stack, K // fmt.codes_per_word, N), torch.int32),
             "scales": (True, (*stack, *grouped), torch.uint8 if fmt.has_coded_scales else scale_dtype),
             "zeros": (fmt.zeros_role != "none", (*stack, *grouped), zeros_dtype),
             "super_scales": (super_dtype is not None, blocks, super_dtype or torch.float16),

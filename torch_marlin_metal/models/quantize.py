@@ -66,6 +66,7 @@ def quantize_model(
     include: Filter | None = None,
     exclude: Filter | None = None,
     embeddings: bool = False,
+    vocabulary_format: str | None = None,
     progress: bool = True,
     atomic: bool = True,
     **options: Any,
@@ -99,6 +100,8 @@ def quantize_model(
         embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
             `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
             shares the packed weight. If the embedding stays in floats, so does the output layer.
+        vocabulary_format: the weight format of the embeddings and of the output layer that a model of transformers
+            names, such as "uint8b128" beside layers of 4 bits. None means `weight_format`.
         progress: show a progress bar.
         atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
             With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
@@ -118,6 +121,7 @@ def quantize_model(
     """
     find_format(weight_format)
     tables = token_tables(model) if embeddings else set()
+    vocabulary = tables | _output_layer(model) if vocabulary_format is not None else set()
 
     def is_wanted(module: nn.Module) -> bool:
         return is_candidate(module) or id(module) in tables or is_experts(module)
@@ -128,9 +132,14 @@ def quantize_model(
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
-    def quantized(name: str, weight: Tensor) -> PackedWeight:
+    def quantized(name: str, weight: Tensor, of_vocabulary: bool = False) -> PackedWeight:
+        chosen, size, given = weight_format, group_size, options
+        if of_vocabulary and vocabulary_format is not None:
+            chosen, fmt = vocabulary_format, find_format(vocabulary_format)
+            size = None if fmt.fixed_group_size or find_format(weight_format).fixed_group_size else group_size
+            given = {key: value for key, value in options.items() if key != "lut" or fmt.has_lut}
         try:
-            return quantize_weight(weight, weight_format, group_size, method, **options)
+            return quantize_weight(weight, chosen, size, method, **given)
         except ValueError as problem:
             raise ValueError(f"quantize_model: layer {name}: {problem}") from problem
 
@@ -163,7 +172,7 @@ def quantize_model(
         key = id(linear.weight), is_transposed(linear)
         packed, error = done.get(key, (None, 0.0))
         if packed is None:
-            packed = quantized(target.name, weight)
+            packed = quantized(target.name, weight, id(linear) in vocabulary)
             error = _relative_error(*_error_and_size(packed, weight))
             if id(linear.weight) in shared:
                 done[key] = packed, error
@@ -260,6 +269,13 @@ def replace_linear_layers(
     report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
     report.layers += experts + unread
     return report
+
+
+def _output_layer(model: nn.Module) -> set[int]:
+    """Returns the id of the output layer that a model of transformers names."""
+    named = getattr(model, "get_output_embeddings", None)
+    layer = named() if callable(named) else None
+    return set() if layer is None else {id(layer)}
 
 
 def _chosen(include: Filter | None, exclude: Filter | None) -> Callable[[str, nn.Module], bool]:

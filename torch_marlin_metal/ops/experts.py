@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.ops.arguments import flop_formula, weight_arguments
 from torch_marlin_metal.ops.decoder import ActivationName
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -23,9 +24,11 @@ def _moe_gemm_flops(
 
 
 @flop_formula("moe_gemm_grad_a")
-def _moe_gemm_grad_a_flops(grad_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _moe_gemm_grad_a_flops(
+    grad_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, weight_format: str, **__: Any
+) -> int:
     """Counts the backward product of every pair, as for `moe_gemm`."""
-    return 2 * grad_shape.numel() * 8 * b_packed_shape[1]
+    return 2 * grad_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[1]
 
 
 def moe_gemm(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.ops.arguments import flop_formula, weight_arguments
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -25,13 +26,15 @@ def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, *
 
 
 @flop_formula("gemm_transposed")
-def _gemm_transposed_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _gemm_transposed_flops(
+    a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, weight_format: str, **__: Any
+) -> int:
     """Counts the backward product as `FlopCounterMode` counts `nn.Linear`'s."""
-    return 2 * a_shape.numel() * 8 * b_packed_shape[0]
+    return 2 * a_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[0]
 
 
 def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: str = "auto") -> Tensor:
-    """Multiplies activations with a packed 4-bit weight: `a @ w + bias`.
+    """Multiplies activations with a packed weight: `a @ w + bias`.
 
     The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
     is differentiable with respect to `a` and `bias`.

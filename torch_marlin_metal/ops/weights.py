@@ -57,22 +57,23 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
     return result
 
 
-def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None) -> Tensor:
+def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None, code_bits: int = 4) -> Tensor:
     """Converts GPTQ's `qweight` to the packed layout; row j of the result is row `perm[j]` of `qweight`.
 
     Without `perm` the two layouts are the same and the result is a copy.
 
     Args:
-        qweight: int32 `[K/8, N]`, contiguous.
+        qweight: int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8; contiguous.
         perm: int32 `[K]` from `gptq_perm`, or None.
+        code_bits: bits of a code, 4 or 8.
 
     Returns:
-        int32 `[K/8, N]`, a new tensor.
+        int32, a new tensor with the shape of `qweight`.
 
     Raises:
         ValueError: an argument has the wrong dtype or shape.
     """
-    result: Tensor = _ops.gptq_repack(qweight, perm=perm)
+    result: Tensor = _ops.gptq_repack(qweight, perm=perm, code_bits=code_bits)
     return result
 
 
@@ -120,15 +121,16 @@ def awq_repack(qweight: Tensor) -> Tensor:
 
 
 def transpose_words(words: Tensor) -> Tensor:
-    """Converts words in the transposed order `[N, K/8]` to the packed layout.
+    """Converts words in the transposed order, `[N, K/8]` or `[N, K/4]`, to the packed layout.
 
     compressed-tensors and AWQ's "gemv" version store words in that order.
 
     Args:
-        words: int32 `[N, K/8]`, contiguous, lowest k in the lowest nibble.
+        words: int32 `[N, K/8]` of 4-bit codes or `[N, K/4]` of 8-bit codes, contiguous, lowest k in the lowest bits.
+            Bytes `[N, K]` are such words: `codes.view(torch.int32)`.
 
     Returns:
-        int32 `[K/8, N]`, a new tensor.
+        int32 `[K/8, N]` or `[K/4, N]`, a new tensor.
 
     Raises:
         ValueError: wrong dtype or shape.

@@ -99,6 +99,7 @@ def split_rows(
             f"(group_size={group_size}), got {count}"
         )
     perms = _perms(weight, rows, gathered)
+    per_word = weight_format(weight.weight_format).codes_per_word
     if count > 1 and rows % SUPER_BLOCK:
         weight = weight.one_level()
     result = []
@@ -106,9 +107,10 @@ def split_rows(
         first = part * rows
         groups = slice(0, 1) if one_group else slice(first // group_size, -(-(first + rows) // group_size))
         cut: dict[str, Any] = {n: t[groups].clone() for n, t in weight.tensors().items() if n in _BY_GROUP}
+        words = slice(first // per_word, (first + rows) // per_word)
         blocks = slice(first // SUPER_BLOCK, -(-(first + rows) // SUPER_BLOCK))
         cut |= {n: t[blocks].clone() for n, t in weight.tensors().items() if n in _BY_BLOCK}
-        cut["b_packed"] = weight.b_packed[first // 8 : (first + rows) // 8].clone()  # a view would keep the whole
+        cut["b_packed"] = weight.b_packed[words].clone()  # a view would keep the whole
         result.append(
             replace(
                 weight,

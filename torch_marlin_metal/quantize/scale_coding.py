@@ -1,4 +1,4 @@
-"""Rounds to stored scales (floating, E4M3, E8M0) and to the nearest 4-bit code of a table of values."""
+"""Rounds to stored scales (floating, E4M3, E8M0) and to the nearest code of a table of values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,17 +85,32 @@ class E4M3Scale:
 
 
 @dataclass(frozen=True)
-class E8M0Scale:
-    """MXFP4's powers of two, with one of three ways to round the exponent.
+class Element:
+    """The floating codes of an MX format: the exponent of the largest code, its value, and the mantissa bits."""
 
-    amax is the largest magnitude of a group. "floor" takes the exponent floor(log2(amax)) - 2 (OCP MX v1.0, 6.3).
-    "even" first rounds amax to one mantissa bit, the precision of E2M1, and then does the same. "rceil" takes
-    ceil(log2(amax / 6)), so that no weight saturates.
+    name: str
+    exponent: int
+    largest: float
+    mantissa_bits: int
+
+
+E2M1 = Element("mxfp4", 2, E2M1_LARGEST, 1)
+E4M3 = Element("mxfp8", 8, E4M3_LARGEST, 3)
+
+
+@dataclass(frozen=True)
+class E8M0Scale:
+    """The powers of two of MX formats, with one of three ways to round the exponent.
+
+    amax is the largest magnitude of a group. "floor" takes the exponent floor(log2(amax)) minus that of the largest
+    code, 2 of E2M1 and 8 of E4M3 (OCP MX v1.0, 6.3). "even" first rounds amax to the mantissa bits of the codes, and
+    then does the same. "rceil" takes ceil(log2(amax / largest code)), so that no weight saturates.
     """
 
     ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")
 
     rounding: str
+    element: Element
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def check(self, tensor_amax: float) -> None:
@@ -104,12 +119,13 @@ class E8M0Scale:
         Raises:
             ValueError: the scale is outside; the message gives the range that the largest magnitude may have.
         """
-        code = int(self._code(torch.tensor([tensor_amax], device="cpu"), E2M1_LARGEST))
+        code = int(self._code(torch.tensor([tensor_amax], device="cpu"), self.element.largest))
         low, high = (bound - E8M0_ONE for bound in E8M0_CODES)
         if not low <= code - E8M0_ONE <= high:
             raise ValueError(
-                f"quantize_weight: w: expected a largest value of 4 * 2^{low} to 6 * 2^{high} for mxfp4, whose scales "
-                f"the operators take from 2^{low} to 2^{high}, got {tensor_amax:.3g}"
+                f"quantize_weight: w: expected a largest value of {1 << self.element.exponent} * 2^{low} to "
+                f"{self.element.largest:g} * 2^{high} for {self.element.name}, whose scales the operators take from "
+                f"2^{low} to 2^{high}, got {tensor_amax:.3g}"
             )
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
@@ -121,8 +137,9 @@ class E8M0Scale:
             bits = (amax / reach).view(torch.int32)
             code = (bits >> 23) + (bits & 0x7FFFFF).ne(0)
         else:
-            bits = amax.view(torch.int32) + (1 << 21 if self.rounding == "even" else 0)
-            code = (bits >> 23) - 2
+            half = 1 << (22 - self.element.mantissa_bits)
+            bits = amax.view(torch.int32) + (half if self.rounding == "even" else 0)
+            code = (bits >> 23) - self.element.exponent
         return torch.where(amax == 0, E8M0_ONE, code)
 
     def effective(self, stored: Tensor) -> Tensor:
@@ -133,6 +150,46 @@ class E8M0Scale:
         """Yields half the scale and twice the scale."""
         for step in (-1, 1):
             yield (stored.int() + step).clamp_(*E8M0_CODES).to(torch.uint8)
+
+
+class Table(Protocol):
+    """The values of codes that are no integers.
+
+    Attributes:
+        reach: the largest magnitude.
+        by_magnitude: whether a code and its sign are separate, so that a negative scale reaches no other values.
+    """
+
+    reach: float
+    by_magnitude: bool
+
+    def encode(self, v: Tensor) -> Tensor:
+        """Returns the uint8 codes of the nearest values."""
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Returns the fp32 values of codes."""
+
+
+class E4M3Codes:
+    """The finite E4M3 values as codes. Larger magnitudes become 448, ties go to the even code."""
+
+    reach = E4M3_LARGEST
+    by_magnitude = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._values = e4m3_values().to(device)
+
+    def encode(self, v: Tensor) -> Tensor:
+        """Returns the uint8 codes of the nearest values."""
+        magnitude = v.abs().clamp(max=E4M3_LARGEST)
+        exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=-6)  # -6 is that of the subnormal codes
+        eighths = torch.round(magnitude * ((130 - exponent) << 23).view(torch.float32)).to(torch.int32)
+        code = (((exponent + 6) << 3) + eighths).to(torch.uint8)
+        return code | (torch.signbit(v).to(torch.uint8) << 7)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Returns the fp32 values of codes."""
+        return self._values[codes.int()]
 
 
 class CodeTable:

@@ -1,4 +1,4 @@
-"""Quantizes float weights to 4 bit: rounds to nearest, or searches each group's best scale and zero point."""
+"""Quantizes float weights to 4 or 8 bit: rounds to nearest, or searches each group's best scale and zero point."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +11,16 @@ from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight, has_values
 from torch_marlin_metal.quantize.scale_coding import (
+    E2M1,
+    E4M3,
     SMALLEST_SCALE,
     CodeTable,
+    E4M3Codes,
     E4M3Scale,
     E8M0Scale,
     FloatScale,
     ScaleCoding,
+    Table,
 )
 from torch_marlin_metal.repack import pack_codes
 
@@ -40,12 +44,13 @@ def quantize_weight(
     amax: float | None = None,
     name: str = "",
 ) -> PackedWeight:
-    """Quantizes the weight of a Linear layer to 4 bit, on the weight's device.
+    """Quantizes the weight of a Linear layer to 4 or 8 bit, on the weight's device.
 
     "rtn" takes the scale from the extreme values of a group. With amax for the largest magnitude in the group, the
-    scale is amax/7.5 for uint4b8 (GPTQ's and compressed-tensors' convention), (max - min)/15 for uint4_bias and for
-    uint4 (whose range always includes 0), amax/6 for E2M1, and amax/max|lut| for lut4. For nvfp4, `global_scale` is
-    amax(w)/(448 * 6); for mxfp4 see `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger
+    scale is amax/7.5 for uint4b8 and amax/127.5 for uint8b128 (GPTQ's and compressed-tensors' convention). It is the
+    range over 15 or 255 for formats with biases and with zero points; with zero points, the range always includes 0. It
+    is amax/6 for E2M1, amax/448 for E4M3 and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6);
+    for mxfp4 and mxfp8 see `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger
     scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every group it tries other
     scales and zero points, and keeps those that lower the squared error of the group. Its error is therefore never
     larger than that of "rtn".
@@ -56,16 +61,18 @@ def quantize_weight(
         group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None means the format's fixed size,
             or 128 if it has none.
         method: "rtn" or "mse".
-        scale_dtype: dtype of floating scales, and of uint4_bias's biases. The default is float16 for every dtype of
+        scale_dtype: dtype of floating scales, and of biases. The default is float16 for every dtype of
             `w`, because float16 has more significant bits than bfloat16. A scale above the dtype's range is an error.
         lut: float32 `[16]`, the table of lut4; None means NF4's table.
-        mx_rounding: how mxfp4 rounds a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first rounded to
-            one mantissa bit, as E2M1 has) or "rceil" (up, so that no weight saturates).
+        mx_rounding: how mxfp4 and mxfp8 round a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first
+            rounded to the mantissa bits of a code: one of E2M1, three of E4M3) or "rceil" (up, so that no weight
+            saturates).
         amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means that of `w`.
         name: kept in the result.
 
     Returns:
-        A PackedWeight: words int32 `[K/8, N]`, scales `[G, N]`, uint8 zero points for uint4, biases for uint4_bias.
+        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]`, uint8 zero points for uint4 and uint8,
+        biases for uint4_bias and uint8_bias.
 
     Raises:
         ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
@@ -91,12 +98,12 @@ def quantize_weight(
         coding = E4M3Scale(largest if amax is None else amax, w.device)
         global_scale = coding.global_scale
     elif fmt.scale_coding == "e8m0":
-        coding = E8M0Scale(mx_rounding)
+        coding = E8M0Scale(mx_rounding, E2M1 if fmt.code_kind == "e2m1" else E4M3)
         coding.check(largest)
     table = _code_table(fmt, lut, w.device)
     search = _Search(fmt, coding, scale_dtype, table, method)
 
-    b_packed = prefer_huge_pages(torch.empty(K // 8, N, dtype=torch.int32, device=w.device))
+    b_packed = prefer_huge_pages(torch.empty(K // fmt.codes_per_word, N, dtype=torch.int32, device=w.device))
     grouped = (-(-K // group_size), N)
     scales = torch.empty(grouped, dtype=coding.dtype, device=w.device)
     zeros = None
@@ -118,7 +125,7 @@ def quantize_weight(
             scales[groups, n] = scale.view(len(chunk), -1).T
             if zeros is not None and zero is not None:
                 zeros[groups, n] = zero.view(len(chunk), -1).T.to(zeros.dtype)
-        b_packed[:, n] = pack_codes(codes.T)
+        b_packed[:, n] = pack_codes(codes.T, fmt.code_bits)
     if not fmt.has_coded_scales:
         _check_range("scale", scales)
         bias = zeros if fmt.zeros_role == "bias" else None
@@ -133,7 +140,7 @@ def quantize_weight(
         group_size=group_size,
         zeros=zeros,
         global_scale=global_scale,
-        lut=table.values if fmt.has_lut and table is not None else None,
+        lut=table.values if fmt.has_lut and isinstance(table, CodeTable) else None,
         name=name,
     )
 
@@ -145,17 +152,17 @@ class _Search:
     fmt: WeightFormat
     coding: ScaleCoding
     bias_dtype: torch.dtype
-    table: CodeTable | None  # None if the codes are integers
+    table: Table | None  # None if the codes are integers
     method: str
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Returns the nearest codes, uint8 [R, g]; a scale of 0 gives the code nearest to 0."""
         scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(1)
         if self.fmt.zeros_role == "bias" and zero is not None:
-            return torch.round((x - zero.unsqueeze(1)) / scale).clamp_(0, 15).to(torch.uint8)
+            return torch.round((x - zero.unsqueeze(1)) / scale).clamp_(0, self.fmt.largest_code).to(torch.uint8)
         if self.table is not None:
             return self.table.encode(x / scale)
-        return (torch.round(x / scale) + self._offset(zero)).clamp_(0, 15).to(torch.uint8)
+        return (torch.round(x / scale) + self._offset(zero)).clamp_(0, self.fmt.largest_code).to(torch.uint8)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Returns the fp32 weights, by the same products in the same order as the operators."""
@@ -205,9 +212,9 @@ class _Search:
     def _reach(self) -> float:
         """Returns the largest code value or, for formats with zeros, the distance between the outermost codes."""
         if self.fmt.zeros_role != "none":
-            return 15.0
+            return float(self.fmt.largest_code)
         offset = self.fmt.fixed_offset
-        return min(offset, 15 - offset) + 0.5 if self.table is None else self.table.reach
+        return min(offset, self.fmt.largest_code - offset) + 0.5 if self.table is None else self.table.reach
 
     def _extent(self, x: Tensor) -> Tensor:
         """Returns the number that reach * scale must cover: the group's range, or its largest magnitude."""
@@ -222,7 +229,8 @@ class _Search:
         scale = self.coding.from_amax(self._extent(x), self._reach)
         if self.fmt.zeros_role == "zero_point":
             effective = self.coding.effective(scale)
-            return scale, torch.round(-low / torch.where(effective == 0, torch.inf, effective)).clamp_(0, 15)
+            zero = torch.round(-low / torch.where(effective == 0, torch.inf, effective))
+            return scale, zero.clamp_(0, self.fmt.largest_code)
         return scale, None
 
     def _candidates(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -239,7 +247,7 @@ class _Search:
                 yield shrunk, centred.to(self.bias_dtype).float()
             elif zero is not None:
                 for step in (0, -1, 1):
-                    yield shrunk, (zero + step).clamp_(0, 15)
+                    yield shrunk, (zero + step).clamp_(0, self.fmt.largest_code)
             else:
                 yield shrunk, None
                 if self.table is None or not self.table.by_magnitude:
@@ -270,7 +278,7 @@ def empty_weight(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: tor
     kinds = {"none": None, "zero_point": torch.uint8, "bias": scale_dtype}
     zeros_dtype = kinds[fmt.zeros_role]
     return PackedWeight(
-        b_packed=w.new_empty((K // 8, N), dtype=torch.int32),
+        b_packed=w.new_empty((K // fmt.codes_per_word, N), dtype=torch.int32),
         scales=w.new_empty(grouped, dtype=torch.uint8 if coded else scale_dtype),
         weight_format=fmt.name,
         group_size=group_size,
@@ -281,12 +289,14 @@ def empty_weight(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: tor
     )
 
 
-def _code_table(fmt: WeightFormat, lut: Tensor | None, device: torch.device) -> CodeTable | None:
+def _code_table(fmt: WeightFormat, lut: Tensor | None, device: torch.device) -> Table | None:
     if fmt.has_lut:
         values = torch.tensor(NF4_VALUES, device=device) if lut is None else lut.detach()
         return CodeTable(values.to(device), by_magnitude=False)
     if fmt.code_kind == "e2m1":
         return CodeTable(torch.tensor(E2M1_VALUES, device=device), by_magnitude=True)
+    if fmt.code_kind == "e4m3":
+        return E4M3Codes(device)
     return None
 
 

@@ -33,9 +33,9 @@ struct NeonMatrix : NeonBytes<Matrix> {
   }
 
   // If the number of rows of bytes is odd, the last one is paired with undefined bytes, whose sums are not used.
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<NeonMatrix, codes>& bytes,
-                                                  SplitOperands<NeonMatrix, R>& next, int begin, int end,
+                                                  SplitOperands<NeonMatrix, codes, R>& next, int begin, int end,
                                                   SplitSums<NeonMatrix, R, C>& sums) {
     using V = NeonMatrix;
     constexpr int kRows = kSplitBytes * R, kPairs = (kRows + 1) / 2;

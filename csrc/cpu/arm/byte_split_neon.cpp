@@ -24,9 +24,9 @@ namespace {
 struct Dot;
 
 struct NeonDot : NeonBytes<Dot> {
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<NeonDot, codes>& bytes,
-                                                  SplitOperands<NeonDot, R>& next, int begin, int end,
+                                                  SplitOperands<NeonDot, codes, R>& next, int begin, int end,
                                                   SplitSums<NeonDot, R, C>& sums) {
     using V = NeonDot;
     for (int k = begin; k < end; k += 8, next.advance()) {

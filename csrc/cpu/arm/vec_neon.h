@@ -18,8 +18,8 @@ struct Neon {
   static constexpr int large_m_rows = 6;
   static constexpr int large_m_vectors = 4;
   static constexpr bool large_m_from_panel = true;
-  template <CodeKind codes>
-  static constexpr CodeKind decoder_for = codes == CodeKind::integer ? CodeKind::integer : CodeKind::table;
+  template <Codes codes>
+  static constexpr Codes decoder_for = codes == Codes::e2m1 ? Codes::table : codes;
 
   static F zero() { return vdupq_n_f32(0.F); }
   static F set1(float v) { return vdupq_n_f32(v); }
@@ -66,7 +66,7 @@ struct Neon {
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
   // Looks codes up in a table of 64 bytes. Code q becomes the byte indices 4q to 4q + 3.
-  template <CodeKind>
+  template <Codes>
   struct Decoder {
     uint8x16x4_t table;
     explicit Decoder(const float* values) {
@@ -94,12 +94,51 @@ struct Neon {
 };
 
 template <>
-struct Neon::Decoder<CodeKind::integer> {
+struct Neon::Decoder<Codes::integer> {
   float32x4_t first;
   explicit Decoder(const float* values) : first(vdupq_n_f32(values[0])) {}
   template <int j>
   F decode(I words) const {
     return vaddq_f32(vcvtq_f32_u32(nibble<j>(words)), first);
+  }
+};
+
+template <>
+struct Neon::Decoder<Codes::byte> {
+  float32x4_t first;
+  explicit Decoder(const float* values) : first(vdupq_n_f32(values[0])) {}
+  template <int j>
+  F decode(I words) const {
+    I shifted = words;
+    if constexpr (j != 0) shifted = vshrq_n_u32(words, 8 * j);
+    const I codes = j == 3 ? shifted : vandq_u32(shifted, vdupq_n_u32(255));
+    return vaddq_f32(vcvtq_f32_u32(codes), first);
+  }
+};
+
+// Moves exponent and mantissa of a code into the same fields of an fp32, whose exponent bias is 120 larger. A subnormal
+// code m * 2^-9 becomes 2^-6 + m * 2^-9, from which 2^-6 is subtracted: no operand is an fp32 subnormal, which the
+// processor may flush.
+template <>
+struct Neon::Decoder<Codes::e4m3> {
+  explicit Decoder(const float*) {}
+  template <int j>
+  F decode(I words) const {
+    I raised, sign = words;
+    if constexpr (j == 3) {
+      raised = vshrq_n_u32(words, 4);
+    } else {
+      raised = vshlq_n_u32(words, 20 - 8 * j);
+      sign = vshlq_n_u32(words, 24 - 8 * j);
+    }
+    const I magnitude = vandq_u32(raised, vdupq_n_u32(0x07F00000U));
+    const I small = vcltq_u32(magnitude, vdupq_n_u32(0x00800000U));
+    const I nan = vceqq_u32(magnitude, vdupq_n_u32(0x07F00000U));
+    const I exponent = vsubq_u32(vdupq_n_u32(120U << 23), vshlq_n_u32(small, 23));
+    const F implicit = vreinterpretq_f32_u32(vandq_u32(small, vreinterpretq_u32_f32(vdupq_n_f32(0x1p-6F))));
+    const F finite = vsubq_f32(vreinterpretq_f32_u32(vaddq_u32(magnitude, exponent)), implicit);
+    const I special = vorrq_u32(vandq_u32(sign, vdupq_n_u32(0x80000000U)), vandq_u32(nan, vdupq_n_u32(0x7FC00000U)));
+    return vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(finite), special));
   }
 };
 

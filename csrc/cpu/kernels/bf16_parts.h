@@ -20,11 +20,53 @@ namespace {
 [[gnu::always_inline]] inline __m512i bf16_table(__m512i upper_halves) {
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_halves, 16)));
 }
+
+// Looks up the bf16 values of the four 8-bit codes of each lane. vpermi2b looks up 128 bytes by seven bits of an index,
+// so the upper and the lower bytes of the values take two look-ups each, or one for E4M3, whose eighth bit is the sign.
+template <Codes codes>
+class ByteTable {
+ public:
+  [[gnu::always_inline]] explicit ByteTable(const float* values) {
+    for (int part = 0; part < kParts; ++part) {
+      alignas(64) uint8_t upper[64], lower[64];
+      for (int i = 0; i < 64; ++i) {
+        const uint32_t bits = std::bit_cast<uint32_t>(values[64 * part + i]);
+        upper[i] = static_cast<uint8_t>(bits >> 24);
+        lower[i] = static_cast<uint8_t>(bits >> 16);
+      }
+      upper_[part] = _mm512_load_si512(upper);
+      lower_[part] = _mm512_load_si512(lower);
+    }
+  }
+  // Sets even to the pairs of codes 0 and 2, and odd to those of codes 1 and 3.
+  [[gnu::always_inline]] void pairs(__m512i word, __m512i& even, __m512i& odd) const {
+    const __m512i low = look_up(lower_, word);
+    __m512i high = look_up(upper_, word);
+    constexpr int kAOrBAndC = 0xF8, kSelect = 0xCA;
+    if constexpr (codes == Codes::e4m3) {
+      high = _mm512_ternarylogic_epi32(high, word, _mm512_set1_epi8(static_cast<char>(0x80)), kAOrBAndC);
+    }
+    const __m512i lower_bytes = _mm512_set1_epi16(0x00FF);
+    even = _mm512_ternarylogic_epi32(lower_bytes, low, _mm512_slli_epi16(high, 8), kSelect);
+    odd = _mm512_ternarylogic_epi32(lower_bytes, _mm512_srli_epi16(low, 8), high, kSelect);
+  }
+
+ private:
+  static constexpr int kParts = codes == Codes::e4m3 ? 2 : 4;
+  [[gnu::always_inline]] static __m512i look_up(const __m512i (&table)[kParts], __m512i index) {
+    const __m512i first = _mm512_permutex2var_epi8(table[0], index, table[1]);
+    if constexpr (kParts == 2) return first;
+    const __m512i second = _mm512_permutex2var_epi8(table[kParts - 2], index, table[kParts - 1]);
+    return _mm512_mask_mov_epi8(first, _mm512_movepi8_mask(index), second);
+  }
+  __m512i upper_[kParts];
+  __m512i lower_[kParts];
+};
 #endif
 
 // The smallest and the largest activation for the bf16 instructions, which flush subnormal products and sums (below
 // 2^-126). Non-zero codes are at least 2^-6 and activations at least 2^-96, so a product is at least 2^-102. A flushed
-// value is therefore less than 2^-24 of the smallest product.
+// value is therefore less than 2^-24 of the smallest product. E4M3 codes are at least 2^-9: 2^-21 of the smallest.
 constexpr uint32_t kMinActivation = (127U - 96U) << 23;
 constexpr uint32_t kActivationEnd = (127U + 120U) << 23;
 

@@ -67,7 +67,8 @@ bool split_segment(const float* values, int count, SplitSegment& split) {
 }
 
 // Returns the number of 32-bit operands for 8 k of `rows` rows. An operand holds one of the three bytes of each of four
-// k, which are all even or all odd. The number is rounded up to a multiple of `operands_per_load`.
+// k: the even or the odd k, or for codes of 8 bits the first or the last four. The number is rounded up to a multiple
+// of `operands_per_load`.
 template <int operands_per_load>
 constexpr int operands_of(int rows) {
   return static_cast<int>(round_up(2 * kSplitBytes * rows, operands_per_load));
@@ -79,7 +80,7 @@ constexpr int split_row_bytes() {
 }
 
 // Packs one row of a chunk. The headers come first, [segment][kSegmentHeader, rows]; the bytes follow,
-// [k/8][even or odd k][byte][rows], or with `odd_last` [k/8][byte][rows][even or odd k].
+// [k/8][half of the k][byte][rows], or with `odd_last` [k/8][byte][rows][half of the k].
 template <class V, int operands_per_load, bool odd_last = false>
 bool pack_split(const PackRow& p) {
   auto* header = static_cast<int32_t*>(p.out) + p.row;
@@ -96,7 +97,7 @@ bool pack_split(const PackRow& p) {
         for (int byte = 0; byte < kSplitBytes; ++byte) {
           int8_t four[4];
           for (int i = 0; i < 4; ++i)
-            four[i] = split.bytes[byte][k + 2 * i + odd];
+            four[i] = split.bytes[byte][k + (p.byte_codes ? i + 4 * odd : 2 * i + odd)];
           const int operand = byte * p.rows + p.row;
           std::memcpy(to + (odd_last ? 2 * operand + odd : odd * kSplitBytes * p.rows + operand), four, sizeof four);
         }

@@ -15,15 +15,16 @@
 
 namespace marlin::cpu {
 
-// Decodes the even or the odd codes of packed words to bytes. A byte stands for the value (byte - offset) * unit.
-template <class V, CodeKind codes>
+// Decodes half of the codes of eight k to bytes: the even or the odd k of a word, or one of the two words of 8-bit
+// codes, which needs no decoding. A byte stands for the value (byte - offset) * unit.
+template <class V, Codes codes>
 class CodeBytes {
  public:
-  static constexpr float unit = codes == CodeKind::e2m1 ? 0.5F : 1.F;
+  static constexpr float unit = codes == Codes::e2m1 ? 0.5F : 1.F;
 
   explicit CodeBytes(const float* values)
-      : offset_(codes == CodeKind::e2m1 ? V::kE2M1Offset : -static_cast<int>(values[0])) {
-    if constexpr (codes == CodeKind::e2m1) {
+      : offset_(codes == Codes::e2m1 ? V::kE2M1Offset : -static_cast<int>(values[0])) {
+    if constexpr (codes == Codes::e2m1) {
       alignas(16) int8_t table[16];
       for (int q = 0; q < 16; ++q)
         table[q] = static_cast<int8_t>(2 * values[q] + V::kE2M1Offset);
@@ -33,8 +34,9 @@ class CodeBytes {
   int offset() const { return offset_; }
   template <int odd>
   [[gnu::always_inline]] typename V::Bytes decode(typename V::I words) const {
+    if constexpr (codes == Codes::byte) return words;
     const typename V::Bytes nibbles = V::template nibbles<odd>(words);
-    if constexpr (codes == CodeKind::e2m1) return V::look_up(table_, nibbles);
+    if constexpr (codes == Codes::e2m1) return V::look_up(table_, nibbles);
     return nibbles;
   }
 
@@ -44,7 +46,7 @@ class CodeBytes {
 };
 
 // The addresses that the products of the next 8 k read.
-template <class V, int R>
+template <class V, Codes codes, int R>
 struct SplitOperands {
   const uint32_t* words;
   const uint32_t* ahead;
@@ -52,8 +54,8 @@ struct SplitOperands {
   int64_t ld_words;
 
   [[gnu::always_inline]] void advance() {
-    words += ld_words;
-    ahead += ld_words;
+    words += words_per_block(codes) * ld_words;
+    ahead += words_per_block(codes) * ld_words;
     x += operands_of<V::kOperandsPerLoad>(R);
   }
 };
@@ -61,11 +63,11 @@ struct SplitOperands {
 template <class V, int R, int C>
 using SplitSums = typename V::Sums[kSplitBytes * R * C];
 
-template <class V, CodeKind codes, int R, int C>
+template <class V, Codes codes, int R, int C>
 void split_step(const Step& s) {
   const CodeBytes<V, codes> bytes(s.values);
   const auto* header = static_cast<const int32_t*>(s.x);
-  SplitOperands<V, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words};
+  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words};
   add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
     SplitSums<V, R, C> sums;
     unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
@@ -83,7 +85,7 @@ void split_step(const Step& s) {
   });
 }
 
-template <class V, int max_rows, int C>
+template <class V, int max_rows, int C, bool with_bytes = false>
 constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   MatrixKernel kernel{};
   kernel.strip = C * V::width;
@@ -92,11 +94,12 @@ constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   kernel.row_unit = 1;
   kernel.row_bytes = split_row_bytes<V::kOperandsPerLoad>();
   kernel.pack = pack;
-  auto fill = [&]<CodeKind codes, int... i>(std::integer_sequence<int, i...>) {
+  auto fill = [&]<Codes codes, int... i>(std::integer_sequence<int, i...>) {
     ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &split_step<V, codes, 1 + i, C>), ...);
   };
-  fill.template operator()<CodeKind::integer>(std::make_integer_sequence<int, max_rows>{});
-  fill.template operator()<CodeKind::e2m1>(std::make_integer_sequence<int, max_rows>{});
+  fill.template operator()<Codes::integer>(std::make_integer_sequence<int, max_rows>{});
+  fill.template operator()<Codes::e2m1>(std::make_integer_sequence<int, max_rows>{});
+  if constexpr (with_bytes) fill.template operator()<Codes::byte>(std::make_integer_sequence<int, max_rows>{});
   return kernel;
 }
 

@@ -19,8 +19,8 @@ inline constexpr int kChunk = 128;
 // The product of one block of rows with one strip of columns, over one chunk. gemm.cpp pads, so strips are always
 // whole.
 struct Step {
-  const float* values;    // [16], the value of each code
-  const uint32_t* words;  // [k/8, strip], row stride ld_words
+  const float* values;    // [16] or [256], the value of each code
+  const uint32_t* words;  // [k/8, strip], or [k/4, strip] of 8-bit codes; row stride ld_words
   int64_t ld_words;
   // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only.
   // The first-level cache could lose them: if N is a power of two, all rows of a chunk share a few of its sets.
@@ -53,6 +53,7 @@ struct PackRow {
   int rows;
   int row;
   void* out;
+  bool byte_codes;  // the codes have 8 bits: kernels that decode several codes at once pair other k (see their headers)
 };
 
 // A kernel that multiplies blocks of min_rows to max_rows rows with strips of `strip` columns.
@@ -73,25 +74,27 @@ struct MatrixKernel {
   // number of rows of the largest row block.
   void (*begin)(int segment, int rows);
   void (*end)();
-  std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodeKindCount> step;
-  std::array<void (*)(const Step&, float* panel), kCodeKindCount> unpack;
+  std::array<std::array<StepFunction, kMaxBlockRows + 1>, kCodesCount> step;
+  std::array<void (*)(const Step&, float* panel), kCodesCount> unpack;
 };
 
 // Eight rows of a weight, in up to kDequantizeColumns columns. All arrays are padded to a multiple of 32 columns.
 inline constexpr int kDequantizeColumns = 256;
 
 struct DequantizeBlock {
-  const float* values;    // [16]
-  const uint32_t* words;  // [count]
-  const float* scales;    // [count]; in scales, zeros and values, every NaN is the canonical quiet NaN
-  const float* zeros;     // [count]; unused if role is none
+  const float* values;    // [16] or [256]
+  const uint32_t* words;  // [count], or [2, count] of 8-bit codes
+  int64_t ld_words;
+  const float* scales;  // [count]; in scales, zeros and values, every NaN is the canonical quiet NaN
+  const float* zeros;   // [count]; unused if role is none
   ZerosRole role;
   int count;
   char* out;  // [8, kDequantizeColumns]
   ElementType out_type;
 };
 
-// Makes a row of words. Code j of each word comes from bits shift[j] to shift[j] + 3 of the same column of row from[j].
+// Makes a row of words of 4-bit codes. Code j of each word comes from bits shift[j] to shift[j] + 3 of the same column
+// of row from[j].
 struct GatherCodes {
   std::array<const uint32_t*, 8> from;
   std::array<int, 8> shift;
@@ -107,7 +110,7 @@ struct KernelSet {
   void (*multiply)(const void* source, ElementType type, int64_t count, float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
-  std::array<void (*)(const DequantizeBlock&), kCodeKindCount> dequantize;
+  std::array<void (*)(const DequantizeBlock&), kCodesCount> dequantize;
   void (*gather_codes)(const GatherCodes&);
   // Copies with stores that bypass the caches, for results that do not fit in them. A plain store would first read the
   // cache line that it replaces. Other threads see the copy after a stream_fence().
@@ -120,7 +123,7 @@ struct Bf16DotKernels {
   MatrixKernel large_m;   // for bf16 activations
 };
 
-// Kernels that split each activation into three bytes, for integer and E2M1 codes.
+// Kernels that split each activation into three bytes, for integer and E2M1 codes. On x86 also for integers of 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
   MatrixKernel large_m;

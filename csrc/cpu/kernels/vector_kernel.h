@@ -12,7 +12,26 @@
 namespace marlin::cpu {
 
 // s.x is [k, R]: the R activations of one k are adjacent.
-template <class V, CodeKind codes, bool from_panel, int R, int C>
+// The words of eight k of C vectors of columns.
+template <class V, Codes codes, int C>
+struct Block {
+  static constexpr int kRows = words_per_block(codes);
+  static constexpr int kCodes = kBlockK / kRows;  // of a word
+  typename V::I word[kRows * C];
+
+  [[gnu::always_inline]] Block(const uint32_t* words, int64_t ld_words) {
+    unroll<V, kRows * C>([&](auto i) __attribute__((always_inline)) {
+      word[i] = V::load_words(words + i / C * ld_words + i % C * V::width);
+    });
+  }
+  // Returns the values of the codes of k = j, in vector c.
+  template <int j, int c>
+  [[gnu::always_inline]] typename V::F decode(const typename V::template Decoder<codes>& decoder) const {
+    return decoder.template decode<j % kCodes>(word[j / kCodes * C + c]);
+  }
+};
+
+template <class V, Codes codes, bool from_panel, int R, int C>
 void step(const Step& s) {
   using F = typename V::F;
   const typename V::template Decoder<codes> decoder(s.values);
@@ -22,48 +41,51 @@ void step(const Step& s) {
   const float* x = static_cast<const float*>(s.x);
   add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& acc) __attribute__((always_inline)) {
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
-    for (int k = begin; k < end; k += 8) {
-      typename V::I word[C];
-      if constexpr (!from_panel) {
-        unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
-        for (int i = 0; i < C * V::width; i += 16)
-          __builtin_prefetch(ahead + i, 0, 2);
-      }
-      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
-        F code[C];
+    const auto multiply = [&](auto j, const F(&code)[C]) __attribute__((always_inline)) {
+      unroll<V, R>([&](auto i) __attribute__((always_inline)) {
+        const F activation = V::set1(x[j * R + i]);
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          if constexpr (from_panel) {
-            code[c] = V::load(panel + (j * C + c) * V::width);
-          } else {
-            code[c] = decoder.template decode<j>(word[c]);
-          }
-        });
-        unroll<V, R>([&](auto i) __attribute__((always_inline)) {
-          const F activation = V::set1(x[j * R + i]);
-          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-            acc[i * C + c] = V::fma(code[c], activation, acc[i * C + c]);
-          });
+          acc[i * C + c] = V::fma(code[c], activation, acc[i * C + c]);
         });
       });
-      words += s.ld_words;
-      ahead += s.ld_words;
-      panel += 8 * C * V::width;
-      x += 8 * R;
+    };
+    for (int k = begin; k < end; k += 8, x += 8 * R) {
+      if constexpr (from_panel) {
+        unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+          F code[C];
+          unroll<V, C>([&](auto c)
+                           __attribute__((always_inline)) { code[c] = V::load(panel + (j * C + c) * V::width); });
+          multiply(j, code);
+        });
+        panel += 8 * C * V::width;
+      } else {
+        const Block<V, codes, C> block(words, s.ld_words);
+        for (int row = 0; row < block.kRows; ++row) {
+          for (int i = 0; i < C * V::width; i += 16)
+            __builtin_prefetch(ahead + row * s.ld_words + i, 0, 2);
+        }
+        unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
+          F code[C];
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) { code[c] = block.template decode<j, c>(decoder); });
+          multiply(j, code);
+        });
+        words += block.kRows * s.ld_words;
+        ahead += block.kRows * s.ld_words;
+      }
     }
   });
 }
 
-template <class V, CodeKind codes, int C>
+template <class V, Codes codes, int C>
 void unpack(const Step& s, float* panel) {
   const typename V::template Decoder<codes> decoder(s.values);
   const uint32_t* words = s.words;
-  for (int k = 0; k < s.k; k += 8, words += s.ld_words, panel += 8 * C * V::width) {
-    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-      const typename V::I word = V::load_words(words + c * V::width);
-      unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
-        V::store(panel + (j * C + c) * V::width, decoder.template decode<j>(word));
-      });
+  for (int k = 0; k < s.k; k += 8, panel += 8 * C * V::width) {
+    const Block<V, codes, C> block(words, s.ld_words);
+    unroll<V, 8 * C>([&](auto i) __attribute__((always_inline)) {
+      V::store(panel + i * V::width, block.template decode<i / C, i % C>(decoder));
     });
+    words += block.kRows * s.ld_words;
   }
 }
 
@@ -176,21 +198,20 @@ template <class V, ElementType type>
 }
 
 // Decodes eight rows of the weight in the order of the format table's formula. Each product and sum is rounded to fp32.
-template <class V, CodeKind codes, ElementType type, ZerosRole role>
+template <class V, Codes codes, ElementType type, ZerosRole role>
 [[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;
   const typename V::template Decoder<codes> decoder(d.values);
   for (int i = 0; i < d.count; i += 2 * V::width) {
-    typename V::I word[2];
+    const Block<V, codes, 2> block(d.words + i, d.ld_words);
     F scale[2], zero[2], w[2];
     unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
-      word[c] = V::load_words(d.words + i + c * V::width);
       scale[c] = V::load(d.scales + i + c * V::width);
       if constexpr (role != ZerosRole::none) zero[c] = V::load(d.zeros + i + c * V::width);
     });
     unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
       unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
-        w[c] = decoder.template decode<j>(word[c]);
+        w[c] = block.template decode<j, c>(decoder);
         if constexpr (role == ZerosRole::zero_point) w[c] = V::sub(w[c], zero[c]);
         w[c] = V::mul(w[c], scale[c]);
         if constexpr (role == ZerosRole::bias) w[c] = V::add(V::rounded(w[c]), zero[c]);
@@ -200,7 +221,7 @@ template <class V, CodeKind codes, ElementType type, ZerosRole role>
   }
 }
 
-template <class V, CodeKind codes>
+template <class V, Codes codes>
 void dequantize(const DequantizeBlock& d) {
   auto with_role = [&]<ElementType type>() {
     switch (d.role) {
@@ -261,19 +282,21 @@ constexpr MatrixKernel matrix_kernel() {
   kernel.panel_bytes = from_panel ? static_cast<int>(sizeof(float)) * C * V::width * kChunk : 0;
   kernel.row_bytes = kChunk * int{sizeof(float)};
   kernel.pack = &pack_fp32<V>;
-  auto fill = [&]<CodeKind codes>() {
+  auto fill = [&]<Codes codes>() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
     // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode, so one
     // instance serves all codes.
-    constexpr CodeKind used = from_panel ? CodeKind::table : V::template decoder_for<codes>;
+    constexpr Codes used = from_panel ? Codes::table : V::template decoder_for<codes>;
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
     }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
     kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, V::template decoder_for<codes>, C>;
   };
-  fill.template operator()<CodeKind::integer>();
-  fill.template operator()<CodeKind::e2m1>();
-  fill.template operator()<CodeKind::table>();
+  fill.template operator()<Codes::integer>();
+  fill.template operator()<Codes::e2m1>();
+  fill.template operator()<Codes::table>();
+  fill.template operator()<Codes::byte>();
+  fill.template operator()<Codes::e4m3>();
   return kernel;
 }
 
@@ -289,8 +312,9 @@ constexpr KernelSet kernel_set() {
           &multiply<V>,
           &decode_scales<V>,
           &from_float<V>,
-          {&dequantize<V, V::template decoder_for<CodeKind::integer>>,
-           &dequantize<V, V::template decoder_for<CodeKind::e2m1>>, &dequantize<V, CodeKind::table>},
+          {&dequantize<V, V::template decoder_for<Codes::integer>>,
+           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>,
+           &dequantize<V, V::template decoder_for<Codes::byte>>, &dequantize<V, V::template decoder_for<Codes::e4m3>>},
           &gather_codes<V>,
           &stream<V>};
 }

@@ -20,8 +20,8 @@ struct Portable {
   static constexpr int large_m_rows = 4;
   static constexpr int large_m_vectors = 2;
   static constexpr bool large_m_from_panel = true;
-  template <CodeKind>
-  static constexpr CodeKind decoder_for = CodeKind::table;
+  template <Codes codes>
+  static constexpr Codes decoder_for = is_byte_wide(codes) ? Codes::byte : Codes::table;
 
   template <class Function>
   static F map(Function f) {
@@ -98,13 +98,14 @@ struct Portable {
   }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
-  template <CodeKind>
+  template <Codes codes>
   struct Decoder {
     const float* values;
     explicit Decoder(const float* v) : values(v) {}
     template <int j>
     F decode(I words) const {
-      return map([&](int i) { return values[(words.v[i] >> (4 * j)) & 15U]; });
+      constexpr uint32_t kBits = is_byte_wide(codes) ? 8 : 4;
+      return map([&](int i) { return values[(words.v[i] >> (kBits * j)) & ((1U << kBits) - 1)]; });
     }
   };
 };

@@ -1,13 +1,13 @@
 // Products with AVX512-BF16: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Codes are exact in bf16 (integers
-// below 256, E2M1). An fp32 activation is the sum of three bf16 terms ("parts") of 8 bits; a bf16 activation is one
-// part. The instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+// below 256, E2M1, E4M3). An fp32 activation is the sum of three bf16 terms ("parts") of 8 bits; a bf16 activation is
+// one part. The instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 
 #include "csrc/cpu/x86/target.h"
 
-MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16")
+MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi")
 
 #include "csrc/cpu/kernels/bf16_parts.h"
 #include "csrc/cpu/kernels/segments.h"
@@ -22,13 +22,21 @@ struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-// s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of k = j and j + 4 in 32 bits.
-template <int parts, int R, int C>
+struct NibbleTable {
+  __m512i values;
+  explicit NibbleTable(const float* v) : values(bf16_table(_mm512_loadu_si512(v))) {}
+  // Returns the pair of codes in the lowest bits of the halves of each word.
+  [[gnu::always_inline]] __m512i pair(__m512i words) const { return _mm512_permutexvar_epi16(words, values); }
+};
+
+// s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of two k in 32 bits: k = j and
+// j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+template <Codes codes, int parts, int R, int C>
 void dot_step(const Step& s) {
   // Each part has its own accumulators. If one row's parts shared them, each instruction would wait for the previous
   // one.
   constexpr int sums = parts * R * C;
-  const __m512i table = bf16_table(_mm512_loadu_si512(s.values));
+  const std::conditional_t<is_byte_wide(codes), ByteTable<codes>, NibbleTable> table(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const int32_t*>(s.x);
@@ -36,15 +44,25 @@ void dot_step(const Step& s) {
     __m512 acc[sums];
     unroll<V, sums>([&](auto i) __attribute__((always_inline)) { acc[i] = _mm512_setzero_ps(); });
     for (int k = begin; k < end; k += 8) {
-      __m512i word[C];
-      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-        word[c] = V::load_words(words + c * V::width);
-        __builtin_prefetch(ahead + c * V::width, 0, 2);
-      });
+      __m512i word[C], code[C], odd[C];
       unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
-        __m512i code[C];
+        constexpr int kPairs = 4 / words_per_block(codes);  // of a word
+        if constexpr (j % kPairs == 0) {
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            word[c] = V::load_words(words + c * V::width);
+            __builtin_prefetch(ahead + c * V::width, 0, 2);
+          });
+          words += s.ld_words;
+          ahead += s.ld_words;
+        }
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          code[c] = _mm512_permutexvar_epi16(j == 0 ? word[c] : _mm512_srli_epi32(word[c], 4 * j), table);
+          if constexpr (!is_byte_wide(codes)) {
+            code[c] = table.pair(j == 0 ? word[c] : _mm512_srli_epi32(word[c], 4 * j));
+          } else if constexpr (j % 2 == 0) {
+            table.pairs(word[c], code[c], odd[c]);
+          } else {
+            code[c] = odd[c];
+          }
         });
         unroll<V, parts * R>([&](auto i) __attribute__((always_inline)) {
           const __m512i activation = _mm512_set1_epi32(x[j * parts * R + i]);
@@ -54,8 +72,6 @@ void dot_step(const Step& s) {
           });
         });
       });
-      words += s.ld_words;
-      ahead += s.ld_words;
       x += 4 * parts * R;
     }
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
@@ -73,9 +89,11 @@ bool pack_pairs(const PackRow& p) {
   const bool good = split_bf16<parts>(p.values, p.count, bits);
   auto* to = static_cast<uint32_t*>(p.out) + p.row;
   for (int k = 0; k < p.count; k += 8) {
-    for (int j = k; j < k + 4; ++j) {
+    for (int j = 0; j < 4; ++j) {
+      const int first = k + (p.byte_codes ? j / 2 * 4 + j % 2 : j);
+      const int second = first + (p.byte_codes ? 2 : 4);
       for (int part = 0; part < parts; ++part, to += p.rows) {
-        *to = bits[part][j] | uint32_t{bits[part][j + 4]} << 16;
+        *to = bits[part][first] | uint32_t{bits[part][second]} << 16;
       }
     }
   }
@@ -91,11 +109,17 @@ constexpr MatrixKernel dot_kernel() {
   kernel.row_unit = 1;
   kernel.row_bytes = 2 * parts * kChunk;
   kernel.pack = &pack_pairs<parts>;
-  for (auto& steps : kernel.step) {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-      ((steps[static_cast<size_t>(min_rows + i)] = &dot_step<parts, min_rows + i, C>), ...);
-    }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
-  }
+  // All codes of 4 bits are looked up in the same table.
+  auto fill = [&]<Codes codes, int... i>(std::integral_constant<Codes, codes>, Codes of,
+                                         std::integer_sequence<int, i...>) {
+    auto& steps = kernel.step[static_cast<size_t>(of)];
+    ((steps[static_cast<size_t>(min_rows + i)] = &dot_step<codes, parts, min_rows + i, C>), ...);
+  };
+  constexpr auto kRows = std::make_integer_sequence<int, max_rows - min_rows + 1>{};
+  for (const Codes of : {Codes::integer, Codes::e2m1, Codes::table})
+    fill(std::integral_constant<Codes, Codes::table>{}, of, kRows);
+  fill(std::integral_constant<Codes, Codes::byte>{}, Codes::byte, kRows);
+  fill(std::integral_constant<Codes, Codes::e4m3>{}, Codes::e4m3, kRows);
   return kernel;
 }
 

@@ -24,8 +24,8 @@ struct Avx2Bytes : Avx2 {
   static constexpr int kOperandsPerLoad = 1;
   // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1) or
   // 15 * 128 (integers).
-  template <CodeKind codes>
-  static constexpr int kRowsIn16Bits = codes == CodeKind::e2m1 ? 2 : 4;
+  template <Codes codes>
+  static constexpr int kRowsIn16Bits = codes == Codes::e2m1 ? 2 : 4;
 
   static Sums set_sums(int32_t v) { return _mm256_set1_epi32(v); }
   static F to_float(Sums v) { return _mm256_cvtepi32_ps(v); }
@@ -38,9 +38,9 @@ struct Avx2Bytes : Avx2 {
     return _mm256_and_si256(odd ? _mm256_srli_epi32(words, 4) : words, _mm256_set1_epi8(15));
   }
 
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<Avx2Bytes, codes>& bytes,
-                                                  SplitOperands<Avx2Bytes, R>& next, int begin, int end,
+                                                  SplitOperands<Avx2Bytes, codes, R>& next, int begin, int end,
                                                   SplitSums<Avx2Bytes, R, C>& sums) {
     using V = Avx2Bytes;
     for (int k = begin; k < end;) {

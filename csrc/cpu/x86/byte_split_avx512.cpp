@@ -38,17 +38,19 @@ struct Avx512Vnni : Avx512 {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(activations));
   }
 
-  template <CodeKind codes, int R, int C>
+  template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<Avx512Vnni, codes>& bytes,
-                                                  SplitOperands<Avx512Vnni, R>& next, int begin, int end,
+                                                  SplitOperands<Avx512Vnni, codes, R>& next, int begin, int end,
                                                   SplitSums<Avx512Vnni, R, C>& sums) {
     using V = Avx512Vnni;
     for (int k = begin; k < end; k += 8, next.advance()) {
       unroll<V, 2>([&](auto odd) __attribute__((always_inline)) {
         Bytes code[C];
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          code[c] = bytes.template decode<odd>(V::load_words(next.words + c * V::width));
-          if constexpr (odd == 0) __builtin_prefetch(next.ahead + c * V::width, 0, 2);
+          constexpr int kRow = odd * (words_per_block(codes) - 1);
+          const int64_t at = kRow * next.ld_words + c * V::width;
+          code[c] = bytes.template decode<odd>(V::load_words(next.words + at));
+          if constexpr (odd == kRow) __builtin_prefetch(next.ahead + at, 0, 2);
         });
         unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
           const __m512i activation = _mm512_set1_epi32(next.x[odd * kSplitBytes * R + i]);
@@ -59,10 +61,12 @@ struct Avx512Vnni : Avx512 {
   }
 };
 
-// Converts 16 values to bytes and puts, within each run of 8 k, the even k before the odd ones, as operands need them.
-[[gnu::always_inline]] inline __m128i even_and_odd(__m512i values) {
-  return _mm_shuffle_epi8(_mm512_cvtepi32_epi8(values),
-                          _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+// Converts 16 values to bytes and puts, within each run of 8 k, the even k before the odd ones, as operands need them
+// for codes of 4 bits.
+[[gnu::always_inline]] inline __m128i in_halves(__m512i values, bool byte_codes) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(values);
+  if (byte_codes) return bytes;
+  return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
 }
 
 // Does the same as pack_split, 16 activations at a time.
@@ -88,7 +92,7 @@ bool pack_rows(const PackRow& p) {
         const __m512i low = byte == 0 ? rest : _mm512_srai_epi32(_mm512_slli_epi32(rest, 24), 24);
         rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 8);
         sums[byte] = _mm512_add_epi32(sums[byte], low);
-        _mm_store_si128(reinterpret_cast<__m128i*>(dots[byte]), even_and_odd(low));
+        _mm_store_si128(reinterpret_cast<__m128i*>(dots[byte]), in_halves(low, p.byte_codes));
       }
       for (int eight = 0; eight < (end - k >= 16 ? 2 : 1); ++eight) {
         for (int odd = 0; odd < 2; ++odd) {
@@ -105,7 +109,7 @@ bool pack_rows(const PackRow& p) {
 }
 
 template <int max_rows, int C>
-constexpr MatrixKernel kKernel = split_kernel<Avx512Vnni, max_rows, C>(&pack_rows);
+constexpr MatrixKernel kKernel = split_kernel<Avx512Vnni, max_rows, C, true>(&pack_rows);
 
 constexpr ByteSplitKernels kKernels{kKernel<2, 4>, kKernel<4, 2>};
 

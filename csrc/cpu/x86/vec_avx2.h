@@ -16,8 +16,8 @@ struct Avx2 {
   static constexpr int large_m_rows = 6;
   static constexpr int large_m_vectors = 2;
   static constexpr bool large_m_from_panel = true;
-  template <CodeKind codes>
-  static constexpr CodeKind decoder_for = codes;
+  template <Codes codes>
+  static constexpr Codes decoder_for = codes;
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float v) { return _mm256_set1_ps(v); }
@@ -75,7 +75,7 @@ struct Avx2 {
     _mm256_stream_si256(static_cast<I*>(to) + 1, _mm256_loadu_si256(in + 1));
   }
 
-  template <CodeKind codes>
+  template <Codes codes>
   struct Decoder {
     __m256 low;
     __m256 high;
@@ -85,7 +85,7 @@ struct Avx2 {
       const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
       const I sign_first = j == 7 ? words : _mm256_slli_epi32(words, 28 - 4 * j);  // bit 31 is bit 3 of the code
       const F below = _mm256_permutevar8x32_ps(low, shifted);
-      if constexpr (codes == CodeKind::e2m1) {
+      if constexpr (codes == Codes::e2m1) {
         return _mm256_xor_ps(below, _mm256_and_ps(_mm256_castsi256_ps(sign_first), _mm256_set1_ps(-0.F)));
       }
       return _mm256_blendv_ps(below, _mm256_permutevar8x32_ps(high, shifted), _mm256_castsi256_ps(sign_first));
@@ -94,13 +94,47 @@ struct Avx2 {
 };
 
 template <>
-struct Avx2::Decoder<CodeKind::integer> {
+struct Avx2::Decoder<Codes::integer> {
   __m256 first;
   explicit Decoder(const float* values) : first(_mm256_set1_ps(values[0])) {}
   template <int j>
   F decode(I words) const {
     const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
     return _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15))), first);
+  }
+};
+
+template <>
+struct Avx2::Decoder<Codes::byte> {
+  __m256 first;
+  explicit Decoder(const float* values) : first(_mm256_set1_ps(values[0])) {}
+  template <int j>
+  F decode(I words) const {
+    const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 8 * j);
+    const I codes = j == 3 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi32(255));
+    return _mm256_add_ps(_mm256_cvtepi32_ps(codes), first);
+  }
+};
+
+// Moves exponent and mantissa of a code into the same fields of an fp32, whose exponent bias is 120 larger. A subnormal
+// code m * 2^-9 becomes 2^-6 + m * 2^-9, from which 2^-6 is subtracted: no operand is an fp32 subnormal, which the
+// processor may flush.
+template <>
+struct Avx2::Decoder<Codes::e4m3> {
+  explicit Decoder(const float*) {}
+  template <int j>
+  F decode(I words) const {
+    const I raised = j == 3 ? _mm256_srli_epi32(words, 4) : _mm256_slli_epi32(words, 20 - 8 * j);
+    const I magnitude = _mm256_and_si256(raised, _mm256_set1_epi32(0x07F00000));
+    const I small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), magnitude);
+    const I nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x07F00000));
+    const I exponent = _mm256_sub_epi32(_mm256_set1_epi32(120 << 23), _mm256_slli_epi32(small, 23));
+    const F implicit = _mm256_and_ps(_mm256_castsi256_ps(small), _mm256_set1_ps(0x1p-6F));
+    const F finite = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(magnitude, exponent)), implicit);
+    const I sign = _mm256_and_si256(j == 3 ? words : _mm256_slli_epi32(words, 24 - 8 * j),
+                                    _mm256_set1_epi32(static_cast<int>(0x80000000U)));
+    const I special = _mm256_and_si256(nan, _mm256_set1_epi32(0x7FC00000));
+    return _mm256_or_ps(finite, _mm256_castsi256_ps(_mm256_or_si256(sign, special)));
   }
 };
 

@@ -17,8 +17,8 @@ struct Avx512 {
   static constexpr int large_m_rows = 12;
   static constexpr int large_m_vectors = 2;
   static constexpr bool large_m_from_panel = false;
-  template <CodeKind>
-  static constexpr CodeKind decoder_for = CodeKind::table;
+  template <Codes codes>
+  static constexpr Codes decoder_for = is_byte_wide(codes) ? codes : Codes::table;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set1(float v) { return _mm512_set1_ps(v); }
@@ -76,7 +76,7 @@ struct Avx512 {
     _mm512_stream_si512(static_cast<I*>(to), _mm512_loadu_si512(from));
   }
 
-  template <CodeKind>
+  template <Codes>
   struct Decoder {
     __m512 table;
     explicit Decoder(const float* values) : table(_mm512_loadu_ps(values)) {}
@@ -85,6 +85,42 @@ struct Avx512 {
       return _mm512_permutexvar_ps(j == 0 ? words : _mm512_srli_epi32(words, 4 * j), table);
     }
   };
+};
+
+template <>
+struct Avx512::Decoder<Codes::byte> {
+  __m512 first;
+  explicit Decoder(const float* values) : first(_mm512_set1_ps(values[0])) {}
+  template <int j>
+  F decode(I words) const {
+    const I shifted = j == 0 ? words : _mm512_srli_epi32(words, 8 * j);
+    const I codes = j == 3 ? shifted : _mm512_and_si512(shifted, _mm512_set1_epi32(255));
+    return _mm512_add_ps(_mm512_cvtepi32_ps(codes), first);
+  }
+};
+
+// Moves exponent and mantissa of a code into the same fields of an fp32, whose exponent bias is 120 larger. A subnormal
+// code m * 2^-9 becomes 2^-6 + m * 2^-9, from which 2^-6 is subtracted: no operand is an fp32 subnormal, which the
+// processor may flush.
+template <>
+struct Avx512::Decoder<Codes::e4m3> {
+  explicit Decoder(const float*) {}
+  template <int j>
+  F decode(I words) const {
+    const I raised = j == 3 ? _mm512_srli_epi32(words, 4) : _mm512_slli_epi32(words, 20 - 8 * j);
+    const I magnitude = _mm512_and_si512(raised, _mm512_set1_epi32(0x07F00000));
+    const __mmask16 small = _mm512_testn_epi32_mask(magnitude, _mm512_set1_epi32(0x07800000));
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x07F00000));
+    I bits = _mm512_add_epi32(magnitude, _mm512_set1_epi32(120 << 23));
+    bits = _mm512_mask_add_epi32(bits, small, magnitude, _mm512_set1_epi32(121 << 23));
+    const F all = _mm512_castsi512_ps(bits);
+    const F finite = _mm512_mask_sub_ps(all, small, all, _mm512_set1_ps(0x1p-6F));
+    const F value = _mm512_mask_mov_ps(finite, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
+    const I sign = j == 3 ? words : _mm512_slli_epi32(words, 24 - 8 * j);
+    constexpr int kAOrBAndC = 0xF8;
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(value), sign,
+                                                         _mm512_set1_epi32(static_cast<int>(0x80000000U)), kAOrBAndC));
+  }
 };
 
 }  // namespace marlin::cpu

@@ -49,8 +49,8 @@ inline constexpr int64_t kBytesAhead = 32 << 10;  // prefetch distance
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip)
-      : row_(w.words + chunks.begin * (chunk_k / 8) * w.N + strips.begin * strip),
-        chunk_stride_(chunk_k / 8 * w.N),
+      : row_(w.words + chunks.begin * (chunk_k / codes_per_word(w.format)) * w.N + strips.begin * strip),
+        chunk_stride_(chunk_k / codes_per_word(w.format) * w.N),
         chunks_left_(std::min(chunks.end, w.K / chunk_k) - chunks.begin - 1),
         strips_(strips.size()),
         strip_(strip) {

@@ -127,7 +127,7 @@ CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision
           weight.format,
           weight.group_size,
           arguments.a_type,
-          bf16_parts_of_codes(code_values(weight.format, weight.lut)),
+          bf16_parts_of_codes(weight.format, weight.lut),
           precision};
 }
 

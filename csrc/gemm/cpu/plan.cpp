@@ -95,9 +95,10 @@ struct Choice {
   int parts = 1;  // bf16 terms per activation
 };
 
-// Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
+// Returns nothing if the tiles cannot represent the codes, for codes of 8 bits, which they do not decode, or if other
+// kernels are as fast because the rows are few.
 std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& problem) {
-  if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
+  if (machine.isa != Isa::amx || problem.code_parts == 0 || code_bits(problem.format) != 4) return std::nullopt;
   const bool table = problem.code_parts > 1;
   const bool group_16 = problem.group_size < 32;
   const bool float32 = problem.a_type == ElementType::float32;
@@ -122,10 +123,13 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
   // is used for fp32 only if the caller allows reduced precision.
-  const bool byte_split = (half || reduced) && code_kind(problem.format) != CodeKind::table;
+  const Codes codes = codes_of(problem.format);
+  const bool x86 = machine.isa == Isa::avx512 || machine.isa == Isa::amx;
+  const bool splits = codes == Codes::integer || codes == Codes::e2m1 || (codes == Codes::byte && x86);
+  const bool byte_split = (half || reduced) && splits;
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
-  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1;
+  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || !is_byte_wide(codes));
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
     const int dot_rows = kernel_shape(machine.isa, CpuKernel::bf16_dot_small_m).max_rows;
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);

@@ -153,8 +153,9 @@ class Pass {
         gather(reinterpret_cast<const uint16_t*>(from), a_.perm + k0, count, gathered);
         kernels_.to_float(gathered, a_.a_type, count, buffer);
       }
-      good &= matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
-                            static_cast<int>(i), x_.block_values(chunk, block_index)});
+      good &=
+          matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
+                        static_cast<int>(i), x_.block_values(chunk, block_index), is_byte_wide(codes_of(w_.format))});
       if (role_ == ZerosRole::none) continue;
       for (int64_t segment = 0; segment * segment_ < count; ++segment) {
         const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
@@ -189,7 +190,7 @@ class Pass {
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
     // The scratch memory holds two panels. If the last strip reaches beyond N, its words are copied and padded; the
     // room for this copy lies before the panels.
-    const int64_t tail = chunk_k_ / 8 * plan_.strip * int64_t{sizeof(uint32_t)};
+    const int64_t tail = word_rows(chunk_k_) * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
     Panels panels{reinterpret_cast<float*>(scratch + tail),
@@ -207,7 +208,7 @@ class Pass {
         int64_t loaded = -1;
         WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
         Step step{};
-        step.values = values_.data();
+        step.values = values_;
         step.segment = static_cast<int>(group_);
         step.ld_scales = some_strips.size() * plan_.strip;
         step.role = role_;
@@ -238,6 +239,9 @@ class Pass {
   int64_t columns_of(const Range& strips) const {
     return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
   }
+
+  // Returns the number of rows of words that hold this many k.
+  int64_t word_rows(int64_t k) const { return k / codes_per_word(w_.format); }
 
   // Returns the number of groups in a chunk.
   int64_t groups() const { return ceil_divide(chunk_k_, group_); }
@@ -273,13 +277,13 @@ class Pass {
   // Returns the step for one strip of a chunk. The caller sets the row block.
   Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
                 uint32_t* tail_words) const {
-    step.words = w_.words + chunk * (chunk_k_ / 8) * w_.N + strip * plan_.strip;
+    step.words = w_.words + chunk * word_rows(chunk_k_) * w_.N + strip * plan_.strip;
     step.ahead = ahead;
     step.scales += (strip - strips.begin) * plan_.strip;
     step.zeros += (strip - strips.begin) * plan_.strip;
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
-      for (int64_t r = 0; r < step.k / 8; ++r) {
+      for (int64_t r = 0; r < word_rows(step.k); ++r) {
         std::copy_n(step.words + r * w_.N, count, tail_words + r * plan_.strip);
         std::fill_n(tail_words + r * plan_.strip + count, plan_.strip - count, 0U);
       }
@@ -297,7 +301,7 @@ class Pass {
   };
 
   void run_strip(const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels, float* y) const {
-    const auto codes = static_cast<size_t>(code_kind(w_.format));
+    const auto codes = static_cast<size_t>(codes_of(w_.format));
     if (matrix_.panel_bytes != 0) {
       if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
       step.panel = panels.of_this;
@@ -356,8 +360,8 @@ class Pass {
   const KernelSet& kernels_;
   const MatrixKernel& matrix_;
   const ZerosRole role_;
-  const std::array<float, 16> values_;
-  const int64_t chunk_k_;  // number of k in a whole chunk
+  const float* const values_;  // of each code
+  const int64_t chunk_k_;      // number of k in a whole chunk
   const int64_t chunks_;
   const int64_t strips_;
   const int64_t group_;    // the group size, or chunk_k_ if that is smaller

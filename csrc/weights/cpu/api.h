@@ -9,14 +9,14 @@
 
 namespace marlin::cpu {
 
-// A packed weight [K/8, N] with its scales [G, N], all contiguous. G is ceil(K / group_size), so the last group may
+// A packed weight with its scales [G, N], all contiguous. G is ceil(K / group_size), so the last group may
 // be short.
 struct PackedWeight {
   WeightFormat format;
   int64_t K;
   int64_t N;
   int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
-  const uint32_t* words;    // [K/8, N]
+  const uint32_t* words;    // [K/8, N] of 4-bit codes, [K/4, N] of 8-bit codes
   const void* scales;       // [G, N]
   ElementType scales_type;  // uint8 for coded scales, uint8 or int8 for scales of two levels
   const void* zeros;        // [G, N] or nullptr
@@ -48,8 +48,9 @@ struct EmbeddingArguments {
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
 void embedding(const EmbeddingArguments& arguments, const Parallel& parallel);
 
-// Row j of the result is row perm[j] of the source. If perm is nullptr, the result is a copy.
-void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+// Row j of the result is row perm[j] of the source, whose codes have 4 or 8 bits. If perm is nullptr, the result is a
+// copy.
+void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, int64_t code_bits, uint32_t* out,
                  const Parallel& parallel);
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);
 // Transposes [rows, columns] to [columns, rows].
@@ -62,7 +63,7 @@ void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out
 // Like the functions above, for an instruction-set family that this CPU has, so that tests and benchmarks can run every
 // family.
 void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel);
-void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
-                    const Parallel& parallel);
+void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, int64_t code_bits,
+                    uint32_t* out, const Parallel& parallel);
 
 }  // namespace marlin::cpu

@@ -18,7 +18,7 @@ namespace marlin::cpu {
 namespace {
 
 constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales and zeros of a block take 16 KB
-constexpr int64_t kBlockRows = 8;                          // packed rows per task
+constexpr int64_t kBlockRows = 8;                          // blocks of eight k per task
 constexpr int64_t kPadding = 32;                           // columns: two of the widest vectors
 
 // A result of this size fills half of a small machine's last-level cache. Larger results are stored with instructions
@@ -46,7 +46,7 @@ struct Buffers {
   char* rows;       // [8, kDequantizeColumns] results
 
   explicit Buffers(Scratch& scratch) {
-    scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + 1) * kDequantizeColumns);
+    scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + kMaxWordsPerBlock) * kDequantizeColumns);
     zeros = scales + kBlockColumns + kPadding;
     rows = reinterpret_cast<char*>(zeros + kBlockColumns + kPadding);
     words = reinterpret_cast<uint32_t*>(rows) + 8 * kDequantizeColumns;
@@ -60,11 +60,12 @@ class Dequantize {
         w_(arguments.weight),
         kernels_(kernels),
         role_(zeros_role(w_.format)),
-        values_(code_values(w_.format, w_.lut)),
-        kernel_(kernels.dequantize[static_cast<size_t>(code_kind(w_.format))]),
+        word_rows_(words_per_block(w_.format)),
+        kernel_(kernels.dequantize[static_cast<size_t>(codes_of(w_.format))]),
         size_(element_bytes(a_.out_type)),
         streamed_(w_.K * w_.N * size_ > kStreamBytes) {
-    drop_payloads(values_.data(), 16);
+    std::copy_n(code_values(w_.format, w_.lut), 1 << code_bits(w_.format), values_.begin());
+    drop_payloads(values_.data(), 1 << code_bits(w_.format));
   }
 
   void rows(int64_t begin, int64_t end) const {
@@ -94,19 +95,24 @@ class Dequantize {
     drop_payloads(buffers.zeros, count);
   }
 
-  // Decodes packed row r, columns n + i to n + i + count - 1.
+  // Decodes rows 8 r to 8 r + 7 of the weight, columns n + i to n + i + count - 1.
   void block(int64_t r, int64_t n, int64_t i, int64_t count, const Buffers& buffers) const {
-    const uint32_t* words = w_.words + r * w_.N + n + i;
-    if (r + 1 < w_.K / 8) {
-      for (int64_t ahead = 0; ahead < count; ahead += 16)
-        __builtin_prefetch(words + w_.N + ahead);
+    const uint32_t* words = w_.words + r * word_rows_ * w_.N + n + i;
+    int64_t ld_words = w_.N;
+    if (r + 1 < w_.K / kBlockK) {
+      for (int64_t row = 0; row < word_rows_; ++row) {
+        for (int64_t ahead = 0; ahead < count; ahead += 16)
+          __builtin_prefetch(words + (word_rows_ + row) * w_.N + ahead);
+      }
     }
     if (count < kDequantizeColumns) {
-      std::copy_n(words, count, buffers.words);
+      for (int64_t row = 0; row < word_rows_; ++row)
+        std::copy_n(words + row * w_.N, count, buffers.words + row * kDequantizeColumns);
       words = buffers.words;
+      ld_words = kDequantizeColumns;
     }
-    kernel_({values_.data(), words, buffers.scales + i, buffers.zeros + i, role_, static_cast<int>(count), buffers.rows,
-             a_.out_type});
+    kernel_({values_.data(), words, ld_words, buffers.scales + i, buffers.zeros + i, role_, static_cast<int>(count),
+             buffers.rows, a_.out_type});
     for (int64_t j = 0; j < 8; ++j) {
       const int64_t k = a_.perm == nullptr ? 8 * r + j : a_.perm[8 * r + j];
       char* to = static_cast<char*>(a_.out) + (k * w_.N + n + i) * size_;
@@ -123,7 +129,8 @@ class Dequantize {
   const PackedWeight& w_;
   const KernelSet& kernels_;
   const ZerosRole role_;
-  std::array<float, 16> values_;
+  CodeValues values_;
+  const int64_t word_rows_;  // rows of words for eight k
   void (*const kernel_)(const DequantizeBlock&);
   const int64_t size_;
   const bool streamed_;
@@ -133,10 +140,9 @@ class Dequantize {
 
 void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel) {
   const Dequantize work(arguments, *kernels_of(isa));
-  const int64_t word_rows = arguments.weight.K / 8;
-  parallel.run(ceil_divide(word_rows, kBlockRows), 1, [&](int64_t begin, int64_t end) {
-    work.rows(begin * kBlockRows, std::min(end * kBlockRows, word_rows));
-  });
+  const int64_t blocks = arguments.weight.K / kBlockK;
+  parallel.run(ceil_divide(blocks, kBlockRows), 1,
+               [&](int64_t begin, int64_t end) { work.rows(begin * kBlockRows, std::min(end * kBlockRows, blocks)); });
 }
 
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel) {

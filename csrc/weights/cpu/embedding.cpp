@@ -1,5 +1,4 @@
 // Looks up rows of an embedding table: decodes single columns of a packed weight.
-#include <array>
 #include <cmath>
 #include <limits>
 
@@ -45,8 +44,9 @@ void store(void* out, ElementType type, int64_t index, float value) {
 }
 
 // Decodes column n in the order of the format table's formula. Each product and sum is rounded to fp32.
-void decode_column(const EmbeddingArguments& arguments, const std::array<float, 16>& values, int64_t n, int64_t row) {
+void decode_column(const EmbeddingArguments& arguments, const float* values, int64_t n, int64_t row) {
   const PackedWeight& weight = arguments.weight;
+  const uint32_t bits = code_bits(weight.format), per_word = codes_per_word(weight.format);
   const ZerosRole role = zeros_role(weight.format);
   float scale = 0, zero = 0;
   for (int64_t k = 0; k < weight.K; ++k) {
@@ -57,8 +57,8 @@ void decode_column(const EmbeddingArguments& arguments, const std::array<float, 
         zero = load_element(weight.zeros, weight.zeros_type, group * weight.N + n) *
                super_of(weight, weight.super_zeros, group, n);
     }
-    const uint32_t word = weight.words[k / 8 * weight.N + n];
-    float value = values[(word >> (4 * (k % 8))) & 15U];
+    const uint32_t word = weight.words[k / per_word * weight.N + n];
+    float value = values[(word >> (bits * (k % per_word))) & ((1U << bits) - 1)];
     if (role == ZerosRole::zero_point) value -= zero;
     value *= scale;
     if (role == ZerosRole::bias) {
@@ -74,7 +74,7 @@ void decode_column(const EmbeddingArguments& arguments, const std::array<float, 
 
 void embedding(const EmbeddingArguments& arguments, const Parallel& parallel) {
   const PackedWeight& weight = arguments.weight;
-  const std::array<float, 16> values = code_values(weight.format, weight.lut);
+  const float* values = code_values(weight.format, weight.lut);
   const int64_t grain = ceil_divide(kGrainCodes, weight.K);
   parallel.run(arguments.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)

@@ -58,22 +58,22 @@ Tensor empty_words(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return out;
 }
 
-Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm) {
-  check_gptq_repack(qweight, perm);
+Tensor gptq_repack_cpu(const Tensor& qweight, const OptionalTensor& perm, int64_t code_bits) {
+  check_gptq_repack(qweight, perm, code_bits);
   const Tensor stored = contiguous_or_undefined(perm);
   const int32_t* indices = perm ? stored.const_data_ptr<int32_t>() : nullptr;
-  const int64_t K = qweight.size(0) * kCodesPerWord;
+  const int64_t K = qweight.size(0) * (32 / code_bits);
   if (indices) StoredWeight::check_perm_range("gptq_repack", indices, K);
   Tensor out = empty_words(qweight.sizes(), qweight.options());
   if (out.numel() == 0) return out;
-  cpu::gptq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), indices, K, qweight.size(1),
+  cpu::gptq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), indices, K, qweight.size(1), code_bits,
                    static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
   return out;
 }
 
 Tensor gptq_unpack_zeros_cpu(const Tensor& qzeros, int64_t checkpoint_version, std::string_view rule) {
   const StoredZeros stored = check_gptq_unpack_zeros(qzeros, checkpoint_version, rule);
-  Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
   if (out.numel() == 0) return out;
   cpu::gptq_unpack_zeros(static_cast<const uint32_t*>(qzeros.const_data_ptr()), out.size(0), out.size(1), stored,
                          out.mutable_data_ptr<uint8_t>(), at_parallel());
@@ -83,8 +83,8 @@ Tensor gptq_unpack_zeros_cpu(const Tensor& qzeros, int64_t checkpoint_version, s
 Tensor awq_repack_cpu(const Tensor& qweight) {
   check_awq_repack(qweight);
   const int64_t K = qweight.size(0);
-  const int64_t N = qweight.size(1) * kCodesPerWord;
-  Tensor out = empty_words({K / kCodesPerWord, N}, qweight.options());
+  const int64_t N = qweight.size(1) * kNibbles;
+  Tensor out = empty_words({K / kNibbles, N}, qweight.options());
   if (out.numel() == 0) return out;
   cpu::awq_repack(static_cast<const uint32_t*>(qweight.const_data_ptr()), K, N,
                   static_cast<uint32_t*>(out.mutable_data_ptr()), at_parallel());
@@ -93,7 +93,7 @@ Tensor awq_repack_cpu(const Tensor& qweight) {
 
 Tensor awq_unpack_zeros_cpu(const Tensor& qzeros) {
   check_awq_unpack_zeros(qzeros);
-  Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kCodesPerWord}, qzeros.options().dtype(at::kByte));
+  Tensor out = at::empty({qzeros.size(0), qzeros.size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
   if (out.numel() == 0) return out;
   cpu::awq_unpack_zeros(static_cast<const uint32_t*>(qzeros.const_data_ptr()), out.size(0), out.size(1),
                         out.mutable_data_ptr<uint8_t>(), at_parallel());

@@ -1,4 +1,4 @@
-// Repacks 4-bit codes from checkpoint layouts to [K/8, N], without loss.
+// Repacks codes from checkpoint layouts to the layout of a packed weight, without loss.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -39,6 +39,18 @@ void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const in
       row.shift[j] = static_cast<int>(4 * (k % 8));
     }
     kernels.gather_codes(row);
+  }
+}
+
+// The same for codes of 8 bits, which are whole bytes of the words.
+void permute_byte_rows(const uint32_t* qweight, const int32_t* perm, int64_t N, int64_t begin, int64_t end,
+                       uint32_t* out) {
+  for (int64_t j = 4 * begin; j < 4 * end; ++j) {
+    const int64_t k = perm[j];
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(qweight + k / 4 * N) + k % 4;
+    uint8_t* to = reinterpret_cast<uint8_t*>(out + j / 4 * N) + j % 4;
+    for (int64_t n = 0; n < N; ++n)
+      to[4 * n] = from[4 * n];
   }
 }
 
@@ -135,12 +147,17 @@ void unpack_zeros(const uint32_t* words, int64_t G, int64_t N, uint8_t* out, con
 
 }  // namespace
 
-void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
-                    const Parallel& parallel) {
+void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, int64_t code_bits,
+                    uint32_t* out, const Parallel& parallel) {
   if (perm == nullptr) {
-    parallel.run(K / 8, grain_rows(N), [&](int64_t begin, int64_t end) {
+    parallel.run(K * code_bits / 32, grain_rows(N), [&](int64_t begin, int64_t end) {
       std::memcpy(out + begin * N, qweight + begin * N, static_cast<size_t>((end - begin) * N) * sizeof(uint32_t));
     });
+    return;
+  }
+  if (code_bits == 8) {
+    parallel.run(K / 4, grain_rows(N),
+                 [&](int64_t begin, int64_t end) { permute_byte_rows(qweight, perm, N, begin, end, out); });
     return;
   }
   const KernelSet& kernels = *kernels_of(isa);
@@ -153,9 +170,9 @@ void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64
   });
 }
 
-void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, uint32_t* out,
+void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, int64_t code_bits, uint32_t* out,
                  const Parallel& parallel) {
-  gptq_repack_on(capability().isa, qweight, perm, K, N, out, parallel);
+  gptq_repack_on(capability().isa, qweight, perm, K, N, code_bits, out, parallel);
 }
 
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel) {

@@ -17,7 +17,7 @@ struct Tile {
     kK = k,
     kThreads = tile_threads({m, n, k}),
     kGroups = tile_groups({m, n, k}),
-    kVec8PerRow = k / kCodesPerWord,
+    kVec8PerRow = k / kBlockK,
     kVec8 = m * kVec8PerRow,  // runs of eight activations in the tile
     kWords = n * kVec8PerRow,
     kScales = n * kGroups,
@@ -68,7 +68,7 @@ struct TileLoader {
   static_assert(Tile::kScales <= Tile::kThreads, "a thread stages at most one scale");
 
   Vec8<T> x[kThreadVec8];
-  uint words[kThreadWords];
+  BlockWords<format> words[kThreadWords];
   half zero_in_code[kThreadWords];
   float scale;
   float zero;
@@ -88,20 +88,20 @@ struct TileLoader {
     MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
       const uint vec8 = thread_index + i * Tile::kThreads;
       const uint m = m0 + vec8 / Tile::kVec8PerRow;
-      const uint k = k0 + vec8 % Tile::kVec8PerRow * kCodesPerWord;
+      const uint k = k0 + vec8 % Tile::kVec8PerRow * kBlockK;
       x[i] = Vec8<T>{};
       if (has_vec8(vec8) && m < params.M && k < k_end) x[i] = a.template load<T>(m, k);
     }
     MARLIN_UNROLL for (uint i = 0; i < kThreadWords; ++i) {
       const uint index = thread_index + i * Tile::kThreads;
       const uint n = n0 + index % Tile::kN;
-      const uint k = k0 + index / Tile::kN * kCodesPerWord;
-      words[i] = 0;
+      const uint k = k0 + index / Tile::kN * kBlockK;
+      words[i] = BlockWords<format>{};
       // A code outside the weight must decode to zero. In a table it gets the index after the table's last entry, where
       // a zero is stored, because every entry of the table may be NaN.
       zero_in_code[i] = has_lut(format) ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
-        words[i] = weight.word(k, n);
+        words[i] = weight.template block<format>(k, n);
         zero_in_code[i] = 0.0h;
         if (zero_is_in_code<format>()) zero_in_code[i] = half(weight.zero<format>(k, n));
       }
@@ -128,16 +128,16 @@ struct TileLoader {
       const uint m = vec8 / Tile::kVec8PerRow;
       const uint block = m / kBlock * Tile::kVec8PerRow + vec8 % Tile::kVec8PerRow;
       threadgroup T* row = stage.activations + block * kBlockElements + m % kBlock * kBlock;
-      MARLIN_UNROLL for (uint j = 0; j < kCodesPerWord; ++j) row[j] = x[i].k[j];
+      MARLIN_UNROLL for (uint j = 0; j < kBlockK; ++j) row[j] = x[i].k[j];
     }
     MARLIN_UNROLL for (uint i = 0; i < kThreadWords; ++i) {
       const uint index = thread_index + i * Tile::kThreads;
       if (!has_word(index)) continue;
       const uint n = index % Tile::kN;
-      const Vec8<half> codes = exact_codes<code_kind(format)>(words[i], zero_in_code[i]);
+      const Vec8<half> codes = exact_codes<format>(words[i], zero_in_code[i]);
       const uint block = index / Tile::kN * (Tile::kN / kBlock) + n / kBlock;
       threadgroup half* column = stage.codes + block * kBlockElements + n % kBlock;
-      MARLIN_UNROLL for (uint j = 0; j < kCodesPerWord; ++j) column[j * kBlock] = codes.k[j];
+      MARLIN_UNROLL for (uint j = 0; j < kBlockK; ++j) column[j * kBlock] = codes.k[j];
     }
     if (owns_scale(params, thread_index)) {
       stage.scales[thread_index] = scale;

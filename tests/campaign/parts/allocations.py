@@ -44,7 +44,7 @@ def shim() -> Path:
 
 def product(rng: random.Random, work: Path) -> Callable[[], Any]:
     del work
-    name = rng.choice(reference.FORMATS)
+    name = rng.choice(reference.ANY_FORMAT)
     group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
     weight = reference.make_weight(name, 512, rng.choice((40, 256)), group, seed=rng.randrange(99))
     a = torch.randn(rng.choice((1, 3, 40)), 512, generator=torch.Generator().manual_seed(1)).to(
@@ -57,7 +57,7 @@ def product(rng: random.Random, work: Path) -> Callable[[], Any]:
 
 def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
     del work
-    name = rng.choice(reference.FORMATS)
+    name = rng.choice(reference.ANY_FORMAT)
     group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
     options = {"global_scale_shape": (-1,)} if name == "nvfp4" else {}
     stack = make_experts(name, 4, 256, rng.choice((40, 256)), group, use_perm=rng.random() < 0.3, **options)
@@ -72,7 +72,7 @@ def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
 def quantization(rng: random.Random, work: Path) -> Callable[[], Any]:
     del work
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    name, method = rng.choice(reference.FORMATS), rng.choice(("rtn", "mse"))
+    name, method = rng.choice(reference.ANY_FORMAT), rng.choice(("rtn", "mse"))
     return lambda: tmm.quantize_weight(w, name, None, method).dequantize()
 
 

@@ -14,13 +14,13 @@ OPS = torch.ops.torch_marlin_metal
 def case(rng: random.Random, work: Path) -> str:
     """Multiplies and dequantizes. The memory around the operands is NaN, so that a read outside of them shows."""
     del work
-    name = rng.choice(reference.FORMATS)
+    name = rng.choice(reference.ANY_FORMAT)
     K, N = 8 * rng.choice((1, 2, 3, 5, 16, 17, 32, 65, 128, 256)), rng.choice((1, 2, 7, 8, 15, 33, 64, 100, 129, 300))
     M = rng.choice((0, 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64))
     dtype = rng.choice(reference.DTYPES)
     scales_dtype = rng.choice(reference.DTYPES)
     group_size = tmm.WEIGHT_FORMATS[name].fixed_group_size or rng.choice((*reference.GROUP_SIZES, K))
-    wide = name in ("mxfp4",) or (name not in ("nvfp4",) and scales_dtype != torch.float16)
+    wide = name in ("mxfp4", "mxfp8") or (name not in ("nvfp4",) and scales_dtype != torch.float16)
     options = {"scales_dtype": scales_dtype, "seed": rng.randrange(1 << 30)}
     if name == "nvfp4" and rng.random() < 0.5:
         options["global_scale_shape"] = rng.choice(((), (1,), (-1,)))
@@ -31,7 +31,7 @@ def case(rng: random.Random, work: Path) -> str:
             options["zeros_dtype"] = scales_dtype
     if wide and rng.random() < 0.5:
         options["exponent"] = rng.randrange(-90, 96)
-    if name == "mxfp4" and "exponent" in options:
+    if name in ("mxfp4", "mxfp8") and "exponent" in options:
         options["exponent"] = max(-99, min(options["exponent"], 112))
     weight = reference.make_weight(name, K, N, group_size, **options)
     torch.set_num_threads(rng.choice((1, 2, 3)))

@@ -9,16 +9,16 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-from tests.support.kernels.launch import facts
+from tests.support import reference
 from tests.support.kernels.problems import Problem
 from tests.support.samples import covering
 
-FORMATS = facts()["formats"][:-1]
+FORMATS = reference.FORMATS
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 # What the kernels for tensor units multiply.
 TENSOR_FORMATS = [name for name in FORMATS if name != "lut4"]
 TENSOR_FLOATS = [torch.float16, torch.bfloat16]
-FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
+FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 
 # The axes that all kernels have. The tests of one kernel add M, N, K and launch options.
 COMMON: dict[str, Sequence[Any]] = {
@@ -47,7 +47,7 @@ def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
             super_dtype = None
         else:
             fields["scales_dtype"] = torch.int8 if super_dtype is torch.float16 else torch.uint8
-    if weight_format == "uint4_bias" and zeros_dtype is torch.uint8 and super_dtype is None:
+    if weight_format in ("uint4_bias", "uint8_bias") and zeros_dtype is torch.uint8 and super_dtype is None:
         zeros_dtype = None
     fields |= {"group_size": group_size, "zeros_dtype": zeros_dtype, "super_dtype": super_dtype}
     return Problem(M=M, N=N, K=K, **fields)

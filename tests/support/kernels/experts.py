@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tests.support import reference
 from tests.support.experts import Experts
 from tests.support.kernels.decoder import ACTIVATIONS
 from tests.support.kernels.launch import (
@@ -48,7 +49,8 @@ class Mixture:
 
     def __post_init__(self) -> None:
         E, words, N = self.experts.b_packed.shape
-        object.__setattr__(self, "sizes", {"E": E, "K": 8 * words, "N": N, "pairs": self.ids.numel()})
+        K = words * 32 // reference.code_bits(self.experts.arguments["weight_format"])
+        object.__setattr__(self, "sizes", {"E": E, "K": K, "N": N, "pairs": self.ids.numel()})
 
     def combines(self, kernel: str) -> bool:
         """Returns True if `moe_reduce` multiplies or adds what a kernel computed."""

@@ -107,6 +107,7 @@ int main() {
   FIELD(RepackParams, rows)
   FIELD(RepackParams, columns)
   FIELD(RepackParams, stored_zeros)
+  FIELD(RepackParams, code_bits)
   std::printf("\"end\": %zu}, \"MoeParams\": {", sizeof(RepackParams));
   FIELD(MoeParams, product)
   FIELD(MoeParams, a_slot_stride)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tests.support import reference
 from tests.support.kernels.launch import Counters, facts, number
 from tests.support.kernels.problems import Problem, run_product, sliced
 
@@ -55,7 +56,7 @@ def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Co
     if counters.buffers is None:
         return
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words = row_blocks * problem.K // 8 * problem.N
+    words = row_blocks * problem.K * reference.code_bits(problem.weight_format) // 8 * problem.N
     activations = row_blocks * strips * rows * problem.K
-    assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
+    assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"

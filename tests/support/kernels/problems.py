@@ -189,8 +189,9 @@ def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters
     looks = subnormal_codes and problem.dtype is not torch.float16 and problem.weight_format != "lut4"
     sums = strips * ((problem.weight_format.startswith("uint")) + looks)
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words, activations = row_blocks * problem.K // 8 * problem.N, row_blocks * rows * problem.K * (32 * strips + sums)
-    assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
+    words = row_blocks * problem.K * reference.code_bits(problem.weight_format) // 8 * problem.N
+    activations = row_blocks * rows * problem.K * (32 * strips + sums)
+    assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tests.support import reference
 from tests.support.kernels.launch import Counters, facts, number
 from tests.support.kernels.problems import Problem, run_product, sliced
 
@@ -53,16 +54,17 @@ def check_tensor_reads(
 ) -> None:
     """Checks what a simdgroup reads for its 32 rows of 32 columns, and that it needs no barrier.
 
-    Each activation is read once. Each word is read once, or twice if groups of 16 make a lane take half of a word.
+    Each activation is read once. Each word is read once, or twice if groups of 16 make a lane take half of a word of
+    4-bit codes.
     `row_blocks` is the number of blocks of 32 rows.
     """
     assert counters.threadgroup_barriers == 0
     if counters.buffers is None:
         return
     strips = -(-N // number("kTensorColumns"))
-    reads_halves = group_size == 16 < K and weight_format != "nvfp4"
+    reads_halves = group_size == 16 < K and weight_format != "nvfp4" and reference.code_bits(weight_format) == 4
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words = row_blocks * K // 8 * N * (2 if reads_halves else 1)
+    words = row_blocks * K * reference.code_bits(weight_format) // 8 * N * (2 if reads_halves else 1)
     activations = row_blocks * number("kTensorRows") * K * strips
-    assert read.get(number("kSlotPacked"), 0) == words * 4, "bytes of packed words read"
+    assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
     assert read.get(number("kSlotA"), 0) == activations * dtype.itemsize, "bytes of activations read"

@@ -156,7 +156,8 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     version, format_id, group_size = (int(value) for value in layer.read("packed_format"))
     if version != FORMAT_VERSION or not 0 <= format_id < len(FORMAT_NAMES):
         raise layer.error(
-            "packed_format", f"expected version {FORMAT_VERSION} and a format of 0..6, got {version}, {format_id}"
+            "packed_format",
+            f"expected version {FORMAT_VERSION} and a format of 0..{len(FORMAT_NAMES) - 1}, got {version}, {format_id}",
         )
     entry = settings.section("layers").section(layer.name)
     stated = (entry.text("weight_format"), entry.integer("group_size"))

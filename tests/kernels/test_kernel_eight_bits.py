@@ -1,0 +1,80 @@
+"""The kernels of products, on codes of 8 bits, agree with fp64: every code, and sampled shapes, groups and dtypes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.test_kernel_products import (
+    DIRECT_LAUNCH,
+    FUSED_AXES,
+    GEMV_AXES,
+    STRADDLING_K,
+    TENSOR_AXES,
+    TENSOR_LAUNCH,
+    TILE_AXES,
+    TILE_LAUNCH,
+    run,
+)
+from tests.kernels.test_kernel_values import RUNS, widest
+from tests.support import reference
+from tests.support.kernels.cases import problem
+from tests.support.kernels.problems import Inputs, check, make_inputs, run_dequantize
+from tests.support.kernels.tiles import STAGED, STRIPED
+
+KERNELS = {
+    "gemv": (GEMV_AXES, DIRECT_LAUNCH),
+    "fused": (FUSED_AXES, DIRECT_LAUNCH),
+    "tensor": (TENSOR_AXES, TENSOR_LAUNCH),
+    STAGED[0]: (TILE_AXES, TILE_LAUNCH),
+    STRIPED[0]: (TILE_AXES, TILE_LAUNCH),
+}
+
+
+@pytest.mark.parametrize("weight_format", ["uint8b128", "float8_e4m3"])
+@pytest.mark.parametrize("kernel", RUNS)
+def test_every_code(kernel: str, weight_format: str) -> None:
+    """With the identity matrix as activations, the product is the weight, rounded once from its exact value."""
+    p = problem(256, 4, 256, weight_format=weight_format, dtype=widest(kernel), group_size=16)
+    codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 256).astype(np.uint8)
+    if weight_format == "float8_e4m3":
+        codes[codes & 127 == 127] -= 1  # NaN, which every row would get
+    weight = reference.make_weight(weight_format, p.K, p.N, p.group_size, codes=codes)
+    inputs = Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)
+    assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(weight.exact).float().to(p.dtype))
+
+
+@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_shapes_agree_with_fp64(kernel: str, weight_format: str) -> None:
+    axes, launch = KERNELS[kernel]
+    draw = random.Random(f"{kernel} {weight_format}")
+    fields = {name: draw.choice(values) for name, values in (axes | STRADDLING_K).items()}
+    fields["weight_format"] = weight_format
+    options = {name: fields.pop(name) for name in launch} | {"kernel": kernel}
+    check(p := problem(**fields), run(problem=p, **options), raw_codes=kernel == "gemv")
+
+
+@pytest.mark.parametrize("kernel", RUNS)
+def test_nan_codes_reach_their_column_and_no_other(kernel: str) -> None:
+    p = problem(5, 40, 72, weight_format="mxfp8", dtype=widest(kernel), group_size=32)
+    inputs = make_inputs(p)
+    words = inputs.weight.b_packed.clone()
+    for column, code in ((7, 0x7F), (21, 0xFF)):
+        words.numpy().view(np.uint8).reshape(p.K // 4, p.N, 4)[column % 18, column, column % 4] = code
+    weight = reference.replace(inputs.weight, b_packed=words)
+    got = RUNS[kernel](p, inputs=Inputs(inputs.a, weight, None, None))
+    assert got.isnan().all(0).nonzero().flatten().tolist() == [7, 21]
+    assert not got.isnan().any(0)[[n for n in range(p.N) if n not in (7, 21)]].any()
+
+
+def test_dequantize_every_code() -> None:
+    for weight_format in ("uint8", "float8_e4m3"):
+        p = problem(1, 65, 256, weight_format=weight_format, dtype=torch.float32, group_size=16)
+        codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 256).astype(np.uint8)
+        weight = reference.make_weight(weight_format, p.K, p.N, p.group_size, codes=codes)
+        got = reference.to_numpy(run_dequantize(p, inputs=Inputs(torch.empty(0), weight, None, None)))
+        assert np.array_equal(np.isnan(got), np.isnan(weight.exact))
+        known = ~np.isnan(weight.exact)
+        assert (np.abs(got - weight.exact)[known] <= 2.0**-23 * weight.magnitude[known]).all()

@@ -1,0 +1,154 @@
+"""Every operator on codes of 8 bits agrees with fp64: sampled pairs of format, shape, group, dtypes and device."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import experts as reference_experts
+from tests.support import reference
+from tests.support.experts import make_experts, random, run
+
+OPS = torch.ops.torch_marlin_metal
+FLOATING_CODES = ("float8_e4m3", "mxfp8")
+# Rows for each kernel of the CPU and of the GPU, K that end inside a word row, a block and a group, and N with tails.
+ROWS = (1, 2, 3, 5, 8, 9, 17, 33, 64)
+SHAPES = ((72, 129), (264, 40), (1000, 7), (8, 65))
+
+
+def weight_of(weight_format: str, K: int, N: int, turn: int, **options) -> reference.Weight:
+    """Returns a weight whose group size, dtype of scales and dtype of zeros change with `turn`."""
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or (16, 64, K, 32, 128)[turn % 5]
+    zeros = (None, *reference.DTYPES)[turn % 4] if weight_format == "uint8" else None
+    options = {"scales_dtype": reference.DTYPES[turn % 3], "zeros_dtype": zeros} | options
+    return reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
+
+
+def arguments(weight: reference.Weight) -> tuple[tuple[torch.Tensor, torch.Tensor], dict]:
+    return (weight.b_packed, weight.scales), weight.arguments
+
+
+@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+def test_products_are_within_the_bound(weight_format, device):
+    turn = reference.EIGHT_BITS.index(weight_format)
+    for i, (K, N) in enumerate(SHAPES if device == "cpu" else SHAPES[turn % 4 :][:1]):
+        for dtype in reference.DTYPES if device == "cpu" else reference.DTYPES[(turn + 1) % 3 :][:1]:
+            weight = weight_of(weight_format, K, N, turn + i)
+            a, bias = random(max(ROWS), K, dtype=dtype, seed=K), random(N, dtype=dtype, seed=1)
+            perm = np.random.default_rng(K).permutation(K).astype(np.int32) if i % 2 else None
+            exact, bound = reference.gemm(a, weight, bias, perm, raw_codes=reference.sums_raw_codes(device))
+            tensors, named = arguments(weight.to(device))
+            if perm is not None:
+                named = named | {"perm": torch.from_numpy(perm).to(device)}
+            for M in ROWS if device == "cpu" else (1, 5, 17):
+                result = OPS.gemm(a[:M].to(device), *tensors, **named, bias=bias.to(device))
+                assert result.dtype == dtype
+                reference.check_gemm(result, exact[:M], bound[:M])
+
+
+@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+def test_dequantize_and_embedding_round_the_exact_weight_once(weight_format, device):
+    turn = reference.EIGHT_BITS.index(weight_format)
+    K, N, dtype = 72, 65, reference.DTYPES[turn % 3]
+    weight = weight_of(weight_format, K, N, turn)
+    perm = np.random.default_rng(turn).permutation(K).astype(np.int32)
+    exact, magnitude = np.empty((K, N)), np.empty((K, N))
+    exact[perm], magnitude[perm] = weight.exact, weight.magnitude
+    tensors, named = arguments(weight.to(device))
+    named = named | {"perm": torch.from_numpy(perm).to(device), "dtype": dtype}
+    rounding = 2.0**-23 * magnitude + reference.UNIT_ROUNDOFF[dtype] * np.abs(exact) + reference.TINY[dtype]
+    dense = OPS.dequantize(*tensors, **named)
+    reference.check_gemm(dense, exact, rounding)
+    ids = torch.tensor([[0, 64, 7]], device=device)
+    assert torch.equal(OPS.embedding(ids, *tensors, **named), dense.T[ids])
+
+
+@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+def test_the_transposed_product_decodes_parts_of_every_size(weight_format, device, monkeypatch):
+    K, N, turn = 200, 24, reference.EIGHT_BITS.index(weight_format)
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 64
+    weight = reference.make_weight(weight_format, K, N, group_size)
+    grad = random(3, N, dtype=torch.float32)
+    exact = reference.to_numpy(grad) @ weight.exact.T
+    bound = 32 * 2.0**-24 * (np.abs(reference.to_numpy(grad)) @ weight.magnitude.T)
+    tensors, named = arguments(weight.to(device))
+    for part_bytes in (1, 20 * 4 * N, 80 * 4 * N, 1 << 26) if device == "cpu" else (20 * 4 * N,):
+        monkeypatch.setenv("TORCH_MARLIN_METAL_GRADIENT_BYTES", str(part_bytes + turn))
+        reference.check_gemm(OPS.gemm_transposed(grad.to(device), *tensors, **named), exact, bound)
+
+
+@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+def test_experts_are_within_the_bound(weight_format, device):
+    turn = reference.EIGHT_BITS.index(weight_format)
+    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
+    experts = make_experts(weight_format, 5, 80, 42, group_size, use_perm=turn % 2 == 1)
+    ids = torch.tensor([[0, 4, 2], [4, 1, -1], [2, 2, 0], [5, -3, 3]])
+    dtype = reference.DTYPES[turn % 3]
+    for tokens in (1, 4) if device == "cpu" else (4,):
+        a, reduce = random(tokens, 80, dtype=dtype), turn % 2 == 0
+        exact, bound = reference_experts.moe_gemm(
+            a, experts, ids[:tokens], reduce=reduce, raw_codes=reference.sums_raw_codes(device)
+        )
+        reference.check_gemm(run(a, experts, ids[:tokens], device, reduce=reduce), exact, bound)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("weight_format", FLOATING_CODES)
+def test_nan_codes_reach_their_column_and_no_other(weight_format, code, device):
+    K, N, column = 72, 40, 11
+    weight = reference.make_weight(weight_format, K, N, 32)
+    exact, bound = reference.gemm(random(33, K, dtype=torch.float32), weight, raw_codes=True)
+    bytes_of_code = weight.b_packed.numpy().view(np.uint8).reshape(K // 4, N, 4)
+    bytes_of_code[10, column, 2] = code
+    tensors, named = arguments(weight.to(device))
+    others = [n for n in range(N) if n != column]
+    a = random(33, K, dtype=torch.float32).to(device)
+    for M in (1, 4, 33):
+        result = OPS.gemm(a[:M], *tensors, **named).cpu()
+        assert torch.isnan(result[:, column]).all()
+        reference.check_gemm(result[:, others], exact[:M, others], bound[:M, others])
+    dense = OPS.dequantize(*tensors, **named, dtype=torch.bfloat16).cpu()
+    assert torch.isnan(dense).nonzero().tolist() == [[42, column]]
+
+
+@pytest.mark.parametrize("code_bits", [4, 8])
+def test_gptq_repack_moves_rows(code_bits, device):
+    codes = np.random.default_rng(3).integers(0, 1 << code_bits, (72, 41), dtype=np.uint8)
+    perm = np.random.default_rng(4).permutation(72).astype(np.int32)
+    words = reference.pack(codes, code_bits).to(device)
+    moved = OPS.gptq_repack(words, perm=torch.from_numpy(perm).to(device), code_bits=code_bits)
+    assert torch.equal(moved.cpu(), reference.pack(codes[perm], code_bits))
+    assert torch.equal(OPS.gptq_repack(words, code_bits=code_bits), words)
+
+
+def test_bytes_of_rows_are_transposed_words(device):
+    """Bytes `[N, K]`, as checkpoints of 8 bits store them, become the packed layout."""
+    codes = np.random.default_rng(5).integers(0, 256, (72, 41), dtype=np.uint8)
+    stored = torch.from_numpy(np.ascontiguousarray(codes.T)).to(device)
+    assert torch.equal(OPS.transpose_words(stored.view(torch.int32)).cpu(), reference.pack(codes, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b_packed": torch.zeros(3, 8, dtype=torch.int32)}, "expected an even number of rows: K is a multiple of 8"),
+        ({"b_packed": torch.zeros(4, 8, dtype=torch.int64)}, "b_packed: expected int32 [K/4, N], got int64 [4, 8]"),
+        ({"scales": torch.ones(2, 8)}, "scales: expected"),
+        ({"zeros": torch.zeros(1, 8, dtype=torch.uint8)}, "zeros: expected none for uint8b128"),
+        ({"weight_format": "uint8"}, "for uint8, got None"),
+        ({"weight_format": "mxfp8", "group_size": 32}, "uint8 E8M0 codes"),
+        ({"weight_format": "float8_e5m2"}, "weight_format: expected one of uint4b8"),
+        ({"group_size": 24}, "group_size: expected one of 16, 32, 64, 128, 256, or K = 16 for uint8b128, got 24"),
+    ],
+)
+def test_a_wrong_argument_is_named(change, message):
+    given = {
+        "b_packed": torch.zeros(4, 8, dtype=torch.int32),
+        "scales": torch.ones(1, 8),
+        "weight_format": "uint8b128",
+        "group_size": 16,
+    } | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPS.gemm(torch.ones(1, 4 * given["b_packed"].shape[0]), **given)
