@@ -26,7 +26,7 @@ from lab.model.geometry import BLOCK, FUSED_COLUMNS, FUSED_K, GEMV_COLUMNS, GEMV
 from lab.model.kernel import CACHE_LATENCY, figure
 from lab.model.problems import Problem, Tiling
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decision_rows.h"
@@ -35,12 +35,13 @@ ARITHMETIC = {"half": ("float16", "M4"), "emulated_bfloat": ("bfloat16", "M1"), 
 # No choice should take longer than the model's best by this factor.
 MOST_RATIO = 1.10
 MOST_UNITS = {"gemv": 8, "fused": 4}
-# The kernel of each variant, and its forms for experts.
-KERNELS = {
-    "gemv": ("gemv", "moe_gemv", "moe_gemv_reduce", "moe_gemv_blocks"),
-    "fused": ("gemm_fused", "moe_fused"),
+# The kernel of each variant, and its forms for experts with their units of rows, in the order of expert_tiles in
+# csrc/planner/variants.cpp.
+KERNELS = {"gemv": "gemv", "fused": "gemm_fused"}
+EXPERTS_FORMS = {
+    "gemv": (("moe_gemv", 1), ("moe_gemv_reduce", 1), ("moe_gemv_blocks", 4)),
+    "fused": (("moe_fused", 4), ("moe_fused", 3), ("moe_fused", 2), ("moe_fused", 1)),
 }
-ONE_ROW = ("moe_gemv", "moe_gemv_reduce")
 REASONS = {
     "gemv": "reads the weight once and multiplies lane by lane",
     "fused": "shares what it decodes between 8 rows of a matrix product",
@@ -67,8 +68,6 @@ class Decision:
         group_end: clocks at the end of a group.
         unit_end: clocks of a unit of rows there.
         wait: by units, the clocks that a simdgroup waits for the loads of a step.
-        half_registers: by units, the 16-bit registers of a thread.
-        experts_registers: by units up to 4, those of the kernel's forms for experts.
     """
 
     arithmetic: str
@@ -80,8 +79,6 @@ class Decision:
     group_end: float
     unit_end: float
     wait: tuple[int, ...]
-    half_registers: tuple[int, ...]
-    experts_registers: tuple[int, ...]
 
     @property
     def reason(self) -> str:
@@ -92,13 +89,10 @@ class Decision:
     def text(self) -> str:
         """Returns the row in C++."""
         costs = ", ".join(f"{cost:.1f}" for cost in (self.decode, self.unit, self.group_end, self.unit_end))
-        wait, registers, experts = (
-            ", ".join(map(str, values)) for values in (self.wait, self.half_registers, self.experts_registers)
-        )
+        wait = ", ".join(map(str, self.wait))
         return (
             f"    Decision{{Arithmetic::{self.arithmetic}, CodeKind::{self.codes}, {self.bits}, "
             f"GemmVariant::{self.kernel}, {costs}, {{{wait}}},\n"
-            f"             {{{registers}}}, {{{experts}}},\n"
             f'             "{self.reason}"}},\n'
         )
 
@@ -120,13 +114,13 @@ def _counted(variant: str, kernel: str, units: int, formats: list[str], arithmet
 
 
 def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
-    formats = [row.name for row in WEIGHT_FORMATS.values() if (row.code_kind, row.code_bits) == (codes, bits)]
+    formats = [row.name for row in _formats() if (row.code_kind, row.code_bits) == (codes, bits)]
     clock = float(np.mean([figure(AppleSiliconGPU.from_name(name), "clock_ghz") for name in AppleSiliconGPU.names()]))
     gpu = AppleSiliconGPU.from_name(ARITHMETIC[arithmetic][1])
     latency = clock * figure(gpu, "dram_latency_ns")
-    steps, ends, waited, registers = [], [], [], []
+    steps, ends, waited = [], [], []
     for units in range(1, MOST_UNITS[kernel] + 1):
-        counted = _counted(kernel, KERNELS[kernel][0], units, formats, arithmetic)
+        counted = _counted(kernel, KERNELS[kernel], units, formats, arithmetic)
         step = float(np.mean([row.issue for row in counted]))
         end = float(np.mean([row.outer_issue for row in counted]))
         waits = float(np.mean([row.step_waits[0] * latency + row.step_waits[1] * CACHE_LATENCY for row in counted]))
@@ -135,28 +129,50 @@ def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
         steps.append(step)
         ends.append(end)
         waited.append(round(waits))
-        registers.append(max(row.half_registers for row in counted))
     group_end = _line(np.array(ends)) if kernel == "gemv" else (0.0, 0.0)
-    experts = tuple(
-        max(
-            row.half_registers
-            for form in KERNELS[kernel][1:]
-            if units == 1 or form not in ONE_ROW
-            for row in _counted(kernel, form, units, formats, arithmetic)
-        )
-        for units in range(1, 5)
-    )
     lines = (*_line(np.array(steps)), *group_end)
-    return Decision(arithmetic, codes, bits, kernel, *lines, tuple(waited), tuple(registers), experts)
+    return Decision(arithmetic, codes, bits, kernel, *lines, tuple(waited))
+
+
+def _formats() -> list[WeightFormat]:
+    """Returns the formats whose kernels have been counted."""
+    counted = {row.weight_format for row in rows()}
+    return [row for name, row in WEIGHT_FORMATS.items() if name in counted]
 
 
 def decisions() -> Iterator[Decision]:
     """Yields the rows of the table."""
-    codes = dict.fromkeys((row.code_kind, row.code_bits) for row in WEIGHT_FORMATS.values())
+    codes = dict.fromkeys((row.code_kind, row.code_bits) for row in _formats())
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
             for kind, bits in codes:
                 yield _decision(kernel, arithmetic, kind, bits)
+
+
+def _registers(kernel: str, arithmetic: str, row: WeightFormat) -> str:
+    """Returns the registers of a format by units of rows, and those of the forms for experts, in C++."""
+    forms = [*((KERNELS[kernel], units) for units in range(1, MOST_UNITS[kernel] + 1)), *EXPERTS_FORMS[kernel]]
+    found = [str(_counted(kernel, form, units, [row.name], arithmetic)[0].half_registers) for form, units in forms]
+    most = MOST_UNITS[kernel]
+    return f"{{{', '.join(found[:most])}}}, {{{', '.join(found[most:])}}}"
+
+
+def _register_rows() -> Iterator[str]:
+    """Yields the table of registers in C++: the first format of each kind, and those that differ from it."""
+    for kernel in MOST_UNITS:
+        for arithmetic in ARITHMETIC:
+            first: dict[tuple[str, int], str] = {}
+            for row in _formats():
+                registers = _registers(kernel, arithmetic, row)
+                kind = (row.code_kind, row.code_bits)
+                if first.get(kind) == registers:
+                    continue
+                first.setdefault(kind, registers)
+                yield (
+                    f"    Registers{{Arithmetic::{arithmetic}, CodeKind::{row.code_kind}, {row.code_bits}, "
+                    f"ZerosRole::{row.zeros_role}, ScaleCoding::{row.scale_coding}, GemmVariant::{kernel}, "
+                    f"{registers}}},\n"
+                )
 
 
 def text() -> str:
@@ -167,6 +183,8 @@ def text() -> str:
         "// clang-format off\n",
         "inline constexpr std::array kDecisions{\n",
         *(row.text for row in decisions()),
+        "};\n\ninline constexpr std::array kRegisters{\n",
+        *_register_rows(),
         "};\n\ninline constexpr std::array kKernelRegisters{\n",
     ]
     own = dict.fromkeys(row.kernel for row in rows())
@@ -233,7 +251,7 @@ def _gpu(rng: random.Random) -> AppleSiliconGPU:
 
 
 def _weight(rng: random.Random, K: int) -> dict[str, Any]:
-    row = rng.choice(list(WEIGHT_FORMATS.values()))
+    row = rng.choice(_formats())
     group = row.fixed_group_size or rng.choice((16, 32, 64, 128, 256, K))
     return {
         "weight_format": row.name,
@@ -270,11 +288,9 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
     variant, _, text = name.partition(":")
     tile = tuple(map(int, text.split("x")))
     # the gated form takes as long as moe_gemv
-    products = [
-        {**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")}
-        for dispatch in dispatches
-        if dispatch["kernel"].replace("_gated", "") in KERNELS[variant]
-    ]
+    named = [{**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")} for dispatch in dispatches]
+    known = {KERNELS[variant], *(form for form, _ in EXPERTS_FORMS[variant])}
+    products = [dispatch for dispatch in named if dispatch["kernel"] in known]
     first = products[0]
     slices = re.search(r"k_per_slice=(\d+)", first["text"])
     assert slices is not None

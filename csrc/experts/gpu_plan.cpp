@@ -84,7 +84,7 @@ Tiling tiling_of(const GemmTile& row, const MoeProblem& problem, const GpuDevice
   const uint32_t slots = adds_up_tokens(row) ? problem.top_k : 1;
   uint32_t most = rules.most_simdgroups == 0 ? 1 : most_simdgroups(row, weight.format);
   if (adds_up_tokens(row)) most = std::min<uint32_t>(most, kMoeReduceMaxSimdgroups / slots);
-  most = std::clamp<uint32_t>(weight.K / rules.min_slice, 1, most);
+  most = max_slices(row, weight, most);
   return best_split(problem, device, std::min(most, rules.fewest_slices), most, [&](uint32_t slices) {
     Tiling tiling = split_k(row, weight, slices);
     tiling.simdgroups *= slots;

@@ -70,7 +70,7 @@ std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem,
   if (problem.M > rules.most_automatic_rows && problem.variant.is_auto()) return std::nullopt;
   if (rules.refusal != nullptr && !rules.refusal(problem, device).empty()) return std::nullopt;
   if (rules.has_stripes) return striped_tiling(row, problem, device);
-  uint32_t most = max_slices(problem.weight, rules.min_slice);
+  uint32_t most = max_slices(row, problem.weight);
   uint32_t fewest = std::min(rules.fewest_slices, most);
   if (row.stages != 0) {  // K is split if there are fewer tiles than threadgroups that the GPU holds at once
     const uint64_t wanted = ceil_divide(resident_threadgroups(row, problem, device), tile_count(row.tile, problem));

@@ -30,9 +30,22 @@ struct Decision {
   double decode, unit;           // for each step along K: to decode its weights, and for each unit of rows
   double group_end, unit_end;    // at the end of each group of at most kChainLength k, and for each unit of rows there
   std::array<uint16_t, 8> wait;  // by units: clocks that it waits for the loads of a step
-  std::array<uint8_t, 8> half_registers;     // by units: 16-bit registers of a thread
-  std::array<uint8_t, 4> experts_registers;  // the same of its forms for experts
   std::string_view reason;
+};
+
+// The 16-bit registers of a thread of a kernel by units of rows, and of its forms for experts in the order of their
+// tiles (csrc/planner/variants.cpp). The compiler's choice of registers follows no rule, and a few more can halve the
+// threadgroups on a core, so they are not a kind's average. A format without a row has those of the first row of its
+// kind.
+struct Registers {
+  Arithmetic arithmetic;
+  CodeKind codes;
+  uint32_t code_bits;
+  ZerosRole zeros;
+  ScaleCoding scales;
+  GemmVariant kernel;
+  std::array<uint8_t, 8> product;
+  std::array<uint8_t, 4> experts;
 };
 
 // The registers of a kernel without decisions, with the format that needs the most.
@@ -43,19 +56,29 @@ struct KernelRegisters {
 
 #include "csrc/planner/decision_rows.h"
 
-// Returns the row for a kernel and a format: of the formats with such codes, the one whose width is nearest. E4M3 codes
-// have no rows of their own yet, and take those of integers.
-constexpr const Decision* find_decision(GemmVariant kernel, Arithmetic arithmetic, WeightFormat format) {
-  const Decision* found = nullptr;
-  const auto distance = [&](const Decision& row) {
-    return std::max(row.code_bits, code_bits(format)) - std::min(row.code_bits, code_bits(format));
+// Returns the row for a kernel and a format with the fewest differences: another width counts more than other zeros or
+// scales. E4M3 codes have no rows of their own yet, and take those of integers.
+template <typename Rows>
+constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmetic, WeightFormat format)
+    -> decltype(rows.data()) {
+  decltype(rows.data()) found = nullptr;
+  const auto differences = [&](const auto& row) {
+    const uint32_t bits = code_bits(format);
+    uint32_t sum = 4 * (std::max(row.code_bits, bits) - std::min(row.code_bits, bits));
+    if constexpr (requires { row.zeros; })
+      sum += (row.zeros != zeros_role(format) ? 1 : 0) + (row.scales != scale_coding(format) ? 1 : 0);
+    return sum;
   };
   const CodeKind codes = code_kind(format) == CodeKind::e4m3 ? CodeKind::integer : code_kind(format);
-  for (const Decision& row : kDecisions) {
+  for (const auto& row : rows) {
     if (row.kernel != kernel || row.arithmetic != arithmetic || row.codes != codes) continue;
-    if (found == nullptr || distance(row) < distance(*found)) found = &row;
+    if (found == nullptr || differences(row) < differences(*found)) found = &row;
   }
   return found;
+}
+
+constexpr const Decision* find_decision(GemmVariant kernel, Arithmetic arithmetic, WeightFormat format) {
+  return nearest(kDecisions, kernel, arithmetic, format);
 }
 
 static_assert(

@@ -135,13 +135,15 @@ double combine_seconds(const MoeProblem& problem, const GpuDevice& device) {
 }  // namespace
 
 uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32_t rows, const GpuDevice& device) {
-  const uint32_t unit = rules_of(tile.variant).row_unit;
-  if (unit == 0) return registers_of(tile.kernel);
+  const VariantRules& rules = rules_of(tile.variant);
+  if (rules.row_unit == 0) return registers_of(tile.kernel);
   const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
-  const Decision& row = *find_decision(tile.variant, type, problem.weight.format);
-  const size_t units = ceil_divide(rows, unit);
-  const bool for_experts = info(tile.kernel).library.starts_with("experts/");
-  return for_experts ? row.experts_registers.at(units - 1) : row.half_registers.at(units - 1);
+  const Registers& row = *nearest(kRegisters, tile.variant, type, problem.weight.format);
+  for (size_t form = 0; form < rules.expert_tiles.size(); ++form) {
+    const GemmTile& own = rules.expert_tiles[form];
+    if (own.kernel == tile.kernel && own.tile.M == rows) return row.experts.at(form);
+  }
+  return row.product.at(ceil_divide(rows, rules.row_unit) - 1);
 }
 
 double Estimate::total() const {

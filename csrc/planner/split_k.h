@@ -12,9 +12,9 @@ namespace marlin {
 
 inline constexpr uint32_t kMaxSlices = 64;
 
-// Returns the largest number of slices of K of which each has at least `min_slice` elements: 1 if K is shorter.
-inline uint32_t max_slices(const WeightProblem& weight, uint32_t min_slice) {
-  return std::clamp<uint32_t>(weight.K / min_slice, 1, kMaxSlices);
+// Returns the largest number of slices of whole steps of K of which each has at least the variant's shortest length.
+inline uint32_t max_slices(const GemmTile& row, const WeightProblem& weight, uint32_t most = kMaxSlices) {
+  return std::clamp<uint32_t>(round_up(weight.K, row.tile.K) / rules_of(row.variant).min_slice, 1, most);
 }
 
 // Returns the most simdgroups that can divide K between them in the preferred threadgroup memory.

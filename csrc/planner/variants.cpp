@@ -67,7 +67,7 @@ constinit const VariantRules gemv_variant{
 constinit const VariantRules fused_variant{
     .tiles = kFusedTiles,
     .expert_tiles = kFusedExpertTiles,
-    .min_slice = 2 * kFusedK,
+    .min_slice = kFusedK,
     .fewest_slices = 4,
     .slices_hold_groups = false,
     .most_simdgroups = kFusedMaxSimdgroups,

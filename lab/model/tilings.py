@@ -41,7 +41,7 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 MAX_SLICES = 64
 # The shortest slices of K. Adding up shorter slices would cost more than splitting K gains.
 GEMV_MIN_SLICE = 64
-FUSED_MIN_SLICE = 2 * FUSED_K
+FUSED_MIN_SLICE = FUSED_K
 STAGED_MIN_SLICE = 256
 # The fewest slices in fused, each of which has a simdgroup. In published measurements on an M1 (the mlx-omarchy
 # project), threadgroups of two simdgroups reached two thirds of the matrix rate of larger threadgroups.
@@ -64,9 +64,9 @@ def slices_between(least: int, most: int) -> Any:
     return np.arange(least, most + 1, dtype=np.int64)
 
 
-def max_slices(K: int, min_slice: int, most: int = MAX_SLICES) -> int:
-    """Returns the largest number of slices of K of which each has at least `min_slice` elements: 1 if K is shorter."""
-    return min(max(K // min_slice, 1), most)
+def max_slices(K: int, step: int, min_slice: int, most: int = MAX_SLICES) -> int:
+    """Returns the largest number of slices of whole steps of K of which each has at least `min_slice` elements."""
+    return min(max(round_up(K, step) // min_slice, 1), most)
 
 
 def slice_length(problem: Problem, slices: Any, unit: int) -> Any:
@@ -120,13 +120,13 @@ def _gemv(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
     More and smaller blocks use more cores if the columns are few, and a block with more rows than the problem may keep
     more simdgroups resident.
     """
-    slices = slices_between(1, max_slices(problem.K, GEMV_MIN_SLICE))
+    slices = slices_between(1, max_slices(problem.K, GEMV_K, GEMV_MIN_SLICE))
     for rows in range(1, GEMV_MAX_ROWS + 1):
         yield gemv_split("gemv", rows, problem, slices)
 
 
 def _fused(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
-    most = max_slices(problem.K, FUSED_MIN_SLICE)
+    most = max_slices(problem.K, FUSED_K, FUSED_MIN_SLICE)
     slices = slices_between(min(FUSED_MIN_SLICES, most), most)
     rounded = round_up(problem.M, 8)
     for rows in range(FUSED_MAX_ROWS, 0, -8):
@@ -148,7 +148,7 @@ def _staged(stages: int) -> Callable[[Problem, AppleSiliconGPU], Iterator[Tiling
                 continue
             tiles = ceil_divide(problem.N, tile[1]) * ceil_divide(problem.M, tile[0])
             wanted = ceil_divide(_resident(row, problem, gpu), tiles)
-            slices = min(max(wanted, 1), max_slices(problem.K, STAGED_MIN_SLICE))
+            slices = min(max(wanted, 1), max_slices(problem.K, tile[2], STAGED_MIN_SLICE))
             k_per_slice = int(slice_length(problem, slices, tile[2]))
             simdgroups = staged_threads(tile) // SIMD_WIDTH
             splits = ceil_divide(problem.K, k_per_slice)
@@ -184,7 +184,7 @@ def _striped(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
 def _tensor(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
     if not gpu.has_tensor_units or not problem.has_tensor_kernel:
         return
-    slices = slices_between(1, max_slices(problem.K, STAGED_MIN_SLICE))
+    slices = slices_between(1, max_slices(problem.K, TENSOR_K, STAGED_MIN_SLICE))
     for tile in TENSOR_TILES:
         if tile[0] <= round_up(problem.M, TENSOR_ROWS):
             yield tensor_split("gemm_tensor", tile, problem, slices)

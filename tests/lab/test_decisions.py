@@ -15,11 +15,10 @@ def test_the_file_follows_from_the_model() -> None:
 
 @pytest.mark.parametrize("problems", [decisions.random_products, decisions.random_mixtures])
 def test_choices_are_close_to_the_best(problems: decisions.Problems) -> None:
-    """A sample; `python -m lab.decisions --score 10000` finds 14 products and 7 with experts above the limit."""
+    """A sample of what `python -m lab.decisions --score 10000` prints."""
     found = problems(random.Random(3))
     ratios = sorted(decisions.choice(*next(found)).ratio for _ in range(250))
-    assert ratios[125] < 1.001 and ratios[-4] < 1.03
-    assert ratios[-2] <= decisions.MOST_RATIO and ratios[-1] < 1.25
+    assert ratios[125] < 1.001 and ratios[-4] < 1.03 and ratios[-1] <= decisions.MOST_RATIO
 
 
 def test_a_worse_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,11 +112,14 @@ void check_decisions() {
   for (const Decision& row : kDecisions) {
     expect(find_decision(row.kernel, row.arithmetic, WeightFormat::uint4b8) != nullptr, "integer codes have rows");
     expect(row.decode > 0 && row.unit > 0 && !row.reason.empty(), "clocks and a reason");
-    const size_t units = row.kernel == GemmVariant::gemv ? 8 : 4;
-    for (size_t i = 0; i < units; ++i)
-      expect(row.wait.at(i) > 0 && row.half_registers.at(i) > 0, "waits and registers of each block");
-    for (const uint8_t registers : row.experts_registers)
-      expect(registers > 0, "registers of the kernels for experts");
+    for (size_t i = 0; i < (row.kernel == GemmVariant::gemv ? 8 : 4); ++i)
+      expect(row.wait.at(i) > 0, "waits of each block");
+  }
+  for (const Registers& row : kRegisters) {
+    for (size_t i = 0; i < (row.kernel == GemmVariant::gemv ? 8 : 4); ++i)
+      expect(row.product.at(i) > 0, "registers of each block");
+    for (size_t i = 0; i < rules_of(row.kernel).expert_tiles.size(); ++i)
+      expect(row.experts.at(i) > 0, "registers of the kernels for experts");
   }
   const auto unit = [](Arithmetic type) { return find_decision(GemmVariant::gemv, type, WeightFormat{})->unit; };
   expect(unit(Arithmetic::emulated_bfloat) > 1.3 * unit(Arithmetic::half),
@@ -204,7 +207,7 @@ double least_of_all(const GemmProblem& problem, const GpuDevice& device) {
     least = std::min(least, estimate(tiling, problem, device).total());
   };
   for (const GemmTile& row : gemm_tiles()) {
-    for (uint32_t slices = 1; slices <= max_slices(problem.weight, 64); ++slices) {
+    for (uint32_t slices = 1; slices <= kMaxSlices; ++slices) {
       if (row.variant == GemmVariant::gemv) consider(split_k(row, problem.weight, slices));
       if (row.variant != GemmVariant::fused) continue;
       consider(split_k(row, problem.weight, slices));
