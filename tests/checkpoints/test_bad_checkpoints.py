@@ -226,24 +226,27 @@ def test_parts_of_a_layer_without_its_codes(gptq) -> None:
 def test_layers_quantized_in_another_way_are_named(tmp_path) -> None:
     writers.write_compressed_tensors(tmp_path, np.random.default_rng(1), K, N, 32)
     tensors = load_file(tmp_path / "model.safetensors")
-    eight_bit = {"head.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "head.weight_scale": torch.ones(2, 2)}
+    eight_bit = {"head.weight": torch.zeros(4, 4).to(torch.float8_e5m2), "head.weight_scale": torch.ones(4, 1)}
     save_file(tensors | eight_bit, tmp_path / "model.safetensors")
-    fails(tmp_path, "layer 'head': 8-bit weights", convert.UnsupportedFormat)
+    fails(tmp_path, "layer 'head': E5M2 weights", convert.UnsupportedFormat)
     reader = convert.open_reader(tmp_path, on_unsupported="skip")
     assert [weight.name for weight in reader] == [LAYER]
     assert list(reader.other_tensors()) == []
-    fails(tmp_path, r"head.weight_scale': \[2, 2\] does not agree", on_unsupported="dequantize")
+    save_file(tensors | eight_bit | {"head.weight_scale": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    fails(tmp_path, r"head.weight_scale': \[2, 2\] does not agree")
+    save_file(tensors | {"head.weight_scale": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    fails(tmp_path, "layer 'head': expected a tensor weight, found only weight_scale")
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5]), torch.linspace(0.1, 1, 4)[:, None]])
-def test_fp8_layers_beside_4_bit_ones_are_decoded_on_request(tmp_path, scale) -> None:
+def test_fp8_layers_beside_4_bit_ones_are_packed(tmp_path, scale) -> None:
     writers.write_nvfp4(tmp_path, np.random.default_rng(1), K, N, container="modelopt")
     tensors = load_file(tmp_path / "model.safetensors")
     codes = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     eight_bit = {"head.weight": codes, "head.weight_scale": scale.to(torch.bfloat16), "head.bias": torch.ones(4)}
     save_file(tensors | eight_bit, tmp_path / "model.safetensors")
-    weights = {weight.name: weight for weight in convert.read_layers(tmp_path, on_unsupported="dequantize")}
-    assert torch.equal(weights["head"].weight, codes.float() * scale.to(torch.bfloat16).float())
+    weights = {weight.name: weight for weight in convert.read_layers(tmp_path)}
+    assert torch.equal(weights["head"].dequantize().t(), codes.float() * scale.to(torch.bfloat16).float())
     assert torch.equal(weights["head"].bias, torch.ones(4))
     assert isinstance(weights[LAYER], convert.PackedWeight)
 

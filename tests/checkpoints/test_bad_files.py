@@ -147,7 +147,7 @@ def test_several_files_and_no_index(gptq) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path) -> None:
     fails(tmp_path / "absent", "absent: does not exist")
     (tmp_path / "m.txt").write_text("")
-    fails(tmp_path / "m.txt", r"m\.txt: expected a directory or a \.gguf file")
+    fails(tmp_path / "m.txt", r"m\.txt: expected a directory, a \.gguf or a \.safetensors file")
     configure(tmp_path, GPTQ)
     fails(tmp_path, "no safetensors file")
     (tmp_path / "m.gguf").write_bytes(b"")

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file
 
 from tests.support import checkpoint_writers as writers
@@ -75,7 +78,15 @@ def test_reading_and_exporting_gives_the_tensors_of_the_source(tmp_path, rng, ca
 
 @pytest.mark.parametrize(
     "folder",
-    ["gptq/gptqmodel-sym-g32-actorder-v1", "awq/autoawq-gemm-asym-g32", "compressed-tensors/int4-asym-g64"],
+    [
+        "gptq/gptqmodel-sym-g32-actorder-v1",
+        "awq/autoawq-gemm-asym-g32",
+        "compressed-tensors/int4-asym-g64",
+        "compressed-tensors/w8a16-asym-g64",
+        "compressed-tensors/w8a16-sym-channel",
+        "compressed-tensors/fp8-channel",
+        "compressed-tensors/mxfp8",
+    ],
 )
 def test_a_real_layer_exported_to_its_own_format_is_unchanged(tmp_path, folder) -> None:
     target = folder.split("/")[0]
@@ -86,8 +97,59 @@ def test_a_real_layer_exported_to_its_own_format_is_unchanged(tmp_path, folder) 
         assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("folder", ["gptq/autoround-8bit-asym-g64", "gptq/autoround-8bit-sym-g32"])
+def test_a_layer_of_8_bit_of_gptq_is_unchanged(tmp_path, folder) -> None:
+    """AutoRound writes no g_idx."""
+    path = convert.export_checkpoint(convert.read_layers(DATA / folder), tmp_path / "out", "gptq")
+    before, after = load_file(DATA / folder / "model.safetensors"), load_file(path / "model-00001.safetensors")
+    assert [name.rpartition(".")[2] for name in set(after) - set(before)] == ["g_idx"]
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert (settings["bits"], settings["sym"]) == (8, "asym" not in folder)
+
+
+@pytest.mark.parametrize(
+    "folder", ["fp8/transformers-16x128", "compressed-tensors/fp8-tensor", "gguf/Q8_0", "gguf/Q6_K"]
+)
+def test_compressed_tensors_itself_decodes_an_export_of_8_bit(tmp_path, folder) -> None:
+    (weight,) = read(folder)
+    weight = weight.one_level()
+    weight.name, weight.scales = "l", weight.scales.float()
+    path = convert.export_checkpoint([weight], tmp_path / "out", "compressed-tensors")
+    state = {name.removeprefix("l."): tensor for name, tensor in load_file(path / "model-00001.safetensors").items()}
+    group = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**group["weights"]), format=group["format"]
+    )
+    theirs = {"float-quantized": FloatQuantizationCompressor, "pack-quantized": PackedQuantizationCompressor}
+    decoded = theirs[group["format"]].decompress(state, scheme)["weight"]
+    assert torch.equal(decoded.float(), weight.dequantize().t())
+
+
+def test_act_order_of_8_bit_comes_back(tmp_path) -> None:
+    (weight,) = convert.read_layers(DATA / "gptq/autoround-8bit-asym-g64")
+    weight.perm = torch.randperm(K, generator=torch.Generator().manual_seed(3)).int()
+    for target in ("gptq", "compressed-tensors"):
+        (after,) = convert.read_layers(convert.export_checkpoint([weight], tmp_path / target, target))
+        assert after.perm is not None and after.weight_format == "uint8"
+        assert torch.equal(after.dequantize(), weight.dequantize())
+
+
 def named(name: str, weight_format: str = "uint4b8", group_size: int = 32, N: int = N) -> convert.PackedWeight:
     weight = quantize_weight(torch.randn(N, K, generator=torch.Generator().manual_seed(1)), weight_format, group_size)
+    weight.name = name
+    return weight
+
+
+def read(folder: str) -> list[convert.PackedWeight]:
+    file = DATA / folder / "model.gguf"
+    return list(convert.read_layers(file if file.exists() else DATA / folder))
+
+
+def eight(name: str, folder: str) -> convert.PackedWeight:
+    """Returns a weight of 8 bits that a fixture holds, as wide as those of `named`."""
+    (weight,) = read(folder)
     weight.name = name
     return weight
 
@@ -99,6 +161,11 @@ def test_layers_of_several_kinds_in_one_checkpoint(tmp_path) -> None:
         named("c", "nvfp4", 16),
         named("d", "mxfp4", 32),
         named("e", "uint4"),
+        eight("f", "compressed-tensors/w8a16-asym-g64"),
+        eight("g", "compressed-tensors/fp8-tensor"),
+        eight("h", "mlx/mxfp8-bfloat16"),
+        eight("i", "gguf/Q8_0"),
+        eight("j", "fp8/transformers-16x128"),
     ]
     for weight in weights:
         if weight.weight_format == "nvfp4":
@@ -123,10 +190,15 @@ def test_layers_of_several_kinds_in_one_checkpoint(tmp_path) -> None:
 
 def test_gptq_layers_of_another_group_size_have_settings_of_their_own(tmp_path) -> None:
     weights = [named("model.a"), named("model.b", group_size=64), named("model.c"), named("d", group_size=K)]
+    weights.append(eight("e", "gguf/Q8_0"))
     path = convert.export_checkpoint(weights, tmp_path / "out", "gptq")
     settings = json.loads((path / "config.json").read_text())["quantization_config"]
     assert settings["group_size"] == 32
-    assert settings["dynamic"] == {r"+:^model\.b$": {"group_size": 64}, "+:^d$": {"group_size": K}}
+    assert settings["dynamic"] == {
+        r"+:^model\.b$": {"group_size": 64},
+        "+:^d$": {"group_size": K},
+        "+:^e$": {"group_size": 32, "bits": 8},
+    }
     for before, after in zip(weights, convert.read_layers(path), strict=True):
         assert torch.equal(before.dequantize(), after.dequantize())
 
@@ -134,6 +206,8 @@ def test_gptq_layers_of_another_group_size_have_settings_of_their_own(tmp_path) 
 REFUSED = {
     "gptq, bias format": ("gptq", lambda: named("l", "uint4_bias"), "uint4_bias is not integer codes"),
     "gptq, N": ("gptq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
+    "gptq, bias of 8 bit": ("gptq", lambda: eight("l", "gguf/Q5_1"), "uint8_bias is not integer codes"),
+    "awq, 8 bit": ("awq", lambda: eight("l", "gguf/Q8_0"), "uint8b128 has 8 bits, AWQ's layout has 4"),
     "awq, N": ("awq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
     "compressed-tensors, table": ("compressed-tensors", lambda: named("l", "lut4"), "lut4 is not integer codes"),
 }

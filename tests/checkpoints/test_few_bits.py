@@ -1,4 +1,4 @@
-"""Codes of other widths than 4 bits: those of 1, 2 and 3 bits become codes of 4 bits, the others floats on request."""
+"""Codes of 1 to 3 bits become codes of 4 bits, and those of 5 to 7 bits become codes of 8 bits."""
 
 from pathlib import Path
 
@@ -48,6 +48,8 @@ def write_gptq(
     G, top = K // 32, 1 << bits
     codes = rng.integers(0, top, (K, N))
     zeros = np.full((G, N), top // 2) if sym else rng.integers(version == 1, top, (G, N))
+    if version == 2 and not sym:
+        zeros[1, 4] = 0
     scales = writers.random_floats(rng, (G, N), "fp16")
     stored = zeros - (version == 1)
     tensors = {"qweight": packed(codes, bits), "qzeros": packed(stored.T, bits).T, "scales": scales}
@@ -64,49 +66,56 @@ def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options
     np.testing.assert_array_equal(weight.dequantize().t().numpy(), expected)
 
 
+def wider(bits: int, sym: bool) -> str:
+    """Returns the weight format that holds integers of these bits."""
+    return f"uint{4 if bits <= 4 else 8}{('b8' if bits <= 4 else 'b128') if sym else ''}"
+
+
 @pytest.mark.filterwarnings("ignore:.*raw zero points of")
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "version", "sym"),
+    [
+        (2, 1, False),
+        (2, 2, True),
+        (3, 1, True),
+        (3, 2, False),
+        (6, 1, False),
+        (6, 2, True),
+        (8, 1, True),
+        (8, 2, False),
+    ],
+)
 def test_gptq(tmp_path, rng, bits, version, sym) -> None:
     expected = write_gptq(tmp_path, rng, bits, version=version, sym=sym)
-    assert_equal(tmp_path, expected, "uint4b8" if sym else "uint4")
+    assert_equal(tmp_path, expected, wider(bits, sym))
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
 def test_gptq_in_planes(tmp_path, rng, bits) -> None:
-    assert_equal(tmp_path, write_gptq(tmp_path, rng, bits, packed=planes, version=2), "uint4")
+    assert_equal(tmp_path, write_gptq(tmp_path, rng, bits, packed=planes, version=2), wider(bits, False))
 
 
-def test_a_zero_point_of_0_borrows_in_version_1_of_2_bits(tmp_path, rng) -> None:
+@pytest.mark.parametrize(("bits", "ones"), [(2, 0x55555555), (8, 0x01010101)])
+def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> None:
     """GPTQModel subtracts 1 from each zero point in whole words, so that a 0 becomes 3 and borrows from the next."""
-    expected = write_gptq(tmp_path, rng, 2, version=2)
+    expected, top = write_gptq(tmp_path, rng, bits, version=2), (1 << bits) - 1
     tensors = load_file(tmp_path / "model.safetensors")
     words = tensors[f"{LAYER}.qzeros"]
-    tensors[f"{LAYER}.qzeros"] = (words.long() - 0x55555555).to(torch.int32)
-    settings = {"quant_method": "gptq", "bits": 2, "group_size": 32, "sym": False}
+    assert bool(((words & top) == 0).any())
+    tensors[f"{LAYER}.qzeros"] = (words.long() - ones).to(torch.int32)
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
     writers.save(tmp_path, {n: t.numpy() for n, t in tensors.items()}, {"quantization_config": settings})
-    with pytest.warns(UserWarning, match="raw zero points of 3 in a version 1 file"):
-        assert_equal(tmp_path, expected, "uint4")
-    with pytest.warns(UserWarning, match="raw zero points of 3"):
-        (masked,) = convert.read_layers(tmp_path, gptq_zeros_rule="masked")
-    assert not np.array_equal(masked.dequantize().t().numpy(), expected)
+    with pytest.warns(UserWarning, match=f"raw zero points of {top} in a version 1 file"):
+        assert_equal(tmp_path, expected, wider(bits, False))
+    for rule in ("masked", "unmasked"):
+        with pytest.warns(UserWarning, match=f"raw zero points of {top}"):
+            (other,) = convert.read_layers(tmp_path, gptq_zeros_rule=rule)
+        assert not np.array_equal(other.dequantize().t().numpy(), expected)
 
 
-@pytest.mark.parametrize(("bits", "packed"), [(8, bit_string), (5, planes), (6, planes), (7, planes)])
-def test_gptq_of_more_bits_is_refused_left_out_or_decoded(tmp_path, rng, bits, packed) -> None:
-    expected = write_gptq(tmp_path, rng, bits, packed=packed, version=2)
-    with pytest.raises(convert.UnsupportedFormat, match=f"model.safetensors: layer '{LAYER}': {bits}-bit GPTQ"):
-        list(convert.read_layers(tmp_path, on_unsupported="error"))
-    assert list(convert.read_layers(tmp_path, on_unsupported="skip")) == []
-    (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
-    assert isinstance(dense, convert.DenseWeight)
-    assert f"{bits}-bit" in dense.reason
-    np.testing.assert_array_equal(dense.weight.numpy(), expected)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [(1, 64), (2, 32), (3, 32), (3, 64), (4, 32), (5, 64), (6, 32), (8, 64)]
+)
 def test_hqq(tmp_path, bits, group_size) -> None:
     """HQQ packs and decodes. Of 3 bits, the number of groups is no multiple of ten."""
     torch.manual_seed(0)
@@ -120,10 +129,10 @@ def test_hqq(tmp_path, bits, group_size) -> None:
     weights = {"nbits": bits, "group_size": group_size, "axis": 1}
     config = {"quantization_config": {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t.numpy() for n, t in tensors.items()}, config)
-    assert_equal(tmp_path, expected.numpy(), "uint4")
+    assert_equal(tmp_path, expected.numpy(), wider(bits, False))
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 7])
 def test_torchao(tmp_path, rng, bits) -> None:
     """The codes of IntxUnpackedToInt8Tensor are signed, in bytes."""
     top = 1 << bits - 1
@@ -134,21 +143,14 @@ def test_torchao(tmp_path, rng, bits) -> None:
     config = {"quantization_config": {"quant_method": "torchao"}, "tensor_attributes": attributes}
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     expected = (codes - points.repeat(32, 1)).astype(np.float32) * scales.repeat(32, 1)
-    if bits == 5:
-        with pytest.raises(convert.UnsupportedFormat, match=r"weights of torch\.int5, not of int1 to int4"):
-            list(convert.read_layers(tmp_path, on_unsupported="error"))
-        (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
-        np.testing.assert_array_equal(dense.weight.numpy(), expected)
-        return
-    assert_equal(tmp_path, expected, "uint4")
+    assert_equal(tmp_path, expected, wider(bits, False))
     codes[0, 0] = top
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     with pytest.raises(convert.CheckpointError, match=rf"expected int{bits} codes in -{top}\.\.{top - 1}, got a range"):
         list(convert.read_layers(tmp_path))
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize(("bits", "sym"), [(2, False), (2, True), (3, False), (3, True), (6, False), (7, True)])
 def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
     """compressed-tensors packs signed codes and zero points; these along N."""
     top, G = 1 << bits - 1, K // 32
@@ -163,17 +165,17 @@ def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
     config |= {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": config})
     expected = (codes - points.repeat(32, 1)).astype(np.float32) * scales.float().numpy().repeat(32, 1)
-    assert_equal(tmp_path, expected, "uint4b8" if sym else "uint4")
+    assert_equal(tmp_path, expected, wider(bits, sym))
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 5])
 def test_mlx_in_pieces(tmp_path, rng, monkeypatch, bits) -> None:
     """A large matrix is unpacked some rows at a time."""
-    monkeypatch.setattr("torch_marlin_metal.checkpoints.layer.PIECE", 5 * K)
+    monkeypatch.setattr("torch_marlin_metal.checkpoints.grouped.PIECE", 5 * K)
     codes = rng.integers(0, 1 << bits, (K, N))
     scales, biases = (rng.uniform(-1, 1, (N, K // 32)).astype(np.float16).astype(np.float32) for _ in range(2))
     tensors = {"weight": bit_string(codes, bits).T.copy().view(np.uint32), "scales": scales, "biases": biases}
     config = {"quantization": {"group_size": 32, "bits": bits, "mode": "affine"}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     exact = codes.T.astype(np.float64) * scales.repeat(32, 1) + biases.repeat(32, 1)
-    assert_equal(tmp_path, exact.astype(np.float32), "uint4_bias")
+    assert_equal(tmp_path, exact.astype(np.float32), f"uint{4 if bits <= 4 else 8}_bias")

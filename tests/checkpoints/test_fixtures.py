@@ -58,6 +58,46 @@ EXPECTED = {
     "torchao/intx-int4-g64-unpacked": ("uint4b8", 64, torch.float32),
     "torchao/mxfp4": ("mxfp4", 32, torch.uint8),
     "torchao/nvfp4": ("nvfp4", 16, torch.uint8),
+    "auto-round/autoround-8bit-asym-g64": ("uint8", 64, torch.float16),
+    "auto-round/autoround-8bit-sym-g32": ("uint8b128", 32, torch.float16),
+    "awq/gptqmodel-gemm-8bit-asym-g64": ("uint8", 64, torch.float16),
+    "awq/gptqmodel-gemm-8bit-sym-g128": ("uint8b128", 128, torch.float16),
+    "bitsandbytes/int8": ("uint8b128", 256, torch.float32),
+    "bitsandbytes/int8-large": ("uint8b128", 256, torch.float32),
+    "compressed-tensors/fp8-block": ("float8_e4m3", 128, torch.bfloat16),
+    "compressed-tensors/fp8-channel": ("float8_e4m3", 256, torch.bfloat16),
+    "compressed-tensors/fp8-tensor": ("float8_e4m3", 256, torch.float32),
+    "compressed-tensors/mxfp8": ("mxfp8", 32, torch.uint8),
+    "compressed-tensors/w8a16-asym-g64": ("uint8", 64, torch.bfloat16),
+    "compressed-tensors/w8a16-sym-channel": ("uint8b128", 256, torch.bfloat16),
+    "compressed-tensors/w8a8-int8-asym-channel": ("uint8", 256, torch.bfloat16),
+    "compressed-tensors/w8a8-int8-channel": ("uint8b128", 256, torch.bfloat16),
+    "fp8/transformers-16x128": ("float8_e4m3", 128, torch.float32),
+    "fp8/transformers-16x128-ue8m0": ("float8_e4m3", 128, torch.bfloat16),
+    "gguf/Q5_0": ("uint8b128", 32, torch.float16),
+    "gguf/Q5_1": ("uint8_bias", 32, torch.float16),
+    "gguf/Q5_K": ("uint8_bias", 32, torch.uint8),
+    "gguf/Q6_K": ("uint8b128", 16, torch.int8),
+    "gguf/Q8_0": ("uint8b128", 32, torch.float16),
+    "gptq/autoround-8bit-asym-g64": ("uint8", 64, torch.float16),
+    "gptq/autoround-8bit-sym-g32": ("uint8b128", 32, torch.float16),
+    "hqq/axis1-8bit-g32": ("uint8", 32, torch.float16),
+    "hqq/axis1-8bit-g64": ("uint8", 64, torch.float16),
+    "mlx/affine-5bit-g32-float16": ("uint8_bias", 32, torch.float16),
+    "mlx/affine-6bit-g64-bfloat16": ("uint8_bias", 64, torch.bfloat16),
+    "mlx/affine-8bit-g32-float16": ("uint8_bias", 32, torch.float16),
+    "mlx/affine-8bit-g64-bfloat16": ("uint8_bias", 64, torch.bfloat16),
+    "mlx/mxfp8-bfloat16": ("mxfp8", 32, torch.uint8),
+    "modelopt/fp8-blocks": ("float8_e4m3", 128, torch.float32),
+    "modelopt/fp8-channel": ("float8_e4m3", 256, torch.float32),
+    "modelopt/fp8-tensor": ("float8_e4m3", 256, torch.float32),
+    "quanto/qfloat8": ("float8_e4m3", 256, torch.bfloat16),
+    "quanto/qint8": ("uint8b128", 256, torch.float16),
+    "torchao/float8-rows": ("float8_e4m3", 256, torch.float32),
+    "torchao/int8-g32": ("uint8b128", 32, torch.float32),
+    "torchao/int8-rows": ("uint8b128", 256, torch.float32),
+    "torchao/intx-int8-g32": ("uint8b128", 32, torch.float32),
+    "torchao/mxfp8": ("mxfp8", 32, torch.uint8),
 }
 
 
@@ -120,8 +160,8 @@ def test_the_documentation_lists_the_known_formats() -> None:
 
 def test_every_read_format_names_known_weight_formats() -> None:
     for fmt in convert.FORMATS:
-        if fmt.name == "native" or not fmt.variants:
-            continue  # it holds all of them, or only weights that become floats
-        named = set(re.findall(r"\b(?:u?int4\w*|float4_e2m1|nvfp4|mxfp4|lut4)\b", " ".join(w for _, w in fmt.variants)))
-        assert bool(named) == bool(fmt.variants)  # a format of 8 bit has none
-        assert named <= set(WEIGHT_FORMATS)
+        if fmt.name == "native":
+            continue  # it holds all of them
+        words = " ".join(formats for _, formats in fmt.variants)
+        named = set(re.findall(r"\b(?:u?int[48]\w*|float[48]_\w+|nvfp4|mxfp[48]|lut4)\b", words))
+        assert named and named <= set(WEIGHT_FORMATS)

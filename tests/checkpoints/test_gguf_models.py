@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, 
 from tests.support.gguf_models import FAMILIES, IDS, model_of, outputs, write
 from tests.support.llama import MODELS, write_gguf
 from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.take_over import logger as door_logger
+from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 ROOT = Path(__file__).parents[2]
 WARNINGS = {
@@ -29,7 +31,7 @@ WARNINGS = {
 }
 
 # llama.cpp stores the columns of one half of this matrix as rows.
-LATENT = r".* of its matrices have no 4-bit weight format and became floats: Q4_0 of attn_k_b \(\d+%\)\. .*"
+LATENT = r".* of its matrices have no weight format and became floats: Q4_0 of attn_k_b \(\d+%\)\. .*"
 WARNINGS |= {family: [re.compile(LATENT)] for family in ("deepseek2", "deepseek_v2", "mistral4", "glm-dsa")}
 for family, mixer, blocks in (
     ("mamba", "backbone.layers.{}.mixer.dt_proj is decoded to floats: MambaMixer", (0, 1)),
@@ -92,6 +94,29 @@ def mixed(name: str) -> str:
     return "Q8_0" if "attn_v" in name or "token_embd" in name else "Q5_0" if "ffn_down" in name else "Q4_0"
 
 
+@pytest.fixture
+def unread(monkeypatch) -> None:
+    """Two types stand for types that come later."""
+    for kind in ("Q8_0", "Q5_0"):
+        monkeypatch.delitem(DECODERS, kind)
+
+
+def test_a_mixed_file_stays_packed(tmp_path) -> None:
+    model = model_of("llama")
+    path = write(tmp_path / "model.gguf", "llama", model, mixed)
+    loaded = model_of("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_quantized(loaded, path, progress=False)
+    for name, module in loaded.named_modules():
+        if isinstance(module, PackedLayer):
+            eight = name.endswith(("v_proj", "down_proj", "embed_tokens"))
+            assert module.weight_format == ("uint8b128" if eight else "uint4b8"), name
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("unread")
 def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
     model = model_of("llama")
     path = write(tmp_path / "model.gguf", "llama", model, mixed)
@@ -109,12 +134,13 @@ def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     held, size = (sum(sizes) for sizes in zip(*((4 * np.prod(t.shape), t.nbytes) for t in other), strict=True))
     assert f"take {held / 1e6:.3g} MB instead of {size / 1e6:.3g} MB" in str(caught[0].message)
-    with pytest.raises(convert.UnsupportedFormat, match="is not a 4-bit type that is read"):
+    with pytest.raises(convert.UnsupportedFormat, match="is not a type that is read"):
         load_quantized(model_of("llama"), path, on_unsupported="error", progress=False)
 
 
+@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(("architecture", "family"), [("qwen3moe", "qwen3_moe"), ("gpt-oss", "gpt_oss")])
-def test_only_the_stack_that_is_not_4_bit_becomes_floats(architecture, family, tmp_path) -> None:
+def test_only_the_stack_that_is_not_read_becomes_floats(architecture, family, tmp_path) -> None:
     """llama.cpp's Q4_K_M keeps some down projections in more bits. Gate and up stay packed beside them."""
     model = model_of(family)
     path = write(
@@ -131,7 +157,7 @@ def test_only_the_stack_that_is_not_4_bit_becomes_floats(architecture, family, t
     assert torch.equal(mixed.down.weight, whole if family == "qwen3_moe" else whole.mT)
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a 4-bit type that is read"):
+    with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a type that is read"):
         load_quantized(model_of(family), path, on_unsupported="error", progress=False)
 
 
@@ -177,19 +203,20 @@ def test_from_pretrained_loads_experts_in_floats(tmp_path) -> None:
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("unread")
 def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
     _, weights = write_gguf(tmp_path / "tiny.gguf", MODELS / "auto-round-asym-g32", "Q4_0", embedding="Q8_0")
     told: list[str] = []
     monkeypatch.setattr(packed_checkpoint.logger, "warning", told.append)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float16)
-    assert len(told) == 1 and "of its matrices have no 4-bit weight format and became floats: Q8_0 (" in told[0]
+    assert len(told) == 1 and "of its matrices have no weight format and became floats: Q8_0 (" in told[0]
     table = model.model.embed_tokens
     assert type(table) is torch.nn.Embedding and table.weight.dtype == torch.float16
     assert torch.equal(table.weight, torch.from_numpy(weights["model.embed_tokens"]).half())
     assert isinstance(model.model.layers[0].mlp.up_proj, MarlinLinear)
     transformers.take_over(on_unsupported="error")
     try:
-        with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a 4-bit type"):
+        with pytest.raises(convert.UnsupportedFormat, match="Q8_0 is not a type"):
             AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     finally:
         transformers.take_over()

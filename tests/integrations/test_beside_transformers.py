@@ -46,6 +46,11 @@ def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
+def e5m2(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A kind of 8 bits that no weight format holds."""
+    return {"weight": weight.contiguous().to(torch.float8_e5m2), "weight_scale": torch.ones(len(weight), 1)}
+
+
 def packed(weight: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
     codes, scale = scaled(weight, LARGEST[f"int{bits}"])
     stored = words(codes.round() + (1 << (bits - 1)), bits)
@@ -56,8 +61,8 @@ def frozen(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": weight, "weight_scale": scaled(weight, 7)[1]}
 
 
-def blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    tiles = weight.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
+def blocks(weight: torch.Tensor, size: int = 32) -> dict[str, torch.Tensor]:
+    tiles = weight.unflatten(1, (-1, size)).unflatten(0, (-1, size))
     scale = tiles.abs().amax((1, 3)) / LARGEST["fp8"]
     codes = (tiles / scale[:, None, :, None]).reshape(weight.shape)
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
@@ -81,19 +86,14 @@ def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-# Checkpoints that transformers reads with the packages of the test environment and this package does not.
-INT8 = (lambda weight: packed(weight, 8), scheme("pack-quantized"))
-THEIRS = {
-    "compressed-tensors fp8": (fp8, scheme("float-quantized", kind="float", input_activations=TOKENS)),
-    "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}),
-    "bitnet": (ternary, {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}),
-}
+BITNET = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
+E5M2 = (e5m2, scheme("float-quantized", kind="float", input_activations=TOKENS))
 
 
-def write(path, part, settings: dict) -> LlamaForCausalLM:
+def write(path, part, settings: dict, **sizes) -> LlamaForCausalLM:
     """Writes a tiny Llama whose projections `part` turns into tensors, and returns the model of floats."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval()
     tensors: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         base = name.removesuffix(".weight")
@@ -112,9 +112,8 @@ def logits(path, **kwargs) -> tuple[torch.Tensor, LlamaForCausalLM]:
         return model(IDS).logits, model
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_what_this_package_does_not_read_is_loaded_by_transformers(name, tmp_path, monkeypatch) -> None:
-    write(tmp_path, *THEIRS[name])
+def test_what_this_package_does_not_read_is_loaded_by_transformers(tmp_path, monkeypatch) -> None:
+    write(tmp_path, ternary, BITNET)
     lines: list[str] = []
     monkeypatch.setattr(
         logging.getLogger("torch_marlin_metal.integrations.transformers.take_over"), "warning", lines.append
@@ -129,20 +128,19 @@ def test_what_this_package_does_not_read_is_loaded_by_transformers(name, tmp_pat
 
 
 def test_a_config_of_this_package_asks_for_its_error(tmp_path) -> None:
-    write(tmp_path, *INT8)
-    with pytest.raises(convert.UnsupportedFormat, match="8-bit weights are not 4 bit wide"):
+    floats = write(tmp_path, *E5M2)
+    with pytest.raises(convert.UnsupportedFormat, match="E5M2 weights, which have no weight format"):
         logits(tmp_path, quantization_config=MarlinConfig(on_unsupported="error"))
     take_over(on_unsupported="error")
     try:
-        with pytest.raises(convert.UnsupportedFormat, match="8-bit weights are not 4 bit wide"):
+        with pytest.raises(convert.UnsupportedFormat, match="E5M2 weights, which have no weight format"):
             logits(tmp_path)
     finally:
         take_over()
-    decoded, model = logits(tmp_path)
-    with restored():
-        want, _ = logits(tmp_path)
-    torch.testing.assert_close(decoded, want, rtol=1e-4, atol=1e-4)
-    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    _, model = logits(tmp_path)
+    for decoded, whole in zip(model.model.layers, floats.model.layers, strict=True):
+        assert type(decoded.mlp.up_proj) is torch.nn.Linear
+        assert torch.equal(decoded.mlp.up_proj.weight, whole.mlp.up_proj.weight.to(torch.float8_e5m2).float())
 
 
 def test_if_nobody_reads_it_the_error_has_both_reasons(tmp_path) -> None:
@@ -150,6 +148,27 @@ def test_if_nobody_reads_it_the_error_has_both_reasons(tmp_path) -> None:
     write(tmp_path, gptq, settings | {"pack_dtype": "int8"})
     with pytest.raises(convert.UnsupportedFormat, match=r"(?s)pack_dtype 'int8'.*itself does not.*ImportError: .*GPTQ"):
         logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "weight_format"),
+    [
+        (fp8, scheme("float-quantized", kind="float", input_activations=TOKENS), "float8_e4m3"),
+        (lambda weight: packed(weight, 8), scheme("pack-quantized"), "uint8b128"),
+    ],
+)
+def test_8_bit_stays_packed_and_equals_what_transformers_decodes(part, settings, weight_format, tmp_path) -> None:
+    """transformers rounds the activations of the first kind to E4M3, which this package does not."""
+    floats = write(tmp_path, part, settings)
+    with restored():
+        want, _ = logits(tmp_path)
+    got, model = logits(tmp_path)
+    assert model.model.layers[0].mlp.up_proj.weight_format == weight_format
+    exact = floats(IDS).logits
+    if weight_format == "uint8b128":
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    else:
+        assert (got - exact).norm() < (want - exact).norm()
 
 
 @pytest.mark.parametrize("layout", ["dense", "pack-quantized"])

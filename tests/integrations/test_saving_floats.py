@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.llama import FOLDERS, IDS, write_gguf
 from tests.support.models import same
 from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model
 from torch_marlin_metal.checkpoints.errors import NotQuantized
+from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
@@ -22,11 +24,13 @@ from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
 
 @pytest.fixture(scope="module")
-def q8_0(tmp_path_factory) -> Path:
-    """Returns a directory with the config and a GGUF file that has no 4-bit matrix."""
+def q8_0(tmp_path_factory) -> Iterator[Path]:
+    """Yields a directory with the config and a GGUF file of a type that stands for one that is not read."""
     folder = tmp_path_factory.mktemp("q8_0")
     write_gguf(folder / "model.gguf", GPTQ, "Q8_0")
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(DECODERS, "Q8_0")
+        yield folder
 
 
 def from_gguf(q8_0: Path, folder: Path):

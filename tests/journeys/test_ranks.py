@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401
-from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scheme, write
+from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scaled, scheme, write
 from tests.load.test_widths import GPTQ, four
 from tests.support import gguf_models
 from torch_marlin_metal import load_quantized, quantize_weight
@@ -105,13 +105,22 @@ def four_and_eight(path: Path) -> Path:
     return path
 
 
-def block_fp8(path: Path) -> Path:
-    write(path, blocks, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"})
+def in_halves(path: Path, dtype: torch.dtype, scales: torch.dtype | None = None) -> Path:
+    """Stores what is not quantized in 16 bits, and scales, too, if a dtype is given."""
     file = path / "model.safetensors"
-    state = load_file(file)  # transformers leaves the head in the dtype of the file
-    half = {name: value.half() for name, value in state.items() if value.dtype == torch.float32 and "scale" not in name}
-    save_file(state | half, file, {"format": "pt"})
+    state = load_file(file)
+    for name, value in state.items():
+        if value.dtype == torch.float32 and (scales or "scale" not in name):
+            state[name] = value.to(scales if "scale" in name else dtype)
+    save_file(state, file, {"format": "pt"})
     return path
+
+
+def block_fp8(path: Path) -> Path:
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    write(path, lambda weight: blocks(weight, 128), settings, **sizes)
+    return in_halves(path, torch.float16, torch.bfloat16)
 
 
 def stored(folder: str) -> Callable[[Path], Path]:
@@ -129,18 +138,18 @@ class Journey:
 
 
 JOURNEYS = (
-    Journey(1, "GGUF Q4_K_M, dense", of_gguf("qwen3", "qwen3", q4_k_m), "Q4_K"),
-    Journey(1, "GGUF UD-Q4_K_XL, mixture", of_gguf("qwen35moe", "qwen35moe", ud_q4_k_xl), "gate and up of the experts"),
-    Journey(2, "MLX 4 bit, mixture", stored("mlx/qwen3_5_moe-affine4"), "all but routers and gates"),
-    Journey(3, "gpt-oss, MLX MXFP4-Q8", stored("mlx/gpt_oss-mxfp4-q8"), "the experts"),
-    Journey(4, "NVFP4 and FP8", nvfp4_and_fp8, "the NVFP4 layers"),
-    Journey(5, "GGUF Q8_0", of_gguf("llama", "llama", lambda name: "Q8_0"), "nothing"),
-    Journey(5, "MLX mxfp8, mixture", stored("mlx/glm4_moe-mxfp8"), "nothing"),
-    Journey(6, "GGUF Q6_K", of_gguf("llama", "llama", lambda name: "Q6_K"), "nothing"),
-    Journey(6, "MLX mixed_4_6, mixture", stored("mlx/qwen3_moe-mixed_4_6"), "the 4-bit layers"),
-    Journey(7, "FP8 in blocks", block_fp8, "nothing: transformers loads it"),
-    Journey(8, "GGUF UD-Q2_K_XL, mixture", of_gguf("qwen3moe", "qwen3moe", ud_q2_k_xl), "Q2_K and Q3_K, as 4 bit"),
-    Journey(9, "AutoRound int4 and int8", four_and_eight, "the int4 layers"),
+    Journey(1, "GGUF Q4_K_M, dense", of_gguf("qwen3", "qwen3", q4_k_m), "all"),
+    Journey(1, "GGUF UD-Q4_K_XL, mixture", of_gguf("qwen35moe", "qwen35moe", ud_q4_k_xl), "all"),
+    Journey(2, "MLX 4 bit, mixture", stored("mlx/qwen3_5_moe-affine4"), "all but routers"),
+    Journey(3, "gpt-oss, MLX MXFP4-Q8", stored("mlx/gpt_oss-mxfp4-q8"), "all"),
+    Journey(4, "NVFP4 and FP8", nvfp4_and_fp8, "all"),
+    Journey(5, "GGUF Q8_0", of_gguf("llama", "llama", lambda name: "Q8_0"), "all"),
+    Journey(5, "MLX mxfp8, mixture", stored("mlx/glm4_moe-mxfp8"), "all"),
+    Journey(6, "GGUF Q6_K", of_gguf("llama", "llama", lambda name: "Q6_K"), "all, in bytes"),
+    Journey(6, "MLX mixed_4_6, mixture", stored("mlx/qwen3_moe-mixed_4_6"), "all, 6 bits in bytes"),
+    Journey(7, "FP8 in blocks", block_fp8, "all"),
+    Journey(8, "GGUF UD-Q2_K_XL, mixture", of_gguf("qwen3moe", "qwen3moe", ud_q2_k_xl), "all, Q2_K and Q3_K as 4 bit"),
+    Journey(9, "AutoRound int4 and int8", four_and_eight, "all"),
     Journey(10, "bitsandbytes nf4", stored("bitsandbytes-nf4-doublequant"), "all"),
 )
 
@@ -219,6 +228,59 @@ def test_the_same_on_mps(journey, files, mps) -> None:
 def test_the_page_has_all_ranks() -> None:
     assert {journey.rank for journey in JOURNEYS} == set(range(1, 11))
     assert len(rows_of_page()) == len(JOURNEYS)
+
+
+# Shrunken in all sizes, but with the share of the vocabulary and of the heads that the models have.
+LLAMA_8B = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 3}
+LLAMA_8B |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+GPT_OSS = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16}
+GPT_OSS |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+
+
+def int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, scale = scaled(weight, 127)
+    return {"weight": codes.round().to(torch.int8), "weight_scale": scale}
+
+
+def of_safetensors(part: Callable[..., Any], settings: dict[str, Any], scales: torch.dtype) -> Callable[[Path], Path]:
+    def made(path: Path) -> Path:
+        write(path, part, settings, **LLAMA_8B)
+        return in_halves(path, torch.bfloat16, scales)
+
+    return made
+
+
+def shrunken(architecture: str, family: str, sizes: dict[str, int], kinds: Callable[[str], str]) -> Any:
+    def made(path: Path) -> Path:
+        model = gguf_models.model_of(family, **sizes)
+        model.config.save_pretrained(path)
+        return gguf_models.write(path / "model.gguf", architecture, model, kinds)
+
+    return made
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+# What makes a file, and the largest ratio of bytes in memory to bytes in the file.
+EIGHT_BITS = {
+    "Llama FP8, a scale for each row": (of_safetensors(fp8, scheme("float-quantized"), torch.bfloat16), 1.01),
+    "Llama int8": (of_safetensors(int8, scheme("int-quantized"), torch.bfloat16), 1.01),
+    # Scales of 128 x 128 weights are repeated for each row: 0.125 bits a weight in bf16, 0.25 in fp32.
+    "Llama FP8 in blocks": (of_safetensors(lambda w: blocks(w, 128), BLOCKS, torch.bfloat16), 1.02),
+    "Llama FP8 in blocks, fp32": (of_safetensors(lambda w: blocks(w, 128), BLOCKS, torch.float32), 1.03),
+    "Llama Q8_0": (shrunken("llama", "llama", LLAMA_8B, lambda name: "Q8_0"), 1.01),
+    "gpt-oss MXFP4 and Q8_0": (
+        shrunken("gpt-oss", "gpt_oss", GPT_OSS, lambda name: "MXFP4" if "_exps" in name else "Q8_0"),
+        1.02,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_a_shrunken_model_of_8_bit_takes_the_memory_of_its_file(name, tmp_path) -> None:
+    make, largest = EIGHT_BITS[name]
+    path = make(tmp_path)
+    held, _ = bytes_of(load(path, "cpu"))
+    assert held / bytes_in(path) <= largest
 
 
 def table() -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.distributed import DistributedConfig
 
-from tests.integrations.test_beside_transformers import packed, scheme
+from tests.integrations.test_beside_transformers import e5m2, packed, scheme
 from tests.support import doors
 from tests.support.doors import DOORS, IDS, UNTIED, Saved, quietly, saved
 from tests.support.processes import meshes, run
@@ -71,17 +71,17 @@ def part_of_a_stack(made: Saved) -> None:
     made.drop("experts.1.w2")
 
 
-def eight_bit_layer(made: Saved) -> None:
-    """Stores two layers as compressed-tensors has them: one in 4 bit, one in 8 bit."""
-    widths = {"block.up": 4, "block.down": 8}
+def e5m2_layer(made: Saved) -> None:
+    """Stores two layers as compressed-tensors has them: one in 4 bit, one in E5M2."""
     bias = {"block.up.bias": made.weights["block.up"].bias}
     made.floats |= bias | {name: value.float().contiguous() for name, value in stacks(made).items()}
     made.weights.clear()
-    for name, bits in widths.items():
-        made.floats |= {f"{name}.{key}": value for key, value in packed(made.exact[name].float(), bits).items()}
-    groups = [scheme("pack-quantized", bits, targets=[f"re:.*{name}"]) for name, bits in widths.items()]
-    numbered = {f"group_{i}": group["config_groups"]["group_0"] for i, group in enumerate(groups)}
-    made.settings = groups[0] | {"config_groups": numbered}
+    parts = {
+        "block.up": packed(made.exact["block.up"].float(), 4),
+        "block.down": e5m2(made.exact["block.down"].float()),
+    }
+    made.floats |= {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+    made.settings = scheme("mixed-precision", 4)
 
 
 def stacks(made: Saved) -> dict[str, torch.Tensor]:
@@ -183,11 +183,11 @@ CASES = {
         r"the experts of a mixture lack the layers experts.1.w2",
         {"*": STOPS},
     ),
-    "unsupported width": Case(
-        'a layer of an unsupported width, such as 8 bit, and `on_unsupported="error"`',
-        eight_bit_layer,
+    "unsupported kind": Case(
+        'a layer of an unsupported kind, such as E5M2, and `on_unsupported="error"`',
+        e5m2_layer,
         "The load stops and names the layer. Without the argument, the layer becomes floats, with a warning.",
-        r"layer 'block.down'.*8.*WAY(on_unsupported='dequantize') decodes it to floats",
+        r"layer 'block.down'.*E5M2.*WAY(on_unsupported='dequantize') decodes it to floats",
         {"*": STOPS, "inspect --model": NONE, "diffusers": NONE, "sentence-transformers": NONE},
         {"on_unsupported": "error"},
     ),

@@ -1,4 +1,4 @@
-"""Matrices of widths that no weight format holds become floats in every format, and one warning says how many."""
+"""Weights of 5 to 8 bits stay packed in every format. What no weight format holds becomes floats, with one warning."""
 
 import json
 import re
@@ -12,9 +12,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.quantizers import auto
 
-from tests.integrations.test_beside_transformers import blocks, fp8, gptq, packed, scheme, words, write
+from tests.integrations.test_beside_transformers import blocks, e5m2, fp8, gptq, packed, scheme, words, write
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
 from torch_marlin_metal.checkpoints.formats import mlx
@@ -73,7 +72,6 @@ def cases() -> dict[str, tuple]:
     mixed = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
     in_groups = scheme("int-quantized")
     in_groups["config_groups"] = {"g": {"weights": {"num_bits": 8, "type": "int", "group_size": 64}}}
-    columns = torch.from_numpy(RNG.uniform(0.5, 3, K)).float()
     return {
         **{f"compressed-tensors int{bits}": of_bits(bits) for bits in (5, 6, 7, 8)},
         "float-quantized": ({"weight": E4M3, "weight_scale": ROWS}, scheme("float-quantized"), wide(E4M3) * wide(ROWS)),
@@ -121,10 +119,6 @@ def cases() -> dict[str, tuple]:
             in_groups,
             wide(INT8) * (wide(ROWS) * np.array([1.0, 3.0])).repeat(64, 1)[:, :K],
         ),
-        "modelopt FP8 with scaled inputs": (
-            {"weight": E4M3, "weight_scale": one, "pre_quant_scale": columns}, mixed,
-            wide(E4M3) * float(one) * wide(columns),
-        ),
         "torchao MXTensor": (
             {"weight.qdata": E4M3, "weight.scale": exponents}, {"quant_method": "torchao"},
             wide(E4M3) * groups.repeat(32, 1),
@@ -134,11 +128,58 @@ def cases() -> dict[str, tuple]:
             wide(E4M3) * groups.repeat(32, 1),
         ),
         "hqq 8 bit": of_hqq(8, 1),
-        "hqq 8 bit, axis 0": of_hqq(8, 0),
+        "fp8 in one tensor": (
+            {"weight": E4M3, "weight_scale_inv": one}, {"quant_method": "fp8"}, wide(E4M3) * float(one)
+        ),
+        "fp8 with exponents": (
+            {"weight": E4M3, "weight_scale_inv": exponents[:2, :3].view(torch.float8_e8m0fnu)},
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            wide(E4M3) * (2.0 ** (wide(exponents[:2, :3]) - 127)).repeat(32, 0).repeat(32, 1)[:N, :K],
+        ),
+        "quanto": (
+            {"weight._data": INT8, "weight._scale": ROWS}, {"quant_method": "quanto"}, wide(INT8) * wide(ROWS)
+        ),
+        "comfyui": (
+            {"weight": E4M3, "weight_scale": one, "comfy_quant": as_text({"format": "float8_e4m3fn"})},
+            {"quant_method": "comfyui"}, wide(E4M3) * float(one),
+        ),
     }  # fmt: skip
 
 
-CASES = cases()
+def as_text(value: dict) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def floats() -> dict[str, tuple]:
+    """The same, of weights that no weight format holds, and why."""
+    e5m2 = torch.from_numpy(RNG.normal(size=(N, K))).to(torch.float8_e5m2)
+    columns, one = torch.from_numpy(RNG.uniform(0.5, 3, K)).float(), torch.tensor(0.37)
+    short = E4M3[:, :92].contiguous()
+    small = ROWS.repeat(1, K // 8) * torch.linspace(1, 2, K // 8)
+    in_eights = scheme("int-quantized")
+    in_eights["config_groups"]["group_0"]["weights"] |= {"group_size": 8}
+    return {
+        "E5M2": (
+            {"weight": e5m2, "weight_scale": ROWS}, scheme("float-quantized"), wide(e5m2) * wide(ROWS), "E5M2"
+        ),
+        "torchao E5M2": (
+            {"weight.qdata": e5m2, "weight.scale": ROWS}, {"quant_method": "torchao"}, wide(e5m2) * wide(ROWS), "E5M2"
+        ),
+        "scaled inputs": (
+            {"weight": E4M3, "weight_scale": one, "pre_quant_scale": columns},
+            MODELOPT | {"quant_algo": "FP8"}, wide(E4M3) * float(one) * wide(columns), "scales its input",
+        ),
+        "K=92": (
+            {"weight": short, "weight_scale": ROWS}, scheme("float-quantized"), wide(short) * wide(ROWS), "K=92",
+        ),
+        "groups of 8": (
+            {"weight": INT8, "weight_scale": small}, in_eights, wide(INT8) * wide(small).repeat(8, 1), "groups of 8"
+        ),
+        "hqq, axis 0": (*of_hqq(8, 0), "axis=0"),
+    }  # fmt: skip
+
+
+CASES, FLOATS = cases(), floats()
 
 
 def one_layer(path: Path, tensors: dict, settings: dict, **config) -> None:
@@ -147,14 +188,30 @@ def one_layer(path: Path, tensors: dict, settings: dict, **config) -> None:
     (path / "config.json").write_text(json.dumps({"quantization_config": settings, **config}))
 
 
+def attributes(name: str) -> dict:
+    if not name.startswith("torchao"):
+        return {}
+    return {"tensor_attributes": {"class": "Float8Tensor" if "E5M2" in name else name.split()[1]}}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_each_format_is_decoded_as_its_producer_means_it(name, tmp_path) -> None:
+def test_each_format_is_packed_as_its_producer_means_it(name, tmp_path) -> None:
     tensors, settings, expected = CASES[name]
-    kind = name.split()[1] if name.startswith("torchao") else None
-    one_layer(tmp_path, tensors, settings, **({"tensor_attributes": {"class": kind}} if kind else {}))
+    one_layer(tmp_path, tensors, settings, **attributes(name))
+    (weight,) = convert.read_layers(tmp_path)
+    assert isinstance(weight, convert.PackedWeight) and (weight.name, weight.K, weight.N) == (OTHER, K, N)
+    assert weight.b_packed.shape == (K // 4, N)
+    np.testing.assert_allclose(weight.dequantize().t().numpy(), expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_what_no_weight_format_holds_is_named_and_decoded(name, tmp_path) -> None:
+    tensors, settings, expected, reason = FLOATS[name]
+    one_layer(tmp_path, tensors, settings, **attributes(name))
     (decoded,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+    assert isinstance(decoded, convert.DenseWeight) and reason in decoded.kind
     np.testing.assert_allclose(decoded.weight.numpy(), expected, rtol=2.0**-22, atol=0)
-    with pytest.raises(convert.UnsupportedFormat, match=f"layer '{OTHER}'.* decodes it to floats"):
+    with pytest.raises(convert.UnsupportedFormat, match=f"layer '{OTHER}'.*{reason}.* decodes it to floats"):
         list(convert.read_layers(tmp_path))
 
 
@@ -181,12 +238,24 @@ def test_what_is_not_decoded_is_refused(tensors, settings, kind, reason, tmp_pat
         list(convert.read_layers(tmp_path, on_unsupported="dequantize"))
 
 
-def test_an_exponent_of_255_is_nan(tmp_path) -> None:
-    codes = torch.full((N, K // 32), 127, dtype=torch.uint8)
-    codes[0, 1] = 255
-    one_layer(tmp_path, {"weight": E4M3, "weight_scale": codes}, scheme("mxfp8-quantized"))
-    (decoded,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
-    assert decoded.weight.isnan().sum() == 32 and decoded.weight[0, 32:64].isnan().all()
+def test_an_exponent_out_of_range_is_named_unless_its_block_is_empty(tmp_path) -> None:
+    exponents, codes = torch.full((N, K // 32), 127, dtype=torch.uint8), E4M3.clone()
+    exponents[0, 1], codes[0, 32:64] = 0, 0
+    one_layer(tmp_path, {"weight": codes, "weight_scale": exponents}, scheme("mxfp8-quantized"))
+    (weight,) = convert.read_layers(tmp_path)
+    np.testing.assert_array_equal(weight.dequantize().t().numpy(), codes.float().numpy())
+    exponents[0, 2] = 255
+    one_layer(tmp_path, {"weight": codes, "weight_scale": exponents}, scheme("mxfp8-quantized"))
+    with pytest.raises(convert.CheckpointError, match=f"{OTHER}.weight_scale'.*expected E8M0 codes in 16..240"):
+        list(convert.read_layers(tmp_path))
+
+
+def test_codes_that_are_nan_stay_nan(tmp_path) -> None:
+    codes = E4M3.view(torch.uint8).clone()
+    codes[3, 5], codes[4, 6] = 0x7F, 0xFF
+    one_layer(tmp_path, {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": ROWS}, scheme("float-quantized"))
+    (weight,) = convert.read_layers(tmp_path)
+    assert weight.dequantize().isnan().nonzero().tolist() == [[5, 3], [6, 4]]
 
 
 @pytest.mark.parametrize("kind", mlx.REFUSED)
@@ -202,7 +271,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path) -> None:
     tensors = {"weight": E4M3, "weight_scale_inv": torch.ones(3, 3)}
     one_layer(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
     with pytest.raises(convert.CheckpointError, match=rf"{OTHER}.weight_scale_inv': \[3, 3\] does not agree with"):
-        list(convert.read_layers(tmp_path, on_unsupported="dequantize"))
+        list(convert.read_layers(tmp_path))
 
 
 def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -217,28 +286,27 @@ def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 GPTQ = {"bits": 4, "group_size": -1, "sym": True, "desc_act": False}
-# The part of a matrix of 8 bit, that of one of 4 bit, the settings, and the kind that the warning names.
+# The part of a matrix of 8 bit, that of one of 4 bit, the settings, and the weight format of 8 bit.
 MIXTURES = {
     "GPTQ's dynamic": (
         gptq,
         four,
         GPTQ | {"quant_method": "gptq", "dynamic": {"+:.*down.*": {"bits": 8}}},
-        "8-bit GPTQ",
+        "uint8b128",
     ),
     "AutoRound": (
         gptq,
         four,
         GPTQ
         | {"quant_method": "auto-round", "extra_config": {OTHER: {"bits": 8}}, "packing_format": "auto_round:gptq"},
-        "8-bit GPTQ",
+        "uint8b128",
     ),
-    "mixed-precision": (fp8, lambda weight: packed(weight, 4), scheme("mixed-precision", 4), "8-bit weights"),
+    "mixed-precision": (fp8, lambda weight: packed(weight, 4), scheme("mixed-precision", 4), "float8_e4m3"),
 }
 
 
-def mixture(path: Path, name: str) -> LlamaForCausalLM:
+def mixture(path: Path, eight, other, settings) -> LlamaForCausalLM:
     """Writes a Llama whose down projections have 8 bits and whose other projections have 4. Returns its floats."""
-    eight, other, settings, _ = MIXTURES[name]
     return write(
         path, lambda weight: (eight if weight.shape[1] == SIZES["intermediate_size"] else other)(weight), settings
     )
@@ -257,41 +325,52 @@ def by_from_pretrained(path: Path, **options) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_loads_with_one_warning(name, load, tmp_path, caplog, monkeypatch) -> None:
-    floats = mixture(tmp_path, name)
+def test_a_mixture_of_widths_stays_packed(name, load, tmp_path) -> None:
+    *parts, weight_format = MIXTURES[name]
+    whole = mixture(tmp_path, *parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = load(tmp_path)
+    assert {layer.mlp.down_proj.weight_format for layer in model.model.layers} == {weight_format}
+    assert {layer.mlp.up_proj.weight_format for layer in model.model.layers} == {"uint4b8"}
+    for layer, exact in zip(model.model.layers, whole.model.layers, strict=True):
+        torch.testing.assert_close(layer.mlp.down_proj.dequantize(), exact.mlp.down_proj.weight, rtol=0.07, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=0.2, atol=0.2)
+
+
+@pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
+def test_a_mixture_with_floats_loads_with_one_warning(load, tmp_path, monkeypatch) -> None:
+    whole = mixture(tmp_path, e5m2, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
     monkeypatch.setattr("torch_marlin_metal.integrations.transformers.packed_checkpoint.logger.warning", warnings.warn)
-    with pytest.warns(UserWarning, match="have no 4-bit weight format and became floats") as caught:
+    with pytest.warns(UserWarning, match="have no weight format and became floats") as caught:
         model = load(tmp_path)
     (told,) = [str(entry.message) for entry in caught if "weight format" in str(entry.message)]
     down = [layer.mlp.down_proj for layer in model.model.layers]
     assert {type(layer) for layer in down} == {torch.nn.Linear}
     assert {type(layer.mlp.up_proj) for layer in model.model.layers} == {MarlinLinear}
-    for layer, whole in zip(model.model.layers, floats.model.layers, strict=True):
-        torch.testing.assert_close(layer.mlp.down_proj.weight, whole.mlp.down_proj.weight, rtol=0.07, atol=1e-3)
+    for layer, exact in zip(model.model.layers, whole.model.layers, strict=True):
+        torch.testing.assert_close(
+            layer.mlp.down_proj.weight, exact.mlp.down_proj.weight.to(torch.float8_e5m2).float(), rtol=0, atol=0
+        )
     state = load_file(tmp_path / "model.safetensors")
     sizes = {name: tensor.nbytes for name, tensor in state.items() if "_proj" in name}
     eight = sum(size for layer, size in sizes.items() if "down" in layer)
     held = sum(layer.weight.nbytes for layer in down)
     share = f"{eight / sum(sizes.values()):.0%}"
-    assert f": {share} of the bytes" in told and f"{MIXTURES[name][-1]}" in told and f"({share}). They take" in told
+    assert f": {share} of the bytes" in told and "E5M2 weights" in told and f"({share}). They take" in told
     assert f"{held / 1e6:.3g} MB instead of {eight / 1e6:.3g} MB" in told
-    with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, floats(IDS).logits, rtol=0.2, atol=0.2)
     with pytest.raises(convert.UnsupportedFormat, match=f"layer '{re.escape(OTHER)}'"):
         load(tmp_path, on_unsupported="error")
 
 
 def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
-    """As the routers of mixtures, which mlx-lm stores in 8 bit."""
-
-    def part(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        return packed(weight, 4)
-
-    write(tmp_path, part, scheme("mixed-precision", 4))
+    """As a gate that its producer stored in a way of its own."""
+    write(tmp_path, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
     file = tmp_path / "model.safetensors"
     state = load_file(file)
     save_file(
-        state | {"gate.weight": torch.zeros(2, 8).to(torch.float8_e4m3fn), "gate.weight_scale": torch.ones(2, 1)}, file
+        state | {"gate.weight": torch.zeros(2, 8).to(torch.float8_e5m2), "gate.weight_scale": torch.ones(2, 1)}, file
     )
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.gate = torch.nn.Linear(8, 2, bias=False)
@@ -299,7 +378,7 @@ def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
         warnings.simplefilter("error")
         report = load_quantized(model, tmp_path, progress=False)
     (left,) = [layer for layer in report.left if layer.name == "gate"]
-    assert "8-bit weights" in left.reason and not model.gate.weight.any()
+    assert "E5M2 weights" in left.reason and not model.gate.weight.any()
 
 
 EIGHT = {
@@ -309,19 +388,79 @@ EIGHT = {
 
 
 @pytest.mark.parametrize("name", EIGHT)
-def test_a_checkpoint_of_8_bit_is_transformers_first_and_then_decoded(name, tmp_path, monkeypatch) -> None:
+def test_a_checkpoint_of_8_bit_computes_what_transformers_computes_of_its_floats(name, tmp_path) -> None:
     write(tmp_path, *EIGHT[name])
     with restored(), torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(IDS).logits
-    with torch.no_grad():
-        torch.testing.assert_close(by_load_quantized(tmp_path)(IDS).logits, want, rtol=1e-4, atol=1e-4)
+    for load in (by_load_quantized, by_from_pretrained):
+        model = load(tmp_path)
+        assert model.model.layers[0].mlp.up_proj.weight_format == "float8_e4m3"
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
 
-    def missing(*args, **kwargs):
-        raise ImportError("a package of the producer is missing")
 
-    for method in ("compressed-tensors", "fp8"):
-        monkeypatch.setattr(auto.AUTO_QUANTIZER_MAPPING[method], "validate_environment", missing)
-    model = by_from_pretrained(tmp_path)
-    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
+def test_a_file_of_comfyui_is_read_by_its_own_name(tmp_path) -> None:
+    """The older kind of file: a marker, one scale for each matrix, and no configuration."""
+    tensors = {
+        f"{OTHER}.weight": E4M3,
+        f"{OTHER}.scale_weight": torch.tensor(0.5),
+        f"{OTHER}.scale_input": torch.ones(1),
+    }
+    tensors |= {"scaled_fp8": torch.zeros(0).to(torch.float8_e4m3fn), "norm.weight": torch.ones(4)}
+    path = tmp_path / "flux.safetensors"
+    save_file(tensors, path)
+    for place in (path, tmp_path):
+        reader = convert.open_reader(place)
+        (weight,) = reader
+        np.testing.assert_array_equal(weight.dequantize().t().numpy(), wide(E4M3) * 0.5)
+        assert [name for name, _ in reader.other_tensors()] == ["norm.weight"]
+    for stated, reason in (({"format": "nvfp4"}, "'nvfp4' is not read"), ({"convrot": True}, "states convrot")):
+        text = {
+            f"{OTHER}.weight": E4M3,
+            f"{OTHER}.weight_scale": torch.tensor(0.5),
+            f"{OTHER}.comfy_quant": as_text(stated),
+        }
+        save_file(text, path)
+        with pytest.raises(convert.UnsupportedFormat, match=reason):
+            list(convert.read_layers(path))
+        layers = {"layers": {OTHER: stated}}
+        del text[f"{OTHER}.comfy_quant"]
+        save_file(text, path, {"_quantization_metadata": json.dumps(layers)})
+        with pytest.raises(convert.UnsupportedFormat, match=reason):
+            list(convert.read_layers(path))
+
+
+def test_few_bits_of_quanto_are_refused_by_name() -> None:
+    folder = Path(__file__).parents[1] / "data/layers/quanto/qint4"
+    with pytest.raises(convert.UnsupportedFormat, match="quanto's weights of 2 and 4 bits are not read"):
+        list(convert.read_layers(folder))
+
+
+def test_experts_of_transformers_fp8_are_a_stack(tmp_path) -> None:
+    """As transformers' Fp8Quantize names them; experts may also be MXFP4 in bytes."""
+    codes = torch.stack([E4M3.view(torch.uint8), E4M3.view(torch.uint8).flip(0)]).view(torch.float8_e4m3fn)
+    tiles = torch.from_numpy(RNG.uniform(0.1, 1, (2, 2, 3))).float()
+    four = torch.from_numpy(RNG.integers(0, 256, (N, K // 2))).to(torch.uint8)
+    exponents = torch.from_numpy(RNG.integers(118, 130, (N, K // 32))).to(torch.uint8)
+    save_file(
+        {
+            "mlp.experts.down_proj": codes,
+            "mlp.experts.down_proj_scale_inv": tiles,
+            "mlp.up.weight": four.view(torch.int8),
+            "mlp.up.weight_scale_inv": exponents,
+        },
+        tmp_path / "model.safetensors",
+    )
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    found = {weight.name: weight for weight in convert.read_layers(tmp_path)}
+    assert sorted(found) == ["mlp.experts.down_proj.0", "mlp.experts.down_proj.1", "mlp.up"]
+    for expert in range(2):
+        weight = found[f"mlp.experts.down_proj.{expert}"].dequantize().t()
+        np.testing.assert_array_equal(
+            weight.numpy(), (wide(codes[expert]) * by_block(tiles[expert], 32, 32)).astype(np.float32)
+        )
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = table[np.stack([four.numpy() & 15, four.numpy() >> 4], 2).reshape(N, K)]
+    expected = values * 2.0 ** (wide(exponents).repeat(32, 1) - 127)
+    np.testing.assert_array_equal(found["mlp.up"].dequantize().t().numpy(), expected)

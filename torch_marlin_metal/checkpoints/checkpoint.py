@@ -13,6 +13,10 @@ from torch_marlin_metal.checkpoints.files.regular import regular_file
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, Slice, TensorInfo, read_header, read_tensor
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.settings import (
+    COMFY_MARK,
+    COMFY_METADATA,
+    COMFY_METHOD,
+    COMFY_TENSOR,
     CONFIG,
     CONFIG_FILES,
     CONFIG_KEYS,
@@ -62,7 +66,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     """Opens a checkpoint directory: reads its configuration and the headers of its tensor files.
 
     Args:
-        path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles).
+        path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles), or one safetensors
+            file that says itself how it is quantized.
         allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
         quantized: True if the configuration must have quantization settings, False if it must not have any.
 
@@ -72,6 +77,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     config_file = path / CONFIG
     config = read_config(config_file) if config_file.exists() else {}
     settings = find_settings(path, config)
+    if quantized and settings is None:
+        settings = _settings_of_comfyui(path)
     if quantized and settings is None:
         raise NotQuantized(
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
@@ -101,8 +108,22 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     return checkpoint
 
 
+def _settings_of_comfyui(path: Path) -> Settings | None:
+    """Returns settings if a file's own names or metadata say that ComfyUI quantized it."""
+    found = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    if len(found) != 1:
+        return None
+    tensors, metadata = read_header(regular_file(found[0]))
+    marks = (COMFY_MARK, COMFY_TENSOR)
+    if COMFY_METADATA in metadata or any(name.rpartition(".")[2] in marks for name in tensors):
+        return Settings(found[0], {"quant_method": COMFY_METHOD})
+    return None
+
+
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:
     """Returns the files that hold the tensors and, if there is an index file, the file of each tensor."""
+    if path.is_file():
+        return [regular_file(path)], {}
     for base in SAFETENSORS_NAMES:
         if (path / f"{base}.safetensors").exists():
             return [regular_file(path / f"{base}.safetensors")], {}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
-from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, OnlyWide, UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
@@ -19,7 +19,6 @@ from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
-from torch_marlin_metal.checkpoints.wide import wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
 ENDS = 4096  # bytes at each end of a tensor that tell it from other tensors
@@ -39,7 +38,6 @@ class DirectoryReader(CheckpointReader):
         self._ahead: ReadAhead | None = None
 
     def _check_complete(self) -> None:
-        self._refused = {layer.name for layer in self._layers if layer.refused}
         listed = None if self.format.listed is None else self.format.listed(self.checkpoint.settings)
         if lost := (listed or set()) - {layer.name for layer in self._layers}:
             raise CheckpointError(
@@ -55,7 +53,7 @@ class DirectoryReader(CheckpointReader):
                         self._check_anchored(name, role, name.removesuffix(ending))
 
     def _refuse_without_layers(self) -> None:
-        anchors = " or ".join(self.format.anchors)
+        anchors = " or ".join(self.format.anchors or self.format.scaled)
         message = f"{self.checkpoint.path}: {self.format.name}: no tensor's name ends in {anchors}"
         weights = [info for info in self.checkpoint.tensors.values() if info.name.endswith(".weight")]
         codes = [info for info in weights if info.dtype not in (*FLOATS, "F64")]
@@ -66,11 +64,11 @@ class DirectoryReader(CheckpointReader):
         raise NothingPacked(f"{message}; all its weights are floats, so its quantization settings have no effect")
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
-        """Refuses a tensor whose layer has no codes, unless `convert` refuses the layer with a better reason."""
-        anchors = [base + ending for ending in self.format.anchors]
+        """Refuses a tensor whose layer has no codes."""
+        anchors = [base + ending for ending in (*self.format.anchors, *self.format.scaled)]
         if self.format.is_float(self.checkpoint, base):
             return
-        if base not in self._refused and not any(anchor in self.checkpoint.tensors for anchor in anchors):
+        if not any(anchor in self.checkpoint.tensors for anchor in anchors):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
     def stored_bytes(self, index: int) -> int:
@@ -82,12 +80,7 @@ class DirectoryReader(CheckpointReader):
     def kind(self, index: int) -> Hashable:
         """Returns the dtypes and shapes of the layer's tensors in the files."""
         layer = self._layers[index]
-        return layer.refused, tuple((role, layer.dtype(role), layer.shape(role)) for role in sorted(layer.roles))
-
-    def check_packs(self) -> None:
-        """Raises `OnlyWide` if every layer has 8 bits."""
-        if all(layer.refused for layer in self._layers):
-            raise OnlyWide(f"{self.path}: {self._layers[0].refused}")
+        return tuple((role, layer.dtype(role), layer.shape(role)) for role in sorted(layer.roles))
 
     def names(self) -> list[str]:
         """Returns the names of the layers in the order of the files."""
@@ -119,7 +112,7 @@ class DirectoryReader(CheckpointReader):
             {
                 index: [self.checkpoint.tensors[name] for name in layer.roles.values()]
                 for index, layer in layers.items()
-                if layer.expert is None and not layer.refused
+                if layer.expert is None
             },
             limit,
         )
@@ -142,8 +135,6 @@ class DirectoryReader(CheckpointReader):
         return None if layer is None else self._convert(layer)
 
     def _convert(self, layer: Layer) -> PackedWeight:
-        if layer.refused:
-            raise layer.unsupported(layer.refused, partial(wide_weight, layer))
         weight = self.format.read(layer, self.checkpoint.settings, self.options)
         weight.name = layer.name
         try:
@@ -199,7 +190,9 @@ def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None
         return DirectoryReader(place, given)
     if place.suffix == ".gguf" and place.is_file():
         return GgufReader(place, given)
-    raise CheckpointError(f"{place}: expected a directory or a .gguf file")
+    if place.suffix == ".safetensors" and place.is_file():
+        return DirectoryReader(place, given)
+    raise CheckpointError(f"{place}: expected a directory, a .gguf or a .safetensors file")
 
 
 def read_layers(

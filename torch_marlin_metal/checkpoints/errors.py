@@ -33,7 +33,3 @@ class UnsupportedFormat(CheckpointError):
 
 class UnknownArchitecture(UnsupportedFormat):
     """A GGUF file has an architecture without a table of transformers' names."""
-
-
-class OnlyWide(UnsupportedFormat):
-    """Every layer of a checkpoint has 8 bits, so that it can only be decoded to floats as a whole."""

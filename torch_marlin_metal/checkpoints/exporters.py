@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.formats.gptq import ONES
 from torch_marlin_metal.checkpoints.options import check_choice, typed
 from torch_marlin_metal.formats import GROUP_SIZES, weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -21,18 +22,28 @@ def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat
 
 
 def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
-    """Returns the uint8 zero points `[G, N]` of an int4 weight; raises UnsupportedFormat for other weights."""
+    """Returns the uint8 zero points `[G, N]` of a weight of integers; raises UnsupportedFormat for other weights."""
     fmt = weight_format(weight.weight_format)
-    if fmt.code_bits != 4:
-        raise _refuse(weight, target, f"{weight.weight_format} has codes of {fmt.code_bits} bits")
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
     if fmt.zeros_role == "none":
         return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8, device=weight.b_packed.device)
     assert weight.zeros is not None
-    if weight.zeros.dtype != torch.uint8 or int(weight.zeros.max()) > 15:
-        raise _refuse(weight, target, "its zero points are not codes of 0 to 15")
+    if weight.zeros.dtype != torch.uint8 or int(weight.zeros.max()) > fmt.largest_code:
+        raise _refuse(weight, target, f"its zero points are not codes of 0 to {fmt.largest_code}")
     return weight.zeros
+
+
+def _bits(weight: PackedWeight) -> int:
+    return weight_format(weight.weight_format).code_bits
+
+
+def _packed_zeros(zeros: Tensor, bits: int, version: int) -> Tensor:
+    """Packs zero points `[G, N]` along N as GPTQ does."""
+    if bits == 4:
+        return pack_gptq_zeros(zeros, version)
+    words = zeros.contiguous().view(torch.int32)
+    return words - ONES[8] if version == 1 else words
 
 
 def _g_idx(weight: PackedWeight) -> Tensor:
@@ -44,6 +55,12 @@ def _g_idx(weight: PackedWeight) -> Tensor:
 
 def _stated_group_size(weight: PackedWeight) -> int:
     return weight.group_size if weight.group_size in GROUP_SIZES else -1
+
+
+def _strategy(weight: PackedWeight) -> dict[str, Any]:
+    """Returns what compressed-tensors calls the weights that share a scale."""
+    size = _stated_group_size(weight)
+    return {"strategy": "channel", "group_size": None} if size == -1 else {"strategy": "group", "group_size": size}
 
 
 class Exporter(Protocol):
@@ -73,7 +90,7 @@ class GptqExporter:
     """
 
     version: int = 1
-    group_sizes: dict[str, int] = field(default_factory=dict)
+    layers: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer's name -> (bits, group size)
     symmetric: bool = True
     act_order: bool = False
 
@@ -83,18 +100,18 @@ class GptqExporter:
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros, scales and g_idx."""
         weight = weight.one_level()
-        zeros = _integer_zeros(weight, "GPTQ")
-        if weight.N % 8:
-            raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of 8")
+        zeros, bits = _integer_zeros(weight, "GPTQ"), _bits(weight)
+        if weight.N % (32 // bits):
+            raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of {32 // bits}")
         if self.version == 1 and int(zeros.min()) == 0:
             reason = "a zero point of 0, which readers of version 1 take differently"
             raise _refuse(weight, "GPTQ version 1", f"{reason}; {typed('version', 2)} stores it")
-        self.group_sizes[weight.name] = _stated_group_size(weight)
+        self.layers[weight.name] = (bits, _stated_group_size(weight))
         self.symmetric &= weight_format(weight.weight_format).is_symmetric
         self.act_order |= weight.perm is not None
         return {
-            "qweight": pack_gptq(weight.b_packed, perm=weight.perm),
-            "qzeros": pack_gptq_zeros(zeros, self.version),
+            "qweight": pack_gptq(weight.b_packed, perm=weight.perm, code_bits=bits),
+            "qzeros": _packed_zeros(zeros, bits, self.version),
             "scales": weight.scales,
             "g_idx": _g_idx(weight),
         }
@@ -102,17 +119,21 @@ class GptqExporter:
     @property
     def has_layers(self) -> bool:
         """Returns whether there was a layer."""
-        return bool(self.group_sizes)
+        return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
-        """Returns GPTQModel's keys. `dynamic` has an entry for each layer whose group size is not the common one."""
-        common = Counter(self.group_sizes.values()).most_common(1)[0][0]
-        settings: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": common, "pack_dtype": "int32"}
-        settings |= {"desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
+        """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the commonest kind."""
+        bits, group_size = common = Counter(self.layers.values()).most_common(1)[0][0]
+        settings: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
+        settings |= {"pack_dtype": "int32", "desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
         settings["checkpoint_format"] = {1: "gptq", 2: "gptq_v2"}[self.version]
-        others = {name: size for name, size in self.group_sizes.items() if size != common}
+        others = {
+            name: {"group_size": own[1]} | ({} if own[0] == bits else {"bits": own[0]})
+            for name, own in self.layers.items()
+            if own != common
+        }
         if others:
-            settings["dynamic"] = {f"+:^{re.escape(name)}$": {"group_size": size} for name, size in others.items()}
+            settings["dynamic"] = {f"+:^{re.escape(name)}$": entry for name, entry in others.items()}
         return settings
 
 
@@ -126,6 +147,8 @@ class AwqExporter:
         """Returns qweight, qzeros and scales."""
         weight = weight.one_level()
         zeros = _integer_zeros(weight, "AWQ")
+        if _bits(weight) != 4:
+            raise _refuse(weight, "AWQ", f"{weight.weight_format} has {_bits(weight)} bits, AWQ's layout has 4")
         if weight.N % 8:
             raise _refuse(weight, "AWQ", f"N={weight.N} is not a multiple of 8")
         if weight.perm is not None:
@@ -154,34 +177,44 @@ class AwqExporter:
 
 @dataclass
 class CompressedTensorsExporter:
-    """Converts layers to compressed-tensors' 4-bit formats: integers, NVFP4 or MXFP4, also mixed in one model."""
+    """Converts layers to compressed-tensors' formats: integers, E4M3, MXFP8, NVFP4 or MXFP4, also mixed in a model."""
 
     layers: dict[str, str] = field(default_factory=dict)  # layer's name -> JSON of its (format, scheme)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
-        if weight_format(weight.weight_format).has_coded_scales:
-            return self._fp4(weight)
         weight = weight.one_level()
-        zeros = _integer_zeros(weight, "compressed-tensors")
-        symmetric = weight_format(weight.weight_format).is_symmetric
-        group_size = _stated_group_size(weight)
-        scheme = {"num_bits": 4, "type": "int", "symmetric": symmetric}
-        scheme |= {"strategy": "channel" if group_size == -1 else "group"}
-        scheme |= {"group_size": None if group_size == -1 else group_size}
+        fmt, bits = weight_format(weight.weight_format), _bits(weight)
+        if fmt.code_kind == "e4m3":
+            return self._e4m3(weight)
+        if fmt.has_coded_scales:
+            return self._fp4(weight)
+        zeros, symmetric = _integer_zeros(weight, "compressed-tensors"), fmt.is_symmetric
+        scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, **_strategy(weight)}
         scheme |= {"actorder": None if weight.perm is None else "group"}
         self._register(weight, "pack-quantized", scheme)
         tensors = {
-            "weight_packed": pack_gptq(weight.b_packed, perm=weight.perm).t(),
+            "weight_packed": pack_gptq(weight.b_packed, perm=weight.perm, code_bits=bits).t(),
             "weight_scale": weight.scales.t(),
             "weight_shape": torch.tensor([weight.N, weight.K], device=weight.b_packed.device),
         }
         if not symmetric:
-            padded = torch.nn.functional.pad(zeros, (0, -weight.N % 8))
-            tensors["weight_zero_point"] = pack_gptq_zeros(padded, 2).t()
+            padded = torch.nn.functional.pad(zeros, (0, -weight.N % (32 // bits)))
+            tensors["weight_zero_point"] = _packed_zeros(padded, bits, 2).t()
         if weight.perm is not None:
             tensors["weight_g_idx"] = _g_idx(weight)
         return tensors
+
+    def _e4m3(self, weight: PackedWeight) -> dict[str, Tensor]:
+        if weight.perm is not None:
+            raise _refuse(weight, "compressed-tensors", "it has act-order")
+        codes = weight.b_packed.t().contiguous().view(torch.float8_e4m3fn)
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, **_strategy(weight)}
+        coded = weight_format(weight.weight_format).has_coded_scales
+        if coded:
+            scheme |= {"scale_dtype": "torch.uint8"}
+        self._register(weight, "mxfp8-quantized" if coded else "float-quantized", scheme)
+        return {"weight": codes, "weight_scale": weight.scales.t()}
 
     def _fp4(self, weight: PackedWeight) -> dict[str, Tensor]:
         packed = weight.b_packed.t().contiguous().view(torch.uint8)

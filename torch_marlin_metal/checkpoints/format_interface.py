@@ -57,13 +57,15 @@ class DirectoryFormat(Format):
         delegate: for a format that only wraps others, returns the wrapped format.
         stacked_rank: if the anchor tensor has this rank, its first dimension counts experts, and each is a layer.
         extras: endings of tensors that belong to a layer but are not needed, such as scales of activations.
+        marks: the last parts of names of tensors that only mark a file of this format.
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
-        unread: ending -> reason, for tensors that mark a layer whose quantization is not supported.
+        scaled: ending -> role, for a tensor of scales that makes a layer of the `weight` beside it, if this is not of
+            floats and the layer has no anchor.
         axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer can
-            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes), "G" (groups), and
-            "order", for a tensor of one dimension that holds, for each row of K, its position or its group. Empty if a
-            layer can only be read as a whole.
+            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes, or of 4 if codes have 8
+            bits), "G" (groups), and "order", for a tensor of one dimension that holds, for each row of K, its position
+            or its group. Empty if a layer can only be read as a whole.
         hf_name: for a format whose producer changes names, returns the name in checkpoints of transformers, of a
             tensor, of a layer, or of the layer with an index in a stack.
         hf_values: the same for the values of a tensor outside the layers.
@@ -82,8 +84,9 @@ class DirectoryFormat(Format):
     delegate: "Callable[[Settings], DirectoryFormat] | None" = None
     stacked_rank: int | None = None
     extras: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     listed: Callable[[Settings], set[str]] | None = None
-    unread: Mapping[str, str] = field(default_factory=dict)
+    scaled: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_name: Callable[[Checkpoint, str, int | None], str] = _own_name
     hf_values: Callable[[Checkpoint, str, Tensor], Tensor] = lambda checkpoint, name, values: values
@@ -100,29 +103,29 @@ class DirectoryFormat(Format):
             for ending, role in self.anchors.items():
                 if info.name.endswith(ending):
                     yield from self._layers_at(checkpoint, info.name.removesuffix(ending), role, info)
-            for ending, reason in self.unread.items():
+            for ending, role in self.scaled.items():
                 base = info.name.removesuffix(ending)
-                if base == info.name or self.is_float(checkpoint, base):
-                    continue
-                if not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
-                    name = self.hf_name(checkpoint, base, None)
-                    yield Layer(checkpoint, name, self._roles(checkpoint, base, ending[1:], info), refused=reason)
+                if base != info.name and not self.is_float(checkpoint, base):
+                    if not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
+                        yield from self._layers_at(checkpoint, base, role, info)
+                    break
 
     def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
         """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""
         weight = checkpoint.tensors.get(f"{base}.weight")
         packed = any(base + anchor in checkpoint.tensors for anchor in self.anchors)
-        return bool(self.unread) and not packed and weight is not None and weight.dtype in FLOATS
+        return bool(self.scaled) and not packed and weight is not None and weight.dtype in FLOATS
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
-        """Returns the names of the quantization parameters of layers whose weights are floats."""
+        """Returns the names of the quantization parameters of layers whose weights are floats, and of marks."""
         parts = {ending for role, endings in self.roles.items() if role not in ("weight", "bias") for ending in endings}
-        return {
+        found = {
             info.name
             for info in checkpoint.tensors.values()
-            for ending in (*parts, *self.extras)
+            for ending in (*parts, *self.scaled, *self.extras)
             if info.name.endswith(ending) and self.is_float(checkpoint, info.name.removesuffix(ending))
         }
+        return found | {name for name in checkpoint.tensors if name.rpartition(".")[2] in self.marks}
 
     def _layers_at(self, checkpoint: Checkpoint, base: str, role: str, info: TensorInfo) -> Iterator[Layer]:
         roles = self._roles(checkpoint, base, role, info)

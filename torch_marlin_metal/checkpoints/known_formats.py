@@ -7,6 +7,7 @@ from torch_marlin_metal.checkpoints.formats import (
     auto_round,
     awq,
     bitsandbytes,
+    comfyui,
     compressed_tensors,
     fp8,
     gguf,
@@ -16,6 +17,7 @@ from torch_marlin_metal.checkpoints.formats import (
     mlx,
     modelopt,
     native,
+    quanto,
     torchao,
 )
 
@@ -32,6 +34,8 @@ DIRECTORY_FORMATS: tuple[DirectoryFormat, ...] = (
     torchao.FORMAT,
     gpt_oss.FORMAT,
     fp8.FORMAT,
+    quanto.FORMAT,
+    comfyui.FORMAT,
 )
 FORMATS: tuple[Format, ...] = (*DIRECTORY_FORMATS, gguf.FORMAT)
 

@@ -33,15 +33,15 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         a block of scales with two levels, or it has some rows of a weight with act-order or with a single group.
     """
     roles = [role for role in layer.roles if role in axes]
-    if layer.refused or any(len(axes[role]) != len(layer.shape(role)) for role in roles):
+    if any(len(axes[role]) != len(layer.shape(role)) for role in roles):
         return None
     sizes = _sizes(layer, axes, roles)
     if sizes is None:
         return None
-    K, N, G = sizes
+    K, N, G, per_word = sizes
     if part.by == "columns":
-        border, labels = N // part.count, {"N": 1, "N/8": 8}
-        if N % part.count or ("N/8" in {axis for role in roles for axis in axes[role]} and border % 8):
+        border, labels = N // part.count, {"N": 1, "N/8": per_word}
+        if N % part.count or ("N/8" in {axis for role in roles for axis in axes[role]} and border % per_word):
             return None
         return replace(layer, parts=_slices(layer, axes, roles, labels, border * part.rank, border))
     group_size, border = K // G, K // part.count
@@ -58,22 +58,22 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
     if part.rank > 0:
         dropped.add("bias")  # the bias is then added only once when the parts are summed
     kept = {role: name for role, name in layer.roles.items() if role not in dropped}
-    labels = {"K": 1, "K/8": 8, "G": group_size, "S": SUPER_BLOCK}
+    labels = {"K": 1, "K/8": per_word, "G": group_size, "S": SUPER_BLOCK}
     return replace(layer, roles=kept, parts=_slices(layer, axes, list(kept), labels, border * part.rank, border))
 
 
-def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) -> tuple[int, int, int] | None:
-    """Returns K, N and G, or None if the tensors' shapes do not agree or do not say them."""
-    found: dict[str, set[int]] = {"K": set(), "N": set(), "G": set()}
-    for role in roles:
-        for axis, size in zip(axes[role], layer.shape(role), strict=True):
-            per_word = 8 if axis.endswith("/8") else 1
-            if axis not in ("order", "S") and not (role == "global_scale" and size == 1):
-                found[axis[0]].add(size * per_word)
-    if any(len(values) != 1 for values in found.values()):
-        return None
-    (K,), (N,), (G,) = found["K"], found["N"], found["G"]
-    return (K, N, G) if min(K, N, G) > 0 else None
+def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) -> tuple[int, int, int, int] | None:
+    """Returns K, N, G and the codes of a word, or None if the tensors' shapes do not agree or do not say them."""
+    for per_word in (8, 4):  # codes of 4 bits, or of 8
+        found: dict[str, set[int]] = {"K": set(), "N": set(), "G": set()}
+        for role in roles:
+            for axis, size in zip(axes[role], layer.shape(role), strict=True):
+                if axis != "S" and not (role == "global_scale" and size == 1):
+                    found["K" if axis == "order" else axis[0]].add(size * (per_word if axis.endswith("/8") else 1))
+        if all(len(values) == 1 for values in found.values()):
+            (K,), (N,), (G,) = found["K"], found["N"], found["G"]
+            return (K, N, G, per_word) if min(K, N, G) > 0 else None
+    return None
 
 
 def _slices(

@@ -13,7 +13,21 @@ CONFIG = "config.json"
 OWN_METHOD = "torch_marlin_metal"
 # The keys of config.json under which producers store the quantization settings, in the order of the look-up.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-CONFIG_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
+QUANTO_MAP = "quanto_qmap.json"
+CONFIG_FILES = (
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "hf_quant_config.json",
+    QUANTO_MAP,
+)
+# What marks a file of ComfyUI, which has no settings: the metadata's key, and the ends of names of tensors.
+COMFY_METHOD, COMFY_METADATA, COMFY_TENSOR, COMFY_MARK = (
+    "comfyui",
+    "_quantization_metadata",
+    "comfy_quant",
+    "scaled_fp8",
+)
 
 
 class Settings(Mapping[str, Any]):

@@ -26,6 +26,13 @@ The argument `on_unsupported` of `read_layers` and of `load_quantized` decides w
   Not every layer can be decoded: the tables say "dequantized on request" for those that can. Any other refused layer
   raises the same error as with `"error"`.
 
+Weights of 8 bits are multiplied with activations of 16 or 32 bits. Recipes that round the activations, too, such as
+W8A8 and FP8, therefore become more accurate than their producers meant. One scale for a block of 128 x 128 weights is
+repeated for each row of the block: 0.125 bits a weight if the scales are of 16 bits, 0.25 bits if they are fp32.
+bitsandbytes multiplies an LLM.int8 code by the largest magnitude of its row, then by 1/127 in fp32. The scale here is
+that magnitude divided by 127 in fp32, so the two differ by roundings of fp32: both are within 3 * 2^-24 of the exact
+value.
+
 compressed-tensors divides NVFP4 weights by a global scale. This package multiplies by the inverse of that scale and
 rounds the inverse to fp32, which is one rounding more. So a weight has a relative error of at most 3 * 2^-24. With the
 division in fp32, as compressed-tensors computes it, the error is at most 2 * 2^-24.

@@ -53,8 +53,8 @@ def load_quantized(
         options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
             `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
             "dequantize", the default, decodes them to floats, "error" raises an error, and "skip" leaves the model's
-            layer unchanged. Many checkpoints also hold matrices that are not 4 bit. One warning states their types,
-            their share of the file and their size in memory.
+            layer unchanged. One warning states their kinds, their share of the file and their size in
+            memory.
         device: device of every loaded tensor. None means the device of the replaced tensor, or the CPU if that tensor
             is on the meta device.
         dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.

@@ -32,7 +32,7 @@ class FloatShare:
         if stored < SMALL * total:
             return ""
         return (
-            f"{self._reader.path}: {stored / total:.0%} of the bytes of its matrices have no 4-bit weight format and "
+            f"{self._reader.path}: {stored / total:.0%} of the bytes of its matrices have no weight format and "
             f"became floats: {self._kinds(total)}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
             f"{typed('on_unsupported', 'error')} refuses them"
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.formats.gptq import SYMMETRIC_WORDS
-from torch_marlin_metal.checkpoints.layer import fit_groups
+from torch_marlin_metal.checkpoints.grouped import fit_groups
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 from torch_marlin_metal.repack import gptq_perm
 
@@ -133,7 +133,7 @@ def _packed(b_packed: Tensor, zeros: Tensor, tensors: _Tensors, perm: Tensor | N
 def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> int:
     version = _stated_version(module, config)
     other = 3 - version
-    if bool((qzeros == SYMMETRIC_WORDS[other]).all()):
+    if bool((qzeros == SYMMETRIC_WORDS[4][other]).all()):
         raise UnreadableError(
             f"read as version {version}, every zero point would be {8 + other - version}; as version {other}, 8, "
             f"which is a symmetric weight: if that is so, gptq_version={other} reads it"

@@ -35,7 +35,7 @@ def _delegate(settings: Settings) -> DirectoryFormat:
     elif packing in ("auto_round:auto_awq", "auto_round:awq"):
         chosen = awq.FORMAT
     elif packing == "auto_round:llm_compressor":
-        chosen = replace(compressed_tensors.FORMAT, read=compressed_tensors.read_fp4)
+        chosen = replace(compressed_tensors.FORMAT, read=compressed_tensors.read_without_scheme)
     elif packing == "mlx":
         chosen = mlx.FORMAT
     else:

@@ -1,6 +1,7 @@
 """AWQ layers in the three layouts of AutoAWQ: gemm, gemv and gemv_fast.
 
-- gemm packs int32 words along N with an interleave. AutoRound and GPTQModel also write it.
+- gemm packs int32 words along N: codes of 4 bits with an interleave, those of 8 bits in order. AutoRound and GPTQModel
+  also write it, and GPTQModel alone writes 8 bits.
 - gemv packs along K, transposed.
 - gemv_fast (llm-awq) packs int16 words of four codes along K in tiles, and stores fp16 -(s * z) instead of the zero
   points z.
@@ -12,11 +13,21 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import (
+    BIAS,
+    SIGN,
+    SYMMETRIC,
+    ZERO_POINT,
+    as_words,
+    codes_of_words,
+    constant,
+    packed,
+    words_of_codes,
+)
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import awq_words, awq_zeros
-from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # version in the settings -> layout
@@ -30,7 +41,6 @@ LAYOUTS = {
     "gemvfast": "gemv_fast",
     "llm-awq": "gemv_fast",
 }
-SYMMETRIC_ZERO = 8
 
 
 def _layout_of(settings: Settings) -> str:
@@ -46,10 +56,14 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    _layout_of(settings)
-    bits = settings.integer("bits", "w_bit", default=4)
-    if bits != 4:
-        raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not 4 bit wide")
+    known = (4, 8) if _layout_of(settings) == "gemm" else (4,)
+    if (bits := _bits(settings)) not in known:
+        widths = " and ".join(map(str, known))
+        raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not read; known: {widths} bits")
+
+
+def _bits(settings: Settings) -> int:
+    return settings.integer("bits", "w_bit", default=4) or 4
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
@@ -63,56 +77,31 @@ def _group_size(settings: Settings, K: int) -> int:
 
 
 def _packed(
-    layer: Layer, b_packed: Tensor, group_size: int, scales: Tensor, zeros: Tensor | None, weight_format: str = "uint4"
+    layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros: Tensor | None, *, K: int = 0, width: int = 4
 ) -> PackedWeight:
-    """Makes the weight from its parts; `scales` and `zeros` are `[G, N]` at the producer's group size."""
-    K, N = 8 * b_packed.shape[0], b_packed.shape[1]
-    if zeros is not None and find_format(weight_format).zeros_role == "zero_point" and constant(zeros, SYMMETRIC_ZERO):
+    """Makes the weight of codes and zero points; `scales` and `zeros` are `[G, N]` at the producer's group size."""
+    if zeros is not None and constant(zeros, SIGN[width]):
         zeros = None
-    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
-    weight = PackedWeight(
-        b_packed=b_packed,
-        scales=scales,
-        weight_format="uint4b8" if zeros is None else weight_format,
-        group_size=group_size,
-        zeros=zeros,
-        bias=layer.bias(N),
-        source="awq",
-    )
-    if fitted is None:
-        raise layer.unsupported(
-            f"no group size of the operators divides its groups of {group_size}", lambda: _dequantize(weight)
-        )
-    weight.group_size, grouped = fitted
-    weight.scales = grouped[0].contiguous()
-    weight.zeros = None if zeros is None else grouped[1].contiguous()
-    return weight
-
-
-def _dequantize(weight: PackedWeight) -> Tensor:
-    shifts = torch.arange(0, 32, 4, device="cpu").view(1, 8, 1)
-    codes = ((weight.b_packed.unsqueeze(1) >> shifts) & 15).reshape(weight.K, weight.N).float()
-    scales = spread(weight.scales.float(), weight.K, weight.group_size)
-    if weight.zeros is None:
-        return ((codes - SYMMETRIC_ZERO) * scales).t()
-    zeros = spread(weight.zeros.float(), weight.K, weight.group_size)
-    has_bias = find_format(weight.weight_format).zeros_role == "bias"
-    return (codes * scales + zeros if has_bias else (codes - zeros) * scales).t()
+    weight_format = (SYMMETRIC if zeros is None else ZERO_POINT)[width]
+    return packed(layer, words, weight_format, group_size, scales, zeros, source="awq", K=K)
 
 
 def _read_gemm(layer: Layer, settings: Settings) -> PackedWeight:
-    K, words = layer.expect("qweight", ("I32",), None, None)
-    N = 8 * words
+    K, columns = layer.expect("qweight", ("I32",), None, None)
+    bits = _bits(settings)
+    N = columns * 32 // bits
     group_size = _group_size(settings, K)
     G, _ = layer.expect("scales", FLOATS, -(-K // group_size), N)
     zeros = None
     if "qzeros" in layer:
-        layer.expect("qzeros", ("I32",), G, words)
-        zeros = awq_zeros(layer.read("qzeros"))
-    if K % 8:
+        layer.expect("qzeros", ("I32",), G, columns)
+        stored = layer.read("qzeros")
+        zeros = awq_zeros(stored) if bits == 4 else codes_of_words(stored.t(), 8)
+    if K % 8 and bits == 4:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
-    b_packed = awq_words(layer.read("qweight"))
-    return _packed(layer, b_packed, group_size, layer.read("scales"), zeros)
+    stored = layer.read("qweight")
+    words = awq_words(stored) if bits == 4 else words_of_codes(codes_of_words(stored.t(), 8).t(), 8)
+    return _packed(layer, words, group_size, layer.read("scales"), zeros, K=K, width=bits)
 
 
 def _read_gemv(layer: Layer, settings: Settings) -> PackedWeight:
@@ -128,9 +117,7 @@ def _read_gemv(layer: Layer, settings: Settings) -> PackedWeight:
         _, zero_words = layer.expect("qzeros", ("I32",), N, None)
         if 8 * zero_words < G:
             raise layer.error("qzeros", f"expected at least {G} zero points per row, got {8 * zero_words}")
-        shifts = torch.arange(0, 32, 4, device="cpu")
-        codes = (layer.read("qzeros").unsqueeze(2) >> shifts) & 15
-        zeros = codes.reshape(N, -1)[:, :G].t().to(torch.uint8).contiguous()
+        zeros = codes_of_words(layer.read("qzeros").t(), 4)[:, :G].t().contiguous()
     scales = layer.read("scales")[:, :G].t().contiguous()
     return _packed(layer, as_words(layer.read("qweight")), group_size, scales, zeros)
 
@@ -150,7 +137,7 @@ def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
     b_packed = _unpack_gemv_fast(layer.read("qweight"))
     zeros = _integer_zeros(scales, biases)
     if zeros is None:
-        return _packed(layer, b_packed, group_size, scales, biases, "uint4_bias")
+        return packed(layer, b_packed, BIAS[4], group_size, scales, biases, source="awq")
     return _packed(layer, b_packed, group_size, scales, zeros)
 
 
@@ -180,12 +167,13 @@ FORMAT = DirectoryFormat(
     methods=("awq",),
     variants=(
         ("gemm (also called exllama, ipex)", "uint4; uint4b8 without zero points"),
+        ("gemm of 8 bit, as GPTQModel packs it", "uint8; uint8b128 without zero points"),
         ("gemv", "uint4; uint4b8 without zero points"),
         ("gemv_fast, llm-awq", "uint4; uint4_bias if the stored fp16 products have no integer zero points"),
     ),
     refused=(
         ("marlin", "layout made for one GPU kernel; export the original AWQ checkpoint"),
-        ("bits other than 4", "codes are not 4 bit wide"),
+        ("other widths; 8 bit in gemv and gemv_fast", "each producer packs them in another way"),
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),

@@ -1,7 +1,8 @@
-"""bitsandbytes NF4 and FP4 layers: codes into a table of 16 values, with one scale per block of the flattened weight.
+"""bitsandbytes layers: NF4 and FP4, with one scale per block of the flattened weight, and LLM.int8, with one per row.
 
-`weight` holds two codes per byte, the even one in the high nibble. Because the weight is flattened row by row, a block
-may extend over the end of a row. With double quantization, the block scales are 8-bit codes into a table of 256 values.
+A code of 4 bits is an index into a table of 16 values. `weight` holds two codes per byte, the even one in the high
+nibble. Because the weight is flattened row by row, a block may extend over the end of a row. With double quantization,
+the block scales are 8-bit codes into a table of 256 values.
 """
 
 from math import gcd
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.eight_bits import read_bytes
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, swap_nibbles
+from torch_marlin_metal.checkpoints.grouped import as_words, fit_groups, swap_nibbles
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -21,6 +24,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 STORAGE = ("U8", "I8", "F16", "BF16", "F32")
 MAX_STATE = 65536
 MAX_OFFSET = 2.0**100
+WEIGHT_ORDER = ".weight_format"  # of LLM.int8: 0 is by rows
+INT8_LARGEST = 127.0
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -39,6 +44,19 @@ def _state(layer: Layer) -> Settings:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
+    return _read_int8(layer) if "quant_state" not in layer else _read_4bit(layer)
+
+
+def _read_int8(layer: Layer) -> PackedWeight:
+    """Reads LLM.int8, which stores the largest magnitude of each row instead of its scale."""
+    if WEIGHT_ORDER in layer and layer.scalar(WEIGHT_ORDER) != 0:
+        raise layer.unsupported("LLM.int8 weights in the order of a GPU's tiles (weight_format) are not read")
+    N, _ = layer.expect("weight", ("I8",), None, None)
+    layer.expect("SCB", FLOATS, N)
+    return read_bytes(layer, "bitsandbytes int8", scale="SCB", scales=layer.read("SCB").float() / INT8_LARGEST)
+
+
+def _read_4bit(layer: Layer) -> PackedWeight:
     state = _state(layer)
     shape, blocksize = state.get("shape"), state.integer("blocksize", default=64) or 0
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
@@ -97,14 +115,15 @@ def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
 
 FORMAT = DirectoryFormat(
     name="bitsandbytes",
-    title="bitsandbytes (transformers' load_in_4bit)",
+    title="bitsandbytes (transformers' load_in_4bit and load_in_8bit)",
     methods=("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
     variants=(
         ("NF4, with and without double quantization (scales become fp32: 4.5 bits a weight)", "lut4"),
         ("FP4 (its own table, not E2M1), with and without double quantization", "lut4"),
+        ("load_in_8bit (LLM.int8)", "uint8b128"),
     ),
     refused=(
-        ("load_in_8bit (LLM.int8)", "8-bit weights; dequantized on request"),
+        ("LLM.int8 whose weight_format is not 0", "its codes are in the order of a GPU's tiles"),
         ("rows and blocks that no common group size divides", "dequantized on request"),
     ),
     anchors={
@@ -116,6 +135,6 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
     check=_check,
     read=_read,
-    extras=(".weight_format",),
-    unread={".SCB": "8-bit weights (LLM.int8) are not 4 bit wide"},
+    extras=(WEIGHT_ORDER,),
+    scaled={".SCB": "SCB"},
 )

@@ -1,35 +1,49 @@
-"""compressed-tensors layers: pack-quantized (int4), nvfp4-pack-quantized, mxfp4-pack-quantized.
+"""compressed-tensors layers, as llm-compressor writes them: integers, E4M3, NVFP4 and the MX formats.
 
-llm-compressor writes them. For int4, `weight_packed` is int32 `[N, K/8]` and `weight_zero_point` is packed along N.
-Both store signed values plus 8. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the low nibble. A weight of
-NVFP4 is its code times its block scale, divided by the global scale.
+For "pack-quantized", `weight_packed` is int32 `[N, K * bits / 32]` and `weight_zero_point` is packed along N. Both
+store signed values plus the middle of the codes. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the low
+nibble. A weight of NVFP4 is its code times its block scale, divided by the global scale. Weights of 8 bits that are not
+packed are int8 or E4M3 `weight` `[N, K]`. The kind of a layer follows from its tensors, so that layers may differ.
 """
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.eight_bits import read_bytes
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, in_four_bits, unpack
+from torch_marlin_metal.checkpoints.grouped import (
+    SYMMETRIC,
+    ZERO_POINT,
+    as_words,
+    centre,
+    constant,
+    packed,
+    repacked,
+    unpack,
+    width_of,
+)
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The weights of "dense" are floats, with quantization parameters beside them. Those of `EIGHT_BIT` become floats.
-EIGHT_BIT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
+# The weights of "dense" are floats, with quantization parameters beside them.
 READ_FORMATS = (
     "pack-quantized",
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
     "mixed-precision",
     "dense",
-    *EIGHT_BIT,
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
 )
-OFFSET = 8
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -53,45 +67,30 @@ def _schemes(settings: Settings) -> list[Settings]:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    if layer.dtype("weight_packed") == "U8":
-        return read_fp4(layer, settings, options)
+    if "weight_packed" not in layer or layer.dtype("weight_packed") == "U8":
+        return read_without_scheme(layer, settings, options)
     N, words = layer.expect("weight_packed", ("I32",), None, None)
     K = _columns(layer, N, words)
     bits = _bits(layer, settings, K, words)
+    width = width_of(bits)
     group_size, scales = _scales(layer, settings, N, K)
     zeros = _zeros(layer, N, scales.shape[0], bits)
     g_idx = read_g_idx(layer, "weight_g_idx", K, scales.shape[0], group_size)
-
-    def dequantize() -> Tensor:
-        codes = unpack(layer.read("weight_packed").t(), bits, K).float()
-        groups = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
-        offset = float(1 << (bits - 1)) if zeros is None else zeros.float()[groups]
-        return ((codes - offset) * scales.float()[groups]).t()
-
-    if bits > 4:
-        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
-    if K % 8:
-        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
-    if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
     perm = permutation(layer, "weight_g_idx", g_idx, group_size)
     stored = layer.read("weight_packed")
-    if bits == 4:
-        words_of_ours = as_words(stored)
+    if bits == width:
+        ours = as_words(stored)
     else:
-        middle = (
-            0 if zeros is not None else 8 - (1 << bits - 1)
-        )  # makes the symmetric zero point that of codes of 4 bits
-        words_of_ours = in_four_bits(stored.t(), K, lambda piece: unpack(piece, bits, K) + middle)
-    return PackedWeight(
-        b_packed=words_of_ours if perm is None else permuted(words_of_ours, perm),
-        scales=fitted[1][0].contiguous(),
-        weight_format="uint4b8" if zeros is None else "uint4",
-        group_size=fitted[0],
-        zeros=None if zeros is None else fitted[1][1].contiguous(),
+        ours = repacked(stored.t(), bits, K, offset=centre(bits) if zeros is None else 0)
+    return packed(
+        layer,
+        ours if perm is None else permuted(ours, perm, width),
+        (SYMMETRIC if zeros is None else ZERO_POINT)[width],
+        group_size,
+        scales,
+        zeros,
+        K=K,
         perm=perm,
-        bias=layer.bias(N),
         source="compressed-tensors pack-quantized",
     )
 
@@ -150,24 +149,26 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
     return None if constant(zeros, offset) else zeros.to(torch.uint8).contiguous()
 
 
-def read_fp4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts an NVFP4 or MXFP4 layer. The dtype of the scales and the global scale tell the two kinds apart."""
+def read_without_scheme(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
+    """Converts a layer whose tensors alone say its kind: E4M3, int8, NVFP4 or an MX format."""
+    if "weight_packed" not in layer:
+        return read_bytes(layer, "compressed-tensors")
     N, half = layer.expect("weight_packed", ("U8",), None, None)
     K = 2 * half
     two_level = "weight_global_scale" in layer
-    block = fp4.NVFP4_BLOCK if two_level else fp4.MX_BLOCK
+    block = block_scales.NVFP4_BLOCK if two_level else block_scales.MX_BLOCK
     dtypes = ("F8_E4M3",) if two_level else ("U8", "F8_E8M0")
     layer.expect("weight_scale", dtypes, N, -(-K // block))
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
     b_packed, scales = as_words(layer.read("weight_packed")), layer.read("weight_scale").t()
     if not two_level:
-        return fp4.mxfp4(b_packed, scales, layer.bias(N), "compressed-tensors mxfp4")
+        return block_scales.mx(b_packed, scales, "mxfp4", layer.bias(N), "compressed-tensors mxfp4")
     if layer.shape("weight_global_scale") not in ((), (1,)):
         raise layer.error("weight_global_scale", f"expected one number, got {list(layer.shape('weight_global_scale'))}")
     layer.expect("weight_global_scale", ("F32",), *layer.shape("weight_global_scale"))
     reciprocal = 1 / layer.read("weight_global_scale")
-    return fp4.nvfp4(b_packed, scales, reciprocal, layer.bias(N), "compressed-tensors nvfp4")
+    return block_scales.nvfp4(b_packed, scales, reciprocal, layer.bias(N), "compressed-tensors nvfp4")
 
 
 FORMAT = DirectoryFormat(
@@ -177,19 +178,20 @@ FORMAT = DirectoryFormat(
     variants=(
         ("pack-quantized of 2, 3 and 4 bit, symmetric; per group, channel or tensor; act-order", "uint4b8"),
         ("pack-quantized of 2, 3 and 4 bit, asymmetric; per group, channel or tensor; act-order", "uint4"),
+        ("pack-quantized of 5 to 8 bit, symmetric; per group, channel or tensor; act-order", "uint8b128"),
+        ("pack-quantized of 5 to 8 bit, asymmetric; per group, channel or tensor; act-order", "uint8"),
+        ("int-quantized and naive-quantized of 8 bit; per group, channel or tensor", "uint8b128, uint8"),
+        ("float-quantized and naive-quantized; per group, channel, tensor or block", "float8_e4m3"),
+        ("mxfp8-quantized", "mxfp8"),
         ("nvfp4-pack-quantized", "nvfp4"),
         ("mxfp4-pack-quantized", "mxfp4"),
         ("mixed-precision: the layers of the kinds above", "each layer its own"),
     ),
     refused=(
-        ("pack-quantized of 5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
-        (
-            "float-quantized, int-quantized, naive-quantized, mxfp8-quantized; such layers of mixed-precision",
-            "8-bit weights; dequantized on request",
-        ),
         ("marlin-24 and sparse formats", "2:4 sparsity"),
         ("transform_config", "layers that rotate their input"),
-        ("K not a multiple of 8", "a word of the operators holds 8 codes along K; int4 dequantized on request"),
+        ("int-quantized with act-order", "the order of the rows of such files is not known"),
+        ("K not a multiple of 8", "the operators take 8 codes along K at a time; dequantized on request, but for FP4"),
     ),
     anchors={".weight_packed": "weight_packed"},
     roles=endings(
@@ -206,5 +208,5 @@ FORMAT = DirectoryFormat(
     check=_check,
     read=_read,
     extras=(".input_scale", ".input_global_scale", ".input_zero_point"),
-    unread={".weight_scale": "8-bit weights (weight_scale without weight_packed) are not 4 bit wide"},
+    scaled={".weight_scale": "weight_scale"},
 )

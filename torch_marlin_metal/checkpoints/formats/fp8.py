@@ -1,10 +1,16 @@
 """Fine-grained FP8 of DeepSeek, Qwen and transformers: `weight` E4M3 `[N, K]` and `weight_scale_inv` for each block.
 
-No weight format holds 8 bits, so every layer becomes floats.
+In spite of its name, `weight_scale_inv` multiplies. A stack of experts has the names `<layer>` and `<layer>_scale_inv`.
+Experts may be MXFP4 instead: bytes of two codes, even k in the low nibble, typed as int8.
 """
 
+import torch
+
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
+from torch_marlin_metal.checkpoints.eight_bits import EXPONENTS, read_bytes
+from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
+from torch_marlin_metal.checkpoints.grouped import as_words
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
@@ -16,20 +22,31 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    raise layer.unsupported("8-bit weights are not 4 bit wide")
+    if layer.dtype("weight") not in ("I8", "F4"):
+        return read_bytes(layer, "fp8", scale="weight_scale_inv")
+    N, half = layer.expect("weight", ("I8", "F4"), None, None)
+    layer.expect("weight_scale_inv", EXPONENTS, N, -(-2 * half // block_scales.MX_BLOCK))
+    if half % 4:
+        raise layer.unsupported(f"K={2 * half} is not a multiple of 8")
+    scales = layer.read("weight_scale_inv").view(torch.uint8).t()
+    return block_scales.mx(as_words(layer.read("weight")), scales, "mxfp4", layer.bias(N), "fp8 mxfp4")
 
 
 FORMAT = DirectoryFormat(
     name="fp8",
     title="Fine-grained FP8 (DeepSeek, Qwen, transformers)",
     methods=("fp8",),
-    variants=(),
-    refused=(("all layers", "8-bit weights; dequantized on request"),),
+    variants=(
+        ("one scale for each block, row or tensor; stacks of experts", "float8_e4m3"),
+        ("experts in MXFP4", "mxfp4"),
+    ),
+    refused=(("K not a multiple of 8", "the operators take 8 codes along K at a time; dequantized on request"),),
     anchors={},
-    roles=endings("weight", "bias"),
-    fields={},
+    roles={"weight": (".weight", ""), "bias": (".bias", "_bias")},
+    fields={"b_packed": "weight", "scales": "weight_scale_inv", "bias": "bias"},
     check=_check,
     read=_read,
     extras=(".input_scale", ".activation_scale"),
-    unread={".weight_scale_inv": "8-bit weights are not 4 bit wide"},
+    scaled={".weight_scale_inv": "weight_scale_inv", "_scale_inv": "weight_scale_inv"},
+    stacked_rank=3,
 )

@@ -223,7 +223,7 @@ class GgufReader(CheckpointReader):
             )
         if tensor.type_name not in DECODERS:
             raise UnsupportedFormat(
-                f"{where}: {tensor.type_name} is not a 4-bit type that is read",
+                f"{where}: {tensor.type_name} is not a type that is read",
                 self._floats(index),
                 tensor.type_name,
             )
@@ -374,15 +374,14 @@ FORMAT = Format(
     variants=(
         ("Q4_0, Q3_K, TQ1_0, TQ2_0", "uint4b8"),
         ("Q4_1, Q4_K, Q2_K", "uint4_bias"),
+        ("Q8_0, Q6_K, Q5_0", "uint8b128"),
+        ("Q5_1, Q5_K", "uint8_bias"),
         ("IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M", "lut4"),
         ("MXFP4", "mxfp4"),
         ("NVFP4, with its scale tensor", "nvfp4"),
     ),
     refused=(
-        (
-            "Q5_0, Q5_1, Q8_0, Q5_K, Q6_K",
-            "more than 16 values in a group; dequantized on request, and in models by default",
-        ),
+        ("Q8_1, Q8_K, Q1_0", "no file has the first two, and Q1_0 is decoded by no package"),
         ("big-endian files, GGUF version 1", "not written any more"),
         ("gguf_names='hf' for architectures without a table of names", "see the page on GGUF files"),
     ),

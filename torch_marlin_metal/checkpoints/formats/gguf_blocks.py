@@ -1,7 +1,8 @@
 """The blocks of GGUF files: 32, 64 or 256 weights along K, each of which holds its codes and scales.
 
-ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type of 4 bits, the codes come in runs
-of n bytes: the low nibbles hold the first n codes of the run, and the high nibbles the next n.
+ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type of 4 to 6 bits, the low 4 bits of
+the codes come in runs of n bytes: the low nibbles hold the first n codes of the run, and the high nibbles the next n.
+Codes of 5 and 6 bits become codes of 8 bits.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES
-from torch_marlin_metal.checkpoints.layer import as_words, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import SIGN, as_words, words_of_codes
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
@@ -45,20 +46,70 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
     return PackedWeight(_codes(blocks[..., 4:], 16), scales, "uint4_bias", 32, zeros=minimums)
 
 
+def _q8_0(blocks: Tensor) -> PackedWeight:
+    return _bytes(blocks[..., 2:] ^ SIGN[8], _float16(blocks[..., :2]), 32)
+
+
+def _bytes(codes: Tensor, scales: Tensor, group_size: int, zeros: Tensor | None = None) -> PackedWeight:
+    """Makes a weight of codes of 8 bits `[N, ...]`."""
+    words = words_of_codes(codes.flatten(1), 8)
+    return PackedWeight(words, scales, "uint8b128" if zeros is None else "uint8_bias", group_size, zeros=zeros)
+
+
+def _low(data: Tensor, run: int) -> Tensor:
+    """Returns the low 4 bits of the codes: bytes `[N, B, bytes]` become `[N, B, codes]`."""
+    runs = data.reshape(*data.shape[:2], -1, run)
+    return torch.cat((runs & 15, runs >> 4), dim=3).flatten(2)
+
+
+def _high(data: Tensor, *shifts: int) -> Tensor:
+    """Returns bytes `[N, B, n]` shifted by each number, one result after the other: `[N, B, n * len(shifts)]`."""
+    return torch.cat([data >> shift for shift in shifts], dim=2)
+
+
+def _fifth(data: Tensor) -> Tensor:
+    """Returns the 32 bits of four bytes as the fifth bits of codes: `[N, B, 4]` becomes `[N, B, 32]`."""
+    return ((data.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(2) << 4
+
+
+def _q5_0(blocks: Tensor) -> PackedWeight:
+    codes = (_low(blocks[..., 6:], 16) | _fifth(blocks[..., 2:6])) + (SIGN[8] - 16)
+    return _bytes(codes, _float16(blocks[..., :2]), 32)
+
+
+def _q5_1(blocks: Tensor) -> PackedWeight:
+    codes = _low(blocks[..., 8:], 16) | _fifth(blocks[..., 4:8])
+    return _bytes(codes, _float16(blocks[..., :2]), 32, _float16(blocks[..., 2:4]))
+
+
+def _q6_k(blocks: Tensor) -> PackedWeight:
+    halves = [_high(blocks[..., 128 + start : 160 + start], 0, 2, 4, 6) & 3 for start in (0, 32)]
+    codes = (_low(blocks[..., :128], 64) | torch.cat(halves, dim=2) << 4) + (SIGN[8] - 32)
+    weight = _bytes(codes, _per_group(blocks[..., 192:208].view(torch.int8)), 16)
+    return replace(weight, super_scales=_float16(blocks[..., 208:]))
+
+
+def _q5_k(blocks: Tensor) -> PackedWeight:
+    codes = _low(blocks[..., 48:], 32) | (_high(blocks[..., 16:48], *range(8)) & 1) << 4
+    return _with_scales_k(_bytes(codes, *_scales_k(blocks)), blocks)
+
+
 def _q4_k(blocks: Tensor) -> PackedWeight:
-    """Converts Q4_K. Its scales are d * sc, and its biases -dmin * m."""
+    scales, size, zeros = _scales_k(blocks)
+    return _with_scales_k(PackedWeight(_codes(blocks[..., 16:], 32), scales, "uint4_bias", size, zeros=zeros), blocks)
+
+
+def _scales_k(blocks: Tensor) -> tuple[Tensor, int, Tensor]:
+    """Returns the codes of the scales, the group size, and the codes of the biases of Q4_K and Q5_K."""
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
     minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
-    return PackedWeight(
-        _codes(blocks[..., 16:], 32),
-        _per_group(sc),
-        "uint4_bias",
-        32,
-        zeros=_per_group(minimum),
-        super_scales=_float16(blocks[..., :2]),
-        super_zeros=-_float16(blocks[..., 2:4]),
-    )
+    return _per_group(sc), 32, _per_group(minimum)
+
+
+def _with_scales_k(weight: PackedWeight, blocks: Tensor) -> PackedWeight:
+    """Adds what multiplies the codes of Q4_K and Q5_K: their scales are d * sc, and their biases -dmin * m."""
+    return replace(weight, super_scales=_float16(blocks[..., :2]), super_zeros=-_float16(blocks[..., 2:4]))
 
 
 def _q2_k(blocks: Tensor) -> PackedWeight:
@@ -99,7 +150,7 @@ def _iq4_xs(blocks: Tensor) -> PackedWeight:
 
 
 def _mxfp4(blocks: Tensor) -> PackedWeight:
-    return fp4.mxfp4(_codes(blocks[..., 1:], 16), blocks[..., 0].t(), None, "")
+    return block_scales.mx(_codes(blocks[..., 1:], 16), blocks[..., 0].t(), "mxfp4", None, "")
 
 
 def _nvfp4(blocks: Tensor) -> PackedWeight:
@@ -107,7 +158,7 @@ def _nvfp4(blocks: Tensor) -> PackedWeight:
     scales = blocks[..., :4].flatten(1).t()
     if bool((scales > 0x7F).any()):
         raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
-    return fp4.nvfp4(_codes(blocks[..., 4:], 8), torch.where(scales == 0x7F, 0, scales), None, None, "")
+    return block_scales.nvfp4(_codes(blocks[..., 4:], 8), torch.where(scales == 0x7F, 0, scales), None, None, "")
 
 
 def in_pieces(decode: Callable[[Tensor], PackedWeight], read: Callable[[Slice], Tensor], rows: int) -> PackedWeight:
@@ -135,6 +186,11 @@ DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),
     "Q4_K": (144, _q4_k),
+    "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
+    "Q8_0": (34, _q8_0),
     "IQ4_NL": (18, _iq4_nl),
     "IQ4_XS": (136, _iq4_xs),
     "MXFP4": (17, _mxfp4),

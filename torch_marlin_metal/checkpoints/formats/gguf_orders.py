@@ -151,7 +151,13 @@ def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
         return None
     if not _keeps(order, SUPER_BLOCK):
         weight = weight.one_level()
-    units = {"b_packed": 8, "scales": size, "zeros": size, "super_scales": SUPER_BLOCK, "super_zeros": SUPER_BLOCK}
+    units = {
+        "b_packed": weight.K // len(weight.b_packed),
+        "scales": size,
+        "zeros": size,
+        "super_scales": SUPER_BLOCK,
+        "super_zeros": SUPER_BLOCK,
+    }
     moved: dict[str, Any] = {
         name: tensor[order[:: units[name]] // units[name]] for name, tensor in weight.tensors().items() if name in units
     }

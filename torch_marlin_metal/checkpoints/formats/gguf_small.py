@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.layer import words_of_codes
+from torch_marlin_metal.checkpoints.grouped import words_of_codes
 from torch_marlin_metal.packed_weight import PackedWeight
 
 

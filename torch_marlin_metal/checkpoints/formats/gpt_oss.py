@@ -4,10 +4,11 @@ Every expert becomes a separate layer, `<layer>.<expert>`. The rows of gate_up_p
 the model expects them.
 """
 
-from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.layer import Layer, as_words
+from torch_marlin_metal.checkpoints.grouped import as_words
+from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -20,10 +21,10 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     if layer.expert is None:
         raise layer.error("blocks", f"expected four dimensions, got {list(layer.shape('blocks'))}")
-    N, blocks, _ = layer.expect("blocks", ("U8",), None, None, fp4.MX_BLOCK // 2)
+    N, blocks, _ = layer.expect("blocks", ("U8",), None, None, block_scales.MX_BLOCK // 2)
     layer.expect("scales", ("U8", "F8_E8M0"), N, blocks)
     b_packed = as_words(layer.read("blocks").reshape(N, -1))
-    return fp4.mxfp4(b_packed, layer.read("scales").t(), layer.bias(N), "gpt-oss mxfp4")
+    return block_scales.mx(b_packed, layer.read("scales").t(), "mxfp4", layer.bias(N), "gpt-oss mxfp4")
 
 
 FORMAT = DirectoryFormat(

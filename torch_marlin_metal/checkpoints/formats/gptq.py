@@ -1,12 +1,11 @@
 """GPTQ layers, as AutoGPTQ, GPTQModel, optimum and AutoRound write them.
 
-`qweight` int32 `[K/8, N]` already has the operators' layout. `qzeros` int32 `[G, N/8]` is packed along N; version 1
-stores z - 1 and version 2 stores z. `g_idx` `[K]` gives the group of every row. With act-order, the rows of a group are
-not contiguous.
+`qweight` int32 `[K/8, N]` of 4 bits, or `[K/4, N]` of 8 bits, already has the operators' layout. `qzeros` int32
+`[G, N/8]` or `[G, N/4]` is packed along N; version 1 stores z - 1 and version 2 stores z. `g_idx` `[K]` gives the group
+of every row. With act-order, the rows of a group are not contiguous.
 """
 
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,15 +14,18 @@ from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import (
-    FLOATS,
-    Layer,
+from torch_marlin_metal.checkpoints.grouped import (
+    SYMMETRIC,
+    ZERO_POINT,
+    centre,
     constant,
-    fit_groups,
-    in_four_bits,
+    packed,
+    repacked,
     unpack,
     unpack_planes,
+    width_of,
 )
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
@@ -31,10 +33,13 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 PLANAR = "gptq_p"  # GPTQModel's format of codes in planes; codes of 2, 4 and 8 bits have one plane
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2, PLANAR: 2}
-SYMMETRIC_ZERO = 8
-# A word of qzeros whose eight zero points are all 8, as each version stores it.
-ONE_IN_EACH_PAIR = 0x55555555
-SYMMETRIC_WORDS = {1: 0x77777777, 2: 0x88888888 - (1 << 32)}
+# Bits of a code -> a 1 in each zero point of a word of qzeros. GPTQModel adds them to words of these widths.
+ONES = {2: 0x55555555, 8: 0x01010101}
+# A word of qzeros whose zero points are all in the middle of the codes, as each version stores it.
+SYMMETRIC_WORDS = {
+    4: {1: 0x77777777, 2: 0x88888888 - (1 << 32)},
+    8: {1: 0x7F7F7F7F, 2: 0x80808080 - (1 << 32)},
+}
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
@@ -58,40 +63,24 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     G, _ = layer.expect("scales", FLOATS, None, N)
     bits = _bits(layer, settings, rows, N, G)
     K = rows * 32 // bits
-    scales = layer.read("scales")
     group_size = _group_size(layer, settings, K, G)
     g_idx = read_g_idx(layer, "g_idx", K, G, group_size)
     layout = settings.text("checkpoint_format", "format").lower()
     version = options.gptq_version or VERSIONS[layout]
-    codes_of = unpack_planes if layout == PLANAR else unpack
-
-    def floats(zeros: Tensor | None = None) -> Tensor:
-        row_group = torch.arange(K, device="cpu") // group_size if g_idx is None else g_idx
-        return _dequantize(layer, bits, version, scales, row_group, codes_of, zeros)
-
-    if bits > 4:
-        raise layer.unsupported(f"{bits}-bit GPTQ weights are not 4 bit wide", floats)
     zeros = _read_zeros(layer, settings, options, version, bits, G, N)
     perm = permutation(layer, "g_idx", g_idx, group_size)
-    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
-    if fitted is None:
-        raise layer.unsupported(
-            f"no group size of the operators divides its groups of {group_size}",
-            lambda: floats(zeros),
-        )
-    op_group_size, grouped = fitted
-    qweight = layer.read("qweight")
-    if bits < 4:  # an offset makes the symmetric zero point that of codes of 4 bits
-        offset = 0 if zeros is not None else SYMMETRIC_ZERO - (1 << bits - 1)
-        qweight = in_four_bits(qweight, K, lambda piece: codes_of(piece, bits, K) + offset)
-    return PackedWeight(
-        b_packed=qweight if perm is None else permuted(qweight, perm),
-        scales=grouped[0].contiguous(),
-        weight_format="uint4b8" if zeros is None else "uint4",
-        group_size=op_group_size,
-        zeros=None if zeros is None else grouped[1].contiguous(),
+    width, words = width_of(bits), layer.read("qweight")
+    if bits != width:
+        codes_of = unpack_planes if layout == PLANAR else unpack
+        words = repacked(words, bits, K, offset=centre(bits) if zeros is None else 0, codes_of=codes_of)
+    return packed(
+        layer,
+        words if perm is None else permuted(words, perm, width),
+        (SYMMETRIC if zeros is None else ZERO_POINT)[width],
+        group_size,
+        layer.read("scales"),
+        zeros,
         perm=perm,
-        bias=layer.bias(N),
         source=f"gptq v{version}",
     )
 
@@ -140,10 +129,10 @@ def _read_zeros(
         return None
     layer.expect("qzeros", ("I32",), G, -(-N * bits // 32))
     qzeros, middle = layer.read("qzeros"), 1 << bits - 1
-    if bits == 4 and constant(qzeros, SYMMETRIC_WORDS[version]):
+    if bits in SYMMETRIC_WORDS and constant(qzeros, SYMMETRIC_WORDS[bits][version]):
         return None
     planar = settings.text("checkpoint_format", "format").lower() == PLANAR
-    raw = gptq_zeros(qzeros, 2)[:, :N] if bits == 4 else _narrow_zeros(qzeros, bits, N, planar)
+    raw = gptq_zeros(qzeros, 2)[:, :N] if bits == 4 else _other_zeros(qzeros, bits, N, planar)
     if settings.flag("sym"):
         _check_version(layer, raw, version, middle)
     if version == 1 and bool((raw == 2 * middle - 1).any()):
@@ -152,18 +141,19 @@ def _read_zeros(
             f"where writers differ: read by the rule {options.gptq_zeros_rule!r} ({typed('gptq_zeros_rule')})",
             stacklevel=2,
         )
-    if bits == 4:
-        zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N].contiguous()
-    elif version == 2:
+    if version == 2:
         zeros = raw
-    elif bits == 2 and options.gptq_zeros_rule == "word":
-        zeros = _narrow_zeros(qzeros + ONE_IN_EACH_PAIR, bits, N, planar)
-    else:  # GPTQModel adds 1 to each zero point of 3 bits, because these straddle words
-        zeros = raw + 1 if options.gptq_zeros_rule == "unmasked" else (raw + 1) & (2 * middle - 1)
-    return None if constant(zeros, middle) else zeros
+    elif bits == 4:
+        zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N]
+    elif bits in ONES and options.gptq_zeros_rule == "word":
+        zeros = _other_zeros(qzeros + ONES[bits], bits, N, planar)
+    else:  # GPTQModel adds 1 to each zero point of the other widths, because these straddle words or lie in planes
+        zeros = raw.int() + 1 if options.gptq_zeros_rule == "unmasked" else (raw.int() + 1) & (2 * middle - 1)
+        zeros = zeros.half() if bits == 8 and int(zeros.max()) > 255 else zeros.to(torch.uint8)
+    return None if constant(zeros, middle) else zeros.contiguous()
 
 
-def _narrow_zeros(qzeros: Tensor, bits: int, N: int, planar: bool) -> Tensor:
+def _other_zeros(qzeros: Tensor, bits: int, N: int, planar: bool) -> Tensor:
     """Unpacks int32 `[G, N * bits / 32]` to uint8 `[G, N]`."""
     codes_of = unpack_planes if planar else unpack
     return codes_of(qzeros.t().contiguous(), bits, N).t().to(torch.uint8).contiguous()
@@ -180,29 +170,6 @@ def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None
         )
 
 
-def _dequantize(
-    layer: Layer,
-    bits: int,
-    version: int,
-    scales: Tensor,
-    row_group: Tensor,
-    codes_of: Callable[[Tensor, int, int], Tensor],
-    zeros: Tensor | None = None,
-) -> Tensor:
-    """Returns the weight of a layer that the operators do not support, of any code width, as fp32 `[N, K]`."""
-    codes = codes_of(layer.read("qweight"), bits, row_group.numel())
-    middle = 1 << (bits - 1)
-    offset: Tensor | int = middle
-    if zeros is not None:
-        offset = zeros.long()[row_group]
-    elif bits > 4 and "qzeros" in layer:
-        G, N = scales.shape
-        layer.expect("qzeros", ("I32",), G, -(-N * bits // 32))
-        raw = codes_of(layer.read("qzeros").t().contiguous(), bits, N).t()
-        offset = ((raw + (version == 1)) & (2 * middle - 1))[row_group]
-    return ((codes - offset).float() * scales.float()[row_group]).t()
-
-
 FORMAT = DirectoryFormat(
     name="gptq",
     title="GPTQ (GPTQModel, AutoGPTQ, optimum, AutoRound)",
@@ -210,11 +177,12 @@ FORMAT = DirectoryFormat(
     variants=(
         ("2, 3 and 4 bit, version 1 and 2, symmetric", "uint4b8"),
         ("2, 3 and 4 bit, version 1 and 2, asymmetric", "uint4"),
-        ("gptq_p (codes of 3 bits in planes)", "uint4b8, uint4"),
-        ("act-order (desc_act), any group size with a divisor of 16 to 256, or one group", "uint4b8, uint4"),
+        ("5 to 8 bit, version 1 and 2, symmetric", "uint8b128"),
+        ("5 to 8 bit, version 1 and 2, asymmetric", "uint8"),
+        ("gptq_p (codes of 3, 5, 6 or 7 bits in planes)", "as above"),
+        ("act-order (desc_act), any group size with a divisor of 16 to 256, or one group", "as above"),
     ),
     refused=(
-        ("5, 6, 7 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
         ("marlin, bitblas", "layouts made for one GPU kernel; export the original GPTQ checkpoint"),
         ("pack_dtype other than int32", "no producer's default"),

@@ -1,4 +1,4 @@
-"""HQQ layers of 1 to 4 bits with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
+"""HQQ layers of 1 to 8 bits with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
 
 The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The highest codes of the bytes of `W_q` hold
 the first part of this matrix's rows, the next codes the next part, and so on. Of codes of 3 bits, ten are in an int32
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, fit_groups, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import ZERO_POINT, packed, width_of, words_of_codes
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -33,7 +34,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     stated = settings.section("quant_config").section("weight_quant_params")
     bits, axis = _number(layer, "nbits", stated.integer("nbits")), _number(layer, "axis", stated.integer("axis"))
     if bits not in PACKINGS:
-        raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide")
+        raise layer.unsupported(f"{bits}-bit HQQ weights are not read; known: {', '.join(map(str, PACKINGS))}")
     known, dtype, count = PACKINGS[bits]
     if "packing" in layer and layer.dtype("packing") == "U8" and len(layer.shape("packing")) == 1:
         packing = layer.read("packing").numpy().tobytes()[:40].decode("utf-8", "replace")
@@ -52,8 +53,8 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     rows = groups if axis == 1 else N * K // groups  # of the stored matrix
     if nbytes != -(-rows // count) * (N * K // rows) * dtype.itemsize:
         raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of {bits} bit")
-    packed = layer.read("W_q").reshape(-1).view(dtype)
-    fields = [packed >> bits * number & (1 << bits) - 1 for number in reversed(range(count))]
+    stored = layer.read("W_q").reshape(-1).view(dtype)
+    fields = [stored >> bits * number & (1 << bits) - 1 for number in reversed(range(count))]
     codes = torch.cat([field.to(torch.uint8) for field in fields])[: N * K]
 
     if axis == 0:
@@ -66,24 +67,14 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if K % group_size:
         raise layer.error("scale", f"groups of {group_size} do not divide K={K}")
 
-    def dequantize() -> Tensor:
-        grouped = codes.reshape(groups, group_size).float()
-        return ((grouped - zeros.float()[:, None]) * scales.float()[:, None]).reshape(N, K)
-
-    if bits > 4:
-        raise layer.unsupported(f"{bits}-bit HQQ weights are not 4 bit wide", dequantize)
-    if K % 8:
-        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    fitted = fit_groups(K, group_size, scales.reshape(N, -1).t(), zeros.reshape(N, -1).t())
-    if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
-    return PackedWeight(
-        b_packed=words_of_codes(codes.reshape(N, K)),
-        scales=fitted[1][0].contiguous(),
-        weight_format="uint4",
-        group_size=fitted[0],
-        zeros=fitted[1][1].contiguous(),
-        bias=layer.bias(N),
+    return packed(
+        layer,
+        words_of_codes(codes.reshape(N, K), width_of(bits)),
+        ZERO_POINT[width_of(bits)],
+        group_size,
+        scales.reshape(N, -1).t(),
+        zeros.reshape(N, -1).t(),
+        K=K,
         source="hqq",
     )
 
@@ -106,10 +97,12 @@ FORMAT = DirectoryFormat(
     name="hqq",
     title="HQQ",
     methods=("hqq",),
-    variants=(("1, 2, 3 and 4 bit, axis=1, floating zero points", "uint4"),),
+    variants=(
+        ("1, 2, 3 and 4 bit, axis=1, floating zero points", "uint4"),
+        ("5, 6 and 8 bit, axis=1, floating zero points", "uint8"),
+    ),
     refused=(
         ("axis=0", "groups run along N; dequantized on request"),
-        ("5, 6 and 8 bit", "codes are not 4 bit wide; dequantized on request"),
         ("quant_scale, quant_zero", "scales or zero points are themselves quantized"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),

@@ -1,4 +1,4 @@
-"""MLX layers: `weight` uint32 `[N, K/8]`, first k in the low nibble; affine scales and biases, or FP4 block scales.
+"""MLX layers: `weight` uint32 `[N, K * bits / 32]`, first k in the low bits; affine scales and biases, or block scales.
 
 mlx-lm writes them, and so does transformers' Metal quantizer, which calls the biases `qbiases`. The settings object
 also holds the settings of single modules, under the module's name.
@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.mlx_names import KEYS, VALUES, hf_name, hf_values, latent
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, in_four_bits, spread, unpack
+from torch_marlin_metal.checkpoints.grouped import BIAS, as_words, packed, repacked, spread, unpack, width_of
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -26,8 +27,7 @@ REFUSED = {
     "longcat_flash": "transformers has weights for the experts of longcat_flash that compute nothing, mlx-lm has none",
     "nemotron_h": "the experts of nemotron_h have no gate, and the loader packs only experts with one",
 }
-# Maps each mode to the bit widths whose layout is known. Codes of 2 and 3 bits become codes of 4 bits, and those of 5
-# bits and more are decoded on request.
+# Maps each mode to the bit widths whose layout is known.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
@@ -69,9 +69,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error("weight", f"{words} words of {bits} bits are not rows of whole groups of {group_size}")
     if mode == "affine":
         return _read_affine(layer, N, K, bits, group_size)
-    if mode == "mxfp8":
-        raise layer.unsupported("mxfp8 weights are not 4 bit wide", partial(_mxfp8, layer, N, K))
-    block, convert = FP4_MODES[mode]
+    block, convert = BLOCK_MODES[mode]
     if group_size != block:
         raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
     layer.expect("scales", ("U8",), N, K // block)
@@ -79,18 +77,22 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _mxfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
-    return fp4.mxfp4(b_packed, scales, bias, "mlx mxfp4")
+    return block_scales.mx(b_packed, scales, "mxfp4", bias, "mlx mxfp4")
+
+
+def _mxfp8(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
+    return block_scales.mx(b_packed, scales, "mxfp8", bias, "mlx mxfp8")
 
 
 def _nvfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
-    return fp4.nvfp4(b_packed, scales, _multiplier(layer), bias, "mlx nvfp4")
+    return block_scales.nvfp4(b_packed, scales, _multiplier(layer), bias, "mlx nvfp4")
 
 
-def _mxfp8(layer: Layer, N: int, K: int) -> Tensor:
-    """Decodes bytes of E4M3 with an exponent for each group of 32 to fp32 `[N, K]`."""
-    layer.expect("scales", ("U8",), N, K // fp4.MX_BLOCK)
-    values = layer.read("weight").contiguous().view(torch.uint8).view(torch.float8_e4m3fn).float()
-    return values * spread(torch.exp2(layer.read("scales").float() - 127).t(), K, fp4.MX_BLOCK).t()
+BLOCK_MODES = {
+    "mxfp4": (block_scales.MX_BLOCK, _mxfp4),
+    "mxfp8": (block_scales.MX_BLOCK, _mxfp8),
+    "nvfp4": (block_scales.NVFP4_BLOCK, _nvfp4),
+}
 
 
 def _latent(layer: Layer, settings: Settings) -> Tensor:
@@ -120,9 +122,6 @@ def _heads(layer: Layer, settings: Settings, prefix: str) -> Tensor:
     return (unpack(stored, bits, K).float() * grouped[0] + grouped[1]).t().reshape(heads, N, K)
 
 
-FP4_MODES = {"mxfp4": (fp4.MX_BLOCK, _mxfp4), "nvfp4": (fp4.NVFP4_BLOCK, _nvfp4)}
-
-
 def _multiplier(layer: Layer) -> Tensor | None:
     """Returns the factor that multiplies NVFP4's block scales, or None if the layer has none.
 
@@ -136,33 +135,16 @@ def _multiplier(layer: Layer) -> Tensor | None:
             "global_scale",
             f"expected one F32 number, got {layer.dtype('global_scale')} {list(layer.shape('global_scale'))}",
         )
-    return layer.read("global_scale") / fp4.NVFP4_LARGEST
+    return layer.read("global_scale") / block_scales.NVFP4_LARGEST
 
 
 def _read_affine(layer: Layer, N: int, K: int, bits: int, group_size: int) -> PackedWeight:
     layer.expect("scales", FLOATS, N, K // group_size)
     layer.expect("biases", FLOATS, N, K // group_size)
+    stored = layer.read("weight")
+    words = as_words(stored) if bits in (4, 8) else repacked(stored.t(), bits, K)
     scales, biases = layer.read("scales").t(), layer.read("biases").t()
-
-    def dequantize() -> Tensor:
-        codes = unpack(layer.read("weight").t(), bits, K).float()
-        return (codes * spread(scales.float(), K, group_size) + spread(biases.float(), K, group_size)).t()
-
-    if bits > 4:
-        raise layer.unsupported(f"{bits}-bit weights are not 4 bit wide", dequantize)
-    fitted = fit_groups(K, group_size, scales, biases)
-    if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
-    words = layer.read("weight")
-    return PackedWeight(
-        b_packed=as_words(words) if bits == 4 else in_four_bits(words.t(), K, lambda piece: unpack(piece, bits, K)),
-        scales=fitted[1][0].contiguous(),
-        weight_format="uint4_bias",
-        group_size=fitted[0],
-        zeros=fitted[1][1].contiguous(),
-        bias=layer.bias(N),
-        source="mlx affine",
-    )
+    return packed(layer, words, BIAS[width_of(bits)], group_size, scales, biases, source="mlx affine")
 
 
 FORMAT = DirectoryFormat(
@@ -171,13 +153,12 @@ FORMAT = DirectoryFormat(
     methods=("metal", "mlx"),
     variants=(
         ("affine, 2, 3 and 4 bit", "uint4_bias"),
+        ("affine, 5, 6 and 8 bit", "uint8_bias"),
         ("mxfp4", "mxfp4"),
+        ("mxfp8", "mxfp8"),
         ("nvfp4, with or without a global scale", "nvfp4"),
     ),
-    refused=(
-        ("5, 6 and 8 bit layers", "codes are not 4 bit wide; dequantized on request"),
-        ("mxfp8", "8-bit weights; dequantized on request"),
-    ),
+    refused=(("models whose weights mlx-lm multiplied (Falcon-H1)", "the multipliers are not undone"),),
     anchors={".scales": "scales"},
     roles={
         "weight": (".weight",),

@@ -1,7 +1,7 @@
-"""NVFP4 and int4 layers of NVIDIA ModelOpt.
+"""NVFP4, E4M3 and int4 layers of NVIDIA ModelOpt.
 
 In NVFP4 layers, `weight` is uint8 `[N, K/2]`, `weight_scale` holds E4M3 block scales, and `weight_scale_2` is a global
-factor. ModelOpt calls its int4 layers W4A16_AWQ.
+factor. In FP8 layers, `weight` is E4M3 `[N, K]` beside `weight_scale` alone. ModelOpt calls its int4 layers W4A16_AWQ.
 """
 
 from dataclasses import replace
@@ -9,18 +9,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.eight_bits import INPUT_SCALE, read_bytes
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, fit_groups, spread, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import SIGN, SYMMETRIC, as_words, decoded, packed, words_of_codes
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 INT4_ALGORITHM = "W4A16_AWQ"
-EIGHT_BIT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")  # their layers become floats
-SIGN = 8  # codes are stored as two's complement
+EIGHT_BIT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
+SCALES_INPUT = f"it scales its input ({INPUT_SCALE}), which the operators do not"
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -38,17 +40,19 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
+    if "weight_scale_2" not in layer:
+        return read_bytes(layer, "modelopt")
     N, half = layer.expect("weight", ("U8",), None, None)
     K = 2 * half
-    layer.expect("weight_scale", ("F8_E4M3",), N, -(-K // fp4.NVFP4_BLOCK))
-    if "pre_quant_scale" in layer:
-        raise layer.unsupported("it scales its input (pre_quant_scale), which the operators do not")
+    layer.expect("weight_scale", ("F8_E4M3",), N, -(-K // block_scales.NVFP4_BLOCK))
+    if INPUT_SCALE in layer:
+        raise layer.unsupported(SCALES_INPUT)
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
     if layer.shape("weight_scale_2") not in ((), (1,)) or layer.dtype("weight_scale_2") != "F32":
         raise layer.error("weight_scale_2", f"expected one F32 number, got {list(layer.shape('weight_scale_2'))}")
     b_packed, scales = as_words(layer.read("weight")), layer.read("weight_scale").t()
-    return fp4.nvfp4(b_packed, scales, layer.read("weight_scale_2"), layer.bias(N), "modelopt nvfp4")
+    return block_scales.nvfp4(b_packed, scales, layer.read("weight_scale_2"), layer.bias(N), "modelopt nvfp4")
 
 
 def _read_int4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
@@ -62,30 +66,16 @@ def _read_int4(layer: Layer, settings: Settings, options: ReadOptions) -> Packed
     group_size = (settings.section("quantization") or settings).integer("group_size", default=-(-K // groups)) or K
     layer.expect("weight_scale", FLOATS, N, -(-K // group_size))
     stored, scales = layer.read("weight"), layer.read("weight_scale").t()
-    codes = torch.stack((stored & 15, stored >> 4), dim=1).reshape(N, K) ^ SIGN
+    codes = torch.stack((stored & 15, stored >> 4), dim=1).reshape(N, K) ^ SIGN[4]  # they are two's complement
+    words = words_of_codes(codes)
 
     def dequantize() -> Tensor:
-        weight = (codes.float() - SIGN).t() * spread(scales.float(), K, group_size)
-        if "pre_quant_scale" in layer:
-            layer.expect("pre_quant_scale", FLOATS, K)
-            weight = weight * layer.read("pre_quant_scale").float().unsqueeze(1)
-        return weight.t()
+        layer.expect(INPUT_SCALE, FLOATS, K)
+        return decoded(words, SYMMETRIC[4], K, group_size, scales) * layer.read(INPUT_SCALE).float()
 
-    if "pre_quant_scale" in layer:
-        raise layer.unsupported("it scales its input (pre_quant_scale), which the operators do not", dequantize)
-    if K % 8:
-        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    fitted = fit_groups(K, group_size, scales)
-    if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
-    return PackedWeight(
-        b_packed=words_of_codes(codes),
-        scales=fitted[1][0].contiguous(),
-        weight_format="uint4b8",
-        group_size=fitted[0],
-        bias=layer.bias(N),
-        source="modelopt int4",
-    )
+    if INPUT_SCALE in layer:
+        raise layer.unsupported(SCALES_INPUT, dequantize)
+    return packed(layer, words, SYMMETRIC[4], group_size, scales, K=K, source="modelopt int4")
 
 
 def _of_algorithm(settings: Settings) -> DirectoryFormat:
@@ -97,11 +87,15 @@ NVFP4 = DirectoryFormat(
     name="modelopt",
     title="NVIDIA ModelOpt",
     methods=("modelopt", "modelopt_fp4"),
-    variants=(("NVFP4; the NVFP4 layers of MIXED_PRECISION", "nvfp4"), ("W4A16_AWQ", "uint4b8")),
+    variants=(
+        ("NVFP4; the NVFP4 layers of MIXED_PRECISION", "nvfp4"),
+        ("FP8, FP8_PB_WO, FP8_PER_CHANNEL_PER_TOKEN; such layers of MIXED_PRECISION", "float8_e4m3"),
+        ("MXFP8", "mxfp8"),
+        ("W4A16_AWQ", "uint4b8"),
+    ),
     refused=(
-        ("FP8, FP8_PB_WO, FP8_PER_CHANNEL_PER_TOKEN, MXFP8; such layers", "8-bit weights; dequantized on request"),
         ("NVFP4_AWQ layers with pre_quant_scale", "the layer scales its input"),
-        ("W4A16_AWQ layers with pre_quant_scale", "the layer scales its input; dequantized on request"),
+        ("W4A16_AWQ and FP8 layers with pre_quant_scale", "the layer scales its input; dequantized on request"),
         ("W4A16_AWQ layers of MIXED_PRECISION", "only whole checkpoints of W4A16_AWQ are read"),
         ("W4A8_AWQ", "its activations have 8 bits"),
         ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
@@ -113,10 +107,7 @@ NVFP4 = DirectoryFormat(
     read=_read,
     implied=_implied,
     extras=(".input_scale",),
-    unread={
-        ".weight_scale": "8-bit weights (weight_scale without weight_scale_2; the int4 of W4A16_AWQ is read only if "
-        "quant_algo is W4A16_AWQ) are not 4 bit wide"
-    },
+    scaled={".weight_scale": "weight_scale"},
 )
 INT4 = replace(
     NVFP4,
@@ -124,6 +115,6 @@ INT4 = replace(
     fields={"b_packed": "weight", "scales": "weight_scale", "bias": "bias"},
     roles=endings("weight", "pre_quant_scale", "bias"),
     read=_read_int4,
-    unread={},
+    scaled={},
 )
 FORMAT = replace(NVFP4, delegate=_of_algorithm)

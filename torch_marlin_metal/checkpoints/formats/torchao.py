@@ -1,4 +1,4 @@
-"""Reads torchao's layers of the classes NVFP4Tensor, MXTensor and IntxUnpackedToInt8Tensor (int1 to int4).
+"""Reads torchao's layers of the classes NVFP4Tensor, MXTensor, IntxUnpackedToInt8Tensor, Float8Tensor and Int8Tensor.
 
 Their inner tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors
 support wrote them. The attributes of these classes that are not tensors are in config.json under `tensor_attributes`,
@@ -7,27 +7,36 @@ or in the file's metadata.
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints import fp4
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.eight_bits import EXPONENTS, read_bytes
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats import torchao_int4
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import (
+    SIGN,
+    SYMMETRIC,
+    ZERO_POINT,
+    as_words,
+    constant,
+    packed,
+    unsigned,
+    width_of,
+    words_of_codes,
+)
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
-from torch_marlin_metal.checkpoints.wide import EXPONENTS, FP8, exponents, wide_weight
 from torch_marlin_metal.packed_weight import PackedWeight
 
-OFFSET = 8
-INTEGERS = {f"int{bits}": bits for bits in range(1, 5)}  # target dtypes whose codes fit into 4 bits
+INTEGERS = {f"int{bits}": bits for bits in range(1, 9)}  # target dtypes
 FIELDS = ("qdata", "scale", "zero_point", "per_tensor_scale", "scale_and_zero", "act_pre_scale")
 
 
@@ -75,8 +84,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if "act_pre_scale" in layer:
         raise layer.unsupported("it scales its input (act_pre_scale), which the operators do not")
     if kind in EIGHT_BIT:
-        floats = partial(wide_weight, layer, "qdata", "scale", "zero_point")
-        raise layer.unsupported(f"8-bit weights ({kind}) are not 4 bit wide", floats)
+        return read_bytes(layer, f"torchao {kind}", "qdata", "scale", "zero_point")
     if kind not in readers:
         reason = REFUSED_CLASSES.get(kind, f"read are {', '.join(readers)}")
         raise layer.unsupported(f"torchao's {kind or 'unnamed class'}: {reason}")
@@ -103,30 +111,30 @@ def _packed_rows(layer: Layer) -> tuple[int, int]:
 
 def _read_nvfp4(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     N, K = _packed_rows(layer)
-    scales = _block_scales(layer, N, -(-K // fp4.NVFP4_BLOCK), ("U8", "F8_E4M3"))
+    scales = _block_scales(layer, N, -(-K // block_scales.NVFP4_BLOCK), ("U8", "F8_E4M3"))
     multiplier = None
     if "per_tensor_scale" in layer:
         if layer.dtype("per_tensor_scale") != "F32" or layer.shape("per_tensor_scale") not in ((), (1,), (1, 1)):
             raise layer.error("per_tensor_scale", f"expected one F32 number, got {layer.shape('per_tensor_scale')}")
         multiplier = layer.read("per_tensor_scale")
-    return fp4.nvfp4(as_words(layer.read("qdata")), scales, multiplier, layer.bias(N), "torchao NVFP4Tensor")
+    return block_scales.nvfp4(as_words(layer.read("qdata")), scales, multiplier, layer.bias(N), "torchao NVFP4Tensor")
 
 
 def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
-    if layer.dtype("qdata") in FP8:
-        raise layer.unsupported("8-bit weights (MXTensor) are not 4 bit wide", partial(_mx_floats, layer))
-    if "float4_e2m1fn" not in element or block != str(fp4.MX_BLOCK):
+    if layer.dtype("qdata").startswith("F8"):
+        return _read_mx_bytes(layer)
+    if "float4_e2m1fn" not in element or block != str(block_scales.MX_BLOCK):
         raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
     N, K = _packed_rows(layer)
-    scales = _block_scales(layer, N, -(-K // fp4.MX_BLOCK), ("U8", "F8_E8M0"))
-    return fp4.mxfp4(as_words(layer.read("qdata")), scales, layer.bias(N), "torchao MXTensor")
+    scales = _block_scales(layer, N, -(-K // block_scales.MX_BLOCK), ("U8", "F8_E8M0"))
+    return block_scales.mx(as_words(layer.read("qdata")), scales, "mxfp4", layer.bias(N), "torchao MXTensor")
 
 
-def _mx_floats(layer: Layer) -> Tensor:
-    N, K = layer.expect("qdata", tuple(FP8), None, None)
-    scales = exponents(_block_scales(layer, N, -(-K // fp4.MX_BLOCK), EXPONENTS))
-    return layer.read("qdata").view(FP8[layer.dtype("qdata")]).float() * spread(scales, K, fp4.MX_BLOCK).t()
+def _read_mx_bytes(layer: Layer) -> PackedWeight:
+    N, K = layer.expect("qdata", (layer.dtype("qdata"),), None, None)
+    scales = _block_scales(layer, N, -(-K // block_scales.MX_BLOCK), EXPONENTS)
+    return read_bytes(layer, "torchao MXTensor", "qdata", "scale", scales=scales.t())
 
 
 def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
@@ -136,48 +144,28 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
         raise layer.unsupported(f"block_size {attributes.get('block_size')}; read is (1, group size)")
     group_size = min(block[1], K)
     _, G = layer.expect("scale", FLOATS, N, -(-K // group_size))
-    scales, codes = layer.read("scale").t(), layer.read("qdata").t()
-    zeros = None
-    if "zero_point" in layer:
-        layer.expect("zero_point", ("I8", "I32", *FLOATS), N, G)
-        zeros = _zero_points(layer.read("zero_point").t())
-
-    def dequantize() -> Tensor:
-        points = 0 if zeros is None else spread(zeros.float() - OFFSET, K, group_size)
-        return ((codes.float() - points) * spread(scales.float(), K, group_size)).t()
-
     target = re.split("[.:]", attributes.get("target_dtype", ""))[-1]
     if target not in INTEGERS:
-        raise layer.unsupported(f"weights of {attributes.get('target_dtype')}, not of int1 to int4", dequantize)
+        raise layer.unsupported(f"weights of {attributes.get('target_dtype')}, not of int1 to int8")
+    codes, width = layer.read("qdata"), width_of(INTEGERS[target])
     (low, high), end = (int(bound) for bound in codes.aminmax()), 1 << INTEGERS[target] - 1
     if low < -end or high >= end:
         raise layer.error("qdata", f"expected {target} codes in {-end}..{end - 1}, got a range of {low} to {high}")
-    if K % 8:
-        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
-    if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
-    return PackedWeight(
-        b_packed=words_of_codes((codes.t() + OFFSET).to(torch.uint8)),
-        scales=fitted[1][0].contiguous(),
-        weight_format="uint4b8" if zeros is None else "uint4",
-        group_size=fitted[0],
-        zeros=None if zeros is None else fitted[1][1].contiguous(),
-        bias=layer.bias(N),
+    zeros = None
+    if "zero_point" in layer:
+        layer.expect("zero_point", ("I8", "I32", *FLOATS), N, G)
+        points = unsigned(layer.read("zero_point").t(), width)
+        zeros = None if constant(points, SIGN[width]) else points
+    return packed(
+        layer,
+        words_of_codes((codes.int() + SIGN[width]).to(torch.uint8), width),
+        (SYMMETRIC if zeros is None else ZERO_POINT)[width],
+        group_size,
+        layer.read("scale").t(),
+        zeros,
+        K=K,
         source="torchao IntxUnpackedToInt8Tensor",
     )
-
-
-def _zero_points(points: Tensor) -> Tensor | None:
-    """Converts zero points of signed codes to those of unsigned codes, or returns None if all become 8.
-
-    The result is uint8 if the zero points are whole codes, else floating.
-    """
-    shifted = points.float() + OFFSET
-    if constant(shifted, OFFSET):
-        return None
-    whole = bool(((shifted == shifted.round()) & (shifted >= 0) & (shifted <= 15)).all())
-    return shifted.to(torch.uint8) if whole else shifted
 
 
 REFUSED_CLASSES = {
@@ -193,16 +181,19 @@ FORMAT = DirectoryFormat(
     variants=(
         ("NVFP4Tensor, scales swizzled or not", "nvfp4"),
         ("MXTensor of float4_e2m1, blocks of 32", "mxfp4"),
+        ("MXTensor of float8_e4m3, blocks of 32", "mxfp8"),
         ("IntxUnpackedToInt8Tensor of int1 to int4", "uint4b8, uint4"),
+        ("IntxUnpackedToInt8Tensor of int5 to int8", "uint8b128, uint8"),
+        ("Int8Tensor", "uint8b128, uint8"),
+        ("Float8Tensor of E4M3; one scale for each row, block or tensor", "float8_e4m3"),
         ("Int4Tensor; Int4TilePackedTo4dTensor of an NVIDIA GPU", "uint4_bias; uint4b8 if every zero point is 0"),
         ("Int4PlainInt32Tensor of an Intel GPU", "uint4; uint4b8 if every zero point is 8"),
     ),
     refused=(
         *REFUSED_CLASSES.items(),
         ("Int4PlainInt32Tensor with floating zero points (Ascend)", "its packing is not documented"),
-        (", ".join(EIGHT_BIT) + ", MXTensor of FP8 elements", "8-bit weights; dequantized on request"),
-        ("MXTensor of FP6 elements", "codes are not 4 bit wide"),
-        ("IntxUnpackedToInt8Tensor of other widths", "codes are not 4 bit wide; dequantized on request"),
+        ("Float8Tensor and MXTensor of E5M2", "no weight format has E5M2; dequantized on request"),
+        ("MXTensor of FP6 elements", "no weight format has FP6"),
     ),
     anchors={".weight.qdata": "qdata", "._weight_qdata": "qdata"},
     roles={field: (f".weight.{field}", f"._weight_{field}") for field in FIELDS} | {"bias": (".bias",)},

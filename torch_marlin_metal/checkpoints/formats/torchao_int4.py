@@ -11,10 +11,21 @@ import warnings
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer, as_words, constant, fit_groups, spread, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import (
+    BIAS,
+    SIGN,
+    SYMMETRIC,
+    ZERO_POINT,
+    as_words,
+    constant,
+    decoded,
+    packed,
+    spread,
+    words_of_codes,
+)
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.packed_weight import PackedWeight
 
-OFFSET = 8
 FLIP_SIGNS = -0x77777778  # 0x88888888: adds 8 to each signed nibble of a word
 INNER = 8  # a tile of Int4TilePackedTo4dTensor has 8 runs of 16 k; its qdata is [N/8, K/128, 32, 4]
 # NIBBLES[i] is the nibble of a word that holds code i of the eight codes of a lane, in the order of k.
@@ -76,52 +87,32 @@ def read_words(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     low, high = (int(bound) for bound in zeros.aminmax())
     if low < 0 or high > 15:
         raise layer.error("zero_point", f"expected zero points in 0..15, got a range of {low} to {high}")
-    symmetric = constant(zeros, OFFSET)
-    return _packed(
+    symmetric = constant(zeros, SIGN[4])
+    return packed(
         layer,
         as_words(layer.read("qdata")),
+        (SYMMETRIC if symmetric else ZERO_POINT)[4],
         group_size,
-        [layer.read("scale")] + ([] if symmetric else [zeros.to(torch.uint8)]),
-        "uint4b8" if symmetric else "uint4",
-        "Int4PlainInt32Tensor",
+        layer.read("scale"),
+        None if symmetric else zeros.to(torch.uint8),
+        source="torchao Int4PlainInt32Tensor",
     )
 
 
 def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros: Tensor, kind: str) -> PackedWeight:
     """Makes the weight (q - 8) * scale + zero of unsigned codes: as q * scale + b, with b in fp32."""
     if constant(zeros, 0):
-        return _packed(layer, words, group_size, [scales], "uint4b8", kind)
-    exact = zeros.double() - OFFSET * scales.double()
+        return packed(layer, words, SYMMETRIC[4], group_size, scales, source=f"torchao {kind}")
+    exact = zeros.double() - SIGN[4] * scales.double()
     biases = exact.float()
     if not torch.equal(biases.double(), exact):
 
         def dequantize() -> Tensor:
             K = 8 * words.shape[0]
-            codes = (
-                ((words.unsqueeze(1) >> torch.arange(0, 32, 4, device="cpu").view(1, 8, 1)) & 15).reshape(K, -1).float()
-            )
-            return ((codes - OFFSET) * spread(scales.float(), K, group_size) + spread(zeros.float(), K, group_size)).t()
+            return decoded(words, SYMMETRIC[4], K, group_size, scales) + spread(zeros.float(), K, group_size).t()
 
         raise layer.unsupported("a zero point minus eight scales is no fp32 number", dequantize)
-    return _packed(layer, words, group_size, [scales, biases], "uint4_bias", kind)
-
-
-def _packed(
-    layer: Layer, words: Tensor, group_size: int, grouped: list[Tensor], weight_format: str, kind: str
-) -> PackedWeight:
-    fitted = fit_groups(8 * words.shape[0], group_size, *grouped)
-    if fitted is None:
-        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}")
-    size, (scales, *zeros) = fitted
-    return PackedWeight(
-        b_packed=words,
-        scales=scales.contiguous(),
-        weight_format=weight_format,
-        group_size=size,
-        zeros=zeros[0].contiguous() if zeros else None,
-        bias=layer.bias(words.shape[1]),
-        source=f"torchao {kind}",
-    )
+    return packed(layer, words, BIAS[4], group_size, scales, biases, source=f"torchao {kind}")
 
 
 def _group_size(layer: Layer, attributes: dict[str, str], K: int) -> int:

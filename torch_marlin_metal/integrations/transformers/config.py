@@ -53,7 +53,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ignore: a pattern or a list of patterns for full names of layers of a quantized checkpoint that the model may
             lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out. Also keys
             of a GGUF file that the model's config may contradict ("llama.rope.*").
-        on_unsupported: what happens to layers that no weight format can represent, such as those of 6 or 8 bit. By
+        on_unsupported: what happens to layers that no weight format can represent, such as those of E5M2. By
             default they become floats, and one warning tells how many bytes they are; "error" raises an error.
         allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
         gptq_version: the version of a GPTQ checkpoint whose settings are wrong about it; see `ReadOptions`.

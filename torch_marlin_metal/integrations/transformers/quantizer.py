@@ -13,7 +13,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from torch_marlin_metal.checkpoints.directory import DirectoryReader, open_reader
+from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.settings import names_no_layer
@@ -53,7 +53,6 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
     quantization_config: MarlinConfig
-    yields = False  # whether transformers is to try first to load a checkpoint that would become floats as a whole
 
     def __init__(self, quantization_config: MarlinConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -105,8 +104,6 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if names_no_layer(self.quantization_config.source):
                 return  # transformers loads the floats
             raise
-        if self.yields and isinstance(reader, DirectoryReader):
-            reader.check_packs()
         self._packed = PackedCheckpoint(reader, self.quantization_config)
         check_files(reader, (Path(file).name for file in checkpoint_files))
 

@@ -6,8 +6,7 @@ tables of methods stay as they are, except for one entry for this package's own 
 
 If this package refuses a checkpoint, transformers loads it as it does without the import, unless the script asked for
 this package with a `MarlinConfig`. `from_pretrained` is wrapped for this second attempt. A GGUF file has no second
-attempt, because transformers ignores settings of the file for whose sake this package refuses it. A checkpoint whose
-layers all have 8 bits is transformers', too, because it may keep them in 8 bit; if it cannot, this package decodes it.
+attempt, because transformers ignores settings of the file for whose sake this package refuses it.
 
 transformers looks for the settings of a checkpoint only in the configuration that a model class takes. The wrapper asks
 `find_settings` if they are not there: the class may take the configuration of a sub-model, and old GPTQ and AWQ
@@ -34,7 +33,6 @@ from torch_marlin_metal.checkpoints.errors import (
     CheckpointError,
     NothingPacked,
     NotQuantized,
-    OnlyWide,
     UnknownArchitecture,
     UnsupportedFormat,
 )
@@ -174,22 +172,14 @@ def _tries_twice(original: Any) -> Any:
                     raise
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
             load.config, load.by_transformers = None, True
-            if not isinstance(refusal, OnlyWide):
-                logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
+            logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
             if load.floats:
                 return original(cls, *args, **kwargs)
             try:
                 return original(cls, *args, **kwargs)
             except Exception as error:
                 theirs = f"{type(error).__name__}: {error}"
-                if not isinstance(refusal, OnlyWide):
-                    raise UnsupportedFormat(
-                        f"{refusal}\ntransformers itself does not load it either: {theirs}"
-                    ) from error
-            logger.warning(f"{OP}: transformers itself does not load {load.path} ({theirs})")
-            load.by_transformers, load.insists = False, True
-            with spelled(as_config):
-                return original(cls, *args, **kwargs)
+                raise UnsupportedFormat(f"{refusal}\ntransformers itself does not load it either: {theirs}") from error
         finally:
             _load.reset(token)
 
@@ -280,9 +270,7 @@ def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | N
             setattr(load.config, name, value)
     load.insists |= load.config.on_unsupported == "error" or _method(settings) == METHOD
     config.quantization_config = load.config
-    quantizer = MarlinQuantizer(load.config, pre_quantized=True)
-    quantizer.yields = not load.insists
-    return quantizer
+    return MarlinQuantizer(load.config, pre_quantized=True)
 
 
 def _settings_in(config: Any) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Makes E2M1 weights with coded block scales, for all formats that contain them."""
+"""Makes weights with coded block scales, NVFP4, MXFP4 and MXFP8, for all formats that contain them."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
+# The bits of a word that are zero if all its codes are zero, and the words of a block.
+MAGNITUDES = {"mxfp4": (0x77777777, 4), "mxfp8": (0x7F7F7F7F, 8)}
 
 
 def nvfp4(
@@ -26,8 +28,8 @@ def nvfp4(
     )
 
 
-def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) -> PackedWeight:
-    """Makes an MXFP4 weight from E8M0 codes `scales [K/32, N]`.
+def mx(b_packed: Tensor, scales: Tensor, weight_format: str, bias: Tensor | None, source: str) -> PackedWeight:
+    """Makes a weight of "mxfp4" or "mxfp8" from E8M0 codes `scales [K/32, N]`.
 
     If all codes of a block are zero, its scale does not matter, and programs store any exponent. ggml stores the
     exponent code 0, which means the scale 2^-127 and is too small for the operators. Blocks of zeros therefore get the
@@ -35,16 +37,17 @@ def mxfp4(b_packed: Tensor, scales: Tensor, bias: Tensor | None, source: str) ->
     """
     outside = (scales < 16) | (scales > 240)
     if bool(outside.any()):
-        magnitudes = b_packed & 0x77777777  # an E2M1 code is zero if its three magnitude bits are zero
-        blocks = torch.nn.functional.pad(magnitudes, (0, 0, 0, -magnitudes.shape[0] % 4)).reshape(
-            -1, 4, magnitudes.shape[1]
+        mask, words = MAGNITUDES[weight_format]
+        magnitudes = b_packed & mask
+        blocks = torch.nn.functional.pad(magnitudes, (0, 0, 0, -magnitudes.shape[0] % words)).reshape(
+            -1, words, magnitudes.shape[1]
         )
         empty = (blocks == 0).all(dim=1)
         scales = torch.where(outside & empty & (scales != 255), E8M0_ONE, scales)
     return PackedWeight(
         b_packed=b_packed,
         scales=scales.to(torch.uint8).contiguous(),
-        weight_format="mxfp4",
+        weight_format=weight_format,
         group_size=MX_BLOCK,
         bias=bias,
         source=source,

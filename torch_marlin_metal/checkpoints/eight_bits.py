@@ -1,0 +1,139 @@
+"""Reads weights with one number of 8 bits for each element: E4M3 or int8 `[N, K]` beside scales, in several formats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.block_scales import MX_BLOCK, mx
+from torch_marlin_metal.checkpoints.grouped import SIGN, constant, decoded, packed, spread, unsigned, words_of_codes
+from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.settings import Settings
+from torch_marlin_metal.packed_weight import PackedWeight
+
+BLOCK = (128, 128)  # of scales, if the settings do not say another size
+E4M3, E5M2, INT8 = "F8_E4M3", "F8_E5M2", "I8"
+EXPONENTS = ("U8", "F8_E8M0")
+NAN_EXPONENT = 255  # E8M0 of the OCP Microscaling specification
+INPUT_SCALE = "pre_quant_scale"  # ModelOpt: for each column of K
+
+
+def read_bytes(
+    layer: Layer,
+    source: str,
+    weight: str = "weight",
+    scale: str = "weight_scale",
+    zero: str = "weight_zero_point",
+    *,
+    scales: Tensor | None = None,
+) -> PackedWeight:
+    """Reads a weight: each number times its scale, after its zero point if there is one.
+
+    There is one scale in all, one for each row, for each group of a row, or for each block of rows and columns. Scales
+    of blocks are repeated for each row of a block.
+
+    Args:
+        layer: the layer.
+        source: see `PackedWeight.source`.
+        weight: the role of the weight.
+        scale: the role of the scales.
+        zero: the role of the zero points, which a layer may lack.
+        scales: the scales, if they are not those that the file holds.
+
+    Raises:
+        UnsupportedFormat: the layer is of another kind, or the operators cannot hold it.
+    """
+    kind, shape = layer.dtype(weight), layer.shape(weight)
+    if kind not in (E4M3, E5M2, INT8) or len(shape) != 2:
+        raise layer.unsupported(f"weights of {kind} {list(shape)} are not read; known: E4M3, int8")
+    N, K = layer.expect(weight, (kind,), None, None)
+    if "weight_g_idx" in layer and not _is_in_order(layer.read("weight_g_idx"), layer.shape(scale)):
+        raise layer.unsupported("8-bit weights with act-order (weight_g_idx) are not read")
+    dtype = layer.dtype(scale)
+    if dtype not in (*FLOATS, *EXPONENTS):
+        raise layer.error(scale, f"expected floats or exponents, got {dtype}")
+    group_size, stored = _grouped(layer, scale, layer.read(scale) if scales is None else scales, (N, K))
+    factors = exponents(stored) if dtype in EXPONENTS else stored
+    codes, points, weight_format = layer.read(weight).view(torch.uint8), None, "float8_e4m3"
+    if kind == INT8:
+        codes, weight_format = codes ^ SIGN[8], "uint8b128"
+        if zero in layer and not constant(zeros := layer.read(zero), 0):
+            points, weight_format = _zero_points(layer, zero, zeros, group_size, (N, K)), "uint8"
+    words = words_of_codes(codes, 8)
+
+    def floats() -> Tensor:
+        if kind == E5M2:
+            values = codes.view(torch.float8_e5m2).float() * spread(factors.float(), K, group_size).t()
+        else:
+            values = decoded(words, weight_format, K, group_size, factors, points)
+        if INPUT_SCALE in layer:
+            layer.expect(INPUT_SCALE, FLOATS, K)
+            values *= layer.read(INPUT_SCALE).float()
+        return values
+
+    if kind == E5M2:
+        raise layer.unsupported("E5M2 weights, which have no weight format", floats)
+    if INPUT_SCALE in layer:
+        raise layer.unsupported("it scales its input (pre_quant_scale), which the operators do not", floats)
+    if dtype in EXPONENTS and group_size == MX_BLOCK and kind == E4M3 and K % 8 == 0:
+        return mx(words, stored.view(torch.uint8), "mxfp8", layer.bias(N), source)
+    return packed(layer, words, weight_format, group_size, factors, points, source=source, K=K)
+
+
+def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
+    """Returns whether the groups of the rows of K say no more than their number: none, or one after the other."""
+    K, count = groups.numel(), shape[-1] if len(shape) == 2 else 1
+    in_order = torch.arange(K, device=groups.device) // max(K // count, 1)
+    return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), in_order))
+
+
+def exponents(stored: Tensor) -> Tensor:
+    """Returns the powers of two of E8M0 codes, of which 255 is NaN, in bf16, which holds all of them."""
+    codes = stored.view(torch.uint8)
+    return torch.exp2(codes.float() - 127).masked_fill_(codes == NAN_EXPONENT, torch.nan).bfloat16()
+
+
+def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape: tuple[int, int]) -> Tensor:
+    """Returns the zero points `[G, N]` of codes plus 128: uint8, or floating if they are no codes."""
+    size, points = _grouped(layer, role, stored, shape)
+    if size != group_size:
+        raise layer.error(role, f"expected one zero point for each scale, got {list(stored.shape)}")
+    return unsigned(points, 8)
+
+
+def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, Tensor]:
+    """Returns the group size along K and the values `[G, N]` of one in all, for each row, group or block."""
+    N, K = shape
+    stored = given
+    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's blocks
+        given = given[:, 0, :, 0]
+    if given.dim() < 2:
+        given = given.reshape(-1, 1)
+    rows, columns = given.shape if given.dim() == 2 else (0, 0)
+    blocks = _stated_blocks(layer.checkpoint.settings)
+    if rows == N:
+        blocks += [(1, MX_BLOCK)] if layer.dtype(role) in EXPONENTS else []
+        blocks += [(1, K // columns)] if columns and K % columns == 0 else []
+    for block in (*blocks, BLOCK):
+        per_row, per_column = _size(N, rows, block[0]), _size(K, columns, block[1])
+        if per_row and per_column:
+            return per_column, (given.expand(N, -1) if rows in (1, N) else spread(given, N, per_row)).t()
+    raise layer.error(role, f"{list(stored.shape)} does not agree with a weight of {list(shape)}")
+
+
+def _size(length: int, count: int, stated: int) -> int:
+    """Returns how many rows or columns have one value, or 0 if the count of values does not fit."""
+    if count in (1, length):
+        return length // count
+    return stated if stated > 0 and -(-length // stated) == count else 0
+
+
+def _stated_blocks(settings: Settings) -> list[tuple[int, int]]:
+    """Returns the rows and columns that share a scale, as the settings state them; there may be several."""
+    groups = settings.section("config_groups")
+    weights = [groups.section(name).section("weights") for name in groups]
+    found: list[Any] = [settings.get("weight_block_size"), *(own.get("block_structure") for own in weights)]
+    found += [[1, own.get("group_size")] for own in weights]
+    sizes = [size for size in found if isinstance(size, list) and len(size) == 2]
+    return [(size[0], size[1]) for size in sizes if all(type(n) is int and n > 0 for n in size)]

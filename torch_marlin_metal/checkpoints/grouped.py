@@ -1,0 +1,227 @@
+"""Makes a `PackedWeight` of a layer's codes and of values per group, or refuses a layer that the operators cannot hold.
+
+Codes of 1 to 4 bits become words of 4-bit codes, those of 5 to 8 bits become words of bytes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.words import transposed
+from torch_marlin_metal.formats import GROUP_SIZES
+from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.packed_weight import PackedWeight
+
+# Bits of the operators' codes -> the format of integers with zero points, without them, and with biases.
+ZERO_POINT = {4: "uint4", 8: "uint8"}
+SYMMETRIC = {4: "uint4b8", 8: "uint8b128"}
+BIAS = {4: "uint4_bias", 8: "uint8_bias"}
+SIGN = {4: 8, 8: 128}  # the zero point of signed codes
+# Bits of a code -> bits of its planes, the low ones first, in GPTQModel's format "gptq_p".
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+PIECE = 1 << 20  # codes that are unpacked at a time
+
+
+def packed(
+    layer: Layer,
+    words: Tensor,
+    weight_format: str,
+    group_size: int,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    source: str,
+    K: int = 0,
+    perm: Tensor | None = None,
+    lut: Tensor | None = None,
+) -> PackedWeight:
+    """Makes the weight of a layer, with groups that the operators support.
+
+    Args:
+        layer: the layer, for its bias and for errors.
+        words: int32 `[words, N]`, codes of the format along K, the lowest k in the lowest bits.
+        weight_format: a format with floating scales.
+        group_size: the producer's group size; K or more means one group.
+        scales: `[G, N]`.
+        zeros: `[G, N]`, if the format has zero points or biases.
+        source: see `PackedWeight.source`.
+        K: the rows of the weight, if the words are padded beyond them.
+        perm: see `PackedWeight.perm`; the words are sorted by it.
+        lut: see `PackedWeight.lut`.
+
+    Raises:
+        UnsupportedFormat: K is not a multiple of 8, or no group size of the operators divides the producer's.
+    """
+    fmt = find_format(weight_format)
+    K = K or len(words) * 32 // fmt.code_bits
+
+    def dequantize() -> Tensor:
+        values = decoded(words, weight_format, K, group_size, scales, zeros, lut)
+        return values if perm is None else torch.empty_like(values).index_copy_(1, perm.long(), values)
+
+    if K % 8:
+        raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
+    fitted = fit_groups(K, group_size, scales, *([] if zeros is None else [zeros]))
+    if fitted is None:
+        raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
+    return PackedWeight(
+        b_packed=words,
+        scales=fitted[1][0].contiguous(),
+        weight_format=weight_format,
+        group_size=fitted[0],
+        zeros=None if zeros is None else fitted[1][1].contiguous(),
+        perm=perm,
+        lut=lut,
+        bias=layer.bias(words.shape[1]),
+        source=source,
+    )
+
+
+def decoded(
+    words: Tensor,
+    weight_format: str,
+    K: int,
+    group_size: int,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    lut: Tensor | None = None,
+) -> Tensor:
+    """Returns a weight in fp32 `[N, K]`. Takes any K and any groups; for the arguments see `packed`."""
+    fmt = find_format(weight_format)
+    codes = codes_of_words(words, fmt.code_bits)[:, :K]
+    if fmt.code_kind == "integer":
+        values = codes.float() - fmt.fixed_offset
+    else:
+        values = codes.view(torch.float8_e4m3fn).float() if lut is None else lut[codes.long()]
+    if zeros is not None and fmt.zeros_role == "zero_point":
+        values -= spread(zeros.float(), K, group_size).t()
+    values *= spread(scales.float(), K, group_size).t()
+    if zeros is not None and fmt.zeros_role == "bias":
+        values += spread(zeros.float(), K, group_size).t()
+    return values
+
+
+def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Tensor]] | None:
+    """Converts tensors with one row per group to a group size that the operators support, without loss.
+
+    If the producer's group size is not supported, each group is split into equal parts that repeat its values.
+
+    Args:
+        K: rows of the weight.
+        group_size: the producer's group size; K or more means one group.
+        grouped: the tensors to convert, each `[ceil(K / group_size), N]`.
+
+    Returns:
+        The new group size and the tensors with one row per new group; None if no supported size divides the producer's.
+    """
+    if group_size >= K:
+        return K, list(grouped)
+    size = next((size for size in sorted(GROUP_SIZES, reverse=True) if group_size % size == 0), None)
+    if size is None:
+        return None
+    if size == group_size:
+        return size, list(grouped)
+    groups = -(-K // size)
+    return size, [tensor.repeat_interleave(group_size // size, 0)[:groups] for tensor in grouped]
+
+
+def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
+    """Expands values per group `[G, N]` to `[K, N]`: repeats each row `group_size` times and cuts off after K rows."""
+    return grouped.repeat_interleave(group_size, 0)[:K]
+
+
+def width_of(bits: int) -> int:
+    """Returns the bits of the operators' codes that hold codes of 1 to 8 bits."""
+    return 4 if bits <= 4 else 8
+
+
+def centre(bits: int) -> int:
+    """Returns the number that makes the symmetric zero point of codes that of the operators' codes."""
+    return SIGN[width_of(bits)] - (1 << bits - 1)
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpacks `count` codes of any width along the first dimension of int32 words; a code may straddle two words."""
+    first = torch.arange(count, device="cpu") * bits
+    low, shift = first // 32, (first % 32).unsqueeze(1)
+    wide = words.long() & 0xFFFFFFFF
+    next_word = wide[(low + 1).clamp(max=words.shape[0] - 1)]
+    return ((wide[low] >> shift) | (next_word << (32 - shift))) & ((1 << bits) - 1)
+
+
+def unpack_planes(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpacks codes that lie in planes: of 32 codes, words with their low bits come first, then words with the next.
+
+    Args:
+        words: int32 `[count * bits / 32, N]`.
+        bits: 2 to 8, the bits of a code.
+        count: a multiple of 32.
+    """
+    blocks, first = words.reshape(-1, bits, words.shape[1]), 0
+    codes = torch.zeros((), dtype=torch.int64, device="cpu")
+    for width in PLANES[bits]:
+        plane = blocks[:, first : first + width].reshape(-1, words.shape[1])
+        codes = codes | (unpack(plane, width, count) << first)
+        first += width
+    return codes
+
+
+def repacked(
+    words: Tensor,
+    bits: int,
+    K: int,
+    *,
+    offset: int = 0,
+    codes_of: Callable[[Tensor, int, int], Tensor] = unpack,
+) -> Tensor:
+    """Converts words with codes of any width to those of the operators.
+
+    Works on some columns at a time, since codes need more memory than words.
+
+    Args:
+        words: `[W, N]`.
+        bits: 1 to 8, the bits of a code.
+        K: the codes of a column.
+        offset: is added to each code.
+        codes_of: unpacks the codes of some columns: `unpack` or `unpack_planes`.
+    """
+    pieces = torch.split(words, max(1, PIECE // K), dim=1)
+    codes = ((codes_of(piece, bits, K) + offset).t().to(torch.uint8) for piece in pieces)
+    return torch.cat([words_of_codes(piece, width_of(bits)) for piece in codes], dim=1)
+
+
+def as_words(stored: Tensor) -> Tensor:
+    """Converts rows of bytes or words `[N, ...]`, lowest k in the lowest bits, to int32 `[words, N]`."""
+    return transposed(stored.contiguous().view(torch.int32))
+
+
+def words_of_codes(codes: Tensor, width: int = 4) -> Tensor:
+    """Packs uint8 codes `[N, K]` of 4 or 8 bits into int32 `[words, N]`. Zeros fill the last word."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // width)))
+    return as_words(codes if width == 8 else codes[:, 0::2] | (codes[:, 1::2] << 4))
+
+
+def codes_of_words(words: Tensor, width: int) -> Tensor:
+    """Returns the uint8 codes `[N, K]` of int32 `[words, N]`."""
+    rows = words.t() if words.t().is_contiguous() else transposed(words.contiguous())
+    stored = rows.view(torch.uint8)
+    return stored if width == 8 else torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)
+
+
+def unsigned(points: Tensor, width: int) -> Tensor:
+    """Converts zero points of signed codes to those of the operators' codes: uint8 if all are codes, else floating."""
+    shifted = points.float() + SIGN[width]
+    are_codes = bool(((shifted == shifted.round()) & (shifted >= 0) & (shifted < 1 << width)).all())
+    return shifted.to(torch.uint8) if are_codes else shifted
+
+
+def swap_nibbles(stored: Tensor) -> Tensor:
+    """Swaps the two codes of every byte, for producers that store the even k in the high nibble."""
+    return (stored << 4) | (stored >> 4)
+
+
+def constant(tensor: Tensor, value: int) -> bool:
+    """Returns whether every element is `value`."""
+    return bool((tensor == value).all())
