@@ -66,7 +66,8 @@ def slices_between(least: int, most: int) -> Any:
 
 def max_slices(K: int, step: int, min_slice: int, most: int = MAX_SLICES) -> int:
     """Returns the largest number of slices of whole steps of K of which each has at least `min_slice` elements."""
-    return min(max(round_up(K, step) // min_slice, 1), most)
+    slices: int = min(max(round_up(K, step) // min_slice, 1), most)
+    return slices
 
 
 def slice_length(problem: Problem, slices: Any, unit: int) -> Any:
