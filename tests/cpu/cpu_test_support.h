@@ -170,6 +170,13 @@ struct Case {
   uint32_t seed = 0;
 };
 
+inline int64_t bits_of_code(WeightFormat format) {
+  const bool four = format == WeightFormat::uint4b8 || format == WeightFormat::uint4 ||
+                    format == WeightFormat::uint4_bias || format == WeightFormat::float4_e2m1 ||
+                    format == WeightFormat::nvfp4 || format == WeightFormat::mxfp4 || format == WeightFormat::lut4;
+  return four ? 4 : 8;
+}
+
 struct Tensors {
   Case c;
   Array a, words, scales, zeros, global_scale, lut, bias;
@@ -177,9 +184,10 @@ struct Tensors {
   int64_t row_stride = 0;
 
   int code(int64_t k, int64_t n) const {
+    const int64_t bits = bits_of_code(c.format), codes = 32 / bits;
     uint32_t word;
-    std::memcpy(&word, words.data() + (k / 8 * c.N + n) * 4, 4);
-    return static_cast<int>((word >> (4 * (k % 8))) & 15U);
+    std::memcpy(&word, words.data() + (k / codes * c.N + n) * 4, 4);
+    return static_cast<int>((word >> (bits * (k % codes))) & ((1U << bits) - 1));
   }
   double activation(int64_t m, int64_t k) const {
     return a.get(m * row_stride + (perm.empty() ? k : perm[static_cast<size_t>(k)]));
@@ -199,11 +207,24 @@ struct Tensors {
       case WeightFormat::uint4b8:
         w = (q - 8) * scales.get(at);
         break;
+      case WeightFormat::uint8b128:
+        w = (q - 128) * scales.get(at);
+        // Kernels with byte dot products sum raw codes.
+        size = std::fabs(scales.get(at)) * (q + 128);
+        break;
+      case WeightFormat::float8_e4m3:
+        w = e4m3(q) * scales.get(at);
+        break;
+      case WeightFormat::mxfp8:
+        w = e4m3(q) * e8m0(static_cast<int>(scales.get(at)));
+        break;
       case WeightFormat::uint4:
+      case WeightFormat::uint8:
         w = (q - zeros.get(at)) * scales.get(at);
         size = std::fabs(scales.get(at)) * (q + std::fabs(zeros.get(at)));
         break;
       case WeightFormat::uint4_bias:
+      case WeightFormat::uint8_bias:
         w = q * scales.get(at) + zeros.get(at);
         size = std::fabs(q * scales.get(at)) + std::fabs(zeros.get(at));
         break;
@@ -261,26 +282,30 @@ inline Tensors make(const Case& c) {
   t.a = Array(c.a_type, (c.M - 1) * t.row_stride + c.K);
   for (int64_t i = 0; i < t.a.count(); ++i)
     t.a.set(i, c.positive ? std::fabs(normal(random)) : normal(random));
-  t.words = Array(ElementType::float32, c.K / 8 * c.N);
+  t.words = Array(ElementType::float32, c.K * bits_of_code(c.format) / 32 * c.N);
+  const bool has_nan_codes = c.format == WeightFormat::float8_e4m3 || c.format == WeightFormat::mxfp8;
   for (int64_t i = 0; i < t.words.count(); ++i) {
-    const uint32_t word = random();
+    uint32_t word = static_cast<uint32_t>(random());
+    for (uint32_t shift = 0; shift < 32 && has_nan_codes; shift += 8) {
+      if (((word >> shift) & 0x7FU) == 0x7FU) word ^= 1U << shift;  // 448 instead of NaN
+    }
     std::memcpy(t.words.data() + 4 * i, &word, 4);
   }
-  const bool coded = c.format == WeightFormat::nvfp4 || c.format == WeightFormat::mxfp4;
+  const bool coded =
+      c.format == WeightFormat::nvfp4 || c.format == WeightFormat::mxfp4 || c.format == WeightFormat::mxfp8;
   t.scales = Array(coded ? ElementType::uint8 : c.scales_type, groups * c.N);
   for (int64_t i = 0; i < t.scales.count(); ++i) {
     if (c.format == WeightFormat::nvfp4) {
       t.scales.set(i, below(127) | (c.positive ? 0 : below(2) * 128));
-    } else if (c.format == WeightFormat::mxfp4) {
-      t.scales.set(i, 120 + below(16));
+    } else if (c.format == WeightFormat::mxfp4 || c.format == WeightFormat::mxfp8) {
+      t.scales.set(i, (c.format == WeightFormat::mxfp8 ? 112 : 120) + below(16));  // fp16 holds the products
     } else {
       t.scales.set(i, (0.5 + below(1000) / 1000.0) / 16 * (c.positive || below(8) != 0 ? 1 : -1));
     }
   }
-  if (c.format == WeightFormat::uint4 || c.format == WeightFormat::uint4_bias) {
-    t.zeros = Array(c.format == WeightFormat::uint4_bias && c.zeros_type == ElementType::uint8 ? ElementType::float16
-                                                                                               : c.zeros_type,
-                    groups * c.N);
+  const bool has_bias = c.format == WeightFormat::uint4_bias || c.format == WeightFormat::uint8_bias;
+  if (has_bias || c.format == WeightFormat::uint4 || c.format == WeightFormat::uint8) {
+    t.zeros = Array(has_bias && c.zeros_type == ElementType::uint8 ? ElementType::float16 : c.zeros_type, groups * c.N);
     for (int64_t i = 0; i < t.zeros.count(); ++i) {
       t.zeros.set(i, t.zeros.type() == ElementType::uint8 ? below(17) : 8 + 4 * normal(random));
     }
@@ -344,7 +369,8 @@ inline std::string describe(const Case& c) {
 // compute with all formats.
 inline constexpr WeightFormat kReferenceFormats[] = {
     WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::float4_e2m1,
-    WeightFormat::nvfp4,   WeightFormat::mxfp4, WeightFormat::lut4};
+    WeightFormat::nvfp4,   WeightFormat::mxfp4, WeightFormat::lut4,       WeightFormat::uint8b128,
+    WeightFormat::uint8,   WeightFormat::mxfp8};
 
 inline constexpr ElementType kFloats[] = {ElementType::float16, ElementType::bfloat16, ElementType::float32};
 

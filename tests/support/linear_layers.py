@@ -7,7 +7,7 @@ from tests.support.reference import make_weight
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
 
-GROUP = {"nvfp4": 16, "mxfp4": 32}
+GROUP = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 K, N = 136, 72
 
 
