@@ -41,7 +41,6 @@ KINDS = {
         enumeration="WeightFormat",
         names=frozenset((*WEIGHT_FORMATS, *ALIASES)),
         tables=("kernels/shared/types.h",),
-        left={"torch_marlin_metal/checkpoints/formats/mlx.py": 1},  # MLX's own name of a mode
     ),
     "kernel variants": Names(
         enumeration="GemmVariant",

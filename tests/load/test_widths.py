@@ -17,6 +17,7 @@ from tests.integrations.test_beside_transformers import blocks, e5m2, fp8, gptq,
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
 from torch_marlin_metal.checkpoints.formats import mlx
+from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
 N, K = 40, 96
@@ -428,6 +429,17 @@ def test_a_file_of_comfyui_is_read_by_its_own_name(tmp_path) -> None:
         save_file(text, path, {"_quantization_metadata": json.dumps(layers)})
         with pytest.raises(convert.UnsupportedFormat, match=reason):
             list(convert.read_layers(path))
+
+
+@pytest.mark.parametrize("folder", ["gptq/autoround-8bit-asym-g64", "gptq/autoround-8bit-sym-g32"])
+def test_a_part_of_a_layer_of_8_bit_is_read_alone(folder) -> None:
+    reader = convert.open_reader(Path(__file__).parents[1] / "data/layers" / folder)
+    (whole,) = (weight.dequantize() for weight in reader)
+    for rank in range(2):
+        part = reader.read_part(0, Part("columns", 2, rank))
+        assert part is not None and torch.equal(part.dequantize(), whole[:, 16 * rank : 16 * rank + 16])
+        part = reader.read_part(0, Part("rows", 2, rank))
+        assert part is not None and torch.equal(part.dequantize(), whole[128 * rank : 128 * rank + 128])
 
 
 def test_few_bits_of_quanto_are_refused_by_name() -> None:
