@@ -353,7 +353,7 @@ def test_settings_that_do_not_fit(tmp_path, change, message) -> None:
 @pytest.mark.parametrize(
     ("role", "tensor", "message"),
     [
-        ("packed_format", torch.tensor([1, 9, 32], dtype=torch.int32), r"\.packed_format': expected version 1"),
+        ("packed_format", torch.tensor([1, 99, 32], dtype=torch.int32), r"\.packed_format': expected version 1"),
         ("packed_format", torch.tensor([1, 0], dtype=torch.int32), r"\.packed_format': expected shape \[3\]"),
         ("scales", torch.ones(8, 63).half(), r"\.scales': scales: expected shape \[8, 64\]"),
         ("scales", torch.full((8, 64), torch.nan).half(), r"\.scales': scales: expected finite"),

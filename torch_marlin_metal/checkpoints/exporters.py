@@ -123,13 +123,14 @@ class GptqExporter:
 
     def settings(self) -> dict[str, Any]:
         """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the commonest kind."""
-        bits, group_size = common = Counter(self.layers.values()).most_common(1)[0][0]
+        kinds = {name: (bits, size) for name, (bits, size) in self.layers.items()}  # a journal restores lists
+        bits, group_size = common = Counter(kinds.values()).most_common(1)[0][0]
         settings: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
         settings |= {"pack_dtype": "int32", "desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
         settings["checkpoint_format"] = {1: "gptq", 2: "gptq_v2"}[self.version]
         others = {
             name: {"group_size": own[1]} | ({} if own[0] == bits else {"bits": own[0]})
-            for name, own in self.layers.items()
+            for name, own in kinds.items()
             if own != common
         }
         if others:

@@ -216,8 +216,8 @@ class GgufReader(CheckpointReader):
     def _convert(self, index: int, piece: Piece, tensor: GgufTensor) -> PackedWeight:
         """Reads one matrix of a layer."""
         where, expert = f"{tensor.file}: tensor {tensor.name!r}", piece.expert
-        known = piece.second or piece.part is not None or (expert is not None and self._expert_name(tensor, expert))
-        if self.hf and hf_name(tensor.name, self.architecture) is None and not known:
+        known = not self.hf or piece.second or piece.part is not None or hf_name(tensor.name, self.architecture)
+        if not known and (expert is None or not self._expert_name(tensor, expert)):
             raise UnsupportedFormat(
                 f"{where}: has no name in transformers' {self.architecture} model", self._floats(index)
             )

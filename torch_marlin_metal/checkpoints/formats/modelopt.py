@@ -41,6 +41,9 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     if "weight_scale_2" not in layer:
+        if layer.dtype("weight") == "U8":
+            only = f"the int4 of {INT4_ALGORITHM} is read only if quant_algo is {INT4_ALGORITHM}"
+            raise layer.unsupported(f"its weight is U8 without weight_scale_2; {only}")
         return read_bytes(layer, "modelopt")
     N, half = layer.expect("weight", ("U8",), None, None)
     K = 2 * half
