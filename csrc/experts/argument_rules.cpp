@@ -40,7 +40,7 @@ WeightShape check_moe_gemm(const Tensor& a, const WeightArguments& weight, const
   const WeightChecker check{{op, a.device()}, true, shape.E};
   check.on_device("b_packed", weight.b_packed);
   if (a.sym_size(-1) != shape.K) {
-    fail(op, "a", text("[T, K] or [T, top_k, K] with K = ", shape.K, " (8 x the rows of b_packed)"), describe(a));
+    fail(op, "a", text("[T, K] or [T, top_k, K] with K = ", shape.K), describe(a));
   }
   check_expert_ids(check, expert_ids, a.sym_size(0),
                    by_slot ? std::optional<c10::SymInt>(a.sym_size(1)) : std::nullopt);

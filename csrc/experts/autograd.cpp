@@ -35,7 +35,7 @@ OwnedWeight select_expert(const WeightArguments& stack, int64_t expert) {
 // Decodes one expert at a time, in parts (see gemm_transposed.cpp). The host must know which experts have rows, so on
 // mps it waits for expert_ids.
 Tensor moe_gemm_grad_a(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids) {
-  check_moe_gemm_grad_a(grad, weight, expert_ids);
+  const int64_t K = check_moe_gemm_grad_a(grad, weight, expert_ids).K.expect_int();
   const int64_t experts = weight.b_packed.size(0);
   const Tensor ids = expert_ids.to(at::kCPU, at::kLong).contiguous();
   std::vector<std::vector<int64_t>> pairs(static_cast<size_t>(experts));
@@ -44,7 +44,7 @@ Tensor moe_gemm_grad_a(const Tensor& grad, const WeightArguments& weight, const 
     if (expert >= 0 && expert < experts) pairs[static_cast<size_t>(expert)].push_back(pair);
   }
   const Tensor rows = grad.reshape({-1, grad.size(2)}).to(at::kFloat);
-  Tensor out = at::zeros({rows.size(0), weight.b_packed.size(1) * kBlockK}, rows.options());
+  Tensor out = at::zeros({rows.size(0), K}, rows.options());
   for (int64_t expert = 0; expert < experts; ++expert) {
     const auto& own = pairs[static_cast<size_t>(expert)];
     if (own.empty()) continue;

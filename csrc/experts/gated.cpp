@@ -67,7 +67,7 @@ GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightArguments& weight
                                   std::optional<double> alpha) {
   WeightShape shape = check_moe_gemm(a, weight, expert_ids, bias, std::nullopt, "auto", kName);
   if (shape.N % 2 != 0) {
-    fail(kName, "b_packed", "int32 [E, K/8, N] with an even N, for gate and up", describe(weight.b_packed));
+    fail(kName, "b_packed", "int32 [E, rows, N] with an even N, for gate and up", describe(weight.b_packed));
   }
   return {shape, check_activation(kName, activation, limit, alpha)};
 }

@@ -24,7 +24,7 @@ WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const Opt
   WeightShape shape = check_weight(op, weight);
   check.on_device("b_packed", weight.b_packed);
   if (a.sym_size(-1) != shape.K) {
-    fail(op, "a", text("[..., K] with K = ", shape.K, " (8 x the rows of b_packed)"), describe(a));
+    fail(op, "a", text("[..., K] with K = ", shape.K), describe(a));
   }
   if (bias) {
     if (!is_floating(bias->scalar_type()) || bias->dim() != 1 || bias->sym_size(0) != shape.N) {

@@ -67,6 +67,20 @@ def test_the_own_format_keeps_them(tmp_path) -> None:
     assert reader.read_part(0, Part("rows", 4, 0)) is None  # its border is inside a block of 256
 
 
+@pytest.mark.parametrize(("K", "count"), [(1024, 2), (1024, 8), (384, 3)])
+def test_parts_of_8_bit_codes_of_the_own_format(tmp_path, K, count) -> None:
+    """Only the blocks of the super scales say how many codes a word has."""
+    weight = weight_of("uint8b128", K=K, group=16)
+    exporter = NativeExporter()
+    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader, parts = convert.open_reader(tmp_path), split_rows(weight, count)
+    for rank, part in enumerate(parts):
+        read = reader.read_part(0, Part("rows", count, rank))
+        assert same(read, part) if K // count % 256 == 0 else read is None
+
+
 def test_compiled_and_exported_layers() -> None:
     layer, a = tmm.MarlinLinear.from_packed(weight_of()), torch.randn(3, 512)
     exported = torch.export.export(nn.Sequential(layer), (a,)).module()
@@ -79,7 +93,7 @@ def test_compiled_and_exported_layers() -> None:
 
 @pytest.mark.parametrize(("count", "kept"), [(2, True), (4, False)])
 def test_parts_by_rows_and_columns(count, kept) -> None:
-    weight, a = weight_of(), torch.randn(3, 512)
+    weight = weight_of()
     assert same(join_columns(split_columns(weight, count)), weight)
     parts = split_rows(weight, count)  # a border inside a block of 256 needs scales of one level
     assert all((part.super_scales is not None) == kept for part in parts)
@@ -87,7 +101,16 @@ def test_parts_by_rows_and_columns(count, kept) -> None:
     joined = join_rows(parts)
     assert torch.equal(joined.dequantize(), weight.dequantize())
     assert not kept or same(joined, weight)
-    assert a.shape == (3, 512)
+
+
+def test_equal_codes_of_other_blocks_are_not_one_group() -> None:
+    whole = weight_of(group=256)
+    whole.scales[:], whole.zeros[:] = whole.scales[0].clone(), whole.zeros[0].clone()
+    assert same(join_rows(split_rows(whole, 2)), whole)
+    one = weight_of(K=128, group=128)
+    other = replace(one, super_scales=3 * one.super_scales)
+    joined = join_rows([one, other])
+    assert torch.equal(joined.dequantize(), torch.cat([one.dequantize(), other.dequantize()]))
 
 
 def test_projections_are_fused() -> None:

@@ -7,13 +7,13 @@ from tests.support.experts import experts_of, make_experts, random, run
 
 OPS = torch.ops.torch_marlin_metal
 
-OPS = torch.ops.torch_marlin_metal
 
-
-@pytest.mark.parametrize("by_slot", [False, True])
-@pytest.mark.parametrize("reduce", [False, True])
-def test_gradients(by_slot, reduce, device):
-    experts = experts_of("uint4b8", use_perm=True)
+@pytest.mark.parametrize(
+    ("weight_format", "by_slot", "reduce"),
+    [("uint4b8", False, False), ("uint4b8", True, True), ("uint8b128", False, True), ("mxfp8", True, False)],
+)
+def test_gradients(weight_format, by_slot, reduce, device):
+    experts = experts_of(weight_format, use_perm=True)
     ids = torch.tensor([[0, 4], [4, 5], [2, 1]])
     a, weights = random(3, 2, 80) if by_slot else random(3, 80), random(3, 2, seed=4)
     bias, upstream = random(5, 41, seed=5), random(*((3, 41) if reduce else (3, 2, 41)), seed=6)

@@ -64,9 +64,9 @@ def test_an_older_build_without_an_operator(monkeypatch) -> None:
 
 
 def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:
-    monkeypatch.setitem(interface.OPERATORS, "gptq_repack", "qweight perm bits")
+    monkeypatch.setitem(interface.OPERATORS, "gptq_repack", "qweight perm code_bits order")
     message = load_with(monkeypatch, older_build())
-    assert "its operator gptq_repack takes (qweight, perm), not (qweight, perm, bits)" in message
+    assert "its operator gptq_repack takes (qweight, perm, code_bits), not (qweight, perm, code_bits, order)" in message
 
 
 def test_the_interface_lists_every_name_of_the_extension() -> None:

@@ -72,6 +72,13 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
                     found["K" if axis == "order" else axis[0]].add(size * (per_word if axis.endswith("/8") else 1))
         if all(len(values) == 1 for values in found.values()):
             (K,), (N,), (G,) = found["K"], found["N"], found["G"]
+            if any(
+                size != -(-K // SUPER_BLOCK)
+                for role in roles
+                for axis, size in zip(axes[role], layer.shape(role), strict=True)
+                if axis == "S"
+            ):
+                continue  # nothing but the blocks says how many codes a word has
             return (K, N, G, per_word) if min(K, N, G) > 0 else None
     return None
 

@@ -43,7 +43,11 @@ def common_of(weight: PackedWeight) -> Common | None:
 
 
 def wider(one: Common, other: Common, K: int) -> Common | None:
-    """Returns the smallest format that holds weights of both formats exactly, or None if there is none."""
+    """Returns the smallest format that holds weights of both formats, or None if there is none.
+
+    The weights stay exact, with one exception: where a bias takes the place of a zero point, weights with scales of
+    fp32, or with scales of two levels and codes of 8 bits, change by a rounding of fp32.
+    """
     if one == other:
         return one
     if one.bits != other.bits:

@@ -82,7 +82,8 @@ class PackedLayer(nn.Module):
         self.dtype = dtype or torch.get_default_dtype()
         grouped = (-(-K // self.group_size), N)
 
-        zeros_dtype = zeros_dtype or (torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
+        coded = fmt.zeros_role == "zero_point" or super_dtype is not None
+        zeros_dtype = zeros_dtype or (torch.uint8 if coded else scale_dtype)
         blocks = (*stack, -(-K // SUPER_BLOCK), N)
         super_zeros = super_dtype is not None and fmt.zeros_role == "bias" and zeros_dtype == torch.uint8
         specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {

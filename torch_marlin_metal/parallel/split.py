@@ -205,7 +205,8 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
     one_group = (
         first.group_size == rows
         and weight_format(first.weight_format).fixed_group_size is None
-        and all(_same(first.scales, w.scales) and _same(first.zeros, w.zeros) for w in weights)
+        and (first.super_scales is None or rows * count <= SUPER_BLOCK)
+        and all(_same(getattr(first, name), getattr(w, name)) for w in weights for name in (*_BY_GROUP, *_BY_BLOCK))
     )
     for i, weight in enumerate(weights[1:], 1):
         if weight.bias is not None:

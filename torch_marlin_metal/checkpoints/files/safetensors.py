@@ -252,6 +252,8 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
         shape = shape[1:]
     step, runs, run = nbytes, 1, nbytes  # the bytes are `runs` runs of `run` bytes, `step` bytes apart
     if part is not None:
+        if not 0 <= part.start <= part.stop <= shape[part.axis]:
+            raise CheckpointError(f"{info.file}: tensor {info.name!r}: {part} is outside of {list(shape)}")
         inner = nbytes // prod(shape[: part.axis + 1])
         runs, step = (1, nbytes) if part.axis == 0 else (shape[0], nbytes // shape[0])
         offset, run = offset + part.start * inner, (part.stop - part.start) * inner

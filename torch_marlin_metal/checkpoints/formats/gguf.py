@@ -180,8 +180,7 @@ class GgufReader(CheckpointReader):
         if other is None:
             return weight
         second = self._convert(index, piece, other)
-        fields = ("weight_format", "group_size")
-        if any(getattr(weight, name) != getattr(second, name) for name in fields):
+        if not _same_kind(weight, second):
             raise UnsupportedFormat(
                 f"{piece.tensor.file}: tensors {piece.tensor.name!r} and {other.name!r} are one layer in transformers, "
                 f"but have different types ({piece.tensor.type_name} and {other.type_name})",
@@ -387,3 +386,12 @@ FORMAT = Format(
     ),
     containers=("a `.gguf` file, split or whole",),
 )
+
+
+def _same_kind(one: PackedWeight, other: PackedWeight) -> bool:
+    """Returns whether two weights differ only in values: format, groups, dtypes, levels of scales, and table agree."""
+    kinds = [
+        (weight.weight_format, weight.group_size, {name: held.dtype for name, held in weight.tensors().items()})
+        for weight in (replace(one, bias=None), replace(other, bias=None))
+    ]
+    return kinds[0] == kinds[1] and (one.lut is None or other.lut is None or torch.equal(one.lut, other.lut))
