@@ -37,7 +37,9 @@ def pack_codes(codes: Tensor, code_bits: int = 4) -> Tensor:
     """
     _check_codes("pack_codes", "codes", codes, packed_dim=0, largest=255 if code_bits == 8 else 15)
     if code_bits == 8:
-        return codes.reshape(-1, 4, codes.shape[1]).movedim(1, -1).flatten().view(torch.int32).reshape(-1, codes.shape[1])
+        return (
+            codes.reshape(-1, 4, codes.shape[1]).movedim(1, -1).flatten().view(torch.int32).reshape(-1, codes.shape[1])
+        )
     return _pack(codes.reshape(-1, CODES_PER_WORD, codes.shape[1]).movedim(1, -1), SEQUENTIAL_ORDER)
 
 

@@ -188,6 +188,29 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
     np.testing.assert_array_equal(weight.dequantize().t().numpy(), reference)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("Q4_1", "Q4_K"), ("Q4_K", "Q4_1"), ("IQ2_XXS", "IQ3_XXS"), ("NVFP4", "NVFP4"), ("Q4_K", "Q4_K")]
+)
+def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, second, tmp_path) -> None:
+    """Types of one weight format differ in levels of scales and in tables; NVFP4 has a scale for each tensor."""
+    rng, writer, expected = np.random.default_rng(0), Writer(tmp_path / "m.gguf", "gpt-oss"), []
+    for part, type_name, factor in (("gate", first, 0.5), ("up", second, 0.25)):
+        data = random_blocks(rng, type_name, 2, 8)
+        writer.add(f"blk.0.ffn_{part}_exps.weight", data, type_name)
+        values = np.stack([dequantize(expert, GGMLQuantizationType[type_name]) for expert in data])
+        if type_name == "NVFP4":
+            writer.add(f"blk.0.ffn_{part}_exps.scale", np.array([factor, 2 * factor], dtype=np.float32))
+            values *= np.array([factor, 2 * factor], dtype=np.float32)[:, None, None]
+        expected.append(values)
+    layers = convert.read_layers(writer.write(), gguf_names="hf", on_unsupported="dequantize")
+    for expert, layer in enumerate(layers):
+        assert isinstance(layer, convert.PackedWeight) == (first == second == "Q4_K")
+        got = layer.dequantize().t() if isinstance(layer, convert.PackedWeight) else layer.dequantize()
+        got = got if got.shape == (16, 512) else got.t()
+        both = np.stack([values[expert] for values in expected], axis=1).reshape(16, 512)
+        np.testing.assert_array_equal(got.numpy(), both)
+
+
 def test_an_empty_mxfp4_block_gets_a_scale_in_range(tmp_path) -> None:
     """ggml stores the exponent 0 for a block of zeros. The reader turns this 0 into 1 and keeps all other exponents."""
     data = random_blocks(np.random.default_rng(0), "MXFP4", 4).reshape(4, 16, 17)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from tests.integrations.test_beside_transformers import blocks, e5m2, fp8, gptq, packed, scheme, words, write
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.errors import NothingPacked
 from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
@@ -273,6 +274,38 @@ def test_scales_that_do_not_fit_are_named(tmp_path) -> None:
     one_layer(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
     with pytest.raises(convert.CheckpointError, match=rf"{OTHER}.weight_scale_inv': \[3, 3\] does not agree with"):
         list(convert.read_layers(tmp_path))
+
+
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(1, N)])
+def test_scales_of_no_known_shape_are_refused(scale, tmp_path) -> None:
+    """Three numbers may be those of q, k and v; N numbers in a row may be of rows or of columns."""
+    one_layer(tmp_path, {"weight": E4M3, "weight_scale": scale}, MODELOPT | {"quant_algo": "FP8"})
+    with pytest.raises(convert.CheckpointError, match=rf"{OTHER}.weight_scale': \[.*\]"):
+        list(convert.read_layers(tmp_path, on_unsupported="dequantize"))
+
+
+def test_floats_beside_scales_of_fp8_stay_floats(tmp_path) -> None:
+    one_layer(tmp_path, {"weight": torch.ones(N, K), "weight_scale_inv": torch.ones(1, 1)}, {"quant_method": "fp8"})
+    with pytest.raises(NothingPacked, match="all its weights are floats"):
+        convert.open_reader(tmp_path)
+
+
+def test_codes_outside_the_layers_are_not_taken_for_values(tmp_path) -> None:
+    write(tmp_path, fp8, MODELOPT | {"quant_algo": "FP8"})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{OTHER}_weight_scale"] = tensors.pop(f"{OTHER}.weight_scale")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"{OTHER}.weight' holds codes \(F8_E4M3\) with the scales '{OTHER}_weight_scale'"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_codes_of_a_method_that_transformers_ignores_are_no_weights(tmp_path) -> None:
+    write(tmp_path, fp8, MODELOPT | {"quant_algo": "FP8_OF_TOMORROW"})
+    with pytest.raises(convert.UnsupportedFormat, match="FP8_OF_TOMORROW"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -109,7 +109,11 @@ def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> 
     if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's blocks
         given = given[:, 0, :, 0]
     if given.dim() < 2:
+        if given.numel() not in (1, N):  # scales of blocks have two dimensions
+            raise layer.error(role, f"{list(stored.shape)} does not agree with a weight of {list(shape)}")
         given = given.reshape(-1, 1)
+    elif tuple(given.shape) == (1, N) and N > 1:
+        raise layer.error(role, f"{list(stored.shape)}: one scale for each row in one row is not read")
     rows, columns = given.shape if given.dim() == 2 else (0, 0)
     blocks = _stated_blocks(layer.checkpoint.settings)
     if rows == N:

@@ -105,10 +105,12 @@ class DirectoryFormat(Format):
                     yield from self._layers_at(checkpoint, info.name.removesuffix(ending), role, info)
             for ending, role in self.scaled.items():
                 base = info.name.removesuffix(ending)
-                if base != info.name and not self.is_float(checkpoint, base):
-                    if not any(base + anchor in checkpoint.tensors for anchor in self.anchors):
-                        yield from self._layers_at(checkpoint, base, role, info)
-                    break
+                if base == info.name:
+                    continue
+                packed = any(base + anchor in checkpoint.tensors for anchor in self.anchors)
+                if not packed and not self.is_float(checkpoint, base):
+                    yield from self._layers_at(checkpoint, base, role, info)
+                break
 
     def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
         """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
@@ -118,6 +118,8 @@ class Loader:
                 self._reader.convert(index)
             except UnsupportedFormat as error:
                 share.add(index, error.kind or str(error), 0)
+            except CheckpointError:
+                continue  # the first refusal is what the caller needs to know
         return UnsupportedFormat(f"{first}; refused are {share.refusal()}", first.dequantize, first.kind)
 
     def _complete(self) -> None:

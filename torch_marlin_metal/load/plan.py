@@ -88,9 +88,23 @@ class _Planner:
         check_patterns(self._door.op, excludable, **{self._door.exclude_argument: self._door.exclude})
         for place in plan.places:
             place.dense = self._why_dense(place)
-        if not self._door.hosted:
+        if self._door.hosted:
+            self._refuse_codes()
+        else:
             self._float_tensors()
         return plan
+
+    def _refuse_codes(self) -> None:
+        """Refuses codes of 8 bits outside the layers: the host library would take them for the values."""
+        names = [name for name, _, _ in self._others]
+        for source, _, dtype in self._others:
+            if dtype not in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
+                continue
+            base = source.removesuffix(".weight")
+            for one in names:
+                if one != source and one.startswith((f"{base}.", f"{base}_")) and "scale" in one[len(base) :]:
+                    codes = f"tensor {source!r} holds codes ({dtype}) with the scales {one!r}"
+                    raise self._error(f"{codes}, but is no layer of the format")
 
     def _find(self, source: str) -> str | None:
         return self._door.find(source.removeprefix(self._plan.prefix))

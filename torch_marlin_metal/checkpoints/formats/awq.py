@@ -7,6 +7,8 @@
   points z.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -99,6 +101,9 @@ def _read_gemm(layer: Layer, settings: Settings) -> PackedWeight:
         zeros = awq_zeros(stored) if bits == 4 else codes_of_words(stored.t(), 8)
     if K % 8 and bits == 4:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
+    if bits == 8:
+        order = "AWQ of 8 bits is read in the order in which GPTQModel packs it; some programs interleave columns"
+        warnings.warn(f"{layer.file}: {order} 0, 2, 1, 3, and a file does not say which it has", stacklevel=2)
     stored = layer.read("qweight")
     words = awq_words(stored) if bits == 4 else words_of_codes(codes_of_words(stored.t(), 8).t(), 8)
     return _packed(layer, words, group_size, layer.read("scales"), zeros, K=K, width=bits)

@@ -46,7 +46,7 @@ FORMAT = DirectoryFormat(
     fields={"b_packed": "weight", "scales": "weight_scale_inv", "bias": "bias"},
     check=_check,
     read=_read,
-    extras=(".input_scale", ".activation_scale"),
+    extras=(".input_scale", ".activation_scale", "_activation_scale"),
     scaled={".weight_scale_inv": "weight_scale_inv", "_scale_inv": "weight_scale_inv"},
     stacked_rank=3,
 )

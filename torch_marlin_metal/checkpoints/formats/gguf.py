@@ -323,10 +323,15 @@ class GgufReader(CheckpointReader):
 
     def _values(self, piece: Piece) -> Tensor:
         """Reads the weight of a layer as floats `[N, K]`."""
-        first = dequantize(piece.tensor, piece.expert)
+        first = self._decoded(piece.tensor, piece.expert)
         if piece.second is not None:
-            return self._joined(piece, first, dequantize(piece.second, piece.expert))
+            return self._joined(piece, first, self._decoded(piece.second, piece.expert))
         return self._ordered(piece.tensor, first)[self._rows(piece)]
+
+    def _decoded(self, tensor: GgufTensor, expert: int | None) -> Tensor:
+        """Decodes a matrix or a stack of matrices, with the scale of NVFP4 for the whole tensor."""
+        values, scale = dequantize(tensor, expert), self._scale(tensor, expert)
+        return values if scale is None else values * scale
 
     def _ordered(self, tensor: GgufTensor, values: Tensor) -> Tensor:
         """Returns the values of a tensor in transformers' order of rows and columns."""

@@ -58,7 +58,7 @@ class Opened:
         """
         place, file = locate(path)
         size, memory = sum(part.stat().st_size for part in weight_files(path)), physical_memory()
-        if size > memory:
+        if weight_format is None and size > memory:
             raise MemoryError(
                 f"{path}: its weights have {human_bytes(size)}, this machine has {human_bytes(memory)} of memory; "
                 "`torch-marlin-metal fit` lists smaller formats"
@@ -144,7 +144,9 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def weight_files(path: Path) -> list[Path]:
     """Returns the files that hold a model's weights."""
-    return [path] if path.is_file() else [part for part in path.iterdir() if part.suffix in (".safetensors", ".bin")]
+    if path.is_file():
+        return [path]
+    return sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
 
 
 def physical_memory() -> int:

@@ -170,6 +170,8 @@ def _tries_twice(original: Any) -> Any:
                 insists = load.config is None or (load.insists and not load.floats)
                 if insists and not _is_theirs(error, kwargs):
                     raise
+                if isinstance(error, UnsupportedFormat) and load.config is not None and _is_ignored(load.config.source):
+                    raise  # transformers would take codes of 8 bits for the weights
                 refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
             load.config, load.by_transformers = None, True
             logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
@@ -301,6 +303,12 @@ def _settings_of(load: _Load) -> dict[str, Any] | None:
     except CheckpointError as error:
         logger.warning(f"{OP}: {load.path} is loaded without quantization settings: {error}")
     return None
+
+
+def _is_ignored(settings: Mapping[str, Any] | None) -> bool:
+    """Returns whether transformers has no quantizer for a checkpoint, so that it takes codes for values."""
+    method = "" if settings is None else _method(settings)
+    return method not in {*tables.AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", ""}
 
 
 def _method(settings: Mapping[str, Any]) -> str:
