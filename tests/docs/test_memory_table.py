@@ -1,0 +1,20 @@
+"""The README's table of models and Macs agrees with the program that writes it."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_row_of_the_table_is_what_the_program_computes() -> None:
+    program = runpy.run_path(str(ROOT / "scripts/memory_table.py"))
+    readme = (ROOT / "README.md").read_text()
+    rows = readme.partition(program["BEGIN"])[2].partition(program["END"])[0].splitlines()
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(program["MODELS"])
+    _, config = next(iter(program["MODELS"].items()))
+    for stated, computed in zip(rows[2].removesuffix(" |").split(" | ")[1:], program["row"](config), strict=True):
+        (size, mac), (own_size, own_mac) = (cell.split(" GB, ") for cell in (stated, computed))
+        assert float(size) == pytest.approx(float(own_size), rel=0.03)  # PyTorch's attention may need other memory
+        assert mac == own_mac
