@@ -179,7 +179,7 @@ FORMAT = DirectoryFormat(
     refused=(
         ("marlin", "layout made for one GPU kernel; export the original AWQ checkpoint"),
         ("other widths; 8 bit in gemv and gemv_fast", "each producer packs them in another way"),
-        ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
+        ("K not a multiple of 8", "the operators decode 8 codes along K at a time"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),
     anchors={".qweight": "qweight"},

@@ -101,7 +101,7 @@ NVFP4 = DirectoryFormat(
         ("W4A16_AWQ and FP8 layers with pre_quant_scale", "the layer scales its input; dequantized on request"),
         ("W4A16_AWQ layers of MIXED_PRECISION", "only whole checkpoints of W4A16_AWQ are read"),
         ("W4A8_AWQ", "its activations have 8 bits"),
-        ("K not a multiple of 8", "a word of the operators holds 8 codes along K"),
+        ("K not a multiple of 8", "the operators decode 8 codes along K at a time"),
     ),
     anchors={".weight_scale_2": "weight_scale_2"},
     roles=endings("weight", "weight_scale", "pre_quant_scale", "bias"),
