@@ -118,7 +118,19 @@ def test_the_class_of_a_sub_model(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [*zip(CONFIG_FILES, ['{"bits": 4, "group_size": 32}', '{"bits": ', '{"something": "else"}', "[]"], strict=True)],
+    [
+        *zip(
+            CONFIG_FILES,
+            [
+                '{"bits": 4, "group_size": 32}',
+                '{"bits": ',
+                '{"something": "else"}',
+                "[]",
+                '{"lm_head": {"weights": "qint8"}}',
+            ],
+            strict=True,
+        )
+    ],
 )
 def test_a_file_beside_floats_changes_nothing(file, content, tmp_path, told) -> None:
     torch.manual_seed(0)
