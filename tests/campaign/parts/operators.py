@@ -26,9 +26,8 @@ def case(rng: random.Random, work: Path) -> str:
         options["global_scale_shape"] = rng.choice(((), (1,), (-1,)))
     if tmm.WEIGHT_FORMATS[name].scale_coding == "floating" and group_size <= 256 and rng.random() < 0.3:
         codes = {"scales_dtype": rng.choice((torch.uint8, torch.int8)), "super_dtype": scales_dtype}
-        options |= codes | {"zeros_dtype": rng.choice((torch.uint8, None)) if name == "uint4_bias" else None}
-        if name == "uint4_bias" and options["zeros_dtype"] is None:
-            options["zeros_dtype"] = scales_dtype
+        has_bias = tmm.WEIGHT_FORMATS[name].zeros_role == "bias"
+        options |= codes | {"zeros_dtype": rng.choice((torch.uint8, scales_dtype)) if has_bias else None}
     if wide and rng.random() < 0.5:
         options["exponent"] = rng.randrange(-90, 96)
     if name in ("mxfp4", "mxfp8") and "exponent" in options:
