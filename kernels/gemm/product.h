@@ -7,6 +7,7 @@
 
 #define MARLIN_PRODUCT_TENSORS                                                                                     \
   const device T *a [[buffer(kSlotA)]], const device uint *packed [[buffer(kSlotPacked)]],                         \
+      const device uint *high [[buffer(kSlotHigh)]],                                                               \
       const device uchar *scales [[buffer(kSlotScales)]], const device uchar *zeros [[buffer(kSlotZeros)]],        \
       const device float *global_scale [[buffer(kSlotGlobalScale)]], const device float *lut [[buffer(kSlotLut)]], \
       const device uchar *super_scales [[buffer(kSlotSuperScales)]],                                               \
@@ -18,7 +19,7 @@
 
 // The Product of the tensors, whose sizes and strides are in a GemmParams.
 #define MARLIN_PRODUCT_OF(sizes)                                                                \
-  {{packed, scales, zeros, global_scale, super_scales, super_zeros, sizes.N, sizes.group_size}, \
+  {{packed, high, scales, zeros, global_scale, super_scales, super_zeros, sizes.N, sizes.group_size}, \
    {a, perm, sizes.a_row_stride, sizes.K},                                                      \
    {bias, out, partials, sizes.M, sizes.N},                                                     \
    lut}
