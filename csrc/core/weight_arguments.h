@@ -55,12 +55,14 @@ struct WeightFields {
 
   // Refers to this weight's fields.
   WeightFields<const Tensor&, std::string_view, const OptionalTensor&> arguments() const {
-    return {b_packed, scales, weight_format, group_size, zeros, super_scales, super_zeros, global_scale, lut, perm, b_high};
+    return {b_packed,    scales,       weight_format, group_size, zeros, super_scales,
+            super_zeros, global_scale, lut,           perm,       b_high};
   }
   // Holds this weight's tensors, so that they can be replaced by others or outlive the call.
   WeightFields<Tensor, std::string, OptionalTensor> own() const {
-    return {b_packed, scales, std::string(weight_format), group_size, zeros, super_scales, super_zeros, global_scale,
-            lut,      perm,   b_high};
+    return {
+        b_packed, scales, std::string(weight_format), group_size, zeros, super_scales, super_zeros, global_scale, lut,
+        perm,     b_high};
   }
 
  private:

@@ -43,8 +43,7 @@ void check_high_plane(const WeightChecker& check, WeightFormat format, const Wei
     return;
   }
   const std::string_view sizes = bits == 1 ? "K/32, N" : "K/16, N";
-  if (!weight.b_high)
-    fail(check.op, "b_high", text("int32 ", check.dimensions(sizes), " for ", name(format)), "None");
+  if (!weight.b_high) fail(check.op, "b_high", text("int32 ", check.dimensions(sizes), " for ", name(format)), "None");
   const int64_t per_word = k_per_high_word(bits);
   check.sized("b_high", *weight.b_high, weight.b_high->scalar_type() == at::kInt, "int32", sizes,
               {(K + (per_word - 1)) / per_word, N});

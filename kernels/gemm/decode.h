@@ -26,8 +26,8 @@ struct BlockWords {
   uint high;  // of the second plane, shifted so that the block's fields come first
 };
 
-// Extracts the bits of codes j and j + 4, whose lower four bits are in `word`. The codes begin at the lowest bit of each
-// half, or at bit 4 if j is odd and the lower bits `stay` in their place.
+// Extracts the bits of codes j and j + 4, whose lower four bits are in `word`. The codes begin at the lowest bit of
+// each half, or at bit 4 if j is odd and the lower bits `stay` in their place.
 template <uint bits>
 MARLIN_INLINE uint code_pair(uint word, uint high, uint j, bool stays) {
   const uint low = (word >> (4 * (stays ? j - 1 : j))) & (stays ? 0x00F000F0u : 0x000F000Fu);
@@ -93,7 +93,8 @@ struct DecodeOptions {
 };
 
 // Decodes codes at whatever scale is cheapest. pair() returns the codes of pair j as float2, from the word that has
-// this pair, and that of the second plane, if there is one. The widening is free, because fp32 instructions read half operands.
+// this pair, and that of the second plane, if there is one. The widening is free, because fp32 instructions read half
+// operands.
 template <CodeKind kind, uint bits>
 struct FastCodes;
 template <WeightFormat format>

@@ -139,8 +139,8 @@ struct GemvAccumulators {
     Vec8<float> codes[kGemvColumnsPerLane];
     MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
-        const float2 pair = Codes::pair(packed.row[word_of_pair<format>(j)][c], packed.high[c], j, table,
-                                         form(subnormal));
+        const float2 pair =
+            Codes::pair(packed.row[word_of_pair<format>(j)][c], packed.high[c], j, table, form(subnormal));
         codes[c].k[first_of_pair<format>(j)] = pair.x;
         codes[c].k[second_of_pair<format>(j)] = pair.y;
       }

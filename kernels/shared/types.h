@@ -168,7 +168,8 @@ constexpr bool subtracts_zero(WeightFormat format) {
 constexpr bool has_kernels(WeightFormat format) {
   const uint32_t bits = code_bits(format);
   const bool integer = code_kind(format) == CodeKind::integer;
-  const bool known = integer ? (bits >= 4 && bits <= 6) || bits == 8 : bits == (code_kind(format) == CodeKind::e4m3 ? 8 : 4);
+  const bool known =
+      integer ? (bits >= 4 && bits <= 6) || bits == 8 : bits == (code_kind(format) == CodeKind::e4m3 ? 8 : 4);
   return known && (fixed_offset(format) == 0 || (integer && zeros_role(format) == ZerosRole::none));
 }
 #define MARLIN_CHECK_FORMAT(name, ...) \

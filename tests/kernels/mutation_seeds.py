@@ -44,7 +44,11 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("planes", "return high_shift(high_bits(format), k / kBlockK);", "return high_shift(2, k / kBlockK);"),
     ),
     "gemm/gemv.h": (
-        ("planes", "const uint4 second_high = high >> high_shift_of<format>(kBlockK);", "const uint4 second_high = high;"),
+        (
+            "planes",
+            "const uint4 second_high = high >> high_shift_of<format>(kBlockK);",
+            "const uint4 second_high = high;",
+        ),
     ),
     "gemm/fused.h": (
         ("planes", "load_columns(high, weight.N - n) >> high_shift;", "load_columns(high, weight.N - n);"),

@@ -49,7 +49,9 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         return None
     if border % SUPER_BLOCK and any("S" in axes[role] for role in roles):
         return None
-    high = [K // size for role in roles for axis, size in zip(axes[role], layer.shape(role), strict=True) if axis == "H"]
+    high = [
+        K // size for role in roles for axis, size in zip(axes[role], layer.shape(role), strict=True) if axis == "H"
+    ]
     per_high_word = 32 if high and high[0] > 16 else 16
     if high and border % per_high_word:
         return None

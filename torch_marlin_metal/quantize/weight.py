@@ -1,4 +1,4 @@
-"""Quantizes float weights to 4, 5, 6 or 8 bit: rounds to nearest, or searches each group's best scale and zero point."""
+"""Quantizes float weights to 4 to 8 bits: rounds to nearest, or searches each group's best scale and zero point."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,11 +47,11 @@ def quantize_weight(
     """Quantizes the weight of a Linear layer to 4, 5, 6 or 8 bit, on the weight's device.
 
     "rtn" takes the scale from the extreme values of a group. With amax for the largest magnitude in the group, the
-    scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128 (GPTQ's and
-    compressed-tensors' convention). It is the range over the largest code, such as 15 or 255, for formats with biases and with zero points; with zero points, the range always includes 0. It
-    is amax/6 for E2M1, amax/448 for E4M3 and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6);
-    for mxfp4 and mxfp8 see `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger
-    scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every group it tries other
+    scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128
+    (GPTQ's and compressed-tensors' convention). It is the range over the largest code, such as 15 or 255, for formats
+    with biases and with zero points; with zero points, the range always includes 0. It is amax/6 for E2M1, amax/448 for
+    E4M3 and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6); for mxfp4 and mxfp8 see
+    `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every group it tries other
     scales and zero points, and keeps those that lower the squared error of the group. Its error is therefore never
     larger than that of "rtn".
 

@@ -22,8 +22,8 @@ namespace {
 }
 
 // Looks up the bf16 values of the four 8-bit codes of each lane. vpermi2b looks up 128 bytes by seven bits of an index,
-// so the upper and the lower bytes of the values take two look-ups each. One is enough for E4M3, whose eighth bit is the
-// sign, and for integers of at most six bits.
+// so the upper and the lower bytes of the values take two look-ups each. One is enough for E4M3, whose eighth bit is
+// the sign, and for integers of at most six bits.
 template <Codes codes>
 class ByteTable {
  public:

@@ -17,7 +17,8 @@
 namespace marlin::cpu {
 
 // Decodes half of the codes of eight k to bytes: the even or the odd k of a word, with their upper bits if they are in
-// two planes, or one of the two words of 8-bit codes, which needs no decoding. A byte stands for the value (byte - offset) * unit.
+// two planes, or one of the two words of 8-bit codes, which needs no decoding. A byte stands for the value (byte -
+// offset) * unit.
 template <class V, Codes codes>
 class CodeBytes {
  public:
@@ -79,8 +80,7 @@ template <class V, Codes codes, int R, int C>
 void split_step(const Step& s) {
   const CodeBytes<V, codes> bytes(s.values);
   const auto* header = static_cast<const int32_t*>(s.x);
-  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words,
-                                    s.high};
+  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words, s.high};
   add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
     SplitSums<V, R, C> sums;
     unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {

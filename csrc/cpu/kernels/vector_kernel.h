@@ -324,18 +324,18 @@ constexpr KernelSet kernel_set() {
   // which takes up to large_m_rows rows. The smallest block is the smaller of two: small_m_rows + 1 rows that are one
   // block, and half of large_m_rows + 1 rows, which need two blocks.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
-  return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
-          matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
-          &to_float<V>,
-          &multiply<V>,
-          &decode_scales<V>,
-          &from_float<V>,
-          {&dequantize<V, V::template decoder_for<Codes::integer>>,
-           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>,
-           &dequantize<V, V::template decoder_for<Codes::byte>>, &dequantize<V, V::template decoder_for<Codes::e4m3>>,
-           &dequantize<V, Codes::planes>},
-          &gather_codes<V>,
-          &stream<V>};
+  return {
+      matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
+      matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
+      &to_float<V>,
+      &multiply<V>,
+      &decode_scales<V>,
+      &from_float<V>,
+      {&dequantize<V, V::template decoder_for<Codes::integer>>, &dequantize<V, V::template decoder_for<Codes::e2m1>>,
+       &dequantize<V, Codes::table>, &dequantize<V, V::template decoder_for<Codes::byte>>,
+       &dequantize<V, V::template decoder_for<Codes::e4m3>>, &dequantize<V, Codes::planes>},
+      &gather_codes<V>,
+      &stream<V>};
 }
 
 }  // namespace marlin::cpu

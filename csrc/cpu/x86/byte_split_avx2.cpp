@@ -25,7 +25,9 @@ struct Avx2Bytes : Avx2 {
   // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1),
   // 63 * 128 (integers in two planes) or 15 * 128 (other integers).
   template <Codes codes>
-  static constexpr int kRowsIn16Bits = codes == Codes::planes ? 1 : codes == Codes::e2m1 ? 2 : 4;
+  static constexpr int kRowsIn16Bits = codes == Codes::planes ? 1
+                                       : codes == Codes::e2m1 ? 2
+                                                              : 4;
 
   static Sums set_sums(int32_t v) { return _mm256_set1_epi32(v); }
   static F to_float(Sums v) { return _mm256_cvtepi32_ps(v); }

@@ -42,8 +42,9 @@ void drop_payloads(float* values, int64_t count) {
 struct Buffers {
   float* scales;
   float* zeros;
-  uint32_t* words;  // a padded copy, for a block with fewer than kDequantizeColumns columns; then that of its high plane
-  char* rows;       // [8, kDequantizeColumns] results
+  uint32_t*
+      words;   // a padded copy, for a block with fewer than kDequantizeColumns columns; then that of its high plane
+  char* rows;  // [8, kDequantizeColumns] results
 
   explicit Buffers(Scratch& scratch) {
     scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + kMaxWordsPerBlock) * kDequantizeColumns);
@@ -123,8 +124,8 @@ class Dequantize {
       words = buffers.words;
       ld_words = kDequantizeColumns;
     }
-    kernel_({values_.data(), words, ld_words, high, high_k, buffers.scales + i, buffers.zeros + i, role_, static_cast<int>(count),
-             buffers.rows, a_.out_type});
+    kernel_({values_.data(), words, ld_words, high, high_k, buffers.scales + i, buffers.zeros + i, role_,
+             static_cast<int>(count), buffers.rows, a_.out_type});
     for (int64_t j = 0; j < 8; ++j) {
       const int64_t k = a_.perm == nullptr ? 8 * r + j : a_.perm[8 * r + j];
       char* to = static_cast<char*>(a_.out) + (k * w_.N + n + i) * size_;
