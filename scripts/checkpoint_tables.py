@@ -1,6 +1,6 @@
 """Writes the tables of docs/formats/checkpoints.md, which list what each reader of checkpoints reads and refuses.
 
-    python scripts/checkpoint_tables.py --write
+python scripts/checkpoint_tables.py --write
 """
 
 import sys
@@ -19,13 +19,13 @@ def tables() -> str:
     parts = []
     for fmt in convert.FORMATS:
         parts.append(f"### {fmt.title}\n\nThe reader takes {' or '.join(fmt.containers)}.\n")
-        parts.append(table(("read", "weight format"), fmt.variants))
+        parts.append(_table(("read", "weight format"), fmt.variants))
         if fmt.refused:
-            parts.append(table(("refused", "because"), fmt.refused))
+            parts.append(_table(("refused", "because"), fmt.refused))
     return "\n".join(parts)
 
 
-def table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
+def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(["| {} | {} |".format(*row) for row in (head, ("---", "---"), *rows)]) + "\n"
 
 
