@@ -47,13 +47,13 @@ def quantize_weight(
     """Quantizes the weight of a Linear layer to 4, 5, 6 or 8 bit, on the weight's device.
 
     "rtn" takes the scale from the extreme values of a group. With amax for the largest magnitude in the group, the
-    scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128
-    (GPTQ's and compressed-tensors' convention). It is the range over the largest code, such as 15 or 255, for formats
-    with biases and with zero points; with zero points, the range always includes 0. It is amax/6 for E2M1, amax/448 for
-    E4M3 and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6); for mxfp4 and mxfp8 see
-    `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every group it tries other
-    scales and zero points, and keeps those that lower the squared error of the group. Its error is therefore never
-    larger than that of "rtn".
+    scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128 (GPTQ's
+    and compressed-tensors' convention). It is the range over the largest code, such as 15 or 255, for formats with
+    biases and with zero points; with zero points, the range always includes 0. It is amax/6 for E2M1, amax/448 for E4M3
+    and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6); for mxfp4 and mxfp8 see `mx_rounding`.
+    If the scale of a group rounds to 0 and other groups have larger scales, the weights of the group become 0. "mse"
+    starts from the scales of "rtn". For every group it tries other scales and zero points, and keeps those that lower
+    the squared error of the group. Its error is therefore never larger than that of "rtn".
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
@@ -128,9 +128,9 @@ def quantize_weight(
             scales[groups, n] = scale.view(len(chunk), -1).T
             if zeros is not None and zero is not None:
                 zeros[groups, n] = zero.view(len(chunk), -1).T.to(zeros.dtype)
-        b_packed[:, n], high = pack_planes(codes.T, fmt.code_bits)
-        if b_high is not None and high is not None:
-            b_high[:, n] = high
+        b_packed[:, n], upper = pack_planes(codes.T, fmt.code_bits)
+        if b_high is not None and upper is not None:
+            b_high[:, n] = upper
     if not fmt.has_coded_scales:
         _check_range("scale", scales)
         bias = zeros if fmt.zeros_role == "bias" else None

@@ -1,8 +1,6 @@
 // Joins the two planes of codes of 5 or 6 bits to bytes. Included after the ISA pragma.
 #pragma once
 
-#include <bit>
-
 #include "csrc/cpu/kernels/kernel_table.h"
 
 namespace marlin::cpu {
@@ -19,23 +17,18 @@ struct HighWords {
   // `k` is the block's first, counted from that of the plane.
   [[gnu::always_inline]] HighWords(const HighPlane& plane, int k, int column) {
     const uint32_t shift = high_shift(plane.bits, static_cast<uint32_t>(k) / kBlockK);
-    first = std::bit_cast<Lanes>(V::load_words(plane.row(k) + column)) >> shift;
+    first = __builtin_bit_cast(Lanes, V::load_words(plane.row(k) + column)) >> shift;
     second = first << (8 - plane.bits);
     mask = Lanes{} + ((1U << plane.bits) - 1) * 0x00100010U;
   }
-  // Returns bytes whose upper bits are those of k = 0, 2, 4, 6, or with `odd` of k = 1, 3, 5, 7. `nibbles` are the
-  // lower bits as bytes.
-  template <int odd>
-  [[gnu::always_inline]] typename V::I join(typename V::I nibbles) const {
-    constexpr int kShift = odd ? 0 : 4;
-    const Lanes upper = ((first << kShift) & mask) | ((second << kShift) & (mask << 8));
-    return std::bit_cast<typename V::I>(std::bit_cast<Lanes>(nibbles) | upper);
-  }
-  // The same for a word of the first plane.
+  // Returns bytes: those of a word's even k, or with `odd` those of its odd k. std::bit_cast would return a vector from
+  // a function that is compiled for the baseline, whose calls pass it in another way.
   template <int odd>
   [[gnu::always_inline]] typename V::I bytes(typename V::I word) const {
-    const Lanes nibbles = (std::bit_cast<Lanes>(word) >> (4 * odd)) & 0x0F0F0F0FU;
-    return join<odd>(std::bit_cast<typename V::I>(nibbles));
+    constexpr int kShift = odd ? 0 : 4;
+    const Lanes nibbles = (__builtin_bit_cast(Lanes, word) >> (4 * odd)) & 0x0F0F0F0FU;
+    const Lanes upper = ((first << kShift) & mask) | ((second << kShift) & (mask << 8));
+    return __builtin_bit_cast(typename V::I, nibbles | upper);
   }
 };
 
