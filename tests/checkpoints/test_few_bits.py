@@ -1,4 +1,4 @@
-"""Codes of 1 to 3 bits become codes of 4 bits, and those of 5 to 7 bits become codes of 8 bits."""
+"""Codes of 1 to 3 bits become codes of 4 bits, those of 7 bits become codes of 8 bits, and 5 and 6 bits stay."""
 
 from pathlib import Path
 
@@ -68,7 +68,8 @@ def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options
 
 def wider(bits: int, sym: bool) -> str:
     """Returns the weight format that holds integers of these bits."""
-    return f"uint{4 if bits <= 4 else 8}{('b8' if bits <= 4 else 'b128') if sym else ''}"
+    width = next(width for width in (4, 5, 6, 8) if width >= bits)
+    return f"uint{width}b{1 << width - 1}" if sym else f"uint{width}"
 
 
 @pytest.mark.filterwarnings("ignore:.*raw zero points of")
@@ -178,4 +179,4 @@ def test_mlx_in_pieces(tmp_path, rng, monkeypatch, bits) -> None:
     config = {"quantization": {"group_size": 32, "bits": bits, "mode": "affine"}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     exact = codes.T.astype(np.float64) * scales.repeat(32, 1) + biases.repeat(32, 1)
-    assert_equal(tmp_path, exact.astype(np.float32), f"uint{4 if bits <= 4 else 8}_bias")
+    assert_equal(tmp_path, exact.astype(np.float32), f"{wider(bits, False)}_bias")
