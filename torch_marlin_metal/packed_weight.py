@@ -138,9 +138,9 @@ class PackedWeight:
         return replace(self, **moved)
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
-        """Returns a weight of some columns, in the given order, in contiguous tensors."""
+        """Returns a weight of some columns, in the given order, in contiguous tensors of their own."""
         cut: dict[str, Any] = {
-            name: tensor.detach()[..., which].contiguous()
+            name: _own(tensor.detach()[..., which])
             for name, tensor in self.tensors().items()
             if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
         }
@@ -245,6 +245,12 @@ class PackedWeight:
         if self.bias is not None:
             _require("bias", self.bias, FLOAT_DTYPES, (N,))
         return self
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that keeps no larger one in memory."""
+    held = tensor.contiguous()
+    return held.clone() if held.nbytes < held.untyped_storage().nbytes() else held
 
 
 def same_kind(one: PackedWeight, other: PackedWeight) -> bool:

@@ -28,7 +28,7 @@ def linear(name: str, N: int, K: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (N, K), f"{name}.bias": (N,)}
 
 
-def flux() -> dict[str, tuple[int, ...]]:
+def flux(singles: int = 1) -> dict[str, tuple[int, ...]]:
     """The names of Black Forest Labs."""
     shapes = linear("img_in", D, 64) | linear("txt_in", D, D) | linear("final_layer.linear", 64, D)
     shapes |= linear("final_layer.adaLN_modulation.1", 2 * D, D)
@@ -37,12 +37,14 @@ def flux() -> dict[str, tuple[int, ...]]:
     for side in ("img", "txt"):
         block = f"double_blocks.0.{side}"
         shapes |= linear(f"{block}_mod.lin", 6 * D, D) | linear(f"{block}_attn.qkv", 3 * D, D)
-        shapes |= linear(f"{block}_attn.proj", D, D) | linear(f"{block}_mlp.0", 4 * D, D) | linear(f"{block}_mlp.2", D, 4 * D)
+        shapes |= linear(f"{block}_attn.proj", D, D)
+        shapes |= linear(f"{block}_mlp.0", 4 * D, D) | linear(f"{block}_mlp.2", D, 4 * D)
         shapes |= {f"{block}_attn.norm.{which}_norm.scale": (D // 2,) for which in ("query", "key")}
-    block = "single_blocks.0"
-    shapes |= linear(f"{block}.modulation.lin", 3 * D, D) | linear(f"{block}.linear1", 7 * D, D)
-    shapes |= linear(f"{block}.linear2", D, 5 * D)
-    return shapes | {f"{block}.norm.{which}_norm.scale": (D // 2,) for which in ("query", "key")}
+    for block in (f"single_blocks.{i}" for i in range(singles)):
+        shapes |= linear(f"{block}.modulation.lin", 3 * D, D) | linear(f"{block}.linear1", 7 * D, D)
+        shapes |= linear(f"{block}.linear2", D, 5 * D)
+        shapes |= {f"{block}.norm.{which}_norm.scale": (D // 2,) for which in ("query", "key")}
+    return shapes
 
 
 def sd3() -> dict[str, tuple[int, ...]]:

@@ -53,6 +53,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._saved: nn.Module | None = None
         self._dtype: torch.dtype | None = None
+        self._op = OP
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses devices that have no kernels, and fuse="layers", which only models of transformers support."""
@@ -96,7 +97,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 excluded = self._open_file(model, state, wide)
             assert self._reader is not None
             door = Door(
-                op=OP,
+                op=self._op,
                 find=lambda name: name,
                 ties=shared_weights(model),
                 exclude=excluded,
@@ -109,7 +110,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self._loader = Loader(model, self._reader, door, logger.warning)
             if prefix := self._loader.plan.prefix:
                 raise ModelMismatchError(
-                    f"{OP}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} lacks; "
+                    f"{self._op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} lacks; "
                     "load_quantized removes it"
                 )
             self._loader.place()
@@ -118,7 +119,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         def stays(name: str) -> str:
             return "diffusers keeps this part in float32" if wide & set(name.split(".")) else ""
 
-        chosen = choose_layers(OP, model, self.quantization_config, stays)
+        chosen = choose_layers(self._op, model, self.quantization_config, stays)
         self._chosen = {f"{name}.weight" for name in chosen}
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -128,7 +129,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Finds out whether a single file is packed. Other files are quantized while they are loaded."""
-        self.pre_quantized = has_stand_ins(state_dict)
+        self.pre_quantized, self._op = has_stand_ins(state_dict), "from_single_file"
         return state_dict
 
     def _open_file(self, model: Any, state: dict[str, Any], wide: set[str]) -> Callable[..., bool]:
@@ -139,7 +140,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 parameter.data = parameter.data.to(dtype)
         self._reader = reader = ConvertedReader.of(state)
         chosen = self.quantization_config.modules_to_not_convert
-        check_patterns(OP, reader.names(), modules_to_not_convert=chosen)
+        check_patterns(self._op, reader.names(), modules_to_not_convert=chosen)
         state.clear()
         state.update({name: read() for name, read, _ in reader.others()})
         return lambda name, *module: selects(chosen, name) or bool(wide & set(name.split(".")))
@@ -147,7 +148,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
         """Refuses a directory that lacks a weight that was to be quantized."""
         if lost := sorted(self._chosen.intersection(missing_keys)):
-            raise CheckpointError(f"{OP}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
+            raise CheckpointError(f"{self._op}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
         return missing_keys
 
     def check_if_quantized_param(
@@ -169,7 +170,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Quantizes a weight."""
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        packed = quantized(OP, name, param_value, self.quantization_config)
+        packed = quantized(self._op, name, param_value, self.quantization_config)
         # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
