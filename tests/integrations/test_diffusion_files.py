@@ -214,7 +214,7 @@ def test_a_conversion_of_columns_is_refused_or_left_to_diffusers(tmp_path, monke
     monkeypatch.setitem(known, "checkpoint_mapping_fn", in_columns)
     with pytest.raises(RowError, match=r"aten.flip.default of packed weights \[64, 256\]: expected a choice of rows"):
         by_single_file(family, file)
-    with pytest.raises(ModelMismatchError, match="expected names and shapes of a LTXVideo.*fails with RowError"):
+    with pytest.raises(ModelMismatchError, match=r"expected names and shapes of a LTXVideo.*fails with RowError"):
         load_quantized(family.model(), file.path, progress=False)
     diffusers.utils.logging.enable_propagation()
     try:
@@ -227,7 +227,7 @@ def test_a_conversion_of_columns_is_refused_or_left_to_diffusers(tmp_path, monke
 
 def test_a_file_of_another_class_and_a_damaged_one_are_named(tmp_path) -> None:
     _, file = write(tmp_path, "ltx", "comfy")
-    with pytest.raises(ModelMismatchError, match="expected names and shapes of a SD3Transformer2DModel: diffusers' "):
+    with pytest.raises(ModelMismatchError, match=r"expected names and shapes of a SD3Transformer2DModel: diffusers' "):
         load_quantized(FAMILIES["sd3"].model(), file.path, progress=False)
     file.path.write_bytes(file.path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):

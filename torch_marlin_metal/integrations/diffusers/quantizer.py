@@ -110,8 +110,8 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self._loader = Loader(model, self._reader, door, logger.warning)
             if prefix := self._loader.plan.prefix:
                 raise ModelMismatchError(
-                    f"{self._op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} lacks; "
-                    "load_quantized removes it"
+                    f"{self._op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} "
+                    "lacks; load_quantized removes it"
                 )
             self._loader.place()
             return
