@@ -10,8 +10,6 @@ from torch._subclasses import FakeTensor
 
 from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_sizes, is_group_size, weight_format
 
-_gemm = torch.ops.torch_marlin_metal.gemm.default
-
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # The largest scale and the range of E8M0 codes for which the error bound of the operators holds.
@@ -107,14 +105,18 @@ class PackedWeight:
         return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
-        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
-        return out
+        """Returns the weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
-    def __call__(self, a: Tensor) -> Tensor:
-        """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
-        tensors, named = operator_arguments(vars(self), self.weight_format, self.group_size, self.bias)
-        out: Tensor = _gemm(a, *tensors, **named)
+        The weight is computed in fp32 and rounded once. If several values of `perm` are the same index, the result has
+        one of their rows; which one is unspecified.
+
+        Args:
+            dtype: float16, bfloat16 or float32.
+
+        Raises:
+            ValueError: a tensor of the weight has the wrong dtype, shape or device.
+        """
+        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
         return out
 
     def __repr__(self) -> str:

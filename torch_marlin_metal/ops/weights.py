@@ -14,29 +14,10 @@ from torch_marlin_metal.repack import ZerosRule
 _ops = torch.ops.torch_marlin_metal
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Returns a weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
-
-    The weight is computed in fp32 and rounded once.
-
-    Args:
-        weight: `[K, N]`. If several values of its `perm` are the same index, the result has one of their rows; which
-            one is unspecified.
-        dtype: float16, bfloat16 or float32.
-
-    Raises:
-        TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument has the wrong dtype, shape, device or value.
-    """
-    tensors, named = weight_arguments("dequantize", weight)
-    result: Tensor = _ops.dequantize(*tensors, dtype=dtype, **named)
-    return result
-
-
 def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
     """Looks up vectors of a packed embedding table: vector i is column i of the weight `[K, N]`.
 
-    Decodes only the vectors of the given ids. They have the same bits as in the result of `dequantize`. No tensor has a
+    Decodes only the vectors of the given ids. They have the same bits as in `weight.dequantize()`. No tensor has a
     gradient.
 
     Args:
