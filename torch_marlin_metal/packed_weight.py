@@ -38,10 +38,7 @@ class PackedWeight:
     """A weight of shape `[K, N]` with codes of 4 or 8 bits.
 
     The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
-    has the tensors:
-
-        weight = PackedWeight(b_packed, scales, "uint4b8", group_size=128)
-        y = torch_marlin_metal.gemm(a, weight)  # a @ weight.dequantize()
+    has the tensors.
 
     The weights of E experts, for `moe_gemm`, are a `PackedWeight` whose tensors have a leading dimension E. All experts
     share `lut`.
@@ -65,6 +62,14 @@ class PackedWeight:
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
         source: the name of the checkpoint format that the weight came from, for reports.
+
+    Example:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
+        >>> weight
+        PackedWeight(K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)
+        >>> made = tmm.PackedWeight(weight.b_packed, weight.scales, "uint4", 32, zeros=weight.zeros)
+        >>> torch.equal(made.dequantize(), weight.dequantize())
+        True
     """
 
     b_packed: Tensor

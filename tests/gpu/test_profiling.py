@@ -136,8 +136,8 @@ def test_selection_guide_claims_no_row_that_was_not_planned():
 
 def test_without_a_mac():
     program = (
-        "from torch_marlin_metal import plan, profiling\n"
-        "for call in (profiling.AppleSiliconGPU.current, profiling.trace().__enter__, lambda: plan(1, 8, 8)):\n"
+        "from torch_marlin_metal import profiling\n"
+        "for call in (profiling.AppleSiliconGPU.current, profiling.trace().__enter__, lambda: profiling.plan(1, 8, 8)):\n"
         "    try: call()\n"
         "    except (RuntimeError, ValueError) as error: print(type(error).__name__, error)\n"
     )
