@@ -139,7 +139,7 @@ def cpu_capability() -> CpuCapability:
     Raises:
         RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names an instruction set that is unknown or absent on this machine.
 
-    Example:
+    Examples:
         >>> isinstance(tmm.cpu_capability().isa, str)  # "avx512", for example
         True
     """

@@ -66,7 +66,7 @@ class PackedWeight:
         name: the layer's name in the model, without ".weight".
         source: the name of the checkpoint format that the weight came from, for reports.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
         >>> weight
         PackedWeight(K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)

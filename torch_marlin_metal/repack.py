@@ -226,7 +226,7 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
         ValueError: `g_idx` is not int32 or int64 or has the wrong rank, a group is out of range, or a group has the
             wrong size.
 
-    Example:
+    Examples:
         >>> tmm.ops.gptq_perm(torch.tensor([0, 1, 0, 1]), group_size=2)
         tensor([0, 2, 1, 3], dtype=torch.int32)
     """

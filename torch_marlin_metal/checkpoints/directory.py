@@ -184,7 +184,7 @@ class DirectoryReader(CheckpointReader):
 def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
     """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "opened", "gptq")
         >>> tmm.convert.open_reader("opened").names()
@@ -220,7 +220,7 @@ def read_layers(
         UnsupportedFormat: the format or a layer is not supported. This is a subclass of `CheckpointError`.
         ValueError: an option has an unknown value.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "read", "gptq")
         >>> for layer in tmm.convert.read_layers("read"):

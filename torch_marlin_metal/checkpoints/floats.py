@@ -52,7 +52,7 @@ class FloatReader(CheckpointReader):
             some layers of a mixture's experts are chosen.
         CheckpointError: the checkpoint is damaged, is quantized already, or has no layer to quantize.
 
-    Example:
+    Examples:
         >>> import pathlib
         >>> from safetensors.torch import save_file
         >>> pathlib.Path("floats").mkdir()

@@ -30,7 +30,7 @@ class DenseWeight:
         reason: why the layer is not a `PackedWeight`.
         kind: what layers with the same reason have in common, such as "Q6_K".
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "dense", "gptq")
         >>> [isinstance(layer, tmm.convert.DenseWeight) for layer in tmm.convert.read_layers("dense")]
@@ -61,7 +61,7 @@ class CheckpointReader(ABC):
         tensors: the tensors of a single file by name, or nothing.
         calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "reader", "gptq")
         >>> reader = tmm.convert.open_reader("reader")

@@ -86,7 +86,7 @@ def write_checkpoint(
         CheckpointError: the source is damaged or has changed, or a file cannot be written. Complete shards are kept
             for a later run unless the source has changed.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "gptq", "gptq")
         >>> tmm.convert.write_checkpoint(tmm.convert.open_reader("gptq"), "native").name
@@ -143,7 +143,7 @@ def export_checkpoint(
         UnsupportedFormat: the target cannot hold a layer without loss; nothing is left behind.
         CheckpointError: a file cannot be written; nothing is left behind.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "for-others", "gptq")
         >>> [layer.name for layer in tmm.convert.read_layers("for-others")]

@@ -74,7 +74,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.
         ExtensionError: the compiled extension cannot be used.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128)).eval()

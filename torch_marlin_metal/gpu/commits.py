@@ -8,7 +8,7 @@ from torch_marlin_metal.extension import native
 def commit_interval() -> float:
     """Returns the predicted GPU time between two commits in seconds; 0 means that the operators never commit.
 
-    Example:
+    Examples:
         >>> tmm.tuning.commit_interval() > 0
         True
     """
@@ -30,7 +30,7 @@ def set_commit_interval(seconds: float) -> None:
     Raises:
         ValueError: `seconds` is negative or not finite.
 
-    Example:
+    Examples:
         >>> before = tmm.tuning.commit_interval()
         >>> tmm.tuning.set_commit_interval(2e-3)
         >>> tmm.tuning.commit_interval()

@@ -31,7 +31,7 @@ class AppleSiliconGPU(RichText):
         figures: all other figures by name; `csrc/planner/chips.h` defines each. The rates of tensor units are left out
             if the GPU has none.
 
-    Example:
+    Examples:
         >>> tmm.profiling.AppleSiliconGPU.from_name("M4 Max").cores
         40
     """

@@ -171,7 +171,7 @@ def plan(
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
 
-    Example:
+    Examples:
         >>> tmm.profiling.plan(1, 4096, 4096, gpu="M1 Max").chosen.variant
         'gemv'
     """

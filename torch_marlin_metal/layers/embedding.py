@@ -30,7 +30,7 @@ class MarlinEmbedding(MarlinLinear):
         **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear` but
             `bias`.
 
-    Example:
+    Examples:
         >>> table = tmm.MarlinEmbedding.from_embedding(nn.Embedding(100, 64), "uint4", group_size=32)
         >>> table(torch.tensor([[1, 5]])).shape
         torch.Size([1, 2, 64])

@@ -40,7 +40,7 @@ class ExpertWeights(PackedLayer):
         bias: whether the layer has a bias, `[E, N]`.
         **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear`.
 
-    Example:
+    Examples:
         >>> weights = [tmm.quantize_weight(torch.randn(96, 64), "uint4b8", 32) for _ in range(4)]
         >>> tmm.layers.ExpertWeights.from_packed([[weight] for weight in weights]).b_packed.shape
         torch.Size([4, 8, 96])
@@ -271,7 +271,7 @@ class MarlinExperts(nn.Module):
             becomes a part of this one. If it is a method of a module, that module must be elsewhere in the model.
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
 
-    Example:
+    Examples:
         >>> from torch_marlin_metal.layers.experts import silu_gate
         >>> def pack(rows, columns):
         ...     return tmm.quantize_weight(torch.randn(rows, columns), "uint4b8", 32)

@@ -121,7 +121,7 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         groups: names of sibling modules that share their input. If siblings have different inputs (cross-attention),
             the results are still right, but each is computed more than once.
 
-    Example:
+    Examples:
         >>> model = nn.Module()
         >>> for name in ("q_proj", "k_proj", "v_proj"):
         ...     model.add_module(name, tmm.MarlinLinear.from_linear(nn.Linear(64, 32)))

@@ -43,7 +43,7 @@ class MarlinLinear(PackedLayer):
         device: device of the tensors.
         dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
 
-    Example:
+    Examples:
         >>> layer = tmm.MarlinLinear.from_linear(nn.Linear(256, 64), "nvfp4", method="mse")
         >>> layer(torch.randn(3, 256)).shape
         torch.Size([3, 64])

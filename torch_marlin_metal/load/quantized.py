@@ -81,7 +81,7 @@ def load_quantized(
         ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
             tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
         >>> _ = tmm.convert.export_checkpoint([weight], "checkpoint", "compressed-tensors")
         >>> model = nn.Module()

@@ -119,7 +119,7 @@ def quantize_model(
         UserWarning: less than half of the bytes in the report will be quantized; the message names the largest layers
             and matrices that will not. If warnings are errors, the model stays unchanged.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
         >>> report = tmm.quantize_model(model, "uint4", group_size=64, exclude="2", progress=False)
         >>> model[0]
@@ -238,7 +238,7 @@ def replace_linear_layers(
     Raises:
         ValueError: an argument is wrong.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512))  # stands for a model that another package loaded
         >>> report = tmm.convert.replace_linear_layers(model)
         >>> len(report.converted)

@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
 
-    Example:
+    Examples:
         >>> tmm.ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
@@ -71,7 +71,7 @@ def add_rms_norm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
 
-    Example:
+    Examples:
         >>> y, total = tmm.ops.add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
         >>> y, total
         (tensor([[1., 1.]]), tensor([[2., 2.]]))
@@ -105,7 +105,7 @@ def rotary(
     Raises:
         ValueError: an argument has the wrong dtype, shape or device, or `cos` or `sin` requires grad.
 
-    Example:
+    Examples:
         >>> q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 1, 5, 16)  # [B, heads, S, D]
         >>> angles = torch.arange(5)[:, None] / 10000 ** (torch.arange(0, 16, 2) / 16)
         >>> cos, sin = (f(angles.repeat(1, 2))[None] for f in (torch.cos, torch.sin))
@@ -144,7 +144,7 @@ def gated_activation(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
 
-    Example:
+    Examples:
         >>> gate, up = torch.randn(2, 5, 128).chunk(2, -1)
         >>> torch.allclose(tmm.ops.gated_activation(gate, up), nn.functional.silu(gate) * up, atol=1e-6)
         True
@@ -171,7 +171,7 @@ def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, start: Tenso
         ValueError: an argument has the wrong dtype, shape, strides or device, requires grad, or, on the CPU, `start`
             has the wrong value.
 
-    Example:
+    Examples:
         >>> keys, values = torch.zeros(2, 1, 32, 16), torch.zeros(2, 1, 32, 16)  # a static cache of 32 tokens
         >>> k, v = torch.randn(2, 1, 5, 16), torch.randn(2, 1, 5, 16)
         >>> tmm.ops.write_cache(keys, values, k, v, torch.tensor(7))

@@ -24,7 +24,7 @@ class MLSTMState(NamedTuple):
         n: scaled normaliser `[B, H, DK]`.
         m: stabiliser `[B, H]`, the logarithm of the scale.
 
-    Example:
+    Examples:
         >>> state = tmm.xlstm.MLSTMState(torch.zeros(1, 2, 32, 48), torch.zeros(1, 2, 32), torch.zeros(1, 2))
         >>> state.C.shape
         torch.Size([1, 2, 32, 48])
@@ -79,7 +79,7 @@ def mlstm(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 2, 100, D) for D in (32, 32, 48))  # [B, H, S, D]
         >>> i, f = torch.randn(1, 2, 100), 3 + torch.randn(1, 2, 100)
         >>> h, state = tmm.xlstm.mlstm(q, k, v, i, f)
@@ -111,7 +111,7 @@ def mlstm_step(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
 
-    Example:
+    Examples:
         >>> state = tmm.xlstm.MLSTMState(torch.zeros(1, 2, 32, 48), torch.zeros(1, 2, 32), torch.zeros(1, 2))
         >>> q, k, v = (torch.randn(1, 2, D) for D in (32, 32, 48))  # one token: [B, H, D]
         >>> h, state = tmm.xlstm.mlstm_step(q, k, v, torch.randn(1, 2), torch.randn(1, 2), state)
@@ -151,7 +151,7 @@ def mlstm_states(
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of
             `chunk_size * save_states_every` (`mlstm` takes any length).
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 2, 128, D) for D in (32, 32, 48))  # [B, H, S, D]
         >>> i, f = torch.randn(1, 2, 128), 3 + torch.randn(1, 2, 128)
         >>> tmm.xlstm.mlstm_states(k, v, i, f, chunk_size=64).C.shape
@@ -195,7 +195,7 @@ def mlstm_output(
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of `chunk_size`
             (`mlstm` takes any length).
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 2, 128, D) for D in (32, 32, 48))  # [B, H, S, D]
         >>> i, f = torch.randn(1, 2, 128), 3 + torch.randn(1, 2, 128)
         >>> states = tmm.xlstm.mlstm_states(k, v, i, f, chunk_size=64)

@@ -33,7 +33,7 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
 
-    Example:
+    Examples:
         >>> weight = tmm.quantize_weight(torch.randn(100, 64), "uint4", group_size=32)
         >>> tmm.embedding(torch.tensor([[1, 5]]), weight).shape
         torch.Size([1, 2, 64])
@@ -59,7 +59,7 @@ def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None, code_bits: int =
     Raises:
         ValueError: an argument has the wrong dtype or shape.
 
-    Example:
+    Examples:
         >>> qweight = torch.zeros(8, 24, dtype=torch.int32)  # [K/8, N]
         >>> perm = tmm.ops.gptq_perm(torch.arange(64) % 2, group_size=32)
         >>> tmm.ops.gptq_repack(qweight, perm=perm).shape
@@ -91,7 +91,7 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
     Raises:
         ValueError: an argument has the wrong dtype, shape or value.
 
-    Example:
+    Examples:
         >>> qzeros = torch.full((1, 1), 0x77777777, dtype=torch.int32)  # version 1 stores each zero point minus one
         >>> tmm.ops.gptq_unpack_zeros(qzeros, checkpoint_version=1)
         tensor([[8, 8, 8, 8, 8, 8, 8, 8]], dtype=torch.uint8)
@@ -113,7 +113,7 @@ def awq_repack(qweight: Tensor) -> Tensor:
     Raises:
         ValueError: `qweight` has the wrong dtype or shape, or K is not a multiple of 8.
 
-    Example:
+    Examples:
         >>> qweight = torch.zeros(64, 3, dtype=torch.int32)  # [K, N/8]
         >>> tmm.ops.awq_repack(qweight).shape
         torch.Size([8, 24])
@@ -137,7 +137,7 @@ def transpose_words(words: Tensor) -> Tensor:
     Raises:
         ValueError: wrong dtype or shape.
 
-    Example:
+    Examples:
         >>> tmm.ops.transpose_words(torch.zeros(24, 3, dtype=torch.int32)).shape  # [N, K/8]
         torch.Size([3, 24])
     """
@@ -157,7 +157,7 @@ def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
     Raises:
         ValueError: wrong dtype or shape.
 
-    Example:
+    Examples:
         >>> tmm.ops.awq_unpack_zeros(torch.zeros(2, 3, dtype=torch.int32)).shape
         torch.Size([2, 24])
     """

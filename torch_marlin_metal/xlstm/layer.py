@@ -31,7 +31,7 @@ class MLSTMCell(nn.Module):
         chunk_size: as in `mlstm`.
         eps: added to the denominator.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 2, 100, D) for D in (32, 32, 48))  # [B, H, S, D]
         >>> h, (C, n, m) = tmm.xlstm.MLSTMCell()(
         ...     q, k, v, torch.randn(1, 2, 100), torch.randn(1, 2, 100), return_last_states=True
@@ -133,7 +133,7 @@ class MLSTMLayer(nn.Module):
     Raises:
         ValueError: the heads do not divide the sizes.
 
-    Example:
+    Examples:
         >>> layer = tmm.xlstm.MLSTMLayer(256, num_heads=4)
         >>> y, state = layer(torch.randn(1, 37, 256))  # a prompt, by chunks
         >>> y, state = layer(torch.randn(1, 1, 256), state)  # a token, by a step

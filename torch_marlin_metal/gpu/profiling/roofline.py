@@ -135,7 +135,7 @@ def roofline(
     Raises:
         ValueError: an argument is unknown or out of range.
 
-    Example:
+    Examples:
         >>> len(tmm.profiling.roofline("M1", [(1, 4096, 4096)]).points)
         1
     """

@@ -114,7 +114,7 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
     Raises:
         ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
 
-    Example:
+    Examples:
         >>> tmm.profiling.tile_table("M1").rows[0].variant
         'gemv'
     """
@@ -170,7 +170,7 @@ def occupancy(
     Raises:
         ValueError: an argument is unknown.
 
-    Example:
+    Examples:
         >>> tmm.profiling.occupancy("double_buffered", "M1")[64, 64, 32].threadgroups
         2
     """
@@ -226,7 +226,7 @@ def selection_guide(
     Raises:
         ValueError: an argument is unknown or out of range.
 
-    Example:
+    Examples:
         >>> tmm.profiling.selection_guide("M1", 4096, 4096, rows=(1, 512))[-1].variant
         'fused'
     """

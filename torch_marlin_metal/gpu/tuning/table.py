@@ -90,7 +90,7 @@ class TunedRange:
 class TuningTable:
     """The choices for one machine.
 
-    Example:
+    Examples:
         >>> import pathlib
         >>> from torch_marlin_metal.gpu.tuning.table import Machine
         >>> table = tmm.tuning.TuningTable(Machine("Apple M1", 8, "2.13.0", "0.1.0"), ())
@@ -111,7 +111,7 @@ class TuningTable:
 def table_path() -> Path:
     """Returns the path of the table: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder.
 
-    Example:
+    Examples:
         >>> tmm.tuning.table_path().name
         'tuned.json'
     """
@@ -125,7 +125,7 @@ def load(path: Path | None = None) -> list[TuningTable]:
     Raises:
         ValueError: the file is not a table of choices; the message names it.
 
-    Example:
+    Examples:
         >>> import pathlib
         >>> from torch_marlin_metal.gpu.tuning.table import Machine
         >>> table = tmm.tuning.TuningTable(Machine("Apple M1", 8, "2.13.0", "0.1.0"), ())
@@ -157,7 +157,7 @@ def save(table: TuningTable, path: Path | None = None) -> Path:
         ValueError: the file exists and is damaged; it is not changed.
         OSError: the file cannot be written; it is not changed.
 
-    Example:
+    Examples:
         >>> import pathlib
         >>> from torch_marlin_metal.gpu.tuning.table import Machine
         >>> table = tmm.tuning.TuningTable(Machine("Apple M1", 8, "2.13.0", "0.1.0"), ())
@@ -199,7 +199,7 @@ def use(table: TuningTable | None) -> None:
     Raises:
         ValueError: the table belongs to another machine, or names an unknown variant.
 
-    Example:
+    Examples:
         >>> tmm.tuning.use(None)  # back to the planner's own choices
     """
     if table is not None and table.machine != Machine.current():
@@ -212,7 +212,7 @@ def use_saved(path: Path | None = None) -> bool:
 
     If the file is damaged or cannot be read, this function only warns, and the planner chooses.
 
-    Example:
+    Examples:
         >>> import pathlib
         >>> tmm.tuning.use_saved(pathlib.Path("nothing-was-saved.json"))
         False
