@@ -10,8 +10,6 @@ from torch._subclasses import FakeTensor
 
 from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_sizes, is_group_size, weight_format
 
-_gemm = torch.ops.torch_marlin_metal.gemm.default
-
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # The largest scale and the range of E8M0 codes for which the error bound of the operators holds.
@@ -40,10 +38,7 @@ class PackedWeight:
     """A weight of shape `[K, N]` with codes of 4, 5, 6 or 8 bits.
 
     The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
-    has the tensors:
-
-        weight = PackedWeight(b_packed, scales, "uint4b8", group_size=128)
-        y = torch_marlin_metal.gemm(a, weight)  # a @ weight.dequantize()
+    has the tensors.
 
     The weights of E experts, for `moe_gemm`, are a `PackedWeight` whose tensors have a leading dimension E. All experts
     share `lut`.
@@ -70,6 +65,14 @@ class PackedWeight:
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
         source: the name of the checkpoint format that the weight came from, for reports.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
+        >>> weight
+        PackedWeight(K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)
+        >>> made = tmm.PackedWeight(weight.b_packed, weight.scales, "uint4", 32, zeros=weight.zeros)
+        >>> torch.equal(made.dequantize(), weight.dequantize())
+        True
     """
 
     b_packed: Tensor
@@ -111,14 +114,18 @@ class PackedWeight:
         return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
-        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
-        return out
+        """Returns the weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
-    def __call__(self, a: Tensor) -> Tensor:
-        """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
-        tensors, named = operator_arguments(vars(self), self.weight_format, self.group_size, self.bias)
-        out: Tensor = _gemm(a, *tensors, **named)
+        The weight is computed in fp32 and rounded once. If several values of `perm` are the same index, the result has
+        one of their rows; which one is unspecified.
+
+        Args:
+            dtype: float16, bfloat16 or float32.
+
+        Raises:
+            ValueError: a tensor of the weight has the wrong dtype, shape or device.
+        """
+        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
         return out
 
     def __repr__(self) -> str:

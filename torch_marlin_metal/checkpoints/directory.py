@@ -192,7 +192,14 @@ class DirectoryReader(CheckpointReader):
 
 
 def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
-    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors."""
+    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "opened", "gptq")
+        >>> tmm.convert.open_reader("opened").names()
+        ['up']
+    """
     given, place = ReadOptions.of(options, fields), Path(path)
     if not place.exists():
         raise CheckpointError(f"{place}: does not exist")
@@ -222,5 +229,12 @@ def read_layers(
         CheckpointError: the checkpoint is damaged or contradicts itself.
         UnsupportedFormat: the format or a layer is not supported. This is a subclass of `CheckpointError`.
         ValueError: an option has an unknown value.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "read", "gptq")
+        >>> for layer in tmm.convert.read_layers("read"):
+        ...     print(layer)
+        PackedWeight('up', K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)
     """
     yield from open_reader(path, options, **fields)

@@ -120,6 +120,13 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         model: changed in place.
         groups: names of sibling modules that share their input. If siblings have different inputs (cross-attention),
             the results are still right, but each is computed more than once.
+
+    Examples:
+        >>> model = nn.Module()
+        >>> for name in ("q_proj", "k_proj", "v_proj"):
+        ...     model.add_module(name, tmm.MarlinLinear.from_linear(nn.Linear(64, 32)))
+        >>> len(tmm.fuse_projections(model).fused)
+        1
     """
     report, ready = FusedReport([], []), []
     for prefix, parent in model.named_modules():

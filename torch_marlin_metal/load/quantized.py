@@ -82,6 +82,15 @@ def load_quantized(
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
         ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
             tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "checkpoint", "compressed-tensors")
+        >>> model = nn.Module()
+        >>> model.up = nn.Linear(64, 24, bias=False, device="meta")
+        >>> report = tmm.load_quantized(model, "checkpoint", device="cpu")
+        >>> model.up
+        MarlinLinear(in_features=64, out_features=24, bias=False, weight_format=uint4, group_size=32, scales=float16)
     """
     given = options or ReadOptions(gguf_names="hf")
     reader = open_converted(model, path, given, **fields) if rename is None else None

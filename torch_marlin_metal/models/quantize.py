@@ -118,6 +118,12 @@ def quantize_model(
     Warns:
         UserWarning: less than half of the bytes in the report will be quantized; the message names the largest layers
             and matrices that will not. If warnings are errors, the model stays unchanged.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        >>> report = tmm.quantize_model(model, "uint4", group_size=64, exclude="2", progress=False)
+        >>> model[0]
+        MarlinLinear(in_features=256, out_features=512, bias=True, weight_format=uint4, group_size=64, scales=float16)
     """
     find_format(weight_format)
     tables = token_tables(model) if embeddings else set()
@@ -231,6 +237,12 @@ def replace_linear_layers(
 
     Raises:
         ValueError: an argument is wrong.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512))  # stands for a model that another package loaded
+        >>> report = tmm.convert.replace_linear_layers(model)
+        >>> len(report.converted)
+        0
     """
     gptq_version = gptq_version if checkpoint_version is None else checkpoint_version
     gptq_zeros_rule = gptq_zeros_rule if rule is None else rule
