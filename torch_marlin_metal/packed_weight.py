@@ -1,6 +1,6 @@
 """`PackedWeight`: a weight of codes of 4 to 8 bits in the operators' layout. Readers yield it, layers take it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,9 +149,9 @@ class PackedWeight:
         return replace(self, **moved)
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
-        """Returns a weight of some columns, in the given order, in contiguous tensors."""
+        """Returns a weight of some columns, in the given order, in contiguous tensors of their own."""
         cut: dict[str, Any] = {
-            name: tensor.detach()[..., which].contiguous()
+            name: _own(tensor.detach()[..., which])
             for name, tensor in self.tensors().items()
             if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
         }
@@ -265,6 +265,44 @@ class PackedWeight:
         if self.bias is not None:
             _require("bias", self.bias, FLOAT_DTYPES, (N,))
         return self
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that keeps no larger one in memory."""
+    held = tensor.contiguous()
+    return held.clone() if held.nbytes < held.untyped_storage().nbytes() else held
+
+
+def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
+    """Returns whether two weights differ only in codes and scales, and in N."""
+    kinds = [
+        (weight.weight_format, weight.K, weight.group_size, {name: held.dtype for name, held in tensors.items()})
+        for weight in (one, other)
+        if (tensors := replace(weight, bias=None).tensors())
+    ]
+    tables = ((getattr(one, name), getattr(other, name)) for name in ("lut", "perm"))
+    return kinds[0] == kinds[1] and all(mine is None or torch.equal(mine, theirs) for mine, theirs in tables)
+
+
+def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Returns the weight whose columns are those of several weights, one after the other, without their biases.
+
+    Raises:
+        ValueError: the weights are of different kinds.
+    """
+    first = parts[0]
+    if other := next((part for part in parts if not same_kind(first, part)), None):
+        kinds = " and ".join(f"{part.source} {part!r}" for part in (first, other))
+        raise ValueError(f"expected weights of one kind, got {kinds}")
+    columns: dict[str, Any] = {"bias": None}
+    for name in COLUMN_TENSORS:
+        held = [getattr(part, name) for part in parts]
+        if name == "bias" or held[0] is None:
+            continue
+        if name == "global_scale":
+            held = [scale.expand(part.N) for scale, part in zip(held, parts, strict=True)]
+        columns[name] = torch.cat([tensor.detach() for tensor in held], dim=-1)
+    return replace(first, **columns)
 
 
 def operator_arguments(

@@ -153,7 +153,7 @@ def test_types_with_blocks_of_256_are_equal_bit_for_bit(tmp_path, type_name) -> 
 
 
 def test_the_page_says_the_sizes_of_types() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "formats" / "gguf.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "formats" / "checkpoints.md").read_text()
     for name, (weight_format, group_size, bits) in (SUPER | WIDE).items():
         count, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         assert f"| {name} | {8 * size / count:g} | {weight_format} | {group_size} | {bits:g} |\n" in page

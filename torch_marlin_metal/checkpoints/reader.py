@@ -108,6 +108,15 @@ class CheckpointReader(ABC):
         """Returns the size of a layer in the files."""
         return 0
 
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Returns N and K of a layer, from the headers if the format allows it."""
+        weight = self.convert(index)
+        return weight.N, weight.K
+
+    def weight_name(self, index: int) -> str:
+        """Returns the name of the weight of a layer that is one matrix of the file."""
+        return f"{self.layer_names[index]}.weight"
+
     def kind(self, index: int) -> Hashable:
         """Returns a key from the headers; layers with equal keys become tensors of equal shapes and dtypes."""
         return index
