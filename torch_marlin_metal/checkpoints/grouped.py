@@ -199,10 +199,15 @@ def repacked(
         perm: sorts the rows; see `PackedWeight.perm`.
     """
     rows = slice(None) if perm is None else perm.long()
-    pieces = torch.split(words, max(1, PIECE // K), dim=1)
-    codes = ((codes_of(piece, bits, K)[rows] + offset).t().to(torch.uint8) for piece in pieces)
-    low, high = zip(*(planes_of_codes(piece, width_of(bits)) for piece in codes), strict=True)
-    return torch.cat(low, dim=1), None if high[0] is None else torch.cat(high, dim=1)
+    N, step = words.shape[1], max(1, PIECE // K)
+    whole: list[Tensor] = []
+    for start in range(0, N, step):
+        codes = (codes_of(words[:, start : start + step], bits, K)[rows] + offset).t().to(torch.uint8)
+        pieces = [piece for piece in planes_of_codes(codes, width_of(bits)) if piece is not None]
+        whole = whole or [piece.new_empty(len(piece), N) for piece in pieces]
+        for held, piece in zip(whole, pieces, strict=True):
+            held[:, start : start + step] = piece
+    return whole[0], whole[1] if len(whole) > 1 else None
 
 
 def as_words(stored: Tensor) -> Tensor:
@@ -211,17 +216,23 @@ def as_words(stored: Tensor) -> Tensor:
 
 
 def planes_of_codes(codes: Tensor, width: int) -> Planes:
-    """Packs uint8 codes `[N, K]` of 4, 5, 6 or 8 bits into `b_packed` and, of 5 and 6 bits, `b_high`."""
+    """Packs uint8 codes `[N, K]` of 4, 5, 6 or 8 bits into `b_packed` and, of 5 and 6 bits, `b_high`.
+
+    Gives what `repack.pack_planes` gives, faster: it moves the upper bits of four codes at a time.
+    """
     if width in (4, 8):
         return words_of_codes(codes, width), None
-    places, bits = high_bit_places(width), width - 4
-    order = sorted(range(len(places)), key=places.__getitem__)  # their fields fill a word without gaps
-    upper = torch.nn.functional.pad(codes >> 4, (0, -codes.shape[1] % len(order)))
-    fields = upper.reshape(len(codes), -1, len(order))[..., order].reshape(len(codes), -1, 8 // bits)
-    stored = fields[..., 0].clone()
-    for field in range(1, 8 // bits):
-        stored |= fields[..., field] << field * bits
-    return words_of_codes(codes & 15), as_words(stored)
+    codes, places = codes.contiguous(), high_bit_places(width)
+    upper = torch.nn.functional.pad(codes >> 4, (0, -codes.shape[1] % len(places)))
+    fours = upper.view(torch.int32).reshape(len(codes), -1, len(places) // 4)
+    fields = fours.clone()
+    for j in (1, 2, 3):
+        fields |= fours >> 8 * j - places[j]
+    fields &= 255
+    high = fields[..., 0].clone()
+    for four in range(1, len(places) // 4):
+        high |= fields[..., four] << places[4 * four]
+    return words_of_codes(codes & 15), transposed(high)
 
 
 def words_of_codes(codes: Tensor, width: int = 4) -> Tensor:
