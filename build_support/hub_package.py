@@ -59,7 +59,6 @@ def cpp_sources(folder: Path) -> list[str]:
 
 
 def build_toml(folder: Path) -> str:
-    """Returns the text of `build.toml`."""
     common = [*cpp_sources(folder), *sorted(str(path.relative_to(folder)) for path in folder.glob("**/*.h"))]
     metal = [*common, *sorted(str(path.relative_to(folder)) for path in folder.glob("csrc/**/*.mm")), "kernels.cpp"]
     general = {"name": HUB_NAME, "version": 1, "edition": 5, "license": "Apache-2.0", "backends": ["cpu", "metal"]}

@@ -48,7 +48,6 @@ class Problem:
 
     @cached_property
     def traits(self) -> WeightFormat:
-        """Returns the format's row."""
         return WEIGHT_FORMATS[self.weight_format]
 
     @property
@@ -58,7 +57,6 @@ class Problem:
 
     @property
     def scales_type(self) -> str:
-        """Returns the dtype of the scales."""
         return "uint8" if self.traits.has_coded_scales else self.scales or self.activations
 
     @property
@@ -68,7 +66,6 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of an activation."""
         return ELEMENT_BYTES[self.activations]
 
     @cached_property
@@ -134,7 +131,6 @@ class ExpertsProblem:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens."""
         return self.product.M // self.top_k
 
     @property
@@ -195,7 +191,6 @@ class Tiling:
         return [(0, rows, M // rows), (M - M % rows, self.rest_rows, 1)]
 
     def __len__(self) -> int:
-        """Returns the number of tilings."""
         return 1 if np.ndim(self.splits) == 0 else len(self.splits)  # type: ignore[arg-type]
 
     def at(self, index: int) -> Tiling:

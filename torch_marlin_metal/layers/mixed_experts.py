@@ -30,12 +30,10 @@ class FloatExpertWeights(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the weights."""
         return self.weight.dtype
 
     @property
     def place(self) -> torch.device:
-        """Returns the device of the weights."""
         return self.weight.device
 
     def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
@@ -104,7 +102,6 @@ class JoinedExpertWeights(nn.Module):
 
     @property
     def place(self) -> torch.device:
-        """Returns the device of the weights."""
         return self.gate.place
 
     @property

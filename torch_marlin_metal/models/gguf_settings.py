@@ -154,7 +154,6 @@ def _of_llama_cpp(case: Case) -> Iterator[Difference]:
 
 
 def _head_of(case: Case, layer_type: str | None) -> int:
-    """Returns the size of a head in the layers of a type."""
     sliding = layer_type == "sliding_attention" and has_setting(case.config, "global_head_dim")
     if not sliding:
         return case.head
