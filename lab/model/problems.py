@@ -92,7 +92,7 @@ class ExpertsProblem:
         product: the product with one expert's weight; its M is the number of pairs.
         experts: number of experts.
         top_k: experts of each token.
-        rows_by_slot: whether the slots of a token have rows of their own, as the second product of a layer has.
+        rows_by_slot: whether the slots of a token have their own rows, as the second product of a layer has.
         reduce: whether the products of a token are added up.
         has_row_weights: whether each product is multiplied by a weight of its row.
         has_bias: whether a bias is added.
@@ -122,7 +122,7 @@ class ExpertsProblem:
             N: columns of an expert's weight.
             K: rows of an expert's weight.
             reduce: whether the products of a token are added up.
-            rows_by_slot: whether the slots of a token have rows of their own.
+            rows_by_slot: whether the slots of a token have their own rows.
             weight: further arguments of `Problem`; zero points have the dtype of the activations if none is given.
         """
         fields = {"zeros": weight.get("activations", "float16"), **weight}

@@ -1,4 +1,4 @@
-"""Weights of experts that cannot be one packed stack: in floats, or gate and up in stacks of their own."""
+"""Weights of experts that cannot be one packed stack: in floats, or gate and up in their own stacks."""
 
 from collections.abc import Sequence
 
@@ -82,7 +82,7 @@ class JoinedExpertWeights(nn.Module):
     Args:
         gate: the weights of gate.
         up: the weights of up, as large as gate.
-        alternates: whether the columns are those of gate and up in turn, and not first gate and then up.
+        alternates: whether gate and up columns are interleaved, not in halves.
     """
 
     def __init__(self, gate: Stack, up: Stack, alternates: bool) -> None:
