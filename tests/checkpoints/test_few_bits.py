@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tests.support import checkpoint_writers as writers
 from torch_marlin_metal import convert
 from torch_marlin_metal.checkpoints.grouped import planes_of_codes
-from torch_marlin_metal.repack import pack_planes
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.repack import pack_planes
 
 LAYER, K, N = writers.LAYER, 128, 32
 

@@ -192,7 +192,14 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("Q4_1", "Q4_K"), ("Q4_K", "Q4_1"), ("IQ2_XXS", "IQ3_XXS"), ("NVFP4", "NVFP4"), ("Q4_K", "Q4_K"), ("Q6_K", "Q6_K")],
+    [
+        ("Q4_1", "Q4_K"),
+        ("Q4_K", "Q4_1"),
+        ("IQ2_XXS", "IQ3_XXS"),
+        ("NVFP4", "NVFP4"),
+        ("Q4_K", "Q4_K"),
+        ("Q6_K", "Q6_K"),
+    ],
 )
 def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, second, tmp_path) -> None:
     """Types of one weight format differ in levels of scales and in tables; NVFP4 has a scale for each tensor."""

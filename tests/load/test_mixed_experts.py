@@ -32,7 +32,9 @@ def decoded(weight: PackedWeight) -> np.ndarray:
     bits, name = code_bits(weight.weight_format), weight.weight_format
     stored = bits if weight.b_high is None else 4
     words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, stored, dtype=np.uint32)
-    codes = ((words[:, None] >> shifts[None, :, None]) & ((1 << stored) - 1)).reshape(weight.K, weight.N).astype(np.int64)
+    codes = (
+        ((words[:, None] >> shifts[None, :, None]) & ((1 << stored) - 1)).reshape(weight.K, weight.N).astype(np.int64)
+    )
     if weight.b_high is not None:
         k = np.arange(weight.K)
         places = np.add.outer(BLOCKS[bits], FIELDS[bits]).ravel().astype(np.uint32)

@@ -17,9 +17,9 @@ from torch_marlin_metal.repack import high_bit_places
 from torch_marlin_metal.repack import unpack_planes as unpack_both
 
 # Bits of the operators' codes -> the format of integers with zero points, without them, and with biases.
+INTEGERS = [fmt for fmt in WEIGHT_FORMATS.values() if fmt.code_kind == "integer"]
 ZERO_POINT, SYMMETRIC, BIAS = (
-    {fmt.code_bits: fmt.name for fmt in WEIGHT_FORMATS.values() if fmt.code_kind == "integer" and fmt.zeros_role == role}
-    for role in ("zero_point", "none", "bias")
+    {fmt.code_bits: fmt.name for fmt in INTEGERS if fmt.zeros_role == role} for role in ("zero_point", "none", "bias")
 )
 SIGN = {bits: 1 << bits - 1 for bits in SYMMETRIC}  # the zero point of signed codes
 # Bits of a code -> bits of its planes, the low ones first, in GPTQModel's format "gptq_p".

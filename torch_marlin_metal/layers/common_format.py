@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
         return weight
     weight = weight.one_level()
     scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS[own.bits, "none"].fixed_offset
-    planes = {}
+    planes: dict[str, Any] = {}
     if to.bits != own.bits:
         codes = unpack_planes(weight.b_packed, weight.b_high, own.bits)
         if to.role == "none":

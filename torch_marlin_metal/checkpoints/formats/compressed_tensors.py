@@ -78,12 +78,12 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     perm = permutation(layer, "weight_g_idx", g_idx, group_size)
     stored, high = layer.read("weight_packed"), None
     if bits in (4, 8):
-        words = as_words(stored) if perm is None else permuted(as_words(stored), perm, bits)
+        ours = as_words(stored) if perm is None else permuted(as_words(stored), perm, bits)
     else:
-        words, high = repacked(stored.t(), bits, K, offset=centre(bits) if zeros is None else 0, perm=perm)
+        ours, high = repacked(stored.t(), bits, K, offset=centre(bits) if zeros is None else 0, perm=perm)
     return packed(
         layer,
-        words,
+        ours,
         (SYMMETRIC if zeros is None else ZERO_POINT)[width_of(bits)],
         group_size,
         scales,

@@ -156,16 +156,16 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
         layer.expect("zero_point", ("I8", "I32", *FLOATS), N, G)
         points = unsigned(layer.read("zero_point").t(), width)
         zeros = None if constant(points, SIGN[width]) else points
-    words, high = planes_of_codes((codes.int() + SIGN[width]).to(torch.uint8), width)
+    b_packed, b_high = planes_of_codes((codes.int() + SIGN[width]).to(torch.uint8), width)
     return packed(
         layer,
-        words,
+        b_packed,
         (SYMMETRIC if zeros is None else ZERO_POINT)[width],
         group_size,
         layer.read("scale").t(),
         zeros,
         K=K,
-        high=high,
+        high=b_high,
         source="torchao IntxUnpackedToInt8Tensor",
     )
 
