@@ -20,14 +20,14 @@ def t5() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     return model
 
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)).eval()
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     return model
 
 

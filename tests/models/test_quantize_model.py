@@ -108,7 +108,7 @@ def test_layers_that_stay_are_listed_with_the_reason():
         "infinite": "its weight is not finite",
         "nowhere": "its weight is on the meta device",
         "patched": "its forward was replaced on the instance",
-        "head": "its weight is also that of embedding (Embedding), which stays; embeddings=True packs both",
+        "head": "its weight is also that of embedding (Embedding), which stays; vocabulary_format packs both",
     }
     assert [entry for entry in tree(model) if entry[0] != "fine"] == [entry for entry in before if entry[0] != "fine"]
     printed = str(report)

@@ -28,6 +28,7 @@ def quantize(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a piece of the calibration text.")] = 512,
+    vocabulary_format: arguments.VocabularyFormat = None,
     device: Annotated[str, typer.Option(help="Where the calibrated methods run.")] = "cpu",
     include: Include = None,
     exclude: Exclude = None,
@@ -67,6 +68,7 @@ def quantize(
             method,
             include=include or None,
             exclude=exclude or (),
+            vocabulary_format=vocabulary_format,
             allow_pickle=allow_pickle,
         )
         write(reader, destination, as_json, **options)

@@ -46,6 +46,7 @@ from torch_marlin_metal.models.empty_model import ModelMismatchError, packed_lay
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize.recipe import Recipe
 
 __all__ = ["MarlinConfig", "MarlinDiffusersQuantizer"]
 
@@ -64,6 +65,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._reader: CheckpointReader | None = None
         self._loader: Loader | None = None
         self._chosen: set[str] = set()
+        self._recipe: Recipe | None = None
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._saved: nn.Module | None = None
 
@@ -128,7 +130,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         def stays(name: str) -> str:
             return "diffusers keeps this part in float32" if wide & set(name.split(".")) else ""
 
-        chosen = choose_layers(OP, model, self.quantization_config, stays)
+        chosen, self._recipe = choose_layers(OP, model, self.quantization_config, stays)
         self._chosen = {f"{name}.weight" for name in chosen}
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
@@ -156,7 +158,8 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Quantizes a weight."""
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        packed = quantized(OP, name, param_value, self.quantization_config)
+        assert self._recipe is not None
+        packed = quantized(OP, name, param_value, self._recipe)
         # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)

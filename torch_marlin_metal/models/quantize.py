@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torch_marlin_metal.checkpoints.options import check_choice
-from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.stays import staying_layers
+from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
     is_candidate,
@@ -24,7 +24,6 @@ from torch_marlin_metal.models.empty_model import (
     linear_shape,
     matrix_of,
     packed_layer,
-    token_tables,
     why_not_linear,
 )
 from torch_marlin_metal.models.experts import pack_experts, why_not_experts
@@ -34,7 +33,7 @@ from torch_marlin_metal.models.swap import Target, find_targets, swap
 from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
 from torch_marlin_metal.patterns import Filter, selects
-from torch_marlin_metal.quantize.weight import quantize_weight
+from torch_marlin_metal.quantize.recipe import IN_FLOATS, Recipe
 from torch_marlin_metal.repack import ZerosRule
 from torch_marlin_metal.replace.detect import (
     dtype_of,
@@ -49,6 +48,7 @@ from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
 # The error of a weight is measured for this many columns at a time.
 ERROR_COLUMNS = 1024
+KEPT = 'it belongs to the vocabulary, and vocabulary_format is "none"'
 # Why `replace_linear_layers` leaves the experts of a mixture.
 FLOAT_EXPERTS = "its experts are in floats; quantize_model packs them"
 OTHER_EXPERTS = (
@@ -65,7 +65,6 @@ def quantize_model(
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
-    embeddings: bool = False,
     vocabulary_format: str | None = None,
     progress: bool = True,
     atomic: bool = True,
@@ -97,11 +96,10 @@ def quantize_model(
             shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are regular expressions that must
             match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
-        embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
-            `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
-            shares the packed weight. If the embedding stays in floats, so does the output layer.
         vocabulary_format: the weight format of the embeddings and of the output layer that a model of transformers
-            names, such as "uint8b128" beside layers of 4 bits. None means `weight_format`.
+            names (`get_input_embeddings`, `get_output_embeddings`), or "none", which keeps them in floats. Layers that
+            share a weight share the packed one. None means "uint8b128". In other models, a format applies to every
+            `nn.Embedding`, and None to none of them.
         progress: show a progress bar.
         atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
             With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
@@ -119,27 +117,26 @@ def quantize_model(
         UserWarning: less than half of the bytes in the report will be quantized; the message names the largest layers
             and matrices that will not. If warnings are errors, the model stays unchanged.
     """
-    find_format(weight_format)
-    tables = token_tables(model) if embeddings else set()
-    vocabulary = tables | _output_layer(model) if vocabulary_format is not None else set()
+    recipe = Recipe(weight_format, group_size, method, vocabulary_format, options)
+    tables, heads = vocabulary_of(model, vocabulary_format)
 
     def is_wanted(module: nn.Module) -> bool:
         return is_candidate(module) or id(module) in tables or is_experts(module)
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
-    left = left_matrices(model, _chosen(include, exclude), is_wanted, embeddings)
-    reasons = _reasons(model, targets, staying_layers(model) if include is None else {})
+    left = left_matrices(model, _chosen(include, exclude), is_wanted, vocabulary_format not in (None, IN_FLOATS))
+    staying = staying_layers(model) if include is None else {}
+    if not recipe.packs_vocabulary:
+        staying |= dict.fromkeys(heads, KEPT)
+    reasons = _reasons(model, targets, staying)
+    words = {name for target in targets if id(target.module) in tables | heads for name in target.names}
+    recipe = recipe.with_vocabulary(words)
     shared = _shared_weights(targets)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
-    def quantized(name: str, weight: Tensor, of_vocabulary: bool = False) -> PackedWeight:
-        chosen, size, given = weight_format, group_size, options
-        if of_vocabulary and vocabulary_format is not None:
-            chosen, fmt = vocabulary_format, find_format(vocabulary_format)
-            size = None if fmt.fixed_group_size or find_format(weight_format).fixed_group_size else group_size
-            given = {key: value for key, value in options.items() if key != "lut" or fmt.has_lut}
+    def quantized(name: str, weight: Tensor) -> PackedWeight:
         try:
-            return quantize_weight(weight, chosen, size, method, **given)
+            return recipe.quantize(name, weight)
         except ValueError as problem:
             raise ValueError(f"quantize_model: layer {name}: {problem}") from problem
 
@@ -172,7 +169,7 @@ def quantize_model(
         key = id(linear.weight), is_transposed(linear)
         packed, error = done.get(key, (None, 0.0))
         if packed is None:
-            packed = quantized(target.name, weight, id(linear) in vocabulary)
+            packed = quantized(target.name, weight)
             error = _relative_error(*_error_and_size(packed, weight))
             if id(linear.weight) in shared:
                 done[key] = packed, error
@@ -271,13 +268,6 @@ def replace_linear_layers(
     return report
 
 
-def _output_layer(model: nn.Module) -> set[int]:
-    """Returns the id of the output layer that a model of transformers names."""
-    named = getattr(model, "get_output_embeddings", None)
-    layer = named() if callable(named) else None
-    return set() if layer is None else {id(layer)}
-
-
 def _chosen(include: Filter | None, exclude: Filter | None) -> Callable[[str, nn.Module], bool]:
     def chosen(name: str, module: nn.Module) -> bool:
         return (include is None or selects(include, name, module)) and not selects(exclude, name, module)
@@ -309,7 +299,8 @@ def _reasons(model: nn.Module, targets: list[Target], staying: dict[int, str]) -
     }
     for target in targets:
         if default := staying.get(id(target.module)):
-            why[id(target.module)] = f"{default}; name it in include to quantize it"
+            advice = "" if default == KEPT else "; name it in include to quantize it"
+            why[id(target.module)] = f"{default}{advice}"
     reasons = {module: reason for module, reason in why.items() if reason}
     users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -324,7 +315,7 @@ def _reasons(model: nn.Module, targets: list[Target], staying: dict[int, str]) -
         for weight in (getattr(target.module, name) for name in names):
             for name, module in users[id(weight)]:
                 if id(module) not in quantizable:
-                    advice = "" if id(module) in why or why_not_embedding(module) else "; embeddings=True packs both"
+                    advice = "" if id(module) in why or why_not_embedding(module) else "; vocabulary_format packs both"
                     reasons[id(target.module)] = (
                         f"its weight is also that of {name} ({type(module).__name__}), which stays{advice}"
                     )
