@@ -130,7 +130,7 @@ def weight_format(name: str) -> WeightFormat:
 
 def default_group_size(name: str) -> int | None:
     """Returns the group size that belongs to the name of a format, or None if the format allows several."""
-    return TWO_LEVELS.get(name, weight_format(name).fixed_group_size)
+    return weight_format(name).fixed_group_size or TWO_LEVELS.get(name)
 
 
 def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:

@@ -21,6 +21,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from tests.support.models import IDS, SIZES, same
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.convert import FloatReader, write_checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.models.report import module_bytes
 
@@ -119,8 +120,25 @@ def test_an_untied_head_has_words_of_its_own(tmp_path) -> None:
     assert isinstance(model.lm_head, MarlinLinear)
     model.save_pretrained(tmp_path / "packed")
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "packed").state_dict(), model.state_dict())
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=WHOLE)
-    assert type(dense.lm_head) is nn.Linear and type(dense.model.embed_tokens) is MarlinEmbedding
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(("given", "expected"), [({}, "uint8b128"), ({"vocabulary_format": "none"}, "")])
+def test_every_door_has_the_same_default(is_tied, given, expected, tmp_path) -> None:
+    model = made("llama", tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path / "floats")
+    quantize_model(model, "uint4", 32, progress=False, **given)
+    config = MarlinConfig("uint4", 32, **given)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
+    write_checkpoint(FloatReader(tmp_path / "floats", "uint4", 32, **given), tmp_path / "written")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    for one in (model, loaded, written):
+        formats = [getattr(layer, "weight_format", "") for layer in (one.model.embed_tokens, one.lm_head)]
+        assert formats == [expected, expected]
+        assert one.model.layers[0].mlp.up_proj.weight_format == "uint4"
+        if is_tied and expected:
+            assert one.lm_head.b_packed is one.model.embed_tokens.b_packed
+        assert torch.equal(logits(one), logits(model))
 
 
 def test_layers_that_share_without_a_tie_are_stored_twice(tmp_path) -> None:
@@ -189,10 +207,10 @@ def test_a_table_that_multiplies_its_rows_gives_the_same_bits(dtype) -> None:
 
 def test_what_packs_a_tied_head_is_said(tmp_path) -> None:
     model = made("llama")
-    report = quantize_model(made("llama"), "uint4", 32, progress=False)
-    assert report.left[0].reason.endswith("(Embedding), which stays; vocabulary_format packs both")
+    report = quantize_model(made("llama"), "uint4", 32, vocabulary_format="none", progress=False)
+    assert report.left[0].reason == 'it belongs to the vocabulary, and vocabulary_format is "none"'
     model.save_pretrained(tmp_path)
-    config = MarlinConfig("uint4", 32, quantize_head=True)
+    config = MarlinConfig("uint4", 32, vocabulary_format="none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)

@@ -15,6 +15,7 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models import quantize as model_module
 from torch_marlin_metal.models.quantize import quantize_model
 from torch_marlin_metal.models.report import LayerReport, Report
+from torch_marlin_metal.quantize import recipe
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -150,9 +151,9 @@ def test_a_shared_weight_is_quantized_once(monkeypatch, device):
     model[1].up.weight = model[0].up.weight
     biases = [model[i].up.bias for i in range(2)]
     calls = []
-    original = model_module.quantize_weight
+    original = recipe.quantize_weight
     monkeypatch.setattr(
-        model_module, "quantize_weight", lambda w, *args, **kw: calls.append(w) or original(w, *args, **kw)
+        recipe, "quantize_weight", lambda w, *args, **kw: calls.append(w) or original(w, *args, **kw)
     )
     report = quantize_model(model, "uint4", 32, progress=False)
     assert len(calls) == 3

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import resolve_group_size, weight_format
+from torch_marlin_metal.formats import TWO_LEVELS, default_group_size, resolve_group_size, weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import METHODS, empty_weight, quantize_weight
 
 # The format of embeddings and output layers. Every logit is a product with an output layer, and 8 bits halve its bytes.
 VOCABULARY_FORMAT = "uint8b128"
+LayerFormat = tuple[str, int | None]  # the name of a format, and a group size as in `quantize_weight`
 IN_FLOATS = "none"
 
 
@@ -40,7 +41,7 @@ class Recipe:
     vocabulary_format: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: frozenset[str] = frozenset()
-    chosen: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    chosen: Mapping[str, LayerFormat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         weight_format(self.weight_format)
@@ -57,7 +58,7 @@ class Recipe:
         """Returns whether embeddings and output layers are quantized."""
         return self.vocabulary_format != IN_FLOATS
 
-    def format_of(self, name: str) -> tuple[str, int | None]:
+    def format_of(self, name: str) -> LayerFormat:
         """Returns the format and the group size of a layer."""
         inner = name
         while inner:
@@ -67,7 +68,7 @@ class Recipe:
         if name not in self.vocabulary:
             return self.weight_format, self.group_size
         chosen = self.vocabulary_format or VOCABULARY_FORMAT
-        fixed = weight_format(chosen).fixed_group_size or weight_format(self.weight_format).fixed_group_size
+        fixed = default_group_size(chosen) or default_group_size(self.weight_format)
         return chosen, None if fixed else self.group_size
 
     def quantize(self, name: str, weight: Tensor, **more: Any) -> PackedWeight:
@@ -87,10 +88,17 @@ class Recipe:
         if weight_format(self.weight_format).has_lut and not fmt.has_lut:
             options.pop("lut", None)
         if weight.is_meta:
+            size = default_group_size(chosen) if size is None else size
             size = resolve_group_size("quantize_weight", fmt, size, weight.shape[1])
-            return empty_weight(weight, fmt, size, options.get("scale_dtype", torch.float16), name)
+            two_levels = options.get("two_levels") or chosen in TWO_LEVELS
+            return empty_weight(weight, fmt, size, options.get("scale_dtype", torch.float16), name, two_levels)
         return quantize_weight(weight, chosen, size, self.method, name=name, **options, **more)
 
     def with_vocabulary(self, names: Iterable[str]) -> "Recipe":
         """Returns the recipe for a model whose embeddings and output layers have these names."""
         return replace(self, vocabulary=frozenset(names))
+
+    def in_format(self, name: str, group_size: int | None) -> "Recipe":
+        """Returns the recipe that quantizes every layer to one format."""
+        options = {key: value for key, value in self.options.items() if key != "lut" or weight_format(name).has_lut}
+        return Recipe(name, group_size, self.method, options=options)

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import E2M1_VALUES, NF4_VALUES, TWO_LEVELS, WeightFormat, resolve_group_size
+from torch_marlin_metal.formats import (
+    E2M1_VALUES,
+    NF4_VALUES,
+    TWO_LEVELS,
+    WeightFormat,
+    default_group_size,
+    resolve_group_size,
+)
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, SUPER_BLOCK, PackedWeight, has_values
@@ -89,7 +96,7 @@ def quantize_weight(
     _check(w, fmt, method, scale_dtype, lut, mx_rounding)
     w = w.detach()
     N, K = w.shape
-    size = TWO_LEVELS.get(weight_format) if group_size is None else group_size
+    size = default_group_size(weight_format) if group_size is None else group_size
     group_size = resolve_group_size("quantize_weight", fmt, size, K)
     two_levels = weight_format in TWO_LEVELS if two_levels is None else two_levels
     if two_levels and (fmt.has_coded_scales or group_size > SUPER_BLOCK):

@@ -1,0 +1,70 @@
+"""Chooses the formats of a model's layers by a limit of memory."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from torch_marlin_metal.layers.fuse import GROUPS
+from torch_marlin_metal.quantize.fit import Fit, Unit, candidates_of, choose, measured
+from torch_marlin_metal.quantize.recipe import Recipe
+
+LAYER_BYTES = 16  # what a packed layer holds beside the tensors of its weight: the description of its format
+
+
+class Widths:
+    """Collects the layers of a model, and chooses their formats.
+
+    Args:
+        recipe: the recipe for the model, whose vocabulary is known.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.candidates = candidates_of(recipe)
+        self.units: dict[str, Unit] = {}
+
+    def add(
+        self, name: str, shape: tuple[int, int], samples: Iterable[Tensor], copies: int = 1, shares: str | None = None
+    ) -> None:
+        """Adds a layer, or the layers of one kind of a mixture's experts.
+
+        Args:
+            name: the layer's name, or that of the experts module.
+            shape: `(N, K)` of its weight.
+            samples: see `quantize.fit.measured`.
+            copies: how many matrices of this shape it has.
+            shares: the name of an added layer with the same weight.
+        """
+        key = together(name if shares is None else shares)
+        if shares is not None:
+            self.units[key].names.append(name)
+            return
+        unit = measured(name, shape, samples, copies, self._recipe, self.candidates)
+        unit.sizes = [size + LAYER_BYTES for size in unit.sizes]
+        if key not in self.units:
+            self.units[key] = unit
+        elif name in self.units[key].names:  # the other projection of experts
+            self.units[key].join(replace(unit, names=[]))
+        else:
+            self.units[key].join(unit)
+
+    def choose(self, op: str, fixed: int, limit: int) -> tuple[Recipe, Fit]:
+        """Returns the recipe with the chosen formats, and the choice.
+
+        Args:
+            op: the caller's name, for the error.
+            fixed: bytes of the model that no choice changes.
+            limit: the bytes that the model may have.
+
+        Raises:
+            ValueError: the smallest formats need more.
+        """
+        fit = choose(op, self.candidates, list(self.units.values()), self._recipe.vocabulary, fixed, limit)
+        return replace(self._recipe, chosen=fit.chosen()), fit
+
+
+def together(name: str) -> str:
+    """Returns a key that layers have in common if they are computed together (see `fuse_projections`)."""
+    owner, _, part = name.rpartition(".")
+    return next((f"{owner}.{'+'.join(group)}" for group in GROUPS if part in group), name)

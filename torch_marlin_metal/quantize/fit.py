@@ -1,0 +1,182 @@
+"""Chooses a format for each layer of a model, so that the model's bytes stay below a limit and its error is least."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
+from torch_marlin_metal.sizes import human_size
+
+# The formats from which a format is chosen, beside those of the recipe.
+CANDIDATES: tuple[LayerFormat, ...] = (("uint4b8", 128), ("q4_k", 32), ("uint8b128", 128))
+SAMPLE_ROWS = 256  # of each matrix, on which the error of a format is measured
+CURVE_POINTS = 12
+
+
+@dataclass
+class Unit:
+    """Layers that take one format: those that are computed together, and those that share a weight.
+
+    Attributes:
+        names: the names of the layers.
+        sizes: the bytes of their weights in each candidate.
+        errors: their error in each candidate: the sum over the weights of the squared error relative to the weight.
+            With calibration, an estimate of the KL divergence of the model's predictions.
+    """
+
+    names: list[str]
+    sizes: list[int]
+    errors: list[float]
+
+    def join(self, other: "Unit") -> None:
+        """Adds the layers of another unit."""
+        self.names += other.names
+        self.sizes = [a + b for a, b in zip(self.sizes, other.sizes, strict=True)]
+        self.errors = [a + b for a, b in zip(self.errors, other.errors, strict=True)]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A choice of formats.
+
+    Attributes:
+        candidates: the formats and group sizes that could be chosen.
+        units: the layers that could choose.
+        choice: the index of a candidate for each unit.
+        fixed: bytes of the model that no choice changes.
+    """
+
+    candidates: tuple[LayerFormat, ...]
+    units: list[Unit]
+    choice: list[int]
+    fixed: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Returns the bytes of the model."""
+        return self.fixed + sum(unit.sizes[index] for unit, index in zip(self.units, self.choice, strict=True))
+
+    @property
+    def error(self) -> float:
+        """Returns the sum of the errors of all units."""
+        return sum(unit.errors[index] for unit, index in zip(self.units, self.choice, strict=True))
+
+    def chosen(self) -> dict[str, LayerFormat]:
+        """Returns the format and group size of each layer by its name."""
+        pairs = zip(self.units, self.choice, strict=True)
+        return {name: self.candidates[index] for unit, index in pairs for name in unit.names}
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Returns bytes of the model and least error, from the fewest bytes to the most: about a dozen choices."""
+        low, high = _bounds(self.units)
+        steps = {low + (high - low) * step // CURVE_POINTS for step in range(CURVE_POINTS + 1)}
+        fits = [Fit(self.candidates, self.units, _least(self.units, limit), self.fixed) for limit in sorted(steps)]
+        return [(fit.total_bytes, fit.error) for fit in fits]
+
+    def summary(self) -> str:
+        """Returns one line: the layers of each format, the bytes and the error."""
+        counts: dict[str, int] = {}
+        for name, size in self.chosen().values():
+            counts[f"{name} g{size}"] = counts.get(f"{name} g{size}", 0) + 1
+        kinds = ", ".join(f"{count} in {kind}" for kind, count in counts.items())
+        return f"{kinds}: {human_size(self.total_bytes)}, error {self.error:.4g}"
+
+
+def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
+    """Returns the formats to choose from: `CANDIDATES`, and those of the recipe."""
+    own = [recipe.format_of("")]
+    if recipe.vocabulary:
+        own.append(recipe.format_of(next(iter(recipe.vocabulary))))
+    return tuple(dict.fromkeys((*own, *CANDIDATES)))
+
+
+def measured(
+    name: str,
+    shape: tuple[int, int],
+    samples: Iterable[Tensor],
+    copies: int,
+    recipe: Recipe,
+    candidates: tuple[LayerFormat, ...],
+) -> Unit:
+    """Measures what a layer costs in each candidate.
+
+    Args:
+        name: the layer's name.
+        shape: `(N, K)` of its weight.
+        samples: rows `[R, K]` of one or several of its matrices.
+        copies: how many matrices of this shape it has: its experts, or 1.
+        recipe: gives the method and its options.
+        candidates: the formats.
+
+    Raises:
+        ValueError: a candidate cannot hold the layer.
+    """
+    recipes = [recipe.in_format(chosen, size) for chosen, size in candidates]
+    empty = torch.empty(shape, device="meta")
+    sizes = [copies * sum(one.nbytes for one in each.quantize(name, empty).tensors().values()) for each in recipes]
+    differences, norm = [0.0] * len(candidates), 0.0
+    for rows in samples:
+        exact = rows.detach().float()
+        norm += float(exact.square().sum())
+        for index, each in enumerate(recipes):
+            differences[index] += float((each.quantize(name, exact).dequantize().T - exact).square().sum())
+    return Unit([name], sizes, [difference / norm if norm else 0.0 for difference in differences])
+
+
+def sample(matrix: Tensor) -> Tensor:
+    """Returns at most `SAMPLE_ROWS` rows of a matrix, evenly spaced."""
+    return matrix[:: -(-matrix.shape[0] // SAMPLE_ROWS)]
+
+
+def choose(
+    op: str,
+    candidates: tuple[LayerFormat, ...],
+    units: list[Unit],
+    vocabulary: frozenset[str],
+    fixed: int,
+    limit: int,
+) -> Fit:
+    """Returns the choice with the least error among those that need at most `limit` bytes.
+
+    It is at least as good as one candidate for all units, and as one for the vocabulary and another for all others.
+
+    Raises:
+        ValueError: the least possible is more; the message says how much it is.
+    """
+    least = fixed + _bounds(units)[0]
+    if least > limit:
+        raise ValueError(
+            f"{op}: memory: expected at least {human_size(least)} ({least} bytes), which the model takes in the "
+            f"smallest formats, of which {human_size(fixed)} stay as they are; got {human_size(limit)}"
+        )
+    found = [_least(units, limit - fixed)]
+    for most in range(len(candidates)):
+        for words in range(len(candidates)):
+            found.append([words if vocabulary.intersection(unit.names) else most for unit in units])
+    fits = [Fit(candidates, units, choice, fixed) for choice in found]
+    return min((fit for fit in fits if fit.total_bytes <= limit), key=lambda fit: fit.error)
+
+
+def _bounds(units: list[Unit]) -> tuple[int, int]:
+    return sum(min(unit.sizes) for unit in units), sum(max(unit.sizes) for unit in units)
+
+
+def _least(units: list[Unit], limit: int) -> list[int]:
+    """Returns the index of a candidate for each unit: first the best error per byte, then what still fits."""
+    choice = [min(range(len(unit.sizes)), key=lambda index: (unit.sizes[index], unit.errors[index])) for unit in units]
+    left = limit - sum(unit.sizes[index] for unit, index in zip(units, choice, strict=True))
+    while True:
+        steps = []
+        for place, unit in enumerate(units):
+            now = choice[place]
+            for index, (size, error) in enumerate(zip(unit.sizes, unit.errors, strict=True)):
+                more, gain = size - unit.sizes[now], unit.errors[now] - error
+                if gain > 0 and more <= left:
+                    steps.append((gain / more if more > 0 else float("inf"), place, index))
+        if not steps:
+            return choice
+        _, place, index = max(steps)
+        left -= units[place].sizes[index] - units[place].sizes[choice[place]]
+        choice[place] = index
