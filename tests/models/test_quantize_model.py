@@ -152,9 +152,7 @@ def test_a_shared_weight_is_quantized_once(monkeypatch, device):
     biases = [model[i].up.bias for i in range(2)]
     calls = []
     original = recipe.quantize_weight
-    monkeypatch.setattr(
-        recipe, "quantize_weight", lambda w, *args, **kw: calls.append(w) or original(w, *args, **kw)
-    )
+    monkeypatch.setattr(recipe, "quantize_weight", lambda w, *args, **kw: calls.append(w) or original(w, *args, **kw))
     report = quantize_model(model, "uint4", 32, progress=False)
     assert len(calls) == 3
     assert model[0].up is not model[1].up

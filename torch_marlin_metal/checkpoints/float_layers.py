@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
@@ -40,6 +40,7 @@ class FloatLayer:
         experts: if the matrix belongs to an expert, the name of the experts module in the model, or else "".
         group: the name of that module in the checkpoint, or "".
         is_vocabulary: whether the matrix is an embedding of the vocabulary or an output layer.
+        is_output: whether it is an output layer, also as an embedding that the model ties to it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class FloatLayer:
     experts: str = ""
     group: str = ""
     is_vocabulary: bool = False
+    is_output: bool = False
 
     @property
     def partner(self) -> str:
@@ -68,20 +70,14 @@ class FloatLayer:
 
 
 class FloatModel:
-    """The model that config.json names, on the meta device, and the names that it has for the checkpoint's layers.
+    """A model of transformers on the meta device, and the names that it has for a checkpoint's layers.
 
     Args:
-        checkpoint: a checkpoint of floats.
+        model: the model.
         vocabulary_format: see `FloatReader`.
-
-    Raises:
-        CheckpointError: transformers is not installed, or does not know the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, vocabulary_format: str | None) -> None:
-        model = empty_model(
-            checkpoint.path, checkpoint.config.get("architectures"), f"name the layers to quantize ({typed('include')})"
-        )
+    def __init__(self, model: Any, vocabulary_format: str | None) -> None:
         self.model, self._names = model, ModelNames(model)
         modules, staying = dict(model.named_modules()), staying_layers(model)
         by_id = {id(module): module for module in modules.values()}
@@ -89,6 +85,7 @@ class FloatModel:
         tables = {table for table in tables if not why_not_embedding(by_id[table])}
         words = tables if vocabulary_format == IN_FLOATS else tables | heads
         self._words = {name for name, module in modules.items() if id(module) in words}
+        self._heads = {name for name, module in modules.items() if id(module) in heads}
         self._linear = {
             name
             for name, module in modules.items()
@@ -100,9 +97,17 @@ class FloatModel:
             name for name, module in modules.items() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
         }
 
+    def name_of(self, name: str) -> str:
+        """Returns the name that a layer of the checkpoint has in the model."""
+        return self._names.layer(name)
+
     def is_vocabulary(self, name: str) -> bool:
         """Returns whether a layer is an embedding of the vocabulary or an output layer, and is to be packed."""
         return self._names.layer(name) in self._words
+
+    def is_head(self, name: str) -> bool:
+        """Returns whether a layer is an output layer."""
+        return self._names.layer(name) in self._heads
 
     def is_default(self, name: str) -> bool:
         """Returns whether a layer of the model does not stay in floats by default."""
@@ -174,13 +179,18 @@ def choose_layers(
     """
     wanted, model = [_matrix(checkpoint, name) for name in matrices(checkpoint)], None
     try:
-        model = FloatModel(checkpoint, vocabulary_format)
+        model = FloatModel(_model_of(checkpoint), vocabulary_format)
     except CheckpointError:
         if include is None:
             raise
     if model is not None:
         wanted = model.with_experts(checkpoint, wanted)
-        wanted = [replace(layer, is_vocabulary=model.is_vocabulary(layer.name)) for layer in wanted]
+        heads = {layer.name for layer in wanted if model.is_head(layer.name)}
+        words = {layer.name for layer in wanted if model.is_vocabulary(layer.name)}
+        outputs = heads or words
+        wanted = [
+            replace(layer, is_vocabulary=layer.name in words, is_output=layer.name in outputs) for layer in wanted
+        ]
     names = [*(layer.name for layer in wanted), *{layer.group for layer in wanted if layer.group}]
     check_patterns(str(checkpoint.path), names, include=include, exclude=exclude)
     if include is None:
@@ -204,6 +214,26 @@ def choose_layers(
         if lookup or unasked or not settled.isdisjoint((name, f"{name}.weight")):
             del left[name]
     return chosen, left
+
+
+def _model_of(checkpoint: Checkpoint) -> Any:
+    advice = f"name the layers to quantize ({typed('include')})"
+    return empty_model(checkpoint.path, checkpoint.config.get("architectures"), advice)
+
+
+def layers_by_module(model: Any, checkpoint: Checkpoint) -> dict[str, list[FloatLayer]]:
+    """Returns the matrices of a checkpoint by the names of the layers, or of the experts modules, of a model."""
+    known = FloatModel(model, None)
+    found: dict[str, list[FloatLayer]] = {}
+    for layer in known.with_experts(checkpoint, [_matrix(checkpoint, name) for name in matrices(checkpoint)]):
+        found.setdefault(layer.experts or known.name_of(layer.name), []).append(layer)
+    return found
+
+
+def read_matrix(checkpoint: Checkpoint, layer: FloatLayer) -> Tensor:
+    """Reads the weight `[N, K]` of a layer."""
+    matrix = checkpoint.read(layer.weight, layer.index)
+    return matrix.T.contiguous() if layer.transposed else matrix
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> FloatLayer:

@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,19 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.float_layers import FloatLayer, choose_layers
+from torch_marlin_metal.checkpoints.float_layers import FloatLayer, choose_layers, read_matrix
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, check_widths, experts_of
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter
+from torch_marlin_metal.quantize.fit import Fit, sample
+from torch_marlin_metal.quantize.like import Described, formats_like
 from torch_marlin_metal.quantize.recipe import Recipe
+from torch_marlin_metal.sizes import parse_size
 
 FORMAT = Format(
     name="floats",
@@ -47,6 +53,8 @@ class FloatReader(CheckpointReader):
             layers.
         exclude: layers to leave unquantized, chosen like `include`.
         vocabulary_format: as in `quantize_model`.
+        memory: as in `quantize_model`; the bytes of all tensors that are written.
+        like: as in `quantize_model`.
         allow_pickle: as in `ReadOptions`.
 
     Raises:
@@ -68,6 +76,8 @@ class FloatReader(CheckpointReader):
         include: NameFilter | None = None,
         exclude: NameFilter = (),
         vocabulary_format: str | None = None,
+        memory: str | int | None = None,
+        like: str | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
@@ -78,6 +88,12 @@ class FloatReader(CheckpointReader):
         self.checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
         layers, self.left = choose_layers(self.checkpoint, include, exclude, vocabulary_format)
         self._recipe = recipe.with_vocabulary(layer.name for layer in layers if layer.is_vocabulary)
+        self.fit: Fit | None = None
+        check_widths("FloatReader", memory, like)
+        if like is not None:
+            self._recipe = self._liked(like, layers)
+        elif memory is not None:
+            self._recipe, self.fit = self._fitted(memory, layers)
         for layer in layers:
             name, size = self._recipe.format_of(layer.name)
             resolve_group_size(f"{self.path}: {layer.name}", find_format(name), size, layer.K)
@@ -86,6 +102,7 @@ class FloatReader(CheckpointReader):
         names = [layer.name for layer in layers]
         self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
         self._settings |= {"vocabulary": sorted(self._recipe.vocabulary), "vocabulary_format": vocabulary_format}
+        self._settings |= {"memory": memory, "like": like}
         self._settings |= {key: str(value) for key, value in options.items()}
         # A model holds an expert's gate and up as one weight, with one global scale.
         has_global_scale = find_format(weight_format).has_global_scale
@@ -93,6 +110,41 @@ class FloatReader(CheckpointReader):
         self._partners = [by_name.get(layer.partner) for layer in layers]
         self._amax: dict[str, float] = {}  # of layers whose partner has been converted
         self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them
+
+    def formats(self) -> list[str]:
+        """Returns the format of each layer."""
+        return [self._recipe.format_of(layer.name)[0] for layer in self._layers]
+
+    def _liked(self, like: str, layers: list[FloatLayer]) -> Recipe:
+        """Returns the recipe with the formats of a recipe of llama.cpp."""
+        described = [
+            Described(layer.name, layer.K, layer.is_output, layer.is_vocabulary and not layer.is_output)
+            for layer in layers
+        ]
+        return replace(self._recipe, chosen=formats_like("FloatReader", like, described, experts_of(self.config)))
+
+    def _fitted(self, memory: str | int, layers: list[FloatLayer]) -> tuple[Recipe, Fit]:
+        """Returns the recipe for a limit of memory. Errors are those of some rows, and of some experts."""
+        widths, counts = (
+            Widths(self._recipe),
+            Counter((layer.group or layer.name, self._shape(layer)) for layer in layers),
+        )
+        seen: Counter[Any] = Counter()
+        chosen: dict[Any, list[FloatLayer]] = {}
+        for layer in layers:
+            key = layer.group or layer.name, self._shape(layer)
+            if seen[key] % -(-counts[key] // SAMPLE_EXPERTS) == 0:
+                chosen.setdefault(key, []).append(layer)
+            seen[key] += 1
+        for (name, shape), some in chosen.items():
+            samples = (sample(read_matrix(self.checkpoint, layer)) for layer in some)
+            widths.add(name, shape, samples, counts[name, shape])
+        taken = {layer.weight for layer in layers}
+        fixed = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in taken)
+        return widths.choose("FloatReader", fixed, parse_size("FloatReader: memory", memory))
+
+    def _shape(self, layer: FloatLayer) -> tuple[int, int]:
+        return math.prod(self.checkpoint.tensors[layer.weight].shape[-2:]) // layer.K, layer.K
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the result; a resumed conversion compares them."""

@@ -4,18 +4,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
-from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, why_not_linear
 from torch_marlin_metal.models.experts import shape_of, why_never_experts
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
+from torch_marlin_metal.models.widths import Samples, fitted, liked
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
 from torch_marlin_metal.quantize.recipe import IN_FLOATS, Recipe
@@ -25,7 +26,12 @@ NO_TIES: Mapping[str, str] = {}
 
 
 def choose_layers(
-    op: str, model: nn.Module, config: Any, stays: Callable[[str], str], ties: Mapping[str, str] = NO_TIES
+    op: str,
+    model: nn.Module,
+    config: Any,
+    stays: Callable[[str], str],
+    ties: Mapping[str, str] = NO_TIES,
+    samples: Samples | None = None,
 ) -> tuple[list[str], Recipe]:
     """Returns the names of the layers, embeddings and experts modules to quantize, and how, before any tensor is read.
 
@@ -35,6 +41,7 @@ def choose_layers(
         config: a `MarlinConfig`.
         stays: a function that returns the reason why the caller keeps a layer in floats, or "" if there is none.
         ties: modules that share the weight of another module after loading: name -> name of that module.
+        samples: for `config.memory`, reads rows of the weights.
 
     Raises:
         ValueError: a pattern matches nothing, the format does not fit a layer, or no layer would be quantized.
@@ -56,7 +63,7 @@ def choose_layers(
     check_patterns(op, wanted, modules_to_not_convert=config.modules_to_not_convert)
     excluded = {name for name in wanted if selects(config.modules_to_not_convert, name)}
     recipe = recipe.with_vocabulary(name for name, module in wanted.items() if id(module) in tables | heads)
-    taken = taken_weights(model)
+    unfit = taken_weights(model)
     why: dict[str, str] = {}
     for name, module in wanted.items():
         if name in excluded:
@@ -67,10 +74,18 @@ def choose_layers(
         else:
             reason = "" if is_table or _with_table(name, ties, modules, tables) else stays(name)
         why_not = why_not_embedding if is_table else why_never_experts if is_experts(module) else why_not_linear
-        if not reason and (reason := taken.get(id(module)) or why_not(module)):
+        if not reason and (reason := unfit.get(id(module)) or why_not(module)):
             logger.warning(f"{name} stays in floats: {reason}")
         why[name] = reason
     _keep_with_others(why, ties, modules)
+    taken = {name: modules[name] for name, reason in why.items() if not reason}
+    if config.memory is not None and samples is not None:
+        recipe, fit = fitted(op, model, taken, recipe, config.memory, samples, ties)
+        logger.info(f"{op}: {fit.summary()}")
+    elif config.like is not None:
+        outputs = {name for name, module in modules.items() if id(module) in heads}
+        outputs |= {source for name, source in ties.items() if name in outputs}
+        recipe = liked(op, model, taken, recipe, config.like, outputs)
     report = Report("quantize while loading", [_checked(recipe, name, wanted[name], why[name]) for name in why])
     report.layers += left_matrices(
         model,
@@ -79,7 +94,7 @@ def choose_layers(
         config.vocabulary_format not in (None, IN_FLOATS),
     )
     check_coverage(op, report)
-    return [name for name, reason in why.items() if not reason], recipe
+    return list(taken), recipe
 
 
 def quantized(op: str, name: str, matrix: Tensor, recipe: Recipe) -> PackedWeight:
@@ -131,7 +146,5 @@ def _checked(recipe: Recipe, name: str, module: nn.Module, reason: str) -> Layer
         shape = linear_shape(module)
         sizes = [(shape.N, shape.K) if shape is not None else tuple(weights[0].shape)]  # type: ignore[list-item]
     for N, K in sizes:
-        # The constructor checks the arguments. It takes no memory, because the layer is on the meta device.
-        weight_format, group_size = recipe.format_of(name)
-        MarlinLinear(K, N, weight_format=weight_format, group_size=group_size, device="meta")
+        recipe.quantize(name, torch.empty(N, K, device="meta"))  # checks the arguments
     return entry

@@ -74,6 +74,12 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         require(OP)
         if self.quantization_config.fuse == "layers":
             raise ValueError(f"{OP}: fuse: expected True or False for a model of diffusers, got 'layers'")
+        for name in ("memory", "like"):
+            if (value := getattr(self.quantization_config, name)) is not None:
+                raise ValueError(
+                    f"{OP}: {name}: expected None for a model of diffusers, got {value!r}: load it without, and call "
+                    "quantize_model"
+                )
         if isinstance(device_map, dict):
             check_devices(OP, device_map)
 

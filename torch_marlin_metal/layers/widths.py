@@ -1,14 +1,20 @@
 """Chooses the formats of a model's layers by a limit of memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_marlin_metal.layers.fuse import GROUPS
 from torch_marlin_metal.quantize.fit import Fit, Unit, candidates_of, choose, measured
+from torch_marlin_metal.quantize.like import formats_like
 from torch_marlin_metal.quantize.recipe import Recipe
+from torch_marlin_metal.sizes import parse_size
 
+SAMPLE_EXPERTS = 4  # of a mixture's layer, on which the error of a format is measured
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in transformers' configs
 LAYER_BYTES = 16  # what a packed layer holds beside the tensors of its weight: the description of its format
 
 
@@ -62,6 +68,30 @@ class Widths:
         """
         fit = choose(op, self.candidates, list(self.units.values()), self._recipe.vocabulary, fixed, limit)
         return replace(self._recipe, chosen=fit.chosen()), fit
+
+
+def check_widths(op: str, memory: str | int | None, like: str | None, text: Tensor | None = None) -> None:
+    """Checks that at most one way to choose formats is given, and the text only with a limit.
+
+    Raises:
+        ValueError: it is not so, or an argument is wrong.
+    """
+    if memory is not None and like is not None:
+        raise ValueError(f"{op}: expected memory or like, got both")
+    if text is not None and memory is None:
+        raise ValueError(f"{op}: calibration: expected memory with it, which it helps to distribute")
+    if text is not None and not (isinstance(text, Tensor) and text.dtype == torch.int64 and text.dim() == 2):
+        got = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
+        raise ValueError(f"{op}: calibration: expected the ids of tokens, int64 [B, S], got {got}")
+    if memory is not None:
+        parse_size(f"{op}: memory", memory)
+    if like is not None:
+        formats_like(op, like, ())
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Returns the number of experts of a mixture's layer by transformers' settings of a model, or 0."""
+    return next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
 
 
 def together(name: str) -> str:

@@ -12,6 +12,7 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.layers.vocabulary import vocabulary_of
+from torch_marlin_metal.layers.widths import check_widths
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
     is_candidate,
@@ -25,7 +26,7 @@ from torch_marlin_metal.models.reasons import KEPT, shared_with_others, why_not_
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.models.swap import Target, find_targets, swap
-from torch_marlin_metal.models.widths import check_widths, fitted, liked, rows_of
+from torch_marlin_metal.models.widths import fitted, liked, rows_of
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 from torch_marlin_metal.patterns import Filter, selects
 from torch_marlin_metal.quantize.recipe import IN_FLOATS, Recipe

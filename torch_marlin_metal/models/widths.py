@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
-from torch_marlin_metal.layers.widths import Widths
+from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
 from torch_marlin_metal.models.empty_model import is_transposed, matrix_of
 from torch_marlin_metal.models.experts import shape_of
 from torch_marlin_metal.models.report import module_bytes
@@ -17,29 +17,8 @@ from torch_marlin_metal.quantize.like import Described, formats_like
 from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.sizes import parse_size
 
-SAMPLE_EXPERTS = 4  # of a mixture's layer, on which the error of a format is measured
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in transformers' configs
 CHUNK = 4  # sequences that are computed at once
 Samples = Callable[[str, nn.Module, str], Iterable[Tensor]]
-
-
-def check_widths(op: str, memory: str | int | None, like: str | None, text: Tensor | None = None) -> None:
-    """Checks that at most one way to choose formats is given, and the text only with a limit.
-
-    Raises:
-        ValueError: it is not so, or an argument is wrong.
-    """
-    if memory is not None and like is not None:
-        raise ValueError(f"{op}: expected memory or like, got both")
-    if text is not None and memory is None:
-        raise ValueError(f"{op}: calibration: expected memory with it, which it helps to distribute")
-    if text is not None and not (isinstance(text, Tensor) and text.dtype == torch.int64 and text.dim() == 2):
-        got = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
-        raise ValueError(f"{op}: calibration: expected the ids of tokens, int64 [B, S], got {got}")
-    if memory is not None:
-        parse_size(f"{op}: memory", memory)
-    if like is not None:
-        formats_like(op, like, ())
 
 
 def fitted(
@@ -108,7 +87,7 @@ def liked(
         is_output = name in outputs
         layers.append(Described(name, K, is_output, name in recipe.vocabulary and not is_output))
     config = getattr(model, "config", None)
-    experts = next((int(count) for key in EXPERTS if (count := getattr(config, key, None))), 0)
+    experts = 0 if config is None else experts_of(vars(config))
     return replace(recipe, chosen=formats_like(op, like, layers, experts))
 
 

@@ -1,7 +1,8 @@
 """Chooses a format for each layer of a model, so that the model's bytes stay below a limit and its error is least."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,17 +25,20 @@ class Unit:
         sizes: the bytes of their weights in each candidate.
         errors: their error in each candidate: the sum over the weights of the squared error relative to the weight.
             With calibration, an estimate of the KL divergence of the model's predictions.
+        weights: the number of their weights.
     """
 
     names: list[str]
     sizes: list[int]
     errors: list[float]
+    weights: int
 
     def join(self, other: "Unit") -> None:
         """Adds the layers of another unit."""
         self.names += other.names
         self.sizes = [a + b for a, b in zip(self.sizes, other.sizes, strict=True)]
         self.errors = [a + b for a, b in zip(self.errors, other.errors, strict=True)]
+        self.weights += other.weights
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,28 @@ class Fit:
         pairs = zip(self.units, self.choice, strict=True)
         return {name: self.candidates[index] for unit, index in pairs for name in unit.names}
 
-    def curve(self) -> list[tuple[int, float]]:
-        """Returns bytes of the model and least error, from the fewest bytes to the most: about a dozen choices."""
+    @property
+    def bits(self) -> float:
+        """Returns the bits of a weight, with its part of the scales, in the layers that could choose."""
+        return 8 * (self.total_bytes - self.fixed) / max(sum(unit.weights for unit in self.units), 1)
+
+    def curve(self) -> list["Fit"]:
+        """Returns about a dozen choices with the least error, from the fewest bytes to the most."""
         low, high = _bounds(self.units)
         steps = {low + (high - low) * step // CURVE_POINTS for step in range(CURVE_POINTS + 1)}
-        fits = [Fit(self.candidates, self.units, _least(self.units, limit), self.fixed) for limit in sorted(steps)]
-        return [(fit.total_bytes, fit.error) for fit in fits]
+        return [replace(self, choice=_least(self.units, limit)) for limit in sorted(steps)]
+
+    def plot(self) -> str:
+        """Returns a line for each choice of the curve: bits, bytes, error, and a bar that grows with log(error)."""
+        fits = sorted([*self.curve(), self], key=lambda fit: fit.total_bytes)
+        logs = [math.log10(max(fit.error, 1e-12)) for fit in fits]
+        low, span = min(logs), max(max(logs) - min(logs), 1e-12)
+        lines = [
+            f"{fit.bits:5.2f} bits {human_size(fit.total_bytes):>8}  error {fit.error:8.2e} "
+            f"{'#' * round(1 + 39 * (log - low) / span)}{' < chosen' if fit is self else ''}"
+            for fit, log in zip(fits, logs, strict=True)
+        ]
+        return "\n".join(lines)
 
     def summary(self) -> str:
         """Returns one line: the layers of each format, the bytes and the error."""
@@ -81,7 +101,7 @@ class Fit:
         for name, size in self.chosen().values():
             counts[f"{name} g{size}"] = counts.get(f"{name} g{size}", 0) + 1
         kinds = ", ".join(f"{count} in {kind}" for kind, count in counts.items())
-        return f"{kinds}: {human_size(self.total_bytes)}, error {self.error:.4g}"
+        return f"{kinds}: {human_size(self.total_bytes)}, {self.bits:.2f} bits a weight, error {self.error:.4g}"
 
 
 def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
@@ -122,7 +142,8 @@ def measured(
         norm += float(exact.square().sum())
         for index, each in enumerate(recipes):
             differences[index] += float((each.quantize(name, exact).dequantize().T - exact).square().sum())
-    return Unit([name], sizes, [difference / norm if norm else 0.0 for difference in differences])
+    errors = [difference / norm if norm else 0.0 for difference in differences]
+    return Unit([name], sizes, errors, copies * shape[0] * shape[1])
 
 
 def sample(matrix: Tensor) -> Tensor:

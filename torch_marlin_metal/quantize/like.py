@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from torch_marlin_metal.quantize.recipe import LayerFormat
 
-# The format here that has the structure of each type.
+EIGHT: LayerFormat = ("uint8b128", 32)
+# The format here for each type: with the same structure, or else with 8 bits.
 FORMATS: dict[str, LayerFormat] = {
     "Q4_K": ("q4_k", 32),
-    "Q5_K": ("q5_k", 32),
-    "Q6_K": ("q6_k", 16),
-    "Q8_0": ("uint8b128", 32),
-    "Q5_0": ("uint5b16", 32),
-    "Q5_1": ("uint5_bias", 32),
+    "Q5_K": EIGHT,
+    "Q6_K": EIGHT,
+    "Q8_0": EIGHT,
+    "Q5_0": EIGHT,
+    "Q5_1": EIGHT,
 }
 # The type of most layers.
 RECIPES = {"Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
@@ -44,7 +45,12 @@ class Described:
 
 
 def formats_like(op: str, like: str, layers: Iterable[Described], experts: int = 0) -> dict[str, LayerFormat]:
-    """Returns the format of each layer by its name.
+    """Returns the format of each layer by its name. Arguments and errors are those of `types_like`."""
+    return {name: FORMATS[kind] for name, kind in types_like(op, like, layers, experts).items()}
+
+
+def types_like(op: str, like: str, layers: Iterable[Described], experts: int = 0) -> dict[str, str]:
+    """Returns the type that llama.cpp gives to each layer, by the layer's name.
 
     Args:
         op: the caller's name, for the error.
@@ -70,7 +76,7 @@ def formats_like(op: str, like: str, layers: Iterable[Described], experts: int =
         kind = _output_type(like) if layer.is_output else RECIPES[like]
         if not (layer.is_output or layer.is_table):
             kind = _type(like, role, *place, depth, experts)
-        found[layer.name] = FORMATS[UNEVEN.get(kind, kind) if layer.K % BLOCK else kind]
+        found[layer.name] = UNEVEN.get(kind, kind) if layer.K % BLOCK else kind
     return found
 
 

@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.layers.widths import check_widths
 from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.repack import ZerosRule
@@ -46,6 +47,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             A pattern that matches no layer is an error.
         vocabulary_format: the format of embeddings and output layers, as in `quantize_model`; "none" keeps them in
             floats.
+        memory: as in `quantize_model`; only in models of transformers. It reads the weights twice.
+        like: as in `quantize_model`; only in models of transformers.
         quantize_head: whether the head of a classifier is quantized, too.
         fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
@@ -75,6 +78,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         *,
         modules_to_not_convert: str | Sequence[str] | None = None,
         vocabulary_format: str | None = None,
+        memory: str | int | None = None,
+        like: str | None = None,
         quantize_head: bool = False,
         fuse: bool | Literal["layers"] = False,
         prepare: bool = False,
@@ -97,6 +102,8 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         names = _patterns(modules_to_not_convert)
         self.modules_to_not_convert = None if names is None else parts_of_names(names)
         self.vocabulary_format = vocabulary_format
+        self.memory, self.like = memory, like
+        check_widths("MarlinConfig", memory, like)
         self.quantize_head = quantize_head
         self.fuse = fuse
         self.prepare = prepare
@@ -149,7 +156,16 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
             return copy.deepcopy(self.source)
-        shown = ("weight_format", "group_size", "method", "vocabulary_format", "quantize_head", *LOADING)
+        shown = (
+            "weight_format",
+            "group_size",
+            "method",
+            "vocabulary_format",
+            "memory",
+            "like",
+            "quantize_head",
+            *LOADING,
+        )
         return {"quant_method": METHOD} | {name: copy.deepcopy(getattr(self, name)) for name in shown}
 
 

@@ -31,7 +31,7 @@ from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
 )
 from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
 from torch_marlin_metal.integrations.transformers.stored import decode_stacks, empty_model, stored_layers
-from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
+from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading, samples_of
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
@@ -94,7 +94,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if self._packed is not None and not has_parts:
                 self._packed.read_ahead()
         else:
-            self._choose(model)
+            self._choose(model, checkpoint_files)
 
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Opens the directory that transformers found."""
@@ -119,7 +119,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._conversions = [MergedOneByOne.instead_of(conversion) for conversion in self._conversions]
         return self._conversions
 
-    def _choose(self, model: Any) -> None:
+    def _choose(self, model: Any, checkpoint_files: list[str] | None = None) -> None:
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
         words = set().union(*vocabulary_of(model, config.vocabulary_format))
@@ -133,7 +133,9 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             is_free = id(module) in words or should_convert_module(name, kept)
             return "" if is_free else "it is one of the last layers, unless quantize_head=True"
 
-        chosen, self._recipe = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
+        ties = tied_modules(model.all_tied_weights_keys)
+        samples = None if config.memory is None else samples_of(model, checkpoint_files, config.allow_pickle)
+        chosen, self._recipe = choose_layers(OP, model, config, stays, ties, samples)
         experts = {name for name in chosen if is_experts(model.get_submodule(name))}
         self.float_experts = FloatExperts(OP, model, experts, self._packed_weight)
         self._chosen = {f"{name}.weight" for name in chosen if name not in experts} | self.float_experts.parameters()
