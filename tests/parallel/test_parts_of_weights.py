@@ -76,6 +76,17 @@ def test_parts_of_one_group_share_its_scales():
     assert_same(join_rows(parts), whole)
 
 
+@pytest.mark.parametrize("weight_format", ["uint5_bias", "uint6b32"])
+def test_borders_inside_a_word_of_the_second_plane(weight_format):
+    """Parts of 48 and of 24 rows: a word of `b_high` holds 32 or 16."""
+    for group_size, count in ((16, 4), (K, 8)):
+        whole = weight_of(weight_format, group_size=group_size)
+        parts = split_rows(whole, count)
+        assert torch.equal(torch.cat([p.validate().dequantize() for p in parts]), whole.dequantize())
+        assert_same(join_rows(parts), whole)
+        assert_same(split_rows(whole, count, only=3)[0], parts[3])
+
+
 def test_groups_whose_scales_happen_to_be_equal_are_not_one_group():
     whole = weight_of("uint4", group_size=64)
     whole.scales[:] = whole.scales[0]

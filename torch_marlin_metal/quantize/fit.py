@@ -11,7 +11,10 @@ from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
 from torch_marlin_metal.sizes import human_size
 
 # The formats from which a format is chosen, beside those of the recipe.
-CANDIDATES: tuple[LayerFormat, ...] = (("uint4b8", 128), ("q4_k", 32), ("uint8b128", 128))
+CANDIDATES: tuple[LayerFormat, ...] = (
+    *(("uint4b8", 128), ("q4_k", 32), ("uint5b16", 128), ("q5_k", 32)),
+    *(("uint6b32", 128), ("q6_k", 16), ("uint8b128", 128)),
+)
 SAMPLE_ROWS = 256  # of each matrix, on which the error of a format is measured
 CURVE_POINTS = 12
 

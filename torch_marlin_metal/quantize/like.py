@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from torch_marlin_metal.quantize.recipe import LayerFormat
 
-EIGHT: LayerFormat = ("uint8b128", 32)
-# The format here for each type: with the same structure, or else with 8 bits.
+# The format here that has the structure of each type.
 FORMATS: dict[str, LayerFormat] = {
     "Q4_K": ("q4_k", 32),
-    "Q5_K": EIGHT,
-    "Q6_K": EIGHT,
-    "Q8_0": EIGHT,
-    "Q5_0": EIGHT,
-    "Q5_1": EIGHT,
+    "Q5_K": ("q5_k", 32),
+    "Q6_K": ("q6_k", 16),
+    "Q8_0": ("uint8b128", 32),
+    "Q5_0": ("uint5b16", 32),
+    "Q5_1": ("uint5_bias", 32),
 }
 # The type of most layers.
 RECIPES = {"Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
