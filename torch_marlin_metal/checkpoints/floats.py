@@ -139,6 +139,7 @@ class FloatReader(CheckpointReader):
         for (name, shape), some in chosen.items():
             samples = (sample(read_matrix(self.checkpoint, layer)) for layer in some)
             widths.add(name, shape, samples, counts[name, shape])
+        widths.weigh_vocabulary()
         taken = {layer.weight for layer in layers}
         fixed = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in taken)
         return widths.choose("FloatReader", fixed, parse_size("FloatReader: memory", memory))

@@ -12,9 +12,9 @@ from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
 from torch_marlin_metal.models.empty_model import is_transposed, matrix_of
 from torch_marlin_metal.models.experts import shape_of
 from torch_marlin_metal.models.report import module_bytes
-from torch_marlin_metal.quantize.fit import Fit, sample
+from torch_marlin_metal.quantize.fit import Fit, Unit, sample
 from torch_marlin_metal.quantize.like import Described, formats_like
-from torch_marlin_metal.quantize.recipe import Recipe
+from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
 from torch_marlin_metal.sizes import parse_size
 
 CHUNK = 4  # sequences that are computed at once
@@ -60,9 +60,22 @@ def fitted(
                 N, K = reversed(weight.shape) if is_transposed(module) else weight.shape
                 widths.add(name, (N, K), samples(name, module, kind))
             taken[id(weight)] = weight.nbytes
-    if calibration is not None:
-        _calibrate(model, modules, recipe, widths, calibration)
-    return widths.choose(op, module_bytes(model) - sum(taken.values()), parse_size(f"{op}: memory", memory))
+    fixed, limit = module_bytes(model) - sum(taken.values()), parse_size(f"{op}: memory", memory)
+    unweighted = {key: unit.errors for key, unit in widths.units.items()}
+    widths.weigh_vocabulary()
+    by_weights = widths.choose(op, fixed, limit)
+    if calibration is None:
+        return by_weights
+    text = _Text(model, modules, calibration)
+    for key, unit in widths.units.items():
+        unit.errors = _estimates(text, unweighted[key], unit, recipe, widths.candidates)
+    found = widths.choose(op, fixed, limit)
+    tried = [found, (by_weights[0], replace(found[1], choice=by_weights[1].choice))]
+    own = [recipe.format_of(unit.names[0]) for unit in found[1].units]
+    uniform = replace(found[1], choice=[widths.candidates.index(one) for one in own])
+    if uniform.total_bytes <= limit:
+        tried.append((recipe, uniform))
+    return min(tried, key=lambda one: text.divergence(one[0], [name for unit in found[1].units for name in unit.names]))
 
 
 def liked(
@@ -107,48 +120,60 @@ def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
         yield sample(matrix.T if getattr(module, "is_transposed", False) else matrix)
 
 
-def _calibrate(model: Any, modules: Mapping[str, nn.Module], recipe: Recipe, widths: Widths, text: Tensor) -> None:
-    """Replaces the errors of weights by estimates of the KL divergence of the model's predictions.
+class _Text:
+    """A text, and what a model in floats predicts on it."""
 
-    The divergence is measured with one unit at a time in its smallest format. It is of second order in the error of
-    the weights, and is scaled by it for the other formats.
-    """
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        exact = [_logs(model, ids.to(device)) for ids in torch.split(text, CHUNK)]
-        for unit in widths.units.values():
-            index = min(range(len(unit.sizes)), key=lambda place: unit.sizes[place])
-            rounding = recipe.in_format(*widths.candidates[index])
-            weights: dict[int, tuple[nn.Module, Tensor]] = {
-                id(getattr(module, kind)): (module, getattr(module, kind))
-                for module in map(modules.__getitem__, unit.names)
-                for kind in _kinds(module)
-            }
-            kept = [weight.detach().clone() for _, weight in weights.values()]
-            try:
-                for module, weight in weights.values():
-                    _round(module, weight, rounding)
-                total = sum(
-                    float((known.exp() * (known - _logs(model, ids.to(device)))).sum())
-                    for known, ids in zip(exact, torch.split(text, CHUNK), strict=True)
-                )
-            finally:
-                for (_, weight), values in zip(weights.values(), kept, strict=True):
+    def __init__(self, model: Any, modules: Mapping[str, nn.Module], ids: Tensor) -> None:
+        self._model, self._modules, self._ids = model, modules, torch.split(ids, CHUNK)
+        self._exact = list(self._predictions())
+
+    def _predictions(self) -> Iterator[Tensor]:
+        """Yields the logarithms of the probabilities of the next tokens, fp32 `[B, S, V]`."""
+        device = next(self._model.parameters()).device
+        with torch.no_grad():
+            for ids in self._ids:
+                yield self._model(input_ids=ids.to(device), use_cache=False).logits.float().log_softmax(-1)
+
+    def divergence(self, recipe: Recipe, names: Iterable[str]) -> float:
+        """Returns the mean KL divergence of the predictions with some layers rounded as a recipe says.
+
+        The model is as before afterwards. A copy of these layers' weights exists meanwhile.
+        """
+        weights: dict[int, tuple[str, nn.Module, Tensor]] = {}
+        for name in names:
+            for kind in _kinds(self._modules[name]):
+                weight = getattr(self._modules[name], kind)
+                weights.setdefault(id(weight), (name, self._modules[name], weight))
+        kept = [weight.detach().clone() for _, _, weight in weights.values()]
+        try:
+            with torch.no_grad():
+                for name, module, weight in weights.values():
+                    _round(name, module, weight, recipe)
+            pairs = zip(self._exact, self._predictions(), strict=True)
+            total = sum(float((exact.exp() * (exact - found)).sum()) for exact, found in pairs)
+        finally:
+            with torch.no_grad():
+                for (_, _, weight), values in zip(weights.values(), kept, strict=True):
                     weight.copy_(values)
-            divergence = max(total / text.numel(), 0.0)
-            least = unit.errors[index]
-            unit.errors = [divergence * error / least if least else 0.0 for error in unit.errors]
+        return max(total / sum(len(ids.flatten()) for ids in self._ids), 0.0)
 
 
-def _round(module: nn.Module, weight: Tensor, rounding: Recipe) -> None:
-    """Replaces a weight by what a format keeps of it."""
+def _estimates(
+    text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
+) -> list[float]:
+    """Returns the divergence of the model's predictions with one unit in each candidate.
+
+    It is measured in the smallest candidate. It is of second order in the errors of the weights, by whose squares it is
+    scaled for the others.
+    """
+    index = min(range(len(unit.sizes)), key=lambda place: unit.sizes[place])
+    divergence, least = text.divergence(recipe.in_format(*candidates[index]), unit.names), errors[index]
+    return [divergence * error / least if least else 0.0 for error in errors]
+
+
+def _round(name: str, module: nn.Module, weight: Tensor, recipe: Recipe) -> None:
+    """Replaces a weight by what its format in a recipe keeps of it."""
     transposed = is_transposed(module) or bool(getattr(module, "is_transposed", False))
     for matrix in weight if weight.dim() == 3 else [weight]:
         rows = matrix.T if transposed else matrix
-        rows.copy_(rounding.quantize("", rows.detach().contiguous()).dequantize().T)
-
-
-def _logs(model: Any, ids: Tensor) -> Tensor:
-    """Returns the logarithms of the probabilities of the next tokens, fp32 `[B, S, V]`."""
-    found: Tensor = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-    return found
+        rows.copy_(recipe.quantize(name, rows.detach().contiguous()).dequantize().T)

@@ -17,6 +17,7 @@ CANDIDATES: tuple[LayerFormat, ...] = (
 )
 SAMPLE_ROWS = 256  # of each matrix, on which the error of a format is measured
 CURVE_POINTS = 12
+STEPS = 1 << 16
 
 
 @dataclass
@@ -84,7 +85,8 @@ class Fit:
         """Returns about a dozen choices with the least error, from the fewest bytes to the most."""
         low, high = _bounds(self.units)
         steps = {low + (high - low) * step // CURVE_POINTS for step in range(CURVE_POINTS + 1)}
-        return [replace(self, choice=_least(self.units, limit)) for limit in sorted(steps)]
+        best = _Best(self.units)
+        return [replace(self, choice=best.choice(limit)) for limit in sorted(steps)]
 
     def plot(self) -> str:
         """Returns a line for each choice of the curve: bits, bytes, error, and a bar that grows with log(error)."""
@@ -175,7 +177,7 @@ def choose(
             f"{op}: memory: expected at least {human_size(least)} ({least} bytes), which the model takes in the "
             f"smallest formats, of which {human_size(fixed)} stay as they are; got {human_size(limit)}"
         )
-    found = [_least(units, limit - fixed)]
+    found = [_Best(units).choice(limit - fixed)]
     for most in range(len(candidates)):
         for words in range(len(candidates)):
             found.append([words if vocabulary.intersection(unit.names) else most for unit in units])
@@ -187,20 +189,50 @@ def _bounds(units: list[Unit]) -> tuple[int, int]:
     return sum(min(unit.sizes) for unit in units), sum(max(unit.sizes) for unit in units)
 
 
-def _least(units: list[Unit], limit: int) -> list[int]:
-    """Returns the index of a candidate for each unit: first the best error per byte, then what still fits."""
-    choice = [min(range(len(unit.sizes)), key=lambda index: (unit.sizes[index], unit.errors[index])) for unit in units]
-    left = limit - sum(unit.sizes[index] for unit, index in zip(units, choice, strict=True))
+class _Best:
+    """The best choice for every limit, by dynamic programming over the units and the bytes that they may have.
+
+    Bytes are counted in at most `STEPS` steps, rounded up; what the rounding leaves is spent at the end.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units, self._low = units, _bounds(units)[0]
+        self._step = max(1, -(-(_bounds(units)[1] - self._low) // STEPS))
+        best = torch.zeros((_bounds(units)[1] - self._low) // self._step + 1, dtype=torch.float64, device="cpu")
+        self._picks: list[tuple[Tensor, list[int]]] = []  # of each unit: the candidate and its steps, by what is left
+        for unit in units:
+            extra = [-(-(size - min(unit.sizes)) // self._step) for size in unit.sizes]
+            errors = best.new_full((len(extra), len(best)), torch.inf)
+            for at, (steps, error) in enumerate(zip(extra, unit.errors, strict=True)):
+                if steps < len(best):
+                    errors[at, steps:] = best[: len(best) - steps] + error
+            best, picks = errors.min(0)
+            self._picks.append((picks.to(torch.uint8), extra))
+
+    def choice(self, limit: int) -> list[int]:
+        """Returns the index of a candidate for each unit, for a limit of at least the fewest bytes."""
+        left = min((limit - self._low) // self._step, len(self._picks[0][0]) - 1 if self._picks else 0)
+        found = []
+        for picks, extra in reversed(self._picks):
+            found.append(int(picks[left]))
+            left -= extra[found[-1]]
+        return _filled(self._units, found[::-1], limit)
+
+
+def _filled(units: list[Unit], choice: list[int], limit: int) -> list[int]:
+    """Returns a choice that spends what is left of the bytes, where they lower the error most per byte."""
+    choice = list(choice)
+    left = limit - sum(unit.sizes[at] for unit, at in zip(units, choice, strict=True))
     while True:
         steps = []
         for place, unit in enumerate(units):
             now = choice[place]
-            for index, (size, error) in enumerate(zip(unit.sizes, unit.errors, strict=True)):
+            for at, (size, error) in enumerate(zip(unit.sizes, unit.errors, strict=True)):
                 more, gain = size - unit.sizes[now], unit.errors[now] - error
                 if gain > 0 and more <= left:
-                    steps.append((gain / more if more > 0 else float("inf"), place, index))
+                    steps.append((gain / more if more > 0 else float("inf"), place, at))
         if not steps:
             return choice
-        _, place, index = max(steps)
-        left -= units[place].sizes[index] - units[place].sizes[choice[place]]
-        choice[place] = index
+        _, place, at = max(steps)
+        left -= units[place].sizes[at] - units[place].sizes[choice[place]]
+        choice[place] = at
