@@ -94,8 +94,7 @@ CASES = {
         "bias: expected float16, bfloat16 or float32 [N] = [24], got float32 [1]"),
     "bias of another dtype": ("uint4b8", {"bias": f32(N, dtype=torch.int32)}, "bias: expected float16"),
     "an unknown format": ("uint4b8", {"weight_format": "int3"},
-        "weight_format: expected one of uint4b8, uint4, uint4_bias, float4_e2m1, nvfp4, mxfp4, lut4, uint8b128, "
-        "uint8, uint8_bias, float8_e4m3, mxfp8, got 'int3'"),
+        f"weight_format: expected one of {', '.join(tmm.WEIGHT_FORMATS)}, got 'int3'"),
     "an alias in the operator": ("uint4b8", {"weight_format": "u4b8"}, "weight_format: expected one of uint4b8"),
     "an unknown variant": ("uint4b8", {"variant": "fastest"},
         "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or a variant with one "
@@ -152,7 +151,7 @@ def test_perm_out_of_range_is_refused_on_the_cpu(index):
     with pytest.raises(IndexError, match="dequantize: " + message):
         OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
     with pytest.raises(IndexError, match="gptq_repack: " + message):
-        tmm.gptq_repack(weight.b_packed, perm=perm)
+        tmm.ops.gptq_repack(weight.b_packed, perm=perm)
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (1, 8, N)])
@@ -163,7 +162,7 @@ def test_words_of_another_rank_are_refused_if_the_group_is_all_of_k(shape, devic
     with pytest.raises(ValueError, match="gemm: " + message):
         tmm.gemm(torch.zeros(3, K, device=device), weight)
     with pytest.raises(ValueError, match="dequantize: " + message):
-        tmm.dequantize(weight)
+        weight.dequantize()
 
 
 def test_dequantize_refuses_other_dtypes(device):
@@ -174,9 +173,9 @@ def test_dequantize_refuses_other_dtypes(device):
 
 def test_unknown_names_in_python_list_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"expected one of uint4b8, .*mxfp8 \(or u4b8, u4, .*, float8_e4m3fn, fp8\), got 'q4'"
+        ValueError, match=r"expected one of uint4b8, .*uint6_bias \(or u4b8, u4, .*, float8_e4m3fn, fp8\), got 'q4'"
     ):
-        tmm.weight_format("q4")
+        tmm.formats.weight_format("q4")
 
 
 @pytest.mark.parametrize(
@@ -205,12 +204,12 @@ def test_repacks_refuse(op, arguments, message, device):
         for name, value in arguments.items()
     }
     with pytest.raises(ValueError, match=re.escape(f"torch_marlin_metal::{op}: {message}")):
-        getattr(tmm, op)(**built)
+        getattr(tmm.ops, op)(**built)
 
 
 def test_repacks_refuse_strided_words(device):
     words = torch.zeros(24, 8, dtype=torch.int32, device=device).t()
-    for op in (tmm.gptq_repack, tmm.awq_repack, tmm.transpose_words):
+    for op in (tmm.ops.gptq_repack, tmm.ops.awq_repack, tmm.ops.transpose_words):
         with pytest.raises(
             ValueError, match=r"(qweight|words): expected a contiguous tensor, got .* with strides \[1, 8\]"
         ):

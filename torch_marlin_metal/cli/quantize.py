@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from torch_marlin_metal.cli import arguments, calibrated
-from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
+from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.cli.writing import directory_bytes, write
 from torch_marlin_metal.convert import CheckpointReader, FloatReader, open_reader
+from torch_marlin_metal.sizes import human_size
 
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to skip, or re:REGEX; may be repeated.")]
@@ -88,12 +89,12 @@ def quantize(
         rest, whole = sum(left.values()), sum(left.values()) + reader.taken_bytes
         if left:
             largest = ", ".join(sorted(left, key=lambda name: -left[name])[:4])
-            floats += f"\n{human_bytes(rest)} of matrices stay in floats ({rest / whole:.0%}): {largest}"
+            floats += f"\n{human_size(rest)} of matrices stay in floats ({rest / whole:.0%}): {largest}"
             floats += ", ..." if len(left) > 4 else ""
     size = directory_bytes(destination)
     kinds = Counter(reader.formats()) if isinstance(reader, FloatReader) else Counter([weight_format] * len(reader))
     what = ", ".join(f"{count} in {name}" for name, count in kinds.items())
-    text = f"{destination}: {len(reader)} layers by {method}, {what}: {human_bytes(size)}"
+    text = f"{destination}: {len(reader)} layers by {method}, {what}: {human_size(size)}"
     value |= {"layers": len(reader), "formats": kinds, "bytes": size, "left_in_floats": left}
     show(value, text + floats, as_json)
     return DONE
