@@ -21,6 +21,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from tests.support.models import IDS, SIZES, same
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.cli.models.fit import empty_model
 from torch_marlin_metal.convert import FloatReader, write_checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.models.report import module_bytes
@@ -120,6 +121,15 @@ def test_an_untied_head_has_words_of_its_own(tmp_path) -> None:
     assert isinstance(model.lm_head, MarlinLinear)
     model.save_pretrained(tmp_path / "packed")
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "packed").state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None:
+    model = made("llama", tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path)
+    empty = empty_model(model.config, torch.float32, "uint4")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4"))
+    assert module_bytes(empty) == pytest.approx(module_bytes(loaded), abs=16)  # the note of a format is one tensor or two
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -146,6 +146,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for name in sorted(self._chosen):
             self._quantize(model, name.removesuffix(".weight"), model.get_parameter(name))
         self._install(model)
+        model.tie_weights()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether a weight is quantized while loading.
