@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.counting.instructions import TWO_LEVELS
 from lab.model import ExpertsProblem, families, predict
 from lab.model.counts import KernelCounts, counts_of, rows
 from lab.model.geometry import BLOCK, FUSED_COLUMNS, FUSED_K, GEMV_COLUMNS, GEMV_K, SIMD_WIDTH
@@ -47,6 +48,7 @@ REASONS = {
     "fused": "shares what it decodes between 8 rows of a matrix product",
     "integer": "integer codes become floats by masks",
     "e2m1": "E2M1 codes become floats by shifts and masks",
+    "e4m3": "E4M3 codes become floats by shifts and masks",
     "table": "each code is looked up",
     "half": "",
     "emulated_bfloat": "; this GPU computes bfloat by integer instructions",
@@ -253,11 +255,15 @@ def _gpu(rng: random.Random) -> AppleSiliconGPU:
 def _weight(rng: random.Random, K: int) -> dict[str, Any]:
     row = rng.choice(_formats())
     group = row.fixed_group_size or rng.choice((16, 32, 64, 128, 256, K))
-    return {
+    weight = {
         "weight_format": row.name,
         "group_size": group,
         "activations": rng.choice(("float16", "bfloat16", "float32")),
     }
+    if row.name in TWO_LEVELS and rng.random() < 0.5:
+        group_size, scales = TWO_LEVELS[row.name]
+        weight |= {"group_size": group_size, "scales": scales, "zeros": "uint8"}
+    return weight
 
 
 def random_products(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Problem]]:
@@ -299,8 +305,8 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
     return Tiling(variant, first["kernel"], tile, 0, simdgroups, int(slices[1]), first["grid"][2], rest)  # type: ignore[arg-type]
 
 
-def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
-    """Returns the planner's choice for a product, compared with the model's best of all tilings and splits."""
+def chosen(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Tiling:
+    """Returns the planner's choice for a product."""
     product = problem.product if isinstance(problem, ExpertsProblem) else problem
     weight = {
         "chip": gpu.name, "cores": gpu.cores, "N": product.N, "K": product.K, "weight_format": product.weight_format,
@@ -312,12 +318,17 @@ def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
             rows_by_slot=problem.rows_by_slot, reduce=problem.reduce,
         )  # fmt: skip
     else:
-        rows_of_plans, chosen, _ = native.gemm_plans(
+        rows_of_plans, index, _ = native.gemm_plans(
             **weight, half_subnormals=True, M=problem.M, scales=problem.scales_type, zeros=problem.zeros_type,
             has_perm=False, has_global_scale=False, has_bias=False, tuned=False, own_system=False,
         )  # fmt: skip
-        name, _, _, _, dispatches = rows_of_plans[chosen]
-    tiling = planned(name, product.M, dispatches)
+        name, _, _, _, dispatches = rows_of_plans[index]
+    return planned(name, product.M, dispatches)
+
+
+def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
+    """Returns the planner's choice for a product, compared with the model's best of all tilings and splits."""
+    tiling = chosen(gpu, problem)
     seconds = float(predict(problem, tiling, gpu))
     best, least = tiling, seconds
     for family in families(problem, gpu, "auto"):
