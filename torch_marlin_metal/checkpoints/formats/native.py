@@ -1,6 +1,6 @@
 """The package's own format: the state_dict of every `MarlinLinear`, and settings that describe each layer.
 
-docs/formats/on-disk-format.md is its specification.
+docs/formats/formats.md is its specification.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -180,7 +180,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 FORMAT = DirectoryFormat(
     name="native",
-    title="This package's own format (docs/formats/on-disk-format.md)",
+    title="This package's own format (docs/formats/formats.md)",
     methods=(METHOD,),
     variants=(("every weight format", "any"),),
     refused=(("format_version other than 1", "unknown"),),
@@ -189,6 +189,7 @@ FORMAT = DirectoryFormat(
     fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
+        "b_high": ("H", "N"),
         "scales": ("G", "N"),
         "zeros": ("G", "N"),
         "super_scales": ("S", "N"),
