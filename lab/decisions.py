@@ -137,8 +137,8 @@ def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
 
 
 def _formats() -> list[WeightFormat]:
-    """Returns the formats whose kernels have been counted."""
-    counted = {row.weight_format for row in rows()}
+    """Returns the formats that have been counted with all activations. Others take the nearest row of the table."""
+    counted = {row.weight_format for row in rows() if row.activations == "float32"}
     return [row for name, row in WEIGHT_FORMATS.items() if name in counted]
 
 

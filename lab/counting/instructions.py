@@ -29,14 +29,21 @@ ROOT = Path(__file__).resolve().parents[2]
 AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"
 FORMATS = tuple(WEIGHT_FORMATS)
 ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3, "int8": 4}
-# Group size and type of the scale codes of formats that files have with two levels of scales: Q4_K and IQ4_XS.
-TWO_LEVELS = {"uint4_bias": (32, "uint8"), "lut4": (32, "int8")}
+# Group size and type of the scale codes of formats that files have with two levels of scales: Q4_K, IQ4_XS, Q5_K, Q6_K.
+TWO_LEVELS = {
+    "uint4_bias": (32, "uint8"),
+    "lut4": (32, "int8"),
+    "uint5_bias": (32, "uint8"),
+    "uint6b32": (16, "int8"),
+}
 # Group sizes of popular files whose scales need more of fused's loop than groups of 64: Q8_0.
 SHORT_GROUPS = {"uint8b128": 32}
 # Mesa's compiler fails on this kernel, because it does not unroll the loops over the array of accumulators.
 UNCOUNTED = ("gemm_double_buffered_128x128x16", "lut4")
 # The tile of 128 x 128 needs more registers than there are. The model never prefers it.
 MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
+# The most instructions and complex-unit cycles per weight in gemv's loop for one row, by the kind of codes.
+ONE_ROW = {"int4": (1.9, 1.0), "e2m1": (3.8, 2.0), "int8": (2.3, 1.0), "e4m3": (5.1, 2.0)}
 # Iterations of fused's innermost loop per chain of sums.
 FUSED_CHAIN = 4
 FUSED_K = 64
@@ -348,11 +355,12 @@ def missed_bars(case: Case, got: Figures, most_instructions: float | None) -> It
     if most_instructions is not None:
         bars["instructions"] = (most_instructions, lambda f: f.instructions)
     is_usual = case.dtype == "float16" and case.group_size == usual_group(case.weight_format)
-    if case.kernel == "gemv" and kind != "table" and is_usual:
+    if case.kernel == "gemv" and kind in ONE_ROW and is_usual:
+        most, complex_cycles = ONE_ROW[kind]
         bars["converts"] = (0, lambda f: f.converts)
         if case.rows == 1:
-            bars["instructions"] = ({"int4": 1.9, "e2m1": 3.8}[kind], lambda f: f.instructions)
-            bars["complex-unit cycles"] = ({"int4": 1.0, "e2m1": 2.0}[kind], lambda f: f.complex_cycles)
+            bars["instructions"] = (most, lambda f: f.instructions)
+            bars["complex-unit cycles"] = (complex_cycles, lambda f: f.complex_cycles)
             bars["half-registers"] = (104, lambda f: f.half_registers)
         if case.rows == 4 and kind == "int4":
             bars["instructions"] = (5.2, lambda f: f.instructions)

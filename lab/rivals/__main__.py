@@ -2,6 +2,7 @@
 
     python -m lab.rivals                      # the cells where we are not at least 1 / 0.95 times as fast, and a summary
     python -m lab.rivals --all --csv all.csv  # all cells
+    python -m lab.rivals --one-row            # one row on every chip: our time without the launch, over that of the bytes
 
 Nothing runs on a GPU. A cell is our time over the time of the fastest rival that reads files of the same format. Times
 are those of the planner's choice by the lab's model, and of the rivals' kernels by the same model (rivals.py). Both
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from lab.decisions import chosen
 from lab.model import ExpertsProblem, Problem, costs
+from lab.model.counts import NotCounted
 from lab.rivals.rivals import Rival, seconds
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
@@ -106,7 +108,7 @@ class Cell:
 
 
 def cells(chips: tuple[str, ...], rows: range | list[int]) -> Iterator[Cell]:
-    """Yields the cells of all formats, dense and with experts."""
+    """Yields the cells of all formats, dense and with experts, where the tool counted our kernels and theirs."""
     for form in FORMS:
         for chip in chips:
             gpu = AppleSiliconGPU.from_name(chip)
@@ -119,7 +121,10 @@ def cells(chips: tuple[str, ...], rows: range | list[int]) -> Iterator[Cell]:
                             continue
                         problem = form.mixture(M, N, K) if experts else form.problem(M, N, K)
                         tiling = chosen(gpu, problem)
-                        cost = costs(problem, tiling, gpu)
+                        try:
+                            cost = costs(problem, tiling, gpu)
+                        except NotCounted:
+                            continue
                         longest = max(cost.dispatches, key=lambda dispatch: float(dispatch.seconds))
                         rival = min(known, key=lambda r: known[r])
                         ours_bytes = form.problem(M, N, K).weight_bytes
@@ -130,6 +135,22 @@ def cells(chips: tuple[str, ...], rows: range | list[int]) -> Iterator[Cell]:
                         )  # fmt: skip
 
 
+def one_row(form: Form, gpu: AppleSiliconGPU) -> float:
+    """Returns the time of one row without launches, over the time of the bytes that it moves."""
+    problem = form.problem(1, *SHAPES[1])
+    dispatches = costs(problem, chosen(gpu, problem), gpu).dispatches
+    moved = sum(dispatch.dram_seconds for dispatch in dispatches)
+    return float(sum(dispatch.seconds - dispatch.launch_seconds for dispatch in dispatches) / moved)
+
+
+def print_one_row() -> None:
+    """Prints a line for each chip, with a number for each format."""
+    print("chip", *(form.name for form in FORMS), sep=" | ")
+    for name in AppleSiliconGPU.names():
+        gpu = AppleSiliconGPU.from_name(name)
+        print(name, *(f"{one_row(form, gpu):.3f}" for form in FORMS), sep=" | ")
+
+
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m lab.rivals", description=__doc__.splitlines()[0])
@@ -137,7 +158,11 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, help="write all cells into a file")
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--chips", nargs="*", default=CHIPS)
+    parser.add_argument("--one-row", action="store_true", help="print the time of one row over its bytes, and end")
     options = parser.parse_args()
+    if options.one_row:
+        print_one_row()
+        return 0
     found = sorted(cells(tuple(options.chips), options.rows), key=lambda cell: -cell.ratio)
     if options.csv:
         with options.csv.open("w", newline="") as file:
