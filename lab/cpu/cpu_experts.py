@@ -130,7 +130,7 @@ def gated(both: Tensor) -> Tensor:
 
 def fused(gate_up: Projection, down: Projection, x: Tensor, routing: Routing) -> Tensor:
     """Computes the block with two calls of `moe_gemm` and one of `gated_activation`, as `MarlinExperts` does."""
-    inner = tmm.gated_activation(*gate_up.grouped(x, routing.ids).chunk(2, -1))
+    inner = tmm.ops.gated_activation(*gate_up.grouped(x, routing.ids).chunk(2, -1))
     return down.grouped(inner, routing.ids, row_weights=routing.weights, reduce=True)
 
 

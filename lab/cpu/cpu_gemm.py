@@ -52,7 +52,7 @@ def seconds(call: Call, index: int) -> float:
 def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
     """Returns the seconds of each call in each round, for as many rounds as the budget in seconds allows.
 
-    Use this function only for calls that are finished when they return; `tuning.interleave` times asynchronous calls.
+    Use this function only for calls that are finished when they return; `interleave` times asynchronous calls.
     Every call gets a new number, so that consecutive calls read different weights. A call affects the caches for the
     next one, so the order within a round is random: no call always follows the same other call.
     """

@@ -9,6 +9,7 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
+from torch_marlin_metal.gpu.tuning.tuner import ROWS
 
 
 def tune(
@@ -35,7 +36,7 @@ def tune(
     products += [product_of("tune", text, weight_format, group_size, dtype) for text in shape or []]
     if not products:
         raise ValueError("tune: expected a checkpoint with layers of ours, or --shape N,K")
-    chosen_rows = sorted(set(rows)) if rows else tuning.ROWS
+    chosen_rows = sorted(set(rows)) if rows else ROWS
     found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
     path = tuning.save(found, output)
     shown = table(
