@@ -40,7 +40,9 @@ from lab.model.counts import DTYPES, KernelCounts, differences, rows, store
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 
 BY_FORMAT = {"gemv", "gemm_fused", *SHARED_BODIES}
-FORMATS_OF_KINDS = tuple({(row.code_kind, row.code_bits): name for name, row in reversed(WEIGHT_FORMATS.items())}.values())
+FORMATS_OF_KINDS = tuple(
+    {(row.code_kind, row.code_bits): name for name, row in reversed(WEIGHT_FORMATS.items())}.values()
+)
 FUSED_CHAIN_K = 256
 # The kernels with several loops, and the conditions that choose a loop.
 LARGEST_LOOPS = {"moe_gemv_blocks": r"rows\.count == \d", "moe_fused": r"rows\.count > (?:\d \* )?kBlock"}

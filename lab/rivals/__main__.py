@@ -1,8 +1,8 @@
 """Prints our predicted times beside those of llama.cpp and MLX at every number of rows from 1 to 64.
 
-    python -m lab.rivals                      # the cells where we are not at least 1 / 0.95 times as fast, and a summary
+    python -m lab.rivals                      # the cells where our time is above 0.95 of theirs, and a summary
     python -m lab.rivals --all --csv all.csv  # all cells
-    python -m lab.rivals --one-row            # one row on every chip: our time without the launch, over that of the bytes
+    python -m lab.rivals --one-row            # one row on every chip: our time without the launch, over its bytes'
 
 Nothing runs on a GPU. A cell is our time over the time of the fastest rival that reads files of the same format. Times
 are those of the planner's choice by the lab's model, and of the rivals' kernels by the same model (rivals.py). Both
@@ -103,7 +103,9 @@ class Cell:
     def reason(self) -> str:
         """Returns why the ratio is not lower."""
         if self.bound in ("dram", "launch"):
-            return f"memory: {self.memory / self.ours:.0%} of our time is reading as many bytes x {self.rival_bytes:.2f}"
+            return (
+                f"memory: {self.memory / self.ours:.0%} of our time is reading as many bytes x {self.rival_bytes:.2f}"
+            )
         return f"{self.bound}: both loops take longer than memory ({self.memory / self.ours:.0%} of our time)"
 
 
@@ -135,10 +137,13 @@ def cells(chips: tuple[str, ...], rows: range | list[int]) -> Iterator[Cell]:
                         )  # fmt: skip
 
 
-def one_row(form: Form, gpu: AppleSiliconGPU) -> float:
-    """Returns the time of one row without launches, over the time of the bytes that it moves."""
+def one_row(form: Form, gpu: AppleSiliconGPU) -> float | None:
+    """Returns the time of one row without launches, over the time of the bytes that it moves; None if not counted."""
     problem = form.problem(1, *SHAPES[1])
-    dispatches = costs(problem, chosen(gpu, problem), gpu).dispatches
+    try:
+        dispatches = costs(problem, chosen(gpu, problem), gpu).dispatches
+    except NotCounted:
+        return None
     moved = sum(dispatch.dram_seconds for dispatch in dispatches)
     return float(sum(dispatch.seconds - dispatch.launch_seconds for dispatch in dispatches) / moved)
 
@@ -148,7 +153,8 @@ def print_one_row() -> None:
     print("chip", *(form.name for form in FORMS), sep=" | ")
     for name in AppleSiliconGPU.names():
         gpu = AppleSiliconGPU.from_name(name)
-        print(name, *(f"{one_row(form, gpu):.3f}" for form in FORMS), sep=" | ")
+        ratios = (one_row(form, gpu) for form in FORMS)
+        print(name, *("not counted" if ratio is None else f"{ratio:.3f}" for ratio in ratios), sep=" | ")
 
 
 def main() -> int:
@@ -179,8 +185,8 @@ def main() -> int:
             )
     for form in dict.fromkeys(cell.form for cell in found):
         own = [cell.ratio for cell in found if cell.form == form]
-        behind = sum(ratio > 1 for ratio in own)
-        print(f"{form}: {len(own)} cells, {sum(r > MOST for r in own)} above {MOST}, {behind} above 1, most {max(own):.2f}")
+        above = f"{sum(ratio > MOST for ratio in own)} above {MOST}, {sum(ratio > 1 for ratio in own)} above 1"
+        print(f"{form}: {len(own)} cells, {above}, most {max(own):.2f}")
     return 0
 
 

@@ -179,7 +179,7 @@ def test_scales_of_two_levels_take_the_bits_of_their_codes() -> None:
     for fmt, scales, bits in (("uint4_bias", "uint8", 4.625), ("lut4", "int8", 4.3125), ("uint4b8", None, 4.5)):
         problem = model.Problem(1, 4096, 14336, fmt, 32, scales=scales)
         assert problem.weight_bytes * 8 / (4096 * 14336) == bits, fmt
-        one = tmm.plan(
+        one = tmm.profiling.plan(
             1, 4096, 14336, weight_format=fmt, group_size=32, scales_dtype=getattr(torch, str(scales), None), gpu="M1"
         ).chosen.seconds
         assert one == pytest.approx(6e-6 + problem.weight_bytes / 60.06e9, rel=0.03), fmt

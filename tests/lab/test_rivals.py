@@ -43,6 +43,13 @@ def test_every_format_has_its_kernels() -> None:
     assert find(Rival("llama.cpp", "q8_0"), "few", 9) != find(Rival("llama.cpp", "q8_0"), "few", 8)
 
 
+@pytest.mark.parametrize("chip", ["M1", "M1 Max", "M2 Ultra", "M4", "M5 Max"])
+def test_one_row_takes_at_most_five_percent_longer_than_its_bytes(chip: str) -> None:
+    ratios = [command.one_row(form, AppleSiliconGPU.from_name(chip)) for form in command.FORMS]
+    counted = [ratio for ratio in ratios if ratio is not None]
+    assert len(counted) >= len(ratios) - 1 and 1 <= min(counted) <= max(counted) <= 1.05
+
+
 def test_cells_are_our_time_over_the_fastest_rivals() -> None:
     found = list(command.cells(("M1 Max",), [1, 8]))
     cells = {(cell.form, cell.experts, cell.N, cell.K, cell.rows): cell for cell in found}

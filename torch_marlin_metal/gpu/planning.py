@@ -159,8 +159,9 @@ def plan(
         weight_format: a weight format or an alias of one.
         group_size: group size of the weight, as in `quantize_weight`.
         dtype: dtype of the activations: float16, bfloat16 or float32.
-        scales_dtype: dtype of floating scales; None means `dtype`. uint8 and int8 are the codes of scales of two levels.
-        zeros_dtype: dtype of zero points. Biases always have `scales_dtype`, or are uint8 codes if the scales are codes.
+        scales_dtype: dtype of the scales of a format without coded scales; None means `dtype`. With uint8 or int8, the
+            scales have two levels.
+        zeros_dtype: dtype of zero points. Biases have `scales_dtype`, or are uint8 if the scales have two levels.
         has_perm: whether the weight has an act-order permutation.
         has_global_scale: whether the weight has a global scale (nvfp4).
         has_bias: whether a bias is added.
@@ -235,7 +236,8 @@ def _check(
     element_name("plan", dtype)
     if scales_dtype is not None and scales_dtype not in _DTYPES:
         raise ValueError(
-            f"plan: scales_dtype: expected float16, bfloat16 or float32, or uint8 or int8 (two levels), got {scales_dtype}"
+            "plan: scales_dtype: expected float16, bfloat16, float32, or uint8 or int8 for two levels, "
+            f"got {scales_dtype}"
         )
     if zeros_dtype not in (*_FLOATS, torch.uint8):
         raise ValueError(f"plan: zeros_dtype: expected uint8, float16, bfloat16 or float32, got {zeros_dtype}")
