@@ -149,7 +149,7 @@ class PackedWeight:
         return replace(self, **moved)
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
-        """Returns a weight of some columns, in the given order, in contiguous tensors of their own."""
+        """Returns a weight of some columns, in the given order, in contiguous copies."""
         cut: dict[str, Any] = {
             name: _own(tensor.detach()[..., which])
             for name, tensor in self.tensors().items()

@@ -79,7 +79,7 @@ def ratio(times: Times, rival: str, ours: str) -> float:
 
 
 class Layer:
-    """Copies of one layer's weight in a format of this package, so many that each is out of the caches when used."""
+    """Clones of one layer's weight in a format of this package, enough to miss the caches."""
 
     def __init__(
         self, K: int, N: int, weight_format: str = "uint4b8", group_size: int = GROUP_SIZE, perm: bool = False
@@ -108,7 +108,7 @@ class Layer:
 
 
 class Peers:
-    """Copies of one layer's weight in every rival's own format, so many that each is out of the caches when used."""
+    """Clones of one layer's weight in every rival's format, enough to miss the caches."""
 
     def __init__(self, K: int, N: int) -> None:
         copies = max(2, cold_bytes() // (K * N // 2))

@@ -28,10 +28,11 @@ from tests.support.diffusion_files import (
 )
 from tests.support.models import same
 from tests.support.reference import check_gemm, to_numpy
-from torch_marlin_metal import MarlinLinear, load_quantized, replace_linear_layers
+from torch_marlin_metal import MarlinLinear, load_quantized
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files import safetensors
 from torch_marlin_metal.checkpoints.formats import gguf_blocks
+from torch_marlin_metal.convert import replace_linear_layers
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.integrations.diffusers import MarlinConfig
 from torch_marlin_metal.load.row_tensor import RowError

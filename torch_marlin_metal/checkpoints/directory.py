@@ -154,7 +154,6 @@ class DirectoryReader(CheckpointReader):
             raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
 
     def bias(self, index: int) -> Tensor | None:
-        """Reads the bias of a layer."""
         layer = self._layers[index]
         return layer.bias() if "bias" in layer else None
 
@@ -174,7 +173,6 @@ class DirectoryReader(CheckpointReader):
         return self.format.hf_values(self.checkpoint, name, self.checkpoint.read(name))
 
     def tensor_files(self) -> dict[str, Path]:
-        """Returns the file of every tensor."""
         return {name: info.file for name, info in self.checkpoint.tensors.items()}
 
     def fingerprint(self) -> bytes:

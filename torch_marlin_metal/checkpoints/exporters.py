@@ -77,9 +77,7 @@ class Exporter(Protocol):
         ...
 
     @property
-    def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
-        ...
+    def has_layers(self) -> bool: ...
 
 
 @dataclass
@@ -120,7 +118,6 @@ class GptqExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
@@ -164,7 +161,6 @@ class AwqExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return self.group_size is not None
 
     def settings(self) -> dict[str, Any]:
@@ -241,7 +237,6 @@ class CompressedTensorsExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:

@@ -145,7 +145,6 @@ class FloatReader(CheckpointReader):
         return self.checkpoint.read(layer.weight, layer.index) if kept is None else kept
 
     def bias(self, index: int) -> Tensor | None:
-        """Reads the bias of a layer."""
         layer = self._layers[index]
         return self.checkpoint.read(layer.bias, layer.index) if layer.bias else None
 

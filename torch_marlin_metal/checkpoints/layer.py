@@ -81,7 +81,6 @@ class Layer:
         return shape
 
     def read(self, role: str) -> Tensor:
-        """Reads the tensor from the file."""
         return self.checkpoint.read(self._info(role).name, self.expert, self.parts.get(role))
 
     def bias(self, N: int | None = None) -> Tensor | None:

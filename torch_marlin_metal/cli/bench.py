@@ -47,7 +47,9 @@ def bench(
     rounds: Annotated[
         int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
     ] = None,
-    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
+    cold_mb: Annotated[
+        int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
+    ] = 256,
     capture: Annotated[
         Path | None, typer.Option(help="Also capture one call of each product into this .gputrace file, for Xcode.")
     ] = None,

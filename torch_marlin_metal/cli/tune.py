@@ -22,7 +22,9 @@ def tune(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     output: Annotated[Path | None, typer.Option(help="The file; by default the one that later processes read.")] = None,
-    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
+    cold_mb: Annotated[
+        int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
+    ] = 256,
     as_json: Json = False,
 ) -> int:
     """Times the planner's candidates on this machine's GPU, for the products of a checkpoint or for given shapes.

@@ -117,7 +117,7 @@ class ExpertWeights(PackedLayer):
 
     @classmethod
     def _room_for(cls, parts: Sequence[PackedWeight], experts: int, dtype: torch.dtype | None) -> "ExpertWeights":
-        """Makes tensors without values for as many experts, whose weights have the sizes and dtypes of `parts`."""
+        """Allocates an uninitialised stack for `experts` weights shaped like `parts`."""
         first = parts[0]
         return cls(
             experts,

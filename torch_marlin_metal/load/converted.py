@@ -70,7 +70,6 @@ class ConvertedReader(CheckpointReader):
         return self.sizes(index), tuple(self._reader.kind(own) for own, _ in self._runs(index))
 
     def convert(self, index: int) -> PackedWeight:
-        """Reads one layer."""
         try:
             parts = [self._part(own, rows) for own, rows in self._runs(index)]
             weight = parts[0] if len(parts) == 1 else joined(parts)
@@ -132,7 +131,6 @@ def _count(rows: slice | Tensor) -> int:
 
 
 def is_diffusers(model: nn.Module) -> bool:
-    """Returns whether a model is one of diffusers."""
     library: Any = sys.modules.get("diffusers.models.modeling_utils")
     return library is not None and isinstance(model, library.ModelMixin)
 

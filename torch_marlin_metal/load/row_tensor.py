@@ -111,5 +111,4 @@ def stand_ins(reader: CheckpointReader) -> dict[str, Tensor]:
 
 
 def has_stand_ins(state: Mapping[str, Tensor]) -> bool:
-    """Returns whether a stand-in is among tensors."""
     return any(isinstance(tensor, RowTensor) for tensor in state.values())

@@ -87,7 +87,7 @@ class GgufReader(CheckpointReader):
             name, way = join
             other = self.tensors.get(name)
             fits = other is not None and other.shape[:-2] == tensor.shape[:-2] and len(other.shape) == len(tensor.shape)
-            if other is None or not fits or (way == "in turn" and other.shape != tensor.shape):
+            if other is None or not fits or (way == "interleaved" and other.shape != tensor.shape):
                 got = "no such tensor" if other is None else f"{other.type_name} {list(other.shape)}"
                 raise CheckpointError(
                     f"{tensor.file}: tensor {tensor.name!r}: expected {name!r} with a shape that fits "

@@ -129,7 +129,6 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
 
 
 def _plans(gpu: AppleSiliconGPU, dtype: str, variant: str, M: int) -> list[tuple[Any, ...]]:
-    """Returns the plans of all variants, or of one with one tile."""
     rows: list[tuple[Any, ...]] = native.gemm_plans(
         chip=gpu.name, cores=gpu.cores, half_subnormals=True, M=M, N=4096, K=4096, weight_format="uint4b8",
         group_size=128, activations=dtype, scales="float16", zeros="float16", has_perm=False, has_global_scale=False,

@@ -42,7 +42,6 @@ class Product:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Returns the dtype of the activations."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 

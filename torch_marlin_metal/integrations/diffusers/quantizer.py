@@ -167,7 +167,6 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Quantizes a weight."""
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
         packed = quantized(self._op, name, param_value, self.quantization_config)

@@ -28,7 +28,6 @@ logger = logging.get_logger(__name__)
 
 
 def take_files() -> None:
-    """Wraps `from_single_file`."""
     original: Any = FromOriginalModelMixin.from_single_file.__func__
 
     @functools.wraps(original)
