@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.counting.instructions import TWO_LEVELS
 from lab.model import ExpertsProblem, families, predict
 from lab.model.counts import KernelCounts, counts_of, rows
 from lab.model.geometry import BLOCK, FUSED_COLUMNS, FUSED_K, GEMV_COLUMNS, GEMV_K, SIMD_WIDTH
@@ -255,15 +254,11 @@ def _gpu(rng: random.Random) -> AppleSiliconGPU:
 def _weight(rng: random.Random, K: int) -> dict[str, Any]:
     row = rng.choice(_formats())
     group = row.fixed_group_size or rng.choice((16, 32, 64, 128, 256, K))
-    weight = {
+    return {
         "weight_format": row.name,
         "group_size": group,
         "activations": rng.choice(("float16", "bfloat16", "float32")),
     }
-    if row.name in TWO_LEVELS and rng.random() < 0.5:
-        group_size, scales = TWO_LEVELS[row.name]
-        weight |= {"group_size": group_size, "scales": scales, "zeros": "uint8"}
-    return weight
 
 
 def random_products(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Problem]]:
