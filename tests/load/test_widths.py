@@ -20,6 +20,7 @@ from torch_marlin_metal.checkpoints.errors import NothingPacked
 from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
+from torch_marlin_metal.load.loader import Loader
 
 N, K = 40, 96
 OTHER = "model.layers.0.mlp.down_proj"
@@ -377,7 +378,7 @@ def test_a_mixture_of_widths_stays_packed(name, load, tmp_path) -> None:
 def test_a_mixture_with_floats_loads_with_one_warning(load, tmp_path, monkeypatch) -> None:
     whole = mixture(tmp_path, e5m2, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
     monkeypatch.setattr("torch_marlin_metal.integrations.transformers.packed_checkpoint.logger.warning", warnings.warn)
-    with pytest.warns(UserWarning, match="have no weight format and became floats") as caught:
+    with pytest.warns(UserWarning, match="have no weight format and become floats") as caught:
         model = load(tmp_path)
     (told,) = [str(entry.message) for entry in caught if "weight format" in str(entry.message)]
     down = [layer.mlp.down_proj for layer in model.model.layers]
@@ -396,6 +397,15 @@ def test_a_mixture_with_floats_loads_with_one_warning(load, tmp_path, monkeypatc
     assert f"{held / 1e6:.3g} MB instead of {eight / 1e6:.3g} MB" in told
     with pytest.raises(convert.UnsupportedFormat, match=f"layer '{re.escape(OTHER)}'"):
         load(tmp_path, on_unsupported="error")
+
+
+@pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
+def test_the_warning_comes_before_anything_is_loaded(load, tmp_path, monkeypatch) -> None:
+    mixture(tmp_path, e5m2, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
+    monkeypatch.setattr("torch_marlin_metal.integrations.transformers.packed_checkpoint.logger.warning", warnings.warn)
+    monkeypatch.setattr(Loader, "place", lambda self: pytest.fail("place"))
+    with pytest.warns(UserWarning, match="become floats: E5M2"), pytest.raises(pytest.fail.Exception, match="place"):
+        load(tmp_path)
 
 
 def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:

@@ -4,10 +4,12 @@ Codes of 1 to 4 bits become words of 4-bit codes, those of 5 to 8 bits become wo
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.words import transposed
 from torch_marlin_metal.formats import GROUP_SIZES
@@ -57,9 +59,12 @@ def packed(
     fmt = find_format(weight_format)
     K = K or len(words) * 32 // fmt.code_bits
 
-    def dequantize() -> Tensor:
-        values = decoded(words, weight_format, K, group_size, scales, zeros, lut)
+    def rows(which: slice) -> Tensor:
+        own = None if zeros is None else zeros[:, which]
+        values = decoded(words[:, which], weight_format, K, group_size, scales[:, which], own, lut)
         return values if perm is None else torch.empty_like(values).index_copy_(1, perm.long(), values)
+
+    dequantize = partial(FloatRows, words.shape[1], K, rows)
 
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)

@@ -1,1 +1,1 @@
-"""Layers with 4-bit weights: `MarlinLinear`, and projections that are fused into one layer."""
+"""Layers with packed weights: `MarlinLinear`, and projections that are fused into one layer."""

@@ -96,7 +96,7 @@ class _Planner:
 
     def _refuse_codes(self) -> None:
         """Refuses codes of 8 bits outside the layers: the host library would take them for the values."""
-        names = [name for name, _, _ in self._others]
+        names = [name for name, _, _ in self._others if "scale" in name]
         for source, _, dtype in self._others:
             if dtype not in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
                 continue
@@ -140,7 +140,7 @@ class _Planner:
         if absent and not self._plan.places and not self._plan.experts:  # then the names as a whole do not fit
             lost |= absent
         if lost:
-            raise self._no_place([f"{source} (4-bit layer)" for source in lost], next(iter(lost.values())))
+            raise self._no_place([f"{source} (packed layer)" for source in lost], next(iter(lost.values())))
         self._plan.left_out |= dict.fromkeys(absent, f"{type(self._model).__name__} has no such part")
 
     def _no_place(self, lost: list[str], example: str) -> ModelMismatchError:
@@ -260,7 +260,7 @@ class _Planner:
             weight = getattr(module, "weight", None)
             if not isinstance(weight, Tensor) or weight.dim() != 2:
                 raise self._error(
-                    f"layer {spot.name!r}: expected nn.Linear in the model for a 4-bit layer, got "
+                    f"layer {spot.name!r}: expected nn.Linear in the model for a packed layer, got "
                     f"{type(module).__name__}"
                 )
         if reason and spot is place.spot and self._reader.options.on_unsupported == "error":

@@ -5,14 +5,16 @@ factor. In FP8 layers, `weight` is E4M3 `[N, K]` beside `weight_scale` alone. Mo
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.eight_bits import INPUT_SCALE, read_bytes
+from torch_marlin_metal.checkpoints.eight_bits import INPUT_SCALE, SCALES_INPUT, input_scale, read_bytes
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.grouped import SIGN, SYMMETRIC, as_words, decoded, packed, words_of_codes
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
@@ -22,7 +24,6 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 INT4_ALGORITHM = "W4A16_AWQ"
 EIGHT_BIT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
-SCALES_INPUT = f"it scales its input ({INPUT_SCALE}), which the operators do not"
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -72,12 +73,12 @@ def _read_int4(layer: Layer, settings: Settings, options: ReadOptions) -> Packed
     codes = torch.stack((stored & 15, stored >> 4), dim=1).reshape(N, K) ^ SIGN[4]  # they are two's complement
     words = words_of_codes(codes)
 
-    def dequantize() -> Tensor:
-        layer.expect(INPUT_SCALE, FLOATS, K)
-        return decoded(words, SYMMETRIC[4], K, group_size, scales) * layer.read(INPUT_SCALE).float()
+    if (columns := input_scale(layer, K)) is not None:
 
-    if INPUT_SCALE in layer:
-        raise layer.unsupported(SCALES_INPUT, dequantize)
+        def rows(which: slice) -> Tensor:
+            return decoded(words[:, which], SYMMETRIC[4], K, group_size, scales[:, which]) * columns
+
+        raise layer.unsupported(SCALES_INPUT, partial(FloatRows, N, K, rows))
     return packed(layer, words, SYMMETRIC[4], group_size, scales, K=K, source="modelopt int4")
 
 

@@ -96,7 +96,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     def _open(self, checkpoint_files: list[str] | None) -> None:
         """Opens the directory that transformers found."""
         if not checkpoint_files:
-            raise UnsupportedFormat(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+            raise UnsupportedFormat(f"{OP}: a packed checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
         try:
             reader = open_reader(directory, self.quantization_config.read_options())

@@ -8,7 +8,7 @@ from transformers.core_model_loading import ConversionOps
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """A transformers conversion that turns weights into 4-bit layers of the model instead of parameters."""
+    """A transformers conversion that turns weights into packed layers of the model instead of parameters."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
         self._quantize = quantize
