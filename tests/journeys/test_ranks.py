@@ -81,7 +81,8 @@ def of_gguf(architecture: str, family: str, kinds: Callable[[str], str]) -> Call
 
 def of_layers(path: Path) -> Made:
     """Returns the logits of a directory's weights, decoded by their definitions in numpy."""
-    state, model = load_file(path / "model.safetensors"), AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    state = load_file(path / "model.safetensors")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     for name, tensor in model.state_dict().items():
         base = name.removesuffix(".weight")
         own = {key.removeprefix(f"{base}."): value for key, value in state.items() if key.startswith(f"{base}.")}

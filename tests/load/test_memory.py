@@ -120,8 +120,6 @@ CASES = {
     "a mixture": (directory(gptq, GPTQ, mixture=True), {}),
     "GGUF Q4_K": (of_gguf("Q4_K"), {}),
     "no weight format": (directory(e5m2, FP8), {}),
-    "a mixture without": (directory(e5m2, FP8, mixture=True), {}),
-    "excluded": (directory(gptq, GPTQ), {"exclude": "*.down_proj"}),
     "excluded experts": (directory(gptq, GPTQ, mixture=True), {"exclude": "*.experts"}),
     "an excluded table": (of_gguf("Q4_K"), {"exclude": "*.embed_tokens"}),
 }

@@ -31,9 +31,7 @@ def _with_minimum(x: np.ndarray, largest: int, scale_limit: int) -> tuple[np.nda
     """Returns codes from 0 to `largest`, the codes of scales and of minimums, d and dmin."""
     low = -np.minimum(x.min(2), 0)
     scale = (x.max(2) + low) / largest
-    d, dmin = (
-        (one.max(1, keepdims=True) / scale_limit).astype(np.float16).astype(np.float32) for one in (scale, low)
-    )
+    d, dmin = ((one.max(1, keepdims=True) / scale_limit).astype(np.float16).astype(np.float32) for one in (scale, low))
     sc, m = (np.rint(_divided(one, by)).clip(0, scale_limit) for one, by in ((scale, d), (low, dmin)))
     q = np.rint(_divided(x + (dmin * m)[..., None], (d * sc)[..., None])).clip(0, largest)
     return q, sc.astype(np.uint8), m.astype(np.uint8), d, dmin

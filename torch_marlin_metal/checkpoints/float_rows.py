@@ -30,7 +30,8 @@ class FloatRows:
         """Returns the rows of a matrix `[N, K]`, or of a packed weight."""
         if isinstance(weight, PackedWeight):
             return cls(weight.N, weight.K, lambda which: weight.columns(which).dequantize().T)
-        return cls(*weight.shape, weight.__getitem__)
+        N, K = weight.shape
+        return cls(N, K, weight.__getitem__)
 
     def to(self, device: torch.device | str) -> "FloatRows":
         """Returns rows that are moved to a device after they are decoded."""

@@ -108,7 +108,8 @@ def _float_experts(
     experts: ExpertsPlace, refused: dict[int, str], door: Door
 ) -> Iterator[tuple[int, str, LinearShape]]:
     """Yields the index, the kind and the shape of the layers in stacks of which one layer cannot be packed."""
-    for names in zip(*(sum(experts.layers.names(index), []) for index in range(experts.layers.count)), strict=True):
+    every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
+    for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}
         kinds = [refused[index] for index in indexes.values() if index in refused]
         if not kinds or any(selects(door.exclude, f"{experts.target.name}.{name}") for name in names):

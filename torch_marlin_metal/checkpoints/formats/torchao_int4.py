@@ -108,7 +108,6 @@ def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros
     exact = zeros.double() - SIGN[4] * scales.double()
     biases = exact.float()
     if not torch.equal(biases.double(), exact):
-
         K = 8 * words.shape[0]
 
         def rows(which: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""transformers' `from_pretrained(dir, gguf_file=...)`: quantized tensors stay packed, the others are loaded as floats."""
+"""transformers' `from_pretrained(dir, gguf_file=...)`: packed tensors stay packed, others are loaded as floats."""
 
 import functools
 from collections.abc import Callable
