@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401
 from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scaled, scheme, write
-from tests.load.test_widths import GPTQ, four
+from tests.load.test_models_of_widths import GPTQ, four
 from tests.support import gguf_models, k_quants
 from tests.support.decoded_layers import decoded
 from torch_marlin_metal import load_quantized, quantize_weight

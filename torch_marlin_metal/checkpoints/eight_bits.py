@@ -149,7 +149,11 @@ def _stated_blocks(settings: Settings) -> list[tuple[int, int]]:
     """Returns the rows and columns that share a scale, as the settings state them; there may be several."""
     groups = settings.section("config_groups")
     weights = [groups.section(name).section("weights") for name in groups]
-    found: list[Any] = [settings.get("weight_block_size"), *(own.get("block_structure") for own in weights)]
+    found: list[Any] = [
+        settings.get("weight_block_size"),
+        settings.get("group_size"),
+        *(own.get("block_structure") for own in weights),
+    ]
     found += [[1, own.get("group_size")] for own in weights]
     sizes = [size for size in found if isinstance(size, list) and len(size) == 2]
     return [(size[0], size[1]) for size in sizes if all(type(n) is int and n > 0 for n in size)]

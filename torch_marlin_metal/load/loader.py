@@ -18,7 +18,7 @@ from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
 from torch_marlin_metal.load.placeholder import PendingExperts, PendingLinear
 from torch_marlin_metal.load.places import ExpertsPlace, Place, Spot
-from torch_marlin_metal.load.plan import EXCLUDED, plan_load
+from torch_marlin_metal.load.plan import EXCLUDED, SCALES, plan_load
 from torch_marlin_metal.load.share import FloatShare, planned_share
 from torch_marlin_metal.load.unset import initialize
 from torch_marlin_metal.models.decode_experts import decode_experts
@@ -120,6 +120,7 @@ class Loader:
                 bar.update()
         self._complete()
         self._tell(self._late)
+        report += [LayerReport(name, "", reason=why) for name, why in plan.left_out.items() if why == SCALES]
         return report
 
     def _complete(self) -> None:

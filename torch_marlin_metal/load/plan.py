@@ -29,6 +29,9 @@ from torch_marlin_metal.patterns import check_patterns, selects
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 EXCLUDED = "excluded: decoded to floats"
+# Scales of ModelOpt and compressed-tensors for a quantized cache, and of torchao for quantized activations.
+UNUSED = (".k_scale", ".v_scale", ".output_scale", ".act_quant_scale", ".output_act_quant_scale")
+SCALES = "scales of quantized activations or caches, which stay floats here"
 EXAMPLES = 3  # the model's own layers that an error names
 
 
@@ -88,11 +91,24 @@ class _Planner:
         check_patterns(self._door.op, excludable, **{self._door.exclude_argument: self._door.exclude})
         for place in plan.places:
             place.dense = self._why_dense(place)
+        self._leave_scales_out()
         if self._door.hosted:
             self._refuse_codes()
         else:
             self._float_tensors()
         return plan
+
+    def _leave_scales_out(self) -> None:
+        """Leaves out scales of quantized activations and caches, which are floats here."""
+        tensors = ModelTensors(self._model)
+        plan = self._plan
+        plan.unused = [
+            name for name, _, _ in self._others if name.endswith(UNUSED) and (self._find(name) or "") not in tensors
+        ]
+        if plan.unused:
+            endings = ", ".join(sorted({f"*.{name.rpartition('.')[2]}" for name in plan.unused}))
+            plan.left_out[f"{endings} ({len(plan.unused)} tensors)"] = SCALES
+            self._others = [other for other in self._others if other[0] not in set(plan.unused)]
 
     def _refuse_codes(self) -> None:
         """Refuses codes of 8 bits outside the layers: the host library would take them for the values."""

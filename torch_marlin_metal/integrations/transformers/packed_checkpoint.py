@@ -85,7 +85,7 @@ class PackedCheckpoint:
         self._loader = Loader(model, self.reader, door, logger.warning)
         plan = self._loader.plan
         for source, reason in plan.left_out.items():
-            logger.warning(f"{self.reader.path}: layer {source} is left out: {reason}")
+            logger.warning(f"{self.reader.path}: {source} is left out: {reason}")
         if plan.prefix:
             logger.warning(f"{self.reader.path}: names begin with {plan.prefix!r}, which is removed")
             prefix = PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))
@@ -101,6 +101,7 @@ class PackedCheckpoint:
         packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number
         # transformers merges experts' floats, which the loader reads itself.
         packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
+        packed |= {name.removeprefix(plan.prefix) for name in plan.unused}
         reported = packed | loaded_names(packed, conversions)
         model._keys_to_ignore_on_load_unexpected |= {
             "^" + re.sub(r"\d+", r"\\d+", re.escape(n)) + "$" for n in reported
