@@ -176,10 +176,6 @@ class CheckpointReader(ABC):
             return Refusal(str(error), error.kind or str(error))
         return None
 
-    def forget_tried(self) -> None:
-        """Frees the layers that `refusals` has kept."""
-        self._tried.clear()
-
     def read(self, index: int) -> PackedWeight | DenseWeight | None:
         """Reads the layer at an index; returns None if it is left out (`on_unsupported="skip"`)."""
         if (tried := self._tried.pop(index, None)) is not None:

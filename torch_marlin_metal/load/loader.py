@@ -105,7 +105,6 @@ class Loader:
         used |= {index for experts in plan.experts.values() for index in experts.indexes.values()}
         reader.leave_out(set(range(len(reader))) - used)
         if split is not None:
-            reader.forget_tried()  # only a part of them is needed
             self._begin_split(split)
         report: list[LayerReport] = []
         total = len(plan.places) + len(plan.experts)

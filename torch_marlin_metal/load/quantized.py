@@ -90,6 +90,7 @@ def load_quantized(
         exclude=exclude,
         ignore=ignore,
         keep=keep,
+        parts=split is not None,
         device_of=lambda name: place,
         dtype=dtype,
         progress=progress,

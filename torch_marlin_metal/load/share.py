@@ -75,7 +75,7 @@ def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> Float
         UnsupportedFormat: a layer cannot be packed, and cannot be decoded or `on_unsupported` is "error".
     """
     share = FloatShare(reader)
-    if reader.options.on_unsupported == "skip":
+    if door.parts or reader.options.on_unsupported == "skip":
         return share
     places = [place for place in plan.places if not place.dense.endswith(EXCLUDED)]
     experts = [one for one in plan.experts.values() if not one.dense]

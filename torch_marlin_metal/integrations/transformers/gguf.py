@@ -50,7 +50,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
         reader = open_reader(gguf_file, self.quantization_config.read_options(), gguf_names="hf")
-        self._packed = PackedCheckpoint(reader, self.quantization_config)
+        self._packed = PackedCheckpoint(reader, self.quantization_config, has_parts)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns `dtype`, or torch's default dtype if it is None."""
@@ -62,7 +62,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         others = self._packed.reader.others()
         return {name: read() for name, read, _ in others if not (selects(COMPUTED, name) or _is_of_expert(name))}
 
-    def _open(self, checkpoint_files: list[str] | None) -> None:
+    def _open(self, checkpoint_files: list[str] | None, has_parts: bool) -> None:
         """Does nothing, because `read_header` has already opened the file."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

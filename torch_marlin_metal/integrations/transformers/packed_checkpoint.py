@@ -36,18 +36,20 @@ class PackedCheckpoint:
     Args:
         reader: reads the packed layers.
         config: the settings of the load.
+        parts: see `Door`.
     """
 
-    def __init__(self, reader: CheckpointReader, config: MarlinConfig) -> None:
+    def __init__(self, reader: CheckpointReader, config: MarlinConfig, parts: bool) -> None:
         self.reader = reader
-        self._config = config
+        self._config, self._parts = config, parts
         self._loader: Loader | None = None
         self._device_map: dict[str, Any] | None = None
         self._added: list[Any] = []
 
     def read_ahead(self) -> None:
-        """Starts to read the layers in threads while transformers prepares the model."""
-        read_ahead(self.reader)
+        """Starts to read whole layers in threads while transformers prepares the model."""
+        if not self._parts:
+            read_ahead(self.reader)
 
     def place(self, model: Any, conversions: list[Any], reinitializes: bool) -> list[Any]:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.
@@ -79,6 +81,7 @@ class PackedCheckpoint:
             hosted=True,
             unused=lambda source: any(one.search(names.tensor(f"{source}.weight")) for one in unused),
             reinitializes=reinitializes,
+            parts=self._parts,
             device_of=lambda name: device_of(self._device_map, name),
             progress=logging.is_progress_bar_enabled(),
         )
