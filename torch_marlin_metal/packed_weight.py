@@ -1,4 +1,4 @@
-"""`PackedWeight`: a weight of 4-bit or 8-bit codes in the operators' layout. Readers yield it, layers take it."""
+"""`PackedWeight`: a weight of codes of 4 to 8 bits in the operators' layout. Readers yield it, layers take it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ E4M3_NAN = (0x7F, 0xFF)
 # The number of k that share a value of `super_scales` and `super_zeros`.
 SUPER_BLOCK = 256
 # The tensors by which the operators read a weight. A layer's buffers have the same names.
-WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm")
+WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm", "b_high")
 # The tensors of a weight and its bias whose last dimension is N; `global_scale` may also have one value.
-COLUMN_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "bias")
+COLUMN_TENSORS = ("b_packed", "b_high", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "bias")
 
 
 class PackedWeightError(ValueError):
@@ -37,7 +37,7 @@ class PackedWeightError(ValueError):
 
 @dataclass(repr=False)
 class PackedWeight:
-    """A weight of shape `[K, N]` with codes of 4 or 8 bits.
+    """A weight of shape `[K, N]` with codes of 4, 5, 6 or 8 bits.
 
     The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
     has the tensors:
@@ -50,7 +50,8 @@ class PackedWeight:
 
     Attributes:
         b_packed: int32 `[K/8, N]` of 4-bit codes, `[K/4, N]` of 8-bit codes; contiguous. Word (r, n) holds consecutive
-            k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8.
+            k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8. Of codes of 5
+            and 6 bits it holds the lower four bits.
         scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3) and for mxfp4 and
             mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes.
         weight_format: a name of `formats.WEIGHT_FORMATS`. An alias of `formats.ALIASES`, such as "u4b8" or "fp8", is
@@ -64,6 +65,8 @@ class PackedWeight:
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
         lut: fp32 `[16]` for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
+        b_high: the upper bits of codes of 5 and 6 bits: int32 `[ceil(K/32), N]` or `[ceil(K/16), N]`, contiguous.
+            `repack.pack_planes` makes both tensors of codes.
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
         source: the name of the checkpoint format that the weight came from, for reports.
@@ -79,6 +82,7 @@ class PackedWeight:
     global_scale: Tensor | None = None
     lut: Tensor | None = None
     perm: Tensor | None = None
+    b_high: Tensor | None = None
     bias: Tensor | None = None
     name: str = ""
     source: str = ""
@@ -178,6 +182,15 @@ class PackedWeight:
         K, N = self.K, self.N
         if K < 8 or K % 8 or N < 1:
             raise PackedWeightError("b_packed", f"expected K >= 8, a multiple of 8, and N >= 1, got K={K}, N={N}")
+        if not fmt.high_bits:
+            _require_absent("b_high", self.b_high, fmt.name)
+        elif self.b_high is None:
+            raise PackedWeightError("b_high", f"expected a tensor for {fmt.name}, got None")
+        else:
+            _require("b_high", self.b_high, (torch.int32,), (-(-K // fmt.k_per_high_word), N))
+            if not self.b_high.is_contiguous():
+                strides = list(self.b_high.stride())
+                raise PackedWeightError("b_high", f"expected a contiguous tensor, got one with strides {strides}")
         if not is_group_size(fmt, self.group_size, K):
             raise PackedWeightError("group_size", f"{expected_group_sizes(fmt, K)}, got {self.group_size!r}")
         grouped = (-(-K // self.group_size), N)
@@ -274,6 +287,8 @@ def operator_arguments(
         named["lut"] = tensors["lut"]
     if tensors["perm"] is not None:
         named["perm"] = tensors["perm"]
+    if tensors["b_high"] is not None:
+        named["b_high"] = tensors["b_high"]
     if bias is not None:
         named["bias"] = bias
     return (tensors["b_packed"], tensors["scales"]), named

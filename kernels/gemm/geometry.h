@@ -82,9 +82,10 @@ enum {
   kGemvMaxSimdgroups = 16,
 };
 
-// Returns true if a step loads all that it multiplies before the first product.
-constexpr bool gemv_loads_first(CodeKind kind, uint32_t rows) {
-  return kind != CodeKind::table && rows <= kGemvMaxLoadsFirstRows;
+// Returns true if a step loads all that it multiplies before the first product. The second plane takes registers: with
+// four rows and biases or scales of two levels, a thread would use 215 half-registers, and an M1 would spill.
+constexpr bool gemv_loads_first(WeightFormat format, uint32_t rows) {
+  return code_kind(format) != CodeKind::table && rows <= kGemvMaxLoadsFirstRows - (has_high_plane(format) ? 1U : 0U);
 }
 
 constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {

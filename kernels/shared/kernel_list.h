@@ -238,11 +238,12 @@ constexpr bool names_format(KernelNaming naming) {
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
                                         MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm) |
-                                        MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros);
+                                        MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros) |
+                                        MARLIN_SLOT(kSlotHigh);
 inline constexpr uint32_t kMaskReduce =
     MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskProduct =
-    ((2U << kSlotParams) - 1) | MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros);
+    ((2U << kSlotParams) - 1) | MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros) | MARLIN_SLOT(kSlotHigh);
 inline constexpr uint32_t kMaskGates = MARLIN_SLOT(kSlotGates) | MARLIN_SLOT(kSlotChunks);
 
 struct KernelInfo {

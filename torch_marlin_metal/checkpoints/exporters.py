@@ -25,6 +25,8 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     fmt = weight_format(weight.weight_format)
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
+    if fmt.high_bits:
+        raise _refuse(weight, target, f"{weight.weight_format} has {fmt.code_bits} bits, only 4 and 8 are written")
     if fmt.zeros_role == "none":
         return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8, device=weight.b_packed.device)
     assert weight.zeros is not None

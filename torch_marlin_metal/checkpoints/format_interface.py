@@ -62,10 +62,11 @@ class DirectoryFormat(Format):
             other tensors may have names like parts of a layer.
         scaled: ending -> role, for a tensor of scales that makes a layer of the `weight` beside it, if this is not of
             floats and the layer has no anchor.
-        axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer can
-            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes, or of 4 if codes have 8
-            bits), "G" (groups), and "order", for a tensor of one dimension that holds, for each row of K, its position
-            or its group. Empty if a layer can only be read as a whole.
+        axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer
+            can read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes, or of 4 if codes have 8
+            bits), "G" (groups), "S" (blocks of scales with two levels), "H" (words of `b_high`), and "order", for a
+            tensor of one dimension that holds, for each row of K, its position or its group. Empty if a layer can only
+            be read as a whole.
         hf_name: for a format whose producer changes names, returns the name in checkpoints of transformers, of a
             tensor, of a layer, or of the layer with an index in a stack.
         hf_values: the same for the values of a tensor outside the layers.

@@ -12,7 +12,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.version import __version__
 
 _TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
-    name: name for name in ("scales", "zeros", "super_scales", "super_zeros", "lut", "perm", "bias")
+    name: name for name in ("scales", "zeros", "super_scales", "super_zeros", "lut", "perm", "b_high", "bias")
 }
 
 

@@ -22,7 +22,8 @@ namespace {
 }
 
 // Looks up the bf16 values of the four 8-bit codes of each lane. vpermi2b looks up 128 bytes by seven bits of an index,
-// so the upper and the lower bytes of the values take two look-ups each, or one for E4M3, whose eighth bit is the sign.
+// so the upper and the lower bytes of the values take two look-ups each. One is enough for E4M3, whose eighth bit is
+// the sign, and for integers of at most six bits.
 template <Codes codes>
 class ByteTable {
  public:
@@ -52,9 +53,10 @@ class ByteTable {
   }
 
  private:
-  static constexpr int kParts = codes == Codes::e4m3 ? 2 : 4;
+  static constexpr int kParts = codes == Codes::planes ? 1 : codes == Codes::e4m3 ? 2 : 4;
   [[gnu::always_inline]] static __m512i look_up(const __m512i (&table)[kParts], __m512i index) {
-    const __m512i first = _mm512_permutex2var_epi8(table[0], index, table[1]);
+    if constexpr (kParts == 1) return _mm512_permutexvar_epi8(index, table[0]);
+    const __m512i first = _mm512_permutex2var_epi8(table[0], index, table[kParts > 1 ? 1 : 0]);
     if constexpr (kParts == 2) return first;
     const __m512i second = _mm512_permutex2var_epi8(table[kParts - 2], index, table[kParts - 1]);
     return _mm512_mask_mov_epi8(first, _mm512_movepi8_mask(index), second);

@@ -125,11 +125,13 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   // is used for fp32 only if the caller allows reduced precision.
   const Codes codes = codes_of(problem.format);
   const bool x86 = machine.isa == Isa::avx512 || machine.isa == Isa::amx;
-  const bool splits = codes == Codes::integer || codes == Codes::e2m1 || (codes == Codes::byte && x86);
+  const bool planes = codes == Codes::planes;
+  const bool splits = codes == Codes::integer || codes == Codes::e2m1 || (codes == Codes::byte && x86) ||
+                      (planes && machine.isa != Isa::neon);
   const bool byte_split = (half || reduced) && splits;
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
-  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || !is_byte_wide(codes));
+  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || (!is_byte_wide(codes) && !planes));
   if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
     const int dot_rows = kernel_shape(machine.isa, CpuKernel::bf16_dot_small_m).max_rows;
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);

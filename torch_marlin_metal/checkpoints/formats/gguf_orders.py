@@ -17,7 +17,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, BLOCK_NAME
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
+from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
 # Tensors with rows for value heads: with one row for each head, and with all rows of each head.
@@ -161,6 +163,10 @@ def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
     moved: dict[str, Any] = {
         name: tensor[order[:: units[name]] // units[name]] for name, tensor in weight.tensors().items() if name in units
     }
+    if weight.b_high is not None:
+        bits = find_format(weight.weight_format).code_bits
+        codes = unpack_planes(weight.b_packed, weight.b_high, bits)[order]
+        moved["b_packed"], moved["b_high"] = pack_planes(codes, bits)
     return replace(weight, **moved)
 
 

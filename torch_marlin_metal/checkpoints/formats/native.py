@@ -189,6 +189,7 @@ FORMAT = DirectoryFormat(
     fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
+        "b_high": ("H", "N"),
         "scales": ("G", "N"),
         "zeros": ("G", "N"),
         "super_scales": ("S", "N"),
