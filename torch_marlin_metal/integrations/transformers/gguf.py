@@ -50,7 +50,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
     def read_header(self, gguf_file: str) -> None:
         """Opens the file; transformers calls this once it has found it."""
         reader = open_reader(gguf_file, self.quantization_config.read_options(), gguf_names="hf")
-        self._packed = PackedCheckpoint(reader, self.quantization_config, has_parts)
+        self._packed = PackedCheckpoint(reader, self.quantization_config)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Returns `dtype`, or torch's default dtype if it is None."""

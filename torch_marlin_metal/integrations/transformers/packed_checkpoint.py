@@ -39,7 +39,7 @@ class PackedCheckpoint:
         parts: see `Door`.
     """
 
-    def __init__(self, reader: CheckpointReader, config: MarlinConfig, parts: bool) -> None:
+    def __init__(self, reader: CheckpointReader, config: MarlinConfig, parts: bool = False) -> None:
         self.reader = reader
         self._config, self._parts = config, parts
         self._loader: Loader | None = None
