@@ -1,6 +1,6 @@
 """`PackedWeight`: a weight of codes of 4 to 8 bits in the operators' layout. Readers yield it, layers take it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_sizes, is_group_size, weight_format
-
-_gemm = torch.ops.torch_marlin_metal.gemm.default
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,10 +38,7 @@ class PackedWeight:
     """A weight of shape `[K, N]` with codes of 4, 5, 6 or 8 bits.
 
     The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
-    has the tensors:
-
-        weight = PackedWeight(b_packed, scales, "uint4b8", group_size=128)
-        y = torch_marlin_metal.gemm(a, weight)  # a @ weight.dequantize()
+    has the tensors.
 
     The weights of E experts, for `moe_gemm`, are a `PackedWeight` whose tensors have a leading dimension E. All experts
     share `lut`.
@@ -70,6 +65,14 @@ class PackedWeight:
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
         source: the name of the checkpoint format that the weight came from, for reports.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
+        >>> weight
+        PackedWeight(K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)
+        >>> made = tmm.PackedWeight(weight.b_packed, weight.scales, "uint4", 32, zeros=weight.zeros)
+        >>> torch.equal(made.dequantize(), weight.dequantize())
+        True
     """
 
     b_packed: Tensor
@@ -111,14 +114,18 @@ class PackedWeight:
         return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
-        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
-        return out
+        """Returns the weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
-    def __call__(self, a: Tensor) -> Tensor:
-        """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
-        tensors, named = operator_arguments(vars(self), self.weight_format, self.group_size, self.bias)
-        out: Tensor = _gemm(a, *tensors, **named)
+        The weight is computed in fp32 and rounded once. If several values of `perm` are the same index, the result has
+        one of their rows; which one is unspecified.
+
+        Args:
+            dtype: float16, bfloat16 or float32.
+
+        Raises:
+            ValueError: a tensor of the weight has the wrong dtype, shape or device.
+        """
+        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
         return out
 
     def __repr__(self) -> str:
@@ -142,9 +149,9 @@ class PackedWeight:
         return replace(self, **moved)
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
-        """Returns a weight of some columns, in the given order, in contiguous tensors."""
+        """Returns a weight of some columns, in the given order, in contiguous copies."""
         cut: dict[str, Any] = {
-            name: tensor.detach()[..., which].contiguous()
+            name: _own(tensor.detach()[..., which])
             for name, tensor in self.tensors().items()
             if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
         }
@@ -258,6 +265,44 @@ class PackedWeight:
         if self.bias is not None:
             _require("bias", self.bias, FLOAT_DTYPES, (N,))
         return self
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that keeps no larger one in memory."""
+    held = tensor.contiguous()
+    return held.clone() if held.nbytes < held.untyped_storage().nbytes() else held
+
+
+def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
+    """Returns whether two weights differ only in codes and scales, and in N."""
+    kinds = [
+        (weight.weight_format, weight.K, weight.group_size, {name: held.dtype for name, held in tensors.items()})
+        for weight in (one, other)
+        if (tensors := replace(weight, bias=None).tensors())
+    ]
+    tables = ((getattr(one, name), getattr(other, name)) for name in ("lut", "perm"))
+    return kinds[0] == kinds[1] and all(mine is None or torch.equal(mine, theirs) for mine, theirs in tables)
+
+
+def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Returns the weight whose columns are those of several weights, one after the other, without their biases.
+
+    Raises:
+        ValueError: the weights are of different kinds.
+    """
+    first = parts[0]
+    if other := next((part for part in parts if not same_kind(first, part)), None):
+        kinds = " and ".join(f"{part.source} {part!r}" for part in (first, other))
+        raise ValueError(f"expected weights of one kind, got {kinds}")
+    columns: dict[str, Any] = {"bias": None}
+    for name in COLUMN_TENSORS:
+        held = [getattr(part, name) for part in parts]
+        if name == "bias" or held[0] is None:
+            continue
+        if name == "global_scale":
+            held = [scale.expand(part.N) for scale, part in zip(held, parts, strict=True)]
+        columns[name] = torch.cat([tensor.detach() for tensor in held], dim=-1)
+    return replace(first, **columns)
 
 
 def operator_arguments(

@@ -225,6 +225,10 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
     Raises:
         ValueError: `g_idx` is not int32 or int64 or has the wrong rank, a group is out of range, or a group has the
             wrong size.
+
+    Examples:
+        >>> tmm.ops.gptq_perm(torch.tensor([0, 1, 0, 1]), group_size=2)
+        tensor([0, 2, 1, 3], dtype=torch.int32)
     """
     if g_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"gptq_perm: g_idx: expected int32 or int64, got {g_idx.dtype}")

@@ -34,7 +34,7 @@ struct GemvAccumulators {
 
   static MARLIN_INLINE uint rows() { return min(uint(rows_per_threadgroup), most_rows); }
 
-  // Returns true if odd nibbles have accumulators of their own. These save shifts but double the number of
+  // Returns true if odd nibbles have their own accumulators. These save shifts but double the number of
   // accumulators. With many rows, they cost too many registers: at 8 rows on an M1, a thread would use 253
   // half-registers instead of 199.
   static MARLIN_INLINE bool separate_odd() {

@@ -186,7 +186,7 @@ enum {
 };
 
 // Returns true if gemm_tensor multiplies codes by their scales before the product. An E2M1 code and an E4M3 scale have
-// so few significant bits that half and bfloat hold their product exactly. Their groups then need no sums of their own.
+// so few significant bits that half and bfloat hold their product exactly. Their groups then need no separate sums.
 constexpr bool tensor_scales_codes(WeightFormat format) {
   return code_kind(format) == CodeKind::e2m1 && scale_coding(format) == ScaleCoding::e4m3;
 }

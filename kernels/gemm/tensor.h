@@ -70,7 +70,7 @@ struct TensorAccumulators {
   static MARLIN_INLINE bool needs_x_sum() {
     return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
-  // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a block: half of a
+  // With groups of 16, each product of 16 k has its own scale, and a lane decodes only half of a block: half of a
   // word of 4-bit codes, or the one word of 8-bit codes that it loads.
   static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
   static MARLIN_INLINE uint step() { return takes_half_words() ? kTensorK / 2 : kTensorK; }

@@ -6,7 +6,7 @@
 namespace marlin {
 
 // All GEMM kernels use the same slot for the same buffer; kernel_list.h says which slots each kernel declares. The host
-// binds every declared slot. If an optional tensor is absent, the host binds a buffer of its own (encoder.mm), which
+// binds every declared slot. If an optional tensor is absent, the host binds its own buffer (encoder.mm), which
 // the kernel does not read.
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k; in embedding, the ids

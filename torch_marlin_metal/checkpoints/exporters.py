@@ -76,9 +76,7 @@ class Exporter(Protocol):
         ...
 
     @property
-    def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
-        ...
+    def has_layers(self) -> bool: ...
 
 
 @dataclass
@@ -119,7 +117,6 @@ class GptqExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
@@ -162,7 +159,6 @@ class AwqExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return self.group_size is not None
 
     def settings(self) -> dict[str, Any]:
@@ -239,7 +235,6 @@ class CompressedTensorsExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:

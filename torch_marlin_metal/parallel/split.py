@@ -158,7 +158,6 @@ def _chosen(count: int, only: int | None) -> Sequence[int]:
 
 
 def _perms(weight: PackedWeight, rows: int, gathered: bool) -> list[Tensor | None]:
-    """Returns the `perm` of each part."""
     count = weight.K // rows
     if weight.perm is None or gathered:
         return [None] * count

@@ -77,6 +77,11 @@ def quantize_weight(
     Raises:
         ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
             stores; weights so small that the largest scale keeps fewer than five bits.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "nvfp4", method="mse")
+        >>> (weight.K, weight.N, weight.group_size)
+        (64, 24, 16)
     """
     fmt = find_format(weight_format)
     _check(w, fmt, method, scale_dtype, lut, mx_rounding)
