@@ -106,8 +106,9 @@ struct KernelSet {
   MatrixKernel small_m;
   MatrixKernel large_m;
   void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
-  // Multiplies `out` by floating values.
-  void (*multiply)(const void* source, ElementType type, int64_t count, float* out);
+  // Returns codes, which are uint8 or int8, times floating values.
+  void (*scale_codes)(const void* codes, ElementType of_codes, const void* values, ElementType type, int64_t count,
+                      float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
   std::array<void (*)(const DequantizeBlock&), kCodesCount> dequantize;

@@ -1,7 +1,7 @@
 // Decodes packed words to tiles of bf16 codes. amx.cpp includes this after its ISA pragma, so everything here has
 // internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns], each element a
 // pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7), because shifting a word gives two codes that are
-// 4 k apart.
+// 4 k apart. For codes of 8 bits they are (0, 2), (1, 3), (4, 6), (5, 7).
 #pragma once
 
 #include "csrc/cpu/kernels/bf16_parts.h"
@@ -84,6 +84,31 @@ class CodesInParts {
 
  private:
   __m512i tables_[parts];
+};
+
+// Decodes codes of 8 bits.
+template <Codes codes>
+class ByteCodes {
+ public:
+  static constexpr int ahead_rows = 8;
+  static constexpr int parts = 1;
+  static constexpr bool scaled = false;
+
+  explicit ByteCodes(const float* values) : pairs_(values) {}
+
+  [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
+    return each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
+      for (int word = 0; word < 2; ++word) {
+        __m512i even, odd;
+        pairs_.pairs(load_words(s, 2 * row + word, column), even, odd);
+        _mm512_storeu_si512(out + 2 * word, even);
+        _mm512_storeu_si512(out + 2 * word + 1, odd);
+      }
+    });
+  }
+
+ private:
+  BytePairs<codes> pairs_;
 };
 
 // Decodes codes and multiplies them by the scale of their group. The product is exact in bf16: an E2M1 code has two

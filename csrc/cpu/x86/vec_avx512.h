@@ -52,6 +52,10 @@ struct Avx512 {
     constexpr int kAOrBAndC = 0xF8;
     return _mm512_ternarylogic_epi32(word, rotated, _mm512_set1_epi32(static_cast<int>(15U << (4 * j))), kAOrBAndC);
   }
+  static F load_bytes(const uint8_t* p, bool is_signed) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+  }
   static F load_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }

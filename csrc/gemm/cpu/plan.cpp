@@ -95,10 +95,9 @@ struct Choice {
   int parts = 1;  // bf16 terms per activation
 };
 
-// Returns nothing if the tiles cannot represent the codes, for codes of 8 bits, which they do not decode, or if other
-// kernels are as fast because the rows are few.
+// Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
 std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& problem) {
-  if (machine.isa != Isa::amx || problem.code_parts == 0 || code_bits(problem.format) != 4) return std::nullopt;
+  if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
   const bool table = problem.code_parts > 1;
   const bool group_16 = problem.group_size < 32;
   const bool float32 = problem.a_type == ElementType::float32;
@@ -107,7 +106,8 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
   const bool reduced = problem.precision == Float32Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
   if (table) return Choice{CpuKernel::amx_table, parts};
-  const bool scaled = has_coded_scales(problem.format) && (group_16 || problem.M >= kAmxScaledMinRows);
+  const bool scaled =
+      has_coded_scales(problem.format) && code_bits(problem.format) == 4 && (group_16 || problem.M >= kAmxScaledMinRows);
   return Choice{scaled ? CpuKernel::amx_scaled : CpuKernel::amx, parts};
 }
 
@@ -130,7 +130,9 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || !is_byte_wide(codes));
-  if (fast_dot && problem.a_type == ElementType::bfloat16 && problem.M > 1) {
+  // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding.
+  const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3);
+  if (dot && problem.a_type == ElementType::bfloat16 && (problem.M > 1 || is_byte_wide(codes))) {
     const int dot_rows = kernel_shape(machine.isa, CpuKernel::bf16_dot_small_m).max_rows;
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
     return {few ? CpuKernel::bf16_dot_small_m : CpuKernel::bf16_dot};
