@@ -18,7 +18,13 @@ OUTSIDE = {
     "lab/README.md": "lab/README.md",
     "lab/cpu/cpu_peers.md": "lab/cpu/cpu_peers.md",
     "lab/models/whole_model.md": "lab/models/whole_model.md",
+    "lab/notes/predictions.md": "lab/notes/predictions.md",
+    "lab/notes/kernel-costs.md": "lab/notes/kernel-costs.md",
+    "lab/notes/tile-sizing.md": "lab/notes/tile-sizing.md",
+    "lab/notes/tensor-units.md": "lab/notes/tensor-units.md",
+    "lab/notes/host-audit.md": "lab/notes/host-audit.md",
     "softmetal/README.md": "softmetal/README.md",
+    "softmetal/docs/device.md": "softmetal/docs/device.md",
 }
 
 
@@ -38,4 +44,4 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri.startswith(("lab/", "softmetal/")):
         return re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
     markdown = markdown.replace("](../../README.md", "](../index.md")
-    return re.sub(r"\]\(\.\./\.\./((?:lab|softmetal)/[\w/]+\.md)", r"](../\1", markdown)
+    return re.sub(r"\]\(\.\./\.\./((?:lab|softmetal)/[\w/-]+\.md)", r"](../\1", markdown)

@@ -149,7 +149,7 @@ def check_gptq(folder: Path, device: str) -> tuple[convert.PackedWeight, dict[st
     """Reads one layer of a checkpoint, repacks it, and multiplies with it.
 
     The reference is the weight as the producer decodes it. The checkpoint stores this weight rounded to fp16, so the
-    bound on a layer's output has a term for that rounding, besides those of the operators (docs/use/numerics.md):
+    bound on a layer's output has a term for that rounding, besides those of the operators (docs/use/operators.md):
     2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24 (sum |a w| + |bias|).
     """
     # The reader warns of stored zero points of 15 in version 1 files. The comparison below checks how it reads them.

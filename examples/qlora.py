@@ -33,13 +33,13 @@ from torch_marlin_metal.models.report import human_size, module_bytes
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "formats/checkpoints",
-    "inside/corrections",
+    "formats/formats",
     "use/install",
     "inside/kernels",
     "use/mlstm",
-    "inside/software-metal-device",
-    "inside/tile-sizing",
-    "use/transformers",
+    "../softmetal/docs/device",
+    "../lab/notes/tile-sizing",
+    "use/models",
 )
 FORMATS = (("uint4b8", 64), ("nf4", 64))
 FEWEST_WORDS = 6

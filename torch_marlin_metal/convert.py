@@ -13,7 +13,6 @@ from torch_marlin_metal.checkpoints.floats import FloatReader
 from torch_marlin_metal.checkpoints.known_formats import FORMATS
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
-from torch_marlin_metal.checkpoints.summary import formats_page
 from torch_marlin_metal.checkpoints.writer import export_checkpoint, write_checkpoint
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -29,7 +28,6 @@ __all__ = [
     "ReadOptions",
     "UnsupportedFormat",
     "export_checkpoint",
-    "formats_page",
     "open_reader",
     "read_layers",
     "write_checkpoint",

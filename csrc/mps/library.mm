@@ -82,7 +82,8 @@ constexpr auto kLanguageOfTensors =
 MTLCompileOptions* compile_options(Kernel kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:needs_tensor_units(kernel) ? kLanguageOfTensors : MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode relies on subnormals and NaN, so we set mathMode to Safe. The mLSTM relies on precise exp
+  // The FP4 and INT4 decode relies on subnormals and NaN, and zero points on the order of a subtraction, so we set
+  // mathMode to Safe. The mLSTM relies on precise exp
   // and log, so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   // clang warns of these methods on macOS 14, because it does not see that respondsToSelector: guards them.

@@ -45,7 +45,8 @@ inline constexpr Source assumed{"assumed: taken over from the nearest GPU that h
 // The figures of a GPU family, per core (except dram_latency_ns). Clocks are clocks of the GPU. A fused multiply-add
 // counts as two flop.
 //   most_threads                   the most threads that are resident
-//   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32
+//   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32:
+//                                  at least 16, because M1 to M4 compute its 512 multiply-adds on the 32 lanes' pipes
 //   tensor_clocks_fp16             the same for 512 multiply-adds of the tensor units, of fp16 or bfloat; 0 if there
 //                                  are none
 //   matrix_overlap                 issue time and matrix time of a core overlap; this fraction of the shorter one is

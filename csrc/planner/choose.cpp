@@ -39,7 +39,7 @@ bool whole_tiles_fill(uint64_t tiles, uint64_t stripes) {
 }
 
 // Returns as many stripes as the GPU holds threadgroups at once, each with an equal part of the work
-// (docs/inside/striping.md).
+// (docs/inside/kernels.md).
 std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t K = problem.weight.K;
   const uint64_t resident = resident_threadgroups(row, problem, device);

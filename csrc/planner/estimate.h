@@ -1,5 +1,5 @@
 // Estimates the time of products on a GPU: bytes over the rate of memory, and clocks of the busiest core, from the
-// table of decisions. The planner compares blocks of rows and splits of K by it (docs/inside/tile-sizing.md).
+// table of decisions. The planner compares blocks of rows and splits of K by it (lab/notes/tile-sizing.md).
 #pragma once
 
 #include <cstdint>

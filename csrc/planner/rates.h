@@ -10,7 +10,7 @@
 namespace marlin {
 
 // The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Published
-// figures are 3 to 10 us (docs/inside/tile-sizing.md).
+// figures are 3 to 10 us (lab/notes/tile-sizing.md).
 inline constexpr double kDispatchSeconds = 6e-6;
 // Weights of fewer bytes are read at the chip's small_read_share of its rate.
 inline constexpr double kSmallRead = 50e6;

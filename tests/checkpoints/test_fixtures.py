@@ -1,6 +1,7 @@
 """Each layer in tests/data/layers, which another program wrote, decodes to that program's own weight."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -154,8 +155,10 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
 
 
 def test_the_documentation_lists_the_known_formats() -> None:
-    """To update the page: python -c "from torch_marlin_metal import convert as c; print(c.formats_page(), end='')"."""
-    assert (DATA.parents[2] / "docs/formats/checkpoints.md").read_text() == convert.formats_page()
+    """To update the page: python scripts/checkpoint_tables.py --write."""
+    program = runpy.run_path(str(DATA.parents[2] / "scripts/checkpoint_tables.py"))
+    text = program["PAGE"].read_text()
+    assert text == program["page"](text)
 
 
 def test_every_read_format_names_known_weight_formats() -> None:

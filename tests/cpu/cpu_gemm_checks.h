@@ -93,7 +93,7 @@ constexpr int64_t kRowsAtOnce = 4;
   return {sum_a, sum_b, sum_d, sum_e};
 }
 
-// Checks gemm against the bound of docs/use/numerics.md. For 16-bit activations, the byte_split kernels get a tighter
+// Checks gemm against the bound of docs/use/operators.md. For 16-bit activations, the byte_split kernels get a tighter
 // bound: the random activations of a group are so similar in size that these kernels represent them exactly. Returns
 // the largest error, minus the rounding of the output, divided by the arithmetic term of the bound.
 inline double check_gemm(const Machine& machine, const Tensors& t,

@@ -18,11 +18,12 @@ from tests.support.pages import blocks, readme_program
 from torch_marlin_metal.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTES = [*sorted((ROOT / "lab/notes").glob("*.md")), *sorted((ROOT / "softmetal/docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
 
 RECORDS = [
     *PAGES,
-    *(ROOT / name for name in ("CHANGELOG.md", "lab/README.md", "lab/cpu/cpu_peers.md")),
+    *(ROOT / name for name in ("CHANGELOG.md", "lab/README.md", "lab/cpu/cpu_peers.md", "tests/features.md")),
 ]
 
 
@@ -47,22 +48,24 @@ def run_program(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["use/command-line.md", "use/language-models.md", "formats/gguf.md"])
+@pytest.mark.parametrize("page", ["use/command-line.md", "formats/checkpoints.md"])
 def test_commands_run(page, tmp_path, monkeypatch):
-    """Runs the page's commands after its first snippet, and checks the exit code that a comment states."""
-    page = ROOT / "docs" / page
-    run_program(blocks(page, "python")[0], tmp_path)
+    """Runs the page's commands and the snippets before them, and checks the exit code that a comment states."""
+    found = re.findall(r"^```(python|sh)\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    last = max(i for i, (language, _) in enumerate(found) if language == "sh")
     monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
-    assert lines
-    for line in lines:
-        command, _, comment = line.partition("  # exit code ")
-        program, *arguments = shlex.split(command)
-        done = CliRunner().invoke(app, arguments)
-        assert program == "torch-marlin-metal"
-        assert done.exit_code == int(comment or 0), f"{line}: {done.output}"
-        if "--json" in arguments:
-            json.loads(done.stdout)
+    for language, text in found[: last + 1]:
+        if language == "python":
+            run_program(text, tmp_path)
+            continue
+        for line in text.splitlines():
+            command, _, comment = line.partition("  # exit code ")
+            program, *arguments = shlex.split(command)
+            done = CliRunner().invoke(app, arguments)
+            assert program == "torch-marlin-metal"
+            assert done.exit_code == int(comment or 0), f"{line}: {done.output}"
+            if "--json" in arguments:
+                json.loads(done.stdout)
 
 
 def has_softmetal() -> bool:
@@ -85,7 +88,7 @@ def test_format_table_agrees_with_the_code():
 
 
 def test_schemas_agree_with_the_code():
-    (block,) = blocks(ROOT / "docs/use/operators.md", "text")
+    block, *_ = blocks(ROOT / "docs/use/operators.md", "text")
     documented = {line.split("(")[0]: line for line in block.strip().splitlines()}
     registered = {
         name.split("::")[1]: str(schema).split("::")[1]
@@ -100,7 +103,7 @@ def test_schemas_agree_with_the_code():
 def test_which_format_quotes_the_measurements():
     rows = re.findall(r"^\| [^|]+ \| `(\w+)`, (\d+), (\w+) \| ([\d.]+) \| ([\d.]+) \|$",
                       (ROOT / "docs/use/which-format.md").read_text(), flags=re.MULTILINE)  # fmt: skip
-    measured = (ROOT / "docs/use/quality.md").read_text()
+    measured = (ROOT / "docs/use/which-format.md").read_text()
     assert rows
     weight = torch.randn(128, 1024)
     for name, group_size, method, bits, distance in rows:
@@ -119,15 +122,15 @@ def test_links_point_to_files(page):
 
 
 def test_api_reference_names_every_public_name():
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
-    named = set(re.findall(r"^::: torch_marlin_metal\.([\w.]+)$", pages, flags=re.MULTILINE))
-    modules = {"convert", "profiling", "tuning"}  # each of these modules has an API page that lists its members
+    page = (ROOT / "docs/api.md").read_text()
+    named = set(re.findall(r"^::: torch_marlin_metal\.([\w.]+)$", page, flags=re.MULTILINE))
+    modules = {"convert", "profiling", "tuning"}  # the page lists the members of these modules
     assert set(tmm.__all__) - modules - {"__version__"} <= named
     assert modules <= {name.split(".")[0] for name in named}
 
 
 def test_table_of_tiles_agrees_with_the_planner():
-    page = (ROOT / "docs/inside/tile-sizing.md").read_text()
+    page = (ROOT / "lab/notes/tile-sizing.md").read_text()
     known = {(row.variant, "x".join(map(str, row.tile))): row for row in tmm.profiling.tile_table("M1").rows}
     rows = re.findall(r"^\| `(\w+)` \| (\d+x\d+x\d+) \| (.+) \|$", page, flags=re.MULTILINE)
     assert rows

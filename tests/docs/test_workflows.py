@@ -76,7 +76,7 @@ def test_a_package_that_a_job_does_not_install_is_named() -> None:
 
 
 def test_the_first_run_on_a_mac_installs_what_it_runs() -> None:
-    first, *_ = blocks(ROOT / "docs/use/first-mac-run.md", "sh")
+    first, *_ = blocks(ROOT / "docs/use/mac.md", "sh")
     assert len(first.splitlines()) == 10
     job = jobs.read_commands("the page", first)
     assert "torch_marlin_metal[transformers]" in job.installs and "tests/ops/test_mps.py" in job.runs

@@ -28,6 +28,7 @@ def test_figures_have_sources():
     assert m1.flop_per_second() == pytest.approx(2.617e12, rel=1e-3)
     assert m1.matrix_flop_per_second == pytest.approx(2.617e12 * 16 / 18, rel=1e-3)
     assert AppleSiliconGPU.from_name("M3 Max", 30).dram_bytes_per_second == 300e9
+    assert AppleSiliconGPU.from_name("M4 Max").flop_per_second() == pytest.approx(16.2e12, rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def without_python(folder: Path) -> str:
     assert library is not None, "the build has not made the C++ library"
     symbols = subprocess.run(["nm", "-D", "--undefined-only", library], check=True, capture_output=True, text=True)
     assert "c10" in symbols.stdout and not re.findall(r" U _?Py\w+", symbols.stdout)
-    return f"{library.name} uses no symbol of Python; CMake finds it (docs/use/cpp.md)"
+    return f"{library.name} uses no symbol of Python; CMake finds it (docs/use/operators.md)"
 
 
 def other_layers(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""gemv, fused, the staged kernels and the kernel for tensor units agree with fp64 within the error bound of docs/use/numerics.md.
+"""gemv, fused, the staged kernels and the kernel for tensor units agree with fp64 within the error bound of docs/use/operators.md.
 
 Small shapes run in checked mode: an access out of bounds, a read of memory that nobody wrote or a race fails the test.
 Memory around the tensors is NaN.

@@ -1,6 +1,6 @@
 """lab/software/traffic.py reports the counts that follow from the shapes.
 
-peers.py prints the rows of this package that docs/inside/software-metal-device.md shows.
+peers.py prints the rows of this package that softmetal/docs/device.md shows.
 """
 
 import json

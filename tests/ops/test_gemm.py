@@ -1,4 +1,4 @@
-"""gemm and dequantize agree with fp64 within the error bound of docs/use/numerics.md."""
+"""gemm and dequantize agree with fp64 within the error bound of docs/use/operators.md."""
 
 import itertools
 from functools import partial

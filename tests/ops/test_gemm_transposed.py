@@ -33,7 +33,7 @@ def run(a: torch.Tensor, weight: reference.Weight) -> torch.Tensor:
 
 
 def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the exact product and the bound of docs/use/numerics.md. Parts in bf16 add the rounding of each weight to the
+    """Returns the exact product and the bound of docs/use/operators.md. Parts in bf16 add the rounding of each weight to the
     bound.
     """
     exact, weighted = rows @ weight.T, np.abs(rows) @ np.abs(weight).T

@@ -145,5 +145,5 @@ def test_without_torch_the_default_of_the_system_is_asked_for(platform: str, wan
 def test_the_makefile_and_the_pages_name_the_same_torch() -> None:
     names = f"$(if $(filter Darwin,$(shell uname -s)),{backend.TORCH_ON_MACS},{backend.TORCH_ON_LINUX})\n"
     assert f"REQUIRED_TORCH := torch=={names}" in (ROOT / "Makefile").read_text()
-    for page in ("README.md", "docs/use/install.md", "docs/use/start.md", "docs/use/first-mac-run.md"):
+    for page in ("README.md", "docs/use/install.md", "docs/use/mac.md"):
         assert f"pip install torch=={backend.TORCH_ON_MACS}" in (ROOT / page).read_text(), page

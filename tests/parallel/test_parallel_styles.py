@@ -150,7 +150,7 @@ def check_experts(mesh: DeviceMesh) -> None:
 
 
 def check_sum(layer: MarlinLinear, a: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compares a sum of products with fp64 and the bound of docs/use/numerics.md for one product."""
+    """Compares a sum of products with fp64 and the bound of docs/use/operators.md for one product."""
     assert y.dtype == dtype
     x, w = a.double().numpy(), layer.dequantize().double().numpy().T
     wanted = x @ w + layer.bias.double().numpy()

@@ -86,6 +86,7 @@ class AppleSiliconGPU(RichText):
             raise ValueError(
                 f"AppleSiliconGPU.current: expected one of {', '.join(cls.names())}, this GPU calls itself {name!r}"
             )
+        # PyTorch reads the number from the system's registry. maxThreadgroupMemoryLength says nothing about it.
         return cls.from_name(name, torch.backends.mps.get_core_count())
 
     @classmethod

@@ -215,7 +215,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     @property
     def is_serializable(self) -> bool:
-        """Returns True: `save_pretrained` writes this package's format (docs/formats/on-disk-format.md)."""
+        """Returns True: `save_pretrained` writes this package's format (docs/formats/formats.md)."""
         return True
 
     @property

@@ -1,6 +1,6 @@
 // Computes the tiles of the staged kernels with a fixed number of threadgroups. Each threadgroup takes one contiguous
 // stripe of the sequence of all (tile, slice of K) units. The numbers of units of two threadgroups differ by at most
-// one. docs/inside/striping.md has a drawing.
+// one. docs/inside/kernels.md has a drawing.
 #include "kernels/gemm/tiles/tile_product.h"
 
 using namespace metal;

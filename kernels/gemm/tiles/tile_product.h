@@ -3,6 +3,7 @@
 //   single_stage:     fetch | barrier | store | barrier | multiply           (needs half the threadgroup memory)
 //   double_buffered:  barrier | fetch next | multiply this | store next      (needs only one barrier per step)
 //   double_buffered, tiles larger than 64 x 64:  barrier | fetch next | store next | multiply this
+// fetch loads into registers: Metal has no public copy that runs in the background, as CUDA's cp.async does.
 #pragma once
 
 #include "kernels/shared/kernel_list.h"

@@ -1,6 +1,6 @@
 """The package's own format: the state_dict of every `MarlinLinear`, and settings that describe each layer.
 
-docs/formats/on-disk-format.md is its specification.
+docs/formats/formats.md is its specification.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -180,7 +180,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 FORMAT = DirectoryFormat(
     name="native",
-    title="This package's own format (docs/formats/on-disk-format.md)",
+    title="This package's own format (docs/formats/formats.md)",
     methods=(METHOD,),
     variants=(("every weight format", "any"),),
     refused=(("format_version other than 1", "unknown"),),

@@ -133,7 +133,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return ReadOptions.of(None, fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings of docs/formats/on-disk-format.md, or those of the checkpoint if no layers are known."""
+        """Returns the settings of docs/formats/formats.md, or those of the checkpoint if no layers are known."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:

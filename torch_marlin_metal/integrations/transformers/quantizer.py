@@ -282,7 +282,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Returns True: `save_pretrained` writes this package's format (docs/formats/on-disk-format.md)."""
+        """Returns True: `save_pretrained` writes this package's format (docs/formats/formats.md)."""
         return True
 
     @property
