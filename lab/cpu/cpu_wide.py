@@ -79,7 +79,11 @@ def copies_of(weight: tmm.PackedWeight) -> list[tmm.PackedWeight]:
             b_packed=prefer_huge_pages(torch.empty_like(weight.b_packed)).copy_(weight.b_packed),
             weight_format=weight.weight_format,
             group_size=weight.group_size,
-            **{name: tensor.clone() for name, tensor in tensors.items() if name != "b_packed"},
+            **{
+                name: tensor.clone(memory_format=torch.contiguous_format)
+                for name, tensor in tensors.items()
+                if name != "b_packed"
+            },
         )
         for _ in range(number_of(weight.b_packed.nbytes))
     ]

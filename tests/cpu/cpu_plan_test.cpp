@@ -103,7 +103,8 @@ void test_choices() {
       {kXeon, coded(4, WeightFormat::uint8b128, 128), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::uint8b128, 128), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(4, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x8x2"},
-      {kXeon, coded(17, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(16, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(17, WeightFormat::mxfp8, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kZen4, coded(1, WeightFormat::uint8b128, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
       {{Isa::avx512, false, 2, true}, coded(1, WeightFormat::uint8b128, 32),
        "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
@@ -144,8 +145,8 @@ void test_choices() {
   }
 }
 
-// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, and in no
-// other case.
+// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, for one row
+// and codes of 8 bits, except in byte_split with many threads, and in no other case.
 void test_chunks() {
   using enum ElementType;
   const auto check = [](const Machine& machine, const CpuProblem& problem, int64_t expected) {
@@ -160,6 +161,13 @@ void test_chunks() {
   check({Isa::avx512, false, 2, true}, problem(1, 4096, 4096, bfloat16), kChunk);
   check(kAppleM2, problem(1, 4096, 4096, bfloat16), kChunk);
   check(kXeon, problem(1, 4096, 4096, bfloat16), kChunk);
+  CpuProblem bytes = problem(1, 512, 4096, bfloat16);
+  bytes.format = WeightFormat::uint8b128;
+  check({Isa::avx2, false, 16}, bytes, kChunk / 2);
+  check({Isa::avx512, false, 4, true}, bytes, kChunk / 2);
+  check(kXeon, bytes, kChunk);
+  bytes.M = 2;
+  check({Isa::avx2, false, 16}, bytes, kChunk);
 }
 
 // If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If bf16 cannot represent an activation, amx
@@ -232,8 +240,8 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
 }
 
 void test_shapes() {
-  constexpr auto kSplit = {Codes::integer, Codes::e2m1};
-  constexpr auto kEvery = {Codes::integer, Codes::e2m1, Codes::table, Codes::byte, Codes::e4m3};
+  static constexpr std::initializer_list<Codes> kSplit = {Codes::integer, Codes::e2m1};
+  static constexpr std::initializer_list<Codes> kEvery = {Codes::integer, Codes::e2m1, Codes::table, Codes::byte, Codes::e4m3};
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
     const KernelSet* kernels = kernels_of(isa);
     if (kernels == nullptr) continue;
@@ -262,7 +270,8 @@ void test_shapes() {
   for (int parts = 1; parts <= 3; ++parts) {
     if (const AmxKernels* tiles = amx_kernels(parts)) {
       check_kernel(tiles->exact, kernel_shape(Isa::amx, CpuKernel::amx), "amx", kEvery);
-      check_kernel(tiles->scaled, kernel_shape(Isa::amx, CpuKernel::amx_scaled), "amx_scaled");
+      check_kernel(tiles->scaled, kernel_shape(Isa::amx, CpuKernel::amx_scaled), "amx_scaled",
+                   {Codes::integer, Codes::e2m1, Codes::table, Codes::e4m3});
       check_kernel(tiles->table, kernel_shape(Isa::amx, CpuKernel::amx_table), "amx_table");
     }
   }

@@ -63,7 +63,7 @@ struct MatrixKernel {
   int max_rows;
   int row_unit;     // every row block starts at a multiple of this
   int panel_bytes;  // size of Step::panel, which `unpack` fills; 0 if the steps read words
-  int ahead_rows;   // a step with one segment and at most this many rows decodes Step::next
+  int ahead_rows;   // a step with at most this many rows decodes Step::next
   // True if `unpack` multiplies the codes by the scales of their groups. In this case, Step::scales holds the global
   // scale, and a whole chunk is one segment.
   bool scaled_panel;

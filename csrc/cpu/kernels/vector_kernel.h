@@ -172,7 +172,7 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
       out[i] = e4m3_to_float(source[i]);
   } else {
     for (; i < count; ++i)
-      out[i] = e8m0_to_float(source[i]);
+      out[i] = kE8M0Values[source[i]];
   }
 }
 

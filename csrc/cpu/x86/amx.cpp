@@ -79,13 +79,14 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
-// The smallest activation (2^-76) and the smallest scale (2^-25) for a scaled panel. Their product with the smallest
-// code, 1/2, is 2^-102. The tiles flush values below 2^-126, so a flushed value is less than 2^-24 of that product.
-constexpr uint32_t kMinScaledActivation = (127U - 76U) << 23, kMinScale = (127U - 25U) << 23;
+// The smallest activation (2^-68) and the smallest scale (2^-25) for a scaled panel. Their product with the smallest
+// code, 2^-9 in E4M3, is 2^-102. The tiles flush values below 2^-126, so a flushed value is less than 2^-24 of that
+// product. The largest scale times the largest code, 448, is less than 2^127.
+constexpr uint32_t kMinScaledActivation = (127U - 68U) << 23, kMinScale = (127U - 25U) << 23;
 
 // Returns true if every code times its scale is large enough for the tiles and cannot overflow. NaN is allowed.
 bool scales_representable(const float* scales, int64_t count) {
-  constexpr uint32_t kScaleEnd = (127U + 126U) << 23, kInfinity = 255U << 23;
+  constexpr uint32_t kScaleEnd = (127U + 119U) << 23, kInfinity = 255U << 23;
   uint32_t out_of_range = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7FFFFFFFU;
@@ -257,6 +258,13 @@ constexpr MatrixKernel tile_kernel() {
 }
 
 template <int parts>
+constexpr MatrixKernel scaled_kernel() {
+  MatrixKernel kernel = tile_kernel<parts, Scaled<CodesInParts<1>>>();
+  add_codes<parts, Scaled<ByteCodes<Codes::e4m3>>>(kernel, Codes::e4m3);
+  return kernel;
+}
+
+template <int parts>
 constexpr MatrixKernel exact_kernel() {
   MatrixKernel kernel = tile_kernel<parts, CodesInParts<1>>();
   add_codes<parts, ByteCodes<Codes::byte>>(kernel, Codes::byte);
@@ -265,7 +273,7 @@ constexpr MatrixKernel exact_kernel() {
 }
 
 template <int parts>
-constexpr AmxKernels kTiles{exact_kernel<parts>(), tile_kernel<parts, ScaledCodes>(),
+constexpr AmxKernels kTiles{exact_kernel<parts>(), scaled_kernel<parts>(),
                             tile_kernel<parts, CodesInParts<3>>()};
 
 }  // namespace

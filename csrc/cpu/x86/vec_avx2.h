@@ -135,9 +135,9 @@ struct Avx2::Decoder<Codes::e4m3> {
     small_upper = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(upper)));
     small_lower = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(lower)));
   }
+  static I all(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
   template <int j>
   F decode(I words) const {
-    const auto all = [](int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); };
     const I magnitude = _mm256_and_si256(words, all(0x7F));
     const I small = _mm256_cmpgt_epi8(all(8), magnitude);
     const I nan = _mm256_and_si256(_mm256_cmpeq_epi8(magnitude, all(0x7F)), all(0x7F));
