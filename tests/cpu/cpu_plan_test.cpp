@@ -102,7 +102,7 @@ void test_choices() {
       {kXeon, coded(17, WeightFormat::mxfp4, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(4, WeightFormat::uint8b128, 128), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::uint8b128, 128), "amx parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, coded(4, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x8x2"},
+      {kXeon, coded(4, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x16x1"},
       {kXeon, coded(16, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(17, WeightFormat::mxfp8, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kZen4, coded(1, WeightFormat::uint8b128, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
