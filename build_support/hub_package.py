@@ -2,7 +2,7 @@
 
 The folder gets the layout of a project of kernel-builder: `build.toml`, `torch-ext`, the C++ sources and the Metal
 kernels as text. Nothing of it is kept in this repository. The hub asks that several builds of a kernel can be loaded
-into one process, so each build has a namespace of its own for its operators. kernel-builder defines it as the macro
+into one process, so each build has its own namespace for its operators. kernel-builder defines it as the macro
 TORCH_EXTENSION_NAME, and the derived sources use that macro in place of the name `torch_marlin_metal`.
 
 `--cpu` also compiles the CPU's operators for the torch and the Linux of this machine, below FOLDER/build, where
@@ -59,7 +59,6 @@ def cpp_sources(folder: Path) -> list[str]:
 
 
 def build_toml(folder: Path) -> str:
-    """Returns the text of `build.toml`."""
     common = [*cpp_sources(folder), *sorted(str(path.relative_to(folder)) for path in folder.glob("**/*.h"))]
     metal = [*common, *sorted(str(path.relative_to(folder)) for path in folder.glob("csrc/**/*.mm")), "kernels.cpp"]
     general = {"name": HUB_NAME, "version": 1, "edition": 5, "license": "Apache-2.0", "backends": ["cpu", "metal"]}

@@ -131,7 +131,6 @@ def compile_object(command: list[str], source: Path, product: Path) -> None:
 
 
 def objects_folder(torch: str) -> Path:
-    """Returns the folder of the objects for one torch."""
     return OUT / "objects" / torch
 
 

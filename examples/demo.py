@@ -31,6 +31,7 @@ from transformers import AutoModel, AutoTokenizer, logging
 import torch_marlin_metal as tmm
 from torch_marlin_metal import convert
 from torch_marlin_metal.models.report import Report, module_bytes
+from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import pack_gptq, pack_gptq_zeros
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +146,7 @@ def dense_weights(model: nn.Module) -> int:
     return sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
 
 
-def check_gptq(folder: Path, device: str) -> tuple[convert.PackedWeight, dict[str, str | bool]]:
+def check_gptq(folder: Path, device: str) -> tuple[PackedWeight, dict[str, str | bool]]:
     """Reads one layer of a checkpoint, repacks it, and multiplies with it.
 
     The reference is the weight as the producer decodes it. The checkpoint stores this weight rounded to fp16, so the
@@ -156,7 +157,7 @@ def check_gptq(folder: Path, device: str) -> tuple[convert.PackedWeight, dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         (packed,) = convert.read_layers(folder)
-    assert isinstance(packed, convert.PackedWeight)
+    assert isinstance(packed, PackedWeight)
     stored = load_file(folder / "model.safetensors")
     (reference,) = load_file(folder / "reference.safetensors").values()
     version = int(packed.source[-1])

@@ -28,11 +28,11 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm_mlstm, self.norm_ffn = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.mlstm = tmm.MLSTMLayer(width, heads)
+        self.mlstm = tmm.xlstm.MLSTMLayer(width, heads)
         self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
 
-    def forward(self, x: Tensor, state: tmm.MLSTMState | None) -> tuple[Tensor, tmm.MLSTMState]:
+    def forward(self, x: Tensor, state: tmm.xlstm.MLSTMState | None) -> tuple[Tensor, tmm.xlstm.MLSTMState]:
         """Runs the block over tokens `[B, S, width]`."""
         y, state = self.mlstm(self.norm_mlstm(x), state)
         x = x + y
@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, letters, bias=False)
 
     def forward(
-        self, letters: Tensor, states: list[tmm.MLSTMState] | None = None
-    ) -> tuple[Tensor, list[tmm.MLSTMState]]:
+        self, letters: Tensor, states: list[tmm.xlstm.MLSTMState] | None = None
+    ) -> tuple[Tensor, list[tmm.xlstm.MLSTMState]]:
         """Runs the model over letters `[B, S]`; `states` come from the letters before."""
         x, after = self.embedding(letters), []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_marlin_metal import convert
+from torch_marlin_metal.checkpoints.known_formats import FORMATS
 
 PAGE = Path(__file__).parents[1] / "docs/formats/checkpoints.md"
 BEGIN = "<!-- formats: written by scripts/checkpoint_tables.py -->\n\n"
@@ -15,9 +15,9 @@ END = "\n<!-- end of the formats -->"
 
 
 def tables() -> str:
-    """Returns a section for each format that `convert.FORMATS` lists."""
+    """Returns a section for each format that `FORMATS` lists."""
     parts = []
-    for fmt in convert.FORMATS:
+    for fmt in FORMATS:
         parts.append(f"### {fmt.title}\n\nThe reader takes {' or '.join(fmt.containers)}.\n")
         parts.append(_table(("read", "weight format"), fmt.variants))
         if fmt.refused:

@@ -35,7 +35,6 @@ def weight_of(rng: random.Random, name: str) -> dict[str, object]:
 
 
 def gemm_line(rng: random.Random, name: str, chip: str, cores: int) -> str:
-    """Returns the line of one product."""
     fmt = WEIGHT_FORMATS[name]
     scales = rng.choice(FLOATS) if fmt.scale_coding == "floating" else "uint8"
     zeros = rng.choice(FLOATS if fmt.zeros_role == "bias" else (*FLOATS, "uint8"))
@@ -63,7 +62,6 @@ def gemm_line(rng: random.Random, name: str, chip: str, cores: int) -> str:
 
 
 def experts_line(rng: random.Random, name: str, chip: str, cores: int) -> str:
-    """Returns the line of one product with experts."""
     experts = rng.choice((1, 4, 8, 32, 128))
     problem: dict[str, object] = {
         "chip": chip,

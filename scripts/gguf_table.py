@@ -125,7 +125,6 @@ def plain(name: str) -> str:
 
 
 def model_type(architecture: str) -> str:
-    """Returns transformers' model type of an architecture."""
     own = {plain(kind): kind for kind in MODEL_MAPPING_NAMES}
     name = plain(architecture)
     return MODEL_TYPES.get(architecture) or own.get(f"{name}text") or own[name]
@@ -177,7 +176,6 @@ def pairs(architecture: str) -> tuple[str, dict[str, str]]:
 
 
 def _of_gguf(names: Any, architecture: str, module: str) -> str | None:
-    """Returns gguf's own name of a module."""
     own, known = BEGINNINGS.get(architecture, ("", ""))
     other = known + module.removeprefix(own) if module.startswith(own) else module
     return names.get_name(module) or names.get_name(other) or ("output" if module == "lm_head" else None)
@@ -202,7 +200,6 @@ def table() -> tuple[dict[str, str], dict[str, tuple[str, dict[str, str]]]]:
 
 
 def text() -> str:
-    """Returns the text of the file."""
     common, differing = table()
     made = (
         f"scripts/gguf_table.py makes this file from gguf {version('gguf')} and transformers {version('transformers')}."

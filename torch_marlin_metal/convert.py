@@ -8,27 +8,23 @@
 
 from torch_marlin_metal.checkpoints.directory import open_reader, read_layers
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
-from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.checkpoints.floats import FloatReader
-from torch_marlin_metal.checkpoints.known_formats import FORMATS
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.checkpoints.writer import export_checkpoint, write_checkpoint
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.models.quantize import replace_linear_layers
 
 __all__ = [
-    "EXPORTERS",
-    "FORMATS",
     "CheckpointError",
     "CheckpointReader",
     "DenseWeight",
     "FloatReader",
     "NotQuantized",
-    "PackedWeight",
     "ReadOptions",
     "UnsupportedFormat",
     "export_checkpoint",
     "open_reader",
     "read_layers",
+    "replace_linear_layers",
     "write_checkpoint",
 ]

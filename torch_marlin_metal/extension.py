@@ -138,6 +138,10 @@ def cpu_capability() -> CpuCapability:
 
     Raises:
         RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names an instruction set that is unknown or absent on this machine.
+
+    Examples:
+        >>> isinstance(tmm.cpu_capability().isa, str)  # "avx512", for example
+        True
     """
     isa, reason, features, available = native.cpu_capability()
     return CpuCapability(isa, reason, tuple(features), tuple(available))

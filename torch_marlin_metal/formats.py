@@ -13,7 +13,7 @@ class WeightFormat:
     Attributes:
         name: the name that the operators take.
         code_kind: "integer", "e2m1", "table" or "e4m3": how a code becomes a number.
-        code_bits: bits of a code: 4 or 8.
+        code_bits: bits of a code: 4, 5, 6 or 8.
         fixed_offset: the number that is subtracted from integer codes of a format without zeros, otherwise 0.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
@@ -31,13 +31,23 @@ class WeightFormat:
     formula: str
 
     @property
+    def high_bits(self) -> int:
+        """Returns the number of bits of a code that `b_high` has: 1 or 2 of codes of 5 or 6 bits, 0 of others."""
+        return self.code_bits % 4
+
+    @property
     def codes_per_word(self) -> int:
-        """Returns the number of codes of a packed word, which are consecutive k of one column: 8 or 4."""
-        return 32 // self.code_bits
+        """Returns the number of codes of a word of `b_packed`, which are consecutive k of one column: 8 or 4."""
+        return 32 // (self.code_bits - self.high_bits)
+
+    @property
+    def k_per_high_word(self) -> int:
+        """Returns the number of k of a word of `b_high`, 32 or 16; 8, the k of a block, for formats without it."""
+        return 32 // self.high_bits if self.high_bits else 8
 
     @property
     def largest_code(self) -> int:
-        """Returns the largest code: 15 or 255."""
+        """Returns the largest code, such as 15 of codes of 4 bits."""
         return (1 << self.code_bits) - 1
 
     @property
@@ -99,6 +109,10 @@ ALIASES: dict[str, str] = {
     "fp4": "float4_e2m1",
     "float4_e2m1f": "float4_e2m1",
     "nf4": "lut4",
+    "u5b16": "uint5b16",
+    "u5": "uint5",
+    "u6b32": "uint6b32",
+    "u6": "uint6",
     "u8b128": "uint8b128",
     "u8": "uint8",
     "float8_e4m3fn": "float8_e4m3",

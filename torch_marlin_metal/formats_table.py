@@ -14,5 +14,11 @@ ROWS: tuple[tuple[str, str, int, int, str, str, int, str], ...] = (
     ("uint8_bias", "integer", 8, 0, "floating", "bias", 0, "q * s + b"),
     ("float8_e4m3", "e4m3", 8, 0, "floating", "none", 0, "e4m3(q) * s"),
     ("mxfp8", "e4m3", 8, 0, "e8m0", "none", 32, "e4m3(q) * 2^(s - 127)"),
+    ("uint5b16", "integer", 5, 16, "floating", "none", 0, "(q - 16) * s"),
+    ("uint5", "integer", 5, 0, "floating", "zero_point", 0, "(q - z) * s"),
+    ("uint5_bias", "integer", 5, 0, "floating", "bias", 0, "q * s + b"),
+    ("uint6b32", "integer", 6, 32, "floating", "none", 0, "(q - 32) * s"),
+    ("uint6", "integer", 6, 0, "floating", "zero_point", 0, "(q - z) * s"),
+    ("uint6_bias", "integer", 6, 0, "floating", "bias", 0, "q * s + b"),
 )
 GROUP_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256)

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 # The named arguments of a packed weight.
-_NAMED = "weight_format group_size zeros super_scales super_zeros global_scale lut perm"
+_NAMED = "weight_format group_size zeros super_scales super_zeros global_scale lut perm b_high"
 #: The arguments of each public operator, by the operator's name.
 OPERATORS = {
     "add_rms_norm": "x residual weight eps weight_offset",

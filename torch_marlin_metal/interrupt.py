@@ -22,7 +22,7 @@ def is_command() -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # Ends the process at once. Some of torch's modules would catch an exception as a failed import of their own.
+    # Ends the process at once. Some of torch's modules would catch an exception as a failed import.
     os.write(2, b"interrupted\n")
     os._exit(EXIT_CODE)
 

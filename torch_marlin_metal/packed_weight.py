@@ -1,6 +1,6 @@
-"""`PackedWeight`: a weight of 4-bit or 8-bit codes in the operators' layout. Readers yield it, layers take it."""
+"""`PackedWeight`: a weight of codes of 4 to 8 bits in the operators' layout. Readers yield it, layers take it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_sizes, is_group_size, weight_format
-
-_gemm = torch.ops.torch_marlin_metal.gemm.default
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -22,9 +20,9 @@ E4M3_NAN = (0x7F, 0xFF)
 # The number of k that share a value of `super_scales` and `super_zeros`.
 SUPER_BLOCK = 256
 # The tensors by which the operators read a weight. A layer's buffers have the same names.
-WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm")
+WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm", "b_high")
 # The tensors of a weight and its bias whose last dimension is N; `global_scale` may also have one value.
-COLUMN_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "bias")
+COLUMN_TENSORS = ("b_packed", "b_high", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "bias")
 
 
 class PackedWeightError(ValueError):
@@ -37,20 +35,18 @@ class PackedWeightError(ValueError):
 
 @dataclass(repr=False)
 class PackedWeight:
-    """A weight of shape `[K, N]` with codes of 4 or 8 bits.
+    """A weight of shape `[K, N]` with codes of 4, 5, 6 or 8 bits.
 
     The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
-    has the tensors:
-
-        weight = PackedWeight(b_packed, scales, "uint4b8", group_size=128)
-        y = torch_marlin_metal.gemm(a, weight)  # a @ weight.dequantize()
+    has the tensors.
 
     The weights of E experts, for `moe_gemm`, are a `PackedWeight` whose tensors have a leading dimension E. All experts
     share `lut`.
 
     Attributes:
         b_packed: int32 `[K/8, N]` of 4-bit codes, `[K/4, N]` of 8-bit codes; contiguous. Word (r, n) holds consecutive
-            k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8.
+            k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8. Of codes of 5
+            and 6 bits it holds the lower four bits.
         scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3) and for mxfp4 and
             mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes.
         weight_format: a name of `formats.WEIGHT_FORMATS`. An alias of `formats.ALIASES`, such as "u4b8" or "fp8", is
@@ -64,9 +60,19 @@ class PackedWeight:
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
         lut: fp32 `[16]` for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
+        b_high: the upper bits of codes of 5 and 6 bits: int32 `[ceil(K/32), N]` or `[ceil(K/16), N]`, contiguous.
+            `repack.pack_planes` makes both tensors of codes.
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
         source: the name of the checkpoint format that the weight came from, for reports.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
+        >>> weight
+        PackedWeight(K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)
+        >>> made = tmm.PackedWeight(weight.b_packed, weight.scales, "uint4", 32, zeros=weight.zeros)
+        >>> torch.equal(made.dequantize(), weight.dequantize())
+        True
     """
 
     b_packed: Tensor
@@ -79,6 +85,7 @@ class PackedWeight:
     global_scale: Tensor | None = None
     lut: Tensor | None = None
     perm: Tensor | None = None
+    b_high: Tensor | None = None
     bias: Tensor | None = None
     name: str = ""
     source: str = ""
@@ -107,14 +114,18 @@ class PackedWeight:
         return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight `[K, N]` in the original order of k: computed in fp32, rounded once to `dtype`."""
-        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
-        return out
+        """Returns the weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
 
-    def __call__(self, a: Tensor) -> Tensor:
-        """Returns `a [..., K]` times this weight, plus the bias if there is one: `[..., N]` in a's dtype."""
-        tensors, named = operator_arguments(vars(self), self.weight_format, self.group_size, self.bias)
-        out: Tensor = _gemm(a, *tensors, **named)
+        The weight is computed in fp32 and rounded once. If several values of `perm` are the same index, the result has
+        one of their rows; which one is unspecified.
+
+        Args:
+            dtype: float16, bfloat16 or float32.
+
+        Raises:
+            ValueError: a tensor of the weight has the wrong dtype, shape or device.
+        """
+        out: Tensor = torch.ops.torch_marlin_metal.dequantize(**self.arguments(), dtype=dtype)
         return out
 
     def __repr__(self) -> str:
@@ -138,9 +149,9 @@ class PackedWeight:
         return replace(self, **moved)
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
-        """Returns a weight of some columns, in the given order, in contiguous tensors."""
+        """Returns a weight of some columns, in the given order, in contiguous copies."""
         cut: dict[str, Any] = {
-            name: tensor.detach()[..., which].contiguous()
+            name: _own(tensor.detach()[..., which])
             for name, tensor in self.tensors().items()
             if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
         }
@@ -178,6 +189,15 @@ class PackedWeight:
         K, N = self.K, self.N
         if K < 8 or K % 8 or N < 1:
             raise PackedWeightError("b_packed", f"expected K >= 8, a multiple of 8, and N >= 1, got K={K}, N={N}")
+        if not fmt.high_bits:
+            _require_absent("b_high", self.b_high, fmt.name)
+        elif self.b_high is None:
+            raise PackedWeightError("b_high", f"expected a tensor for {fmt.name}, got None")
+        else:
+            _require("b_high", self.b_high, (torch.int32,), (-(-K // fmt.k_per_high_word), N))
+            if not self.b_high.is_contiguous():
+                strides = list(self.b_high.stride())
+                raise PackedWeightError("b_high", f"expected a contiguous tensor, got one with strides {strides}")
         if not is_group_size(fmt, self.group_size, K):
             raise PackedWeightError("group_size", f"{expected_group_sizes(fmt, K)}, got {self.group_size!r}")
         grouped = (-(-K // self.group_size), N)
@@ -247,6 +267,44 @@ class PackedWeight:
         return self
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that keeps no larger one in memory."""
+    held = tensor.contiguous()
+    return held.clone() if held.nbytes < held.untyped_storage().nbytes() else held
+
+
+def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
+    """Returns whether two weights differ only in codes and scales, and in N."""
+    kinds = [
+        (weight.weight_format, weight.K, weight.group_size, {name: held.dtype for name, held in tensors.items()})
+        for weight in (one, other)
+        if (tensors := replace(weight, bias=None).tensors())
+    ]
+    tables = ((getattr(one, name), getattr(other, name)) for name in ("lut", "perm"))
+    return kinds[0] == kinds[1] and all(mine is None or torch.equal(mine, theirs) for mine, theirs in tables)
+
+
+def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Returns the weight whose columns are those of several weights, one after the other, without their biases.
+
+    Raises:
+        ValueError: the weights are of different kinds.
+    """
+    first = parts[0]
+    if other := next((part for part in parts if not same_kind(first, part)), None):
+        kinds = " and ".join(f"{part.source} {part!r}" for part in (first, other))
+        raise ValueError(f"expected weights of one kind, got {kinds}")
+    columns: dict[str, Any] = {"bias": None}
+    for name in COLUMN_TENSORS:
+        held = [getattr(part, name) for part in parts]
+        if name == "bias" or held[0] is None:
+            continue
+        if name == "global_scale":
+            held = [scale.expand(part.N) for scale, part in zip(held, parts, strict=True)]
+        columns[name] = torch.cat([tensor.detach() for tensor in held], dim=-1)
+    return replace(first, **columns)
+
+
 def operator_arguments(
     tensors: Mapping[str, Any], weight_format: str, group_size: int, bias: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
@@ -274,6 +332,8 @@ def operator_arguments(
         named["lut"] = tensors["lut"]
     if tensors["perm"] is not None:
         named["perm"] = tensors["perm"]
+    if tensors["b_high"] is not None:
+        named["b_high"] = tensors["b_high"]
     if bias is not None:
         named["bias"] = bias
     return (tensors["b_packed"], tensors["scales"]), named

@@ -62,6 +62,67 @@ def unpack_codes(b_packed: Tensor, code_bits: int = 4) -> Tensor:
     return unpack_nibbles(b_packed, SEQUENTIAL_ORDER).movedim(-1, 1).flatten(0, 1)
 
 
+def pack_planes(codes: Tensor, code_bits: int) -> tuple[Tensor, Tensor | None]:
+    """Packs codes of any width into the tensors of a `PackedWeight`.
+
+    Args:
+        codes: uint8 `[K, N]`, K a multiple of 8; each below 2^code_bits.
+        code_bits: bits of a code: 4, 5, 6 or 8.
+
+    Returns:
+        `b_packed`, as `pack_codes` returns it for codes of 4 or 8 bits. And `b_high`, None for these widths. Codes of 5
+        or 6 bits have their lower four bits in `b_packed` and the upper ones in `b_high`, int32 `[ceil(K/32), N]` or
+        `[ceil(K/16), N]`. The field of k is at bit `high_bit_places(code_bits)[k]` of its word, counted from the word's
+        first k. Fields of k beyond K are 0.
+
+    Raises:
+        ValueError: as `pack_codes`.
+    """
+    if code_bits in (4, 8):
+        return pack_codes(codes, code_bits), None
+    _check_codes("pack_planes", "codes", codes, packed_dim=0, largest=(1 << code_bits) - 1)
+    places = high_bit_places(code_bits)
+    K, N = codes.shape
+    count = -(-K // len(places))
+    b_high = torch.zeros(count, N, dtype=torch.int32, device=codes.device)
+    for k, place in enumerate(places):
+        upper = codes[k :: len(places)] >> 4
+        b_high[: len(upper)] |= upper.to(torch.int32) << place
+    return pack_codes(codes & 15), b_high
+
+
+def unpack_planes(b_packed: Tensor, b_high: Tensor | None, code_bits: int) -> Tensor:
+    """Unpacks the tensors of a `PackedWeight`: the inverse of `pack_planes`. Returns uint8 `[K, N]`.
+
+    Raises:
+        ValueError: a tensor is not int32 or not two-dimensional, or `b_high` does not fit.
+    """
+    if code_bits in (4, 8):
+        return unpack_codes(b_packed, code_bits)
+    codes = unpack_codes(b_packed)
+    places = high_bit_places(code_bits)
+    expected = [-(-len(codes) // len(places)), codes.shape[1]]
+    if b_high is None or list(b_high.shape) != expected:
+        got = None if b_high is None else list(b_high.shape)
+        raise ValueError(f"unpack_planes: b_high: expected shape {expected}, got {got}")
+    _check_words("unpack_planes", "b_high", b_high)
+    for k, place in enumerate(places):
+        rows = codes[k :: len(places)]
+        rows |= (((b_high[: len(rows)] >> place) & ((1 << code_bits - 4) - 1)) << 4).to(torch.uint8)
+    return codes
+
+
+def high_bit_places(code_bits: int) -> tuple[int, ...]:
+    """Returns where the field of each k begins in a word of `b_high` (`high_bit` in kernels/shared/types.h).
+
+    A field has `code_bits - 4` bits. Those of k and k + 4 of the same eight k lie 16 bits apart, so that kernels decode
+    both at once.
+    """
+    bits = code_bits - 4
+    blocks = (0, 8) if bits == 2 else (0, 2, 8, 10)
+    return tuple(block + 16 * half + j % 2 * 4 + j // 2 * bits for block in blocks for half in (0, 1) for j in range(4))
+
+
 def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None, code_bits: int = 4) -> Tensor:
     """Makes a GPTQ checkpoint's `qweight`: the inverse of `gptq_repack`.
 
@@ -164,6 +225,10 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
     Raises:
         ValueError: `g_idx` is not int32 or int64 or has the wrong rank, a group is out of range, or a group has the
             wrong size.
+
+    Examples:
+        >>> tmm.ops.gptq_perm(torch.tensor([0, 1, 0, 1]), group_size=2)
+        tensor([0, 2, 1, 3], dtype=torch.int32)
     """
     if g_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"gptq_perm: g_idx: expected int32 or int64, got {g_idx.dtype}")

@@ -8,29 +8,14 @@ command `torch-marlin-metal tune` does all of this.
 """
 
 from torch_marlin_metal.gpu.commits import commit_interval, set_commit_interval
-from torch_marlin_metal.gpu.tuning.chains import Chain, interleave
 from torch_marlin_metal.gpu.tuning.products import Product, products_of
-from torch_marlin_metal.gpu.tuning.table import (
-    Machine,
-    TunedRange,
-    TuningTable,
-    load,
-    save,
-    table_path,
-    use,
-    use_saved,
-)
-from torch_marlin_metal.gpu.tuning.tuner import ROWS, tune
+from torch_marlin_metal.gpu.tuning.table import TuningTable, load, save, table_path, use, use_saved
+from torch_marlin_metal.gpu.tuning.tuner import tune
 
 __all__ = [
-    "ROWS",
-    "Chain",
-    "Machine",
     "Product",
-    "TunedRange",
     "TuningTable",
     "commit_interval",
-    "interleave",
     "load",
     "products_of",
     "save",

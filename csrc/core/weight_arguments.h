@@ -28,7 +28,7 @@ namespace marlin {
 inline constexpr std::string_view kPositionalFields = "Tensor b_packed, Tensor scales";
 inline constexpr std::string_view kNamedFields =
     "str weight_format, int group_size, Tensor? zeros=None, Tensor? super_scales=None, "
-    "Tensor? super_zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None";
+    "Tensor? super_zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? b_high=None";
 
 // The tensors of a packed weight and how to read them, in the order of the schema.
 template <class Required, class Text, class Optional>
@@ -43,6 +43,7 @@ struct WeightFields {
   Optional global_scale;
   Optional lut;
   Optional perm;
+  Optional b_high;
 
   auto positional() const { return positional_of(*this); }
   auto positional() { return positional_of(*this); }
@@ -54,12 +55,14 @@ struct WeightFields {
 
   // Refers to this weight's fields.
   WeightFields<const Tensor&, std::string_view, const OptionalTensor&> arguments() const {
-    return {b_packed, scales, weight_format, group_size, zeros, super_scales, super_zeros, global_scale, lut, perm};
+    return {b_packed,    scales,       weight_format, group_size, zeros, super_scales,
+            super_zeros, global_scale, lut,           perm,       b_high};
   }
   // Holds this weight's tensors, so that they can be replaced by others or outlive the call.
   WeightFields<Tensor, std::string, OptionalTensor> own() const {
-    return {b_packed, scales, std::string(weight_format), group_size, zeros, super_scales, super_zeros, global_scale,
-            lut,      perm};
+    return {
+        b_packed, scales, std::string(weight_format), group_size, zeros, super_scales, super_zeros, global_scale, lut,
+        perm,     b_high};
   }
 
  private:
@@ -69,7 +72,8 @@ struct WeightFields {
   }
   template <class Self>
   static auto optionals_of(Self& self) {
-    return std::tie(self.zeros, self.super_scales, self.super_zeros, self.global_scale, self.lut, self.perm);
+    return std::tie(self.zeros, self.super_scales, self.super_zeros, self.global_scale, self.lut, self.perm,
+                    self.b_high);
   }
 };
 

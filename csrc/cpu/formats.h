@@ -64,12 +64,12 @@ constexpr float e8m0_to_float(uint8_t code) {
   const uint32_t finite = code == 0U ? 0x00400000U : uint32_t{code} << 23;
   return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
 }
-inline constexpr auto kE8M0Values = [] {
+consteval std::array<float, 256> e8m0_values() {
   std::array<float, 256> values{};
   for (size_t code = 0; code < values.size(); ++code)
     values[code] = e8m0_to_float(static_cast<uint8_t>(code));
   return values;
-}();
+}
 
 inline float load_element(const void* data, ElementType type, int64_t index) {
   switch (type) {
@@ -86,9 +86,10 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
   }
 }
 
-// How kernels decode codes, by kind and width: integers of 4 bits, E2M1, tables of 16 values, integers of 8 bits, E4M3.
-enum class Codes : int32_t { integer, e2m1, table, byte, e4m3 };
-inline constexpr int kCodesCount = 5;
+// How kernels decode codes, by kind and width: integers of 4 bits, E2M1, tables of 16 values, integers of 8 bits, E4M3,
+// integers of 5 or 6 bits in two planes.
+enum class Codes : int32_t { integer, e2m1, table, byte, e4m3, planes };
+inline constexpr int kCodesCount = 6;
 
 constexpr Codes codes_of(WeightFormat format) {
   switch (code_kind(format)) {
@@ -99,7 +100,7 @@ constexpr Codes codes_of(WeightFormat format) {
     case CodeKind::e4m3:
       return Codes::e4m3;
     default:
-      return code_bits(format) == 8 ? Codes::byte : Codes::integer;
+      return has_high_plane(format) ? Codes::planes : code_bits(format) == 8 ? Codes::byte : Codes::integer;
   }
 }
 constexpr bool is_byte_wide(Codes codes) {
@@ -110,7 +111,7 @@ constexpr int words_per_block(Codes codes) {
   return is_byte_wide(codes) ? 2 : 1;
 }
 
-// The value of each code, before scale and zero point: 16 values, or 256 for codes of 8 bits.
+// The value of each code, before scale and zero point: as many as the code's bits can tell apart.
 using CodeValues = std::array<float, 256>;
 
 template <WeightFormat format>
@@ -141,7 +142,7 @@ inline const float* code_values(WeightFormat format, const float* lut) {
 // finite or is close to overflow. Also returns 0 if the bf16 instructions, which flush subnormals, would lose bits of
 // a code (bf16_parts.h).
 inline int bf16_parts_of_codes(WeightFormat format, const float* lut) {
-  if (is_byte_wide(codes_of(format))) return 1;  // whole numbers of at most 8 bits, or E4M3
+  if (code_bits(format) != 4) return 1;  // whole numbers of at most 8 bits, or E4M3
   const float* values = code_values(format, lut);
   bool exact = true;
   uint32_t smallest = ~0U, largest = 0;  // compared as bits, so that NaN is the largest

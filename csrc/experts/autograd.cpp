@@ -26,7 +26,7 @@ OwnedWeight select_expert(const WeightArguments& stack, int64_t expert) {
   for (Tensor* tensor : {&weight.b_packed, &weight.scales})
     *tensor = tensor->select(0, expert);
   for (OptionalTensor* tensor : {&weight.zeros, &weight.super_scales, &weight.super_zeros, &weight.global_scale,
-                                 &weight.perm})  // all experts share lut
+                                 &weight.perm, &weight.b_high})  // all experts share lut
     if (*tensor) *tensor = (*tensor)->select(0, expert);
   return weight;
 }

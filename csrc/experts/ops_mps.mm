@@ -82,7 +82,7 @@ Tensor moe_gemm_mps(const Tensor& a, const WeightArguments& weight, const Tensor
 }
 
 // Multiplies as moe_gemm does, and applies a gated activation. The arguments must be those of a checked moe_gemm.
-// Returns [T, top_k, N / 2], or nothing if the activation needs a dispatch of its own.
+// Returns [T, top_k, N / 2], or nothing if the activation needs a separate dispatch.
 std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const WeightShape& shape,
                                      const Tensor& expert_ids, const OptionalTensor& bias, const MoeGate& gate) {
   if (expert_ids.numel() == 0) return std::nullopt;

@@ -35,20 +35,21 @@ struct Division {
 };
 
 // Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest part is
-// eight rows, or one group if the format fixes the group size. If even that is larger than `bytes`, all parts have the
-// smallest size.
+// eight rows, or those of a word of the second plane, or one group if the format fixes the group size. If even that is
+// larger than `bytes`, all parts have the smallest size.
 Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
   const int64_t fitting = bytes / row_bytes;
   if (fitting >= K) return {K, false};
-  const int64_t group = std::min(group_size, K);
+  const int64_t unit = k_per_high_word(high_bits(format));
+  const int64_t group = std::min(round_up(group_size, unit), K);
   if (fitting >= group || fixed_group_size(format) != 0) {
     const int64_t groups = group_count(K, group);
     const int64_t most = std::max<int64_t>(fitting / group, 1);
     return {ceil_divide(groups, ceil_divide(groups, most)) * group, false};
   }
-  const int64_t blocks = group / kBlockK;
-  const int64_t most = std::max<int64_t>(fitting / kBlockK, 1);
-  return {ceil_divide(blocks, ceil_divide(blocks, most)) * kBlockK, true};
+  const int64_t units = ceil_divide(group, unit);
+  const int64_t most = std::max<int64_t>(fitting / unit, 1);
+  return {ceil_divide(units, ceil_divide(units, most)) * unit, true};
 }
 
 // Returns scales or zeros of one level, fp32, of some groups of two levels.
@@ -65,6 +66,10 @@ Tensor dequantize_rows(const WeightArguments& weight, WeightFormat format, int64
   const int64_t groups = inside_group ? 1 : group_count(rows, weight.group_size);
   OwnedWeight part = weight.own();
   part.b_packed = weight.b_packed.narrow(0, first / per_word, rows / per_word);
+  if (weight.b_high) {
+    const int64_t per_high_word = k_per_high_word(high_bits(format));
+    part.b_high = weight.b_high->narrow(0, first / per_high_word, ceil_divide(rows, per_high_word));
+  }
   part.scales = weight.scales.narrow(0, first_group, groups);
   if (weight.zeros) part.zeros = weight.zeros->narrow(0, first_group, groups);
   // A part may begin inside a block of two levels.

@@ -75,7 +75,7 @@ uint32_t checked_size(const char* op, const char* name, int64_t size) {
 
 void encode(const CompiledPlan& compiled, Bindings bindings) {
   raise_gpu_failure();
-  // Workspaces need no cache of their own, because PyTorch's allocator reuses freed memory within microseconds. The
+  // Workspaces need no cache, because PyTorch's allocator reuses freed memory within microseconds. The
   // reuse is safe: later work is encoded on the same stream, so it runs after this plan. torch 2.14 and later have
   // several streams. The allocator of these versions gives freed memory to another stream only when no work in flight
   // uses it; build_support/pytorch_calls.py checks that.

@@ -57,7 +57,7 @@ struct KernelRegisters {
 #include "csrc/planner/decision_rows.h"
 
 // Returns the row for a kernel and a format with the fewest differences: another width counts more than other zeros or
-// scales. E4M3 codes have no rows of their own yet, and take those of integers.
+// scales. E4M3 codes have no rows yet, and take those of integers.
 template <typename Rows>
 constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmetic, WeightFormat format)
     -> decltype(rows.data()) {

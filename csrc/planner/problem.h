@@ -40,7 +40,7 @@ struct WeightProblem {
   bool has_perm = false;
   bool has_global_scale = false;
   bool global_scale_per_column = false;
-  bool vector_aligned = false;  // packed words, scales and zero points start aligned for loads of four elements
+  bool vector_aligned = false;  // the planes, scales and zero points start aligned for loads of four elements
 };
 
 inline uint32_t group_size(const WeightProblem& weight) {

@@ -35,6 +35,21 @@ void check_group_size(const char* op, WeightFormat format, int64_t group_size, c
   fail(op, "group_size", text(rule, " for ", name(format)), std::to_string(group_size));
 }
 
+void check_high_plane(const WeightChecker& check, WeightFormat format, const WeightArguments& weight,
+                      const c10::SymInt& K, const c10::SymInt& N) {
+  const uint32_t bits = high_bits(format);
+  if (bits == 0) {
+    if (weight.b_high) fail(check.op, "b_high", text("none for ", name(format)), describe(*weight.b_high));
+    return;
+  }
+  const std::string_view sizes = bits == 1 ? "K/32, N" : "K/16, N";
+  if (!weight.b_high) fail(check.op, "b_high", text("int32 ", check.dimensions(sizes), " for ", name(format)), "None");
+  const int64_t per_word = k_per_high_word(bits);
+  check.sized("b_high", *weight.b_high, weight.b_high->scalar_type() == at::kInt, "int32", sizes,
+              {(K + (per_word - 1)) / per_word, N});
+  check.contiguous("b_high", *weight.b_high);
+}
+
 constexpr std::string_view kScaleCodes = "uint8 or int8 codes";
 constexpr std::string_view kBiasCodes = "uint8 codes";
 
@@ -127,7 +142,7 @@ void check_global_scale_and_lut(const WeightChecker& check, WeightFormat format,
 WeightShape check_weight(const char* op, const WeightArguments& weight, bool stacked) {
   WeightChecker check{{op, weight.b_packed.device()}, stacked};
   const WeightFormat format = find_format(op, weight.weight_format);
-  check.words("b_packed", weight.b_packed, code_bits(format) == 4 ? "K/8, N" : "K/4, N");
+  check.words("b_packed", weight.b_packed, codes_per_word(format) == 8 ? "K/8, N" : "K/4, N");
   if (stacked) check.E = weight.b_packed.sym_size(0);
   const c10::SymInt K = weight.b_packed.sym_size(-2) * codes_per_word(format);
   const c10::SymInt N = weight.b_packed.sym_size(-1);
@@ -136,6 +151,7 @@ WeightShape check_weight(const char* op, const WeightArguments& weight, bool sta
     fail(op, "b_packed", "an even number of rows: K is a multiple of 8", describe(weight.b_packed));
   }
   if (check.E < 1) fail(op, "b_packed", "at least one expert", describe(weight.b_packed));
+  check_high_plane(check, format, weight, K, N);
   check_group_size(op, format, weight.group_size, K);
   const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
   check_super(check, format, weight, K, N);

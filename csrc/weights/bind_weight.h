@@ -7,7 +7,7 @@
 
 namespace marlin::mps {
 
-// Returns true if the tensor starts at a multiple of so many elements in its storage.
+// Returns true if the tensor's storage offset is a multiple of `elements`.
 bool is_aligned(const Tensor& tensor, int64_t elements);
 
 // Sets the bindings of a weight's tensors.

@@ -17,6 +17,7 @@ bool is_aligned(const Tensor& tensor, int64_t elements) {
 
 WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings) {
   bindings[kSlotPacked] = weight.b_packed;
+  bindings[kSlotHigh] = contiguous_or_undefined(weight.b_high);
   bindings[kSlotScales] = weight.scales.contiguous();
   bindings[kSlotZeros] = contiguous_or_undefined(weight.zeros);
   bindings[kSlotGlobalScale] = contiguous_or_undefined(weight.global_scale);
@@ -38,7 +39,7 @@ WeightProblem bind_weight(const char* op, const WeightArguments& weight, const W
           .has_global_scale = weight.global_scale.has_value(),
           .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > shape.E.expect_int(),
           .vector_aligned = aligned(kSlotPacked) && aligned(kSlotScales) && aligned(kSlotZeros) &&
-                            aligned(kSlotSuperScales) && aligned(kSlotSuperZeros)};
+                            aligned(kSlotSuperScales) && aligned(kSlotSuperZeros) && aligned(kSlotHigh)};
 }
 
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {

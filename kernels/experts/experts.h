@@ -25,6 +25,9 @@ MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expe
   const ulong groups = ceil_divide(params.product.K, params.product.group_size) * N;
   Product<T> moved = product;
   moved.weight.packed += expert * (params.product.K / codes_per_word(format) * N);
+  if (has_high_plane(format)) {
+    moved.weight.high += expert * (ceil_divide(params.product.K, k_per_high_word(high_bits(format))) * N);
+  }
   moved.weight.scales += expert * groups * (has_coded_scales(format) ? 1 : bytes_of(scales_type));
   if (zeros_role(format) != ZerosRole::none) {
     moved.weight.zeros += expert * groups * bytes_of(zeros_type);

@@ -63,7 +63,7 @@ static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<i
               "whole simdgroups");
 
 // Returns the largest number of blocks that `pairs` rows can need. Each expert may have one block that is not full. The
-// rows whose ids name no expert form blocks of their own, and one of these may not be full, too.
+// rows whose ids name no expert form their own blocks, and one of these may not be full, too.
 constexpr uint32_t moe_blocks(uint32_t pairs, uint32_t experts, uint32_t block_rows) {
   return ceil_divide(pairs, block_rows) + (pairs < experts + 1 ? pairs : experts + 1);
 }

@@ -23,7 +23,20 @@ MARLIN_INLINE Vec8<half> make_vec8(half2 pair0, half2 pair1, half2 pair2, half2 
 template <WeightFormat format>
 struct BlockWords {
   uint word[words_per_block(format)];
+  uint high;  // of the second plane, shifted so that the block's fields come first
 };
+
+// Extracts the bits of codes j and j + 4, whose lower four bits are in `word`. The codes begin at the lowest bit of
+// each half, or at bit 4 if j is odd and the lower bits `stay` in their place.
+template <uint bits>
+MARLIN_INLINE uint code_pair(uint word, uint high, uint j, bool stays) {
+  const uint low = (word >> (4 * (stays ? j - 1 : j))) & (stays ? 0x00F000F0u : 0x000F000Fu);
+  if (bits == 4) return low;
+  const uint field = high_field(bits - 4, j);
+  const uint place = stays ? 8 : 4;
+  const uint upper = high & (((1u << (bits - 4)) - 1) * 0x00010001u << field);
+  return low + (place >= field ? upper << (place - field) : upper >> (field - place));
+}
 
 // Returns which word of a block has pair j, and the k of the pair's first and second code.
 template <WeightFormat format>
@@ -80,7 +93,8 @@ struct DecodeOptions {
 };
 
 // Decodes codes at whatever scale is cheapest. pair() returns the codes of pair j as float2, from the word that has
-// this pair. The widening is free, because fp32 instructions read half operands.
+// this pair, and that of the second plane, if there is one. The widening is free, because fp32 instructions read half
+// operands.
 template <CodeKind kind, uint bits>
 struct FastCodes;
 template <WeightFormat format>
@@ -88,13 +102,12 @@ using FastCodesOf = FastCodes<code_kind(format), code_bits(format)>;
 
 // Decoding integers needs no shift and no conversion: a nibble q that is masked out of a word and read as a half is q *
 // 2^-24, or q * 2^-20 if it sits four bits higher. On a GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and
-// subtracted, which gives q or 16 q.
-template <>
-struct FastCodes<CodeKind::integer, 4> {
-  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
-    const bool stays = j % 2 == 1 && form.separate_odd;
-    const uint bits = (word >> (4 * (stays ? j - 1 : j))) & (stays ? 0x00F000F0u : 0x000F000Fu);
-    return float2(form.subnormal ? as_type<half2>(bits) : as_type<half2>(bits | 0x64006400u) - half2(1024.0h));
+// subtracted, which gives q or 16 q. Both ways hold for codes of up to six bits.
+template <uint bits>
+struct FastCodes<CodeKind::integer, bits> {
+  static MARLIN_INLINE float2 pair(uint word, uint high, uint j, const threadgroup float*, DecodeOptions form) {
+    const uint codes = code_pair<bits>(word, high, j, j % 2 == 1 && form.separate_odd);
+    return float2(form.subnormal ? as_type<half2>(codes) : as_type<half2>(codes | 0x64006400u) - half2(1024.0h));
   }
   static MARLIN_INLINE float even_unit(DecodeOptions form) { return form.subnormal ? 16777216.0f : 1.0f; }
   static MARLIN_INLINE float odd_unit(DecodeOptions form) {
@@ -104,7 +117,7 @@ struct FastCodes<CodeKind::integer, 4> {
 
 template <>
 struct FastCodes<CodeKind::e2m1, 4> {
-  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
+  static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {
     return float2(e2m1_scaled(word, j) * half2(form.subnormal ? 1.0h : half(kE2M1Unit)));
   }
   static MARLIN_INLINE float even_unit(DecodeOptions form) { return form.subnormal ? kE2M1Unit : 1.0f; }
@@ -113,7 +126,7 @@ struct FastCodes<CodeKind::e2m1, 4> {
 
 template <>
 struct FastCodes<CodeKind::table, 4> {
-  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float* table, DecodeOptions) {
+  static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float* table, DecodeOptions) {
     return float2(table[(word >> (4 * j)) & 15u], table[(word >> (4 * j + 16)) & 15u]);
   }
   static MARLIN_INLINE float even_unit(DecodeOptions) { return 1.0f; }
@@ -124,7 +137,7 @@ struct FastCodes<CodeKind::table, 4> {
 // they would be exponent and sign.
 template <>
 struct FastCodes<CodeKind::integer, 8> {
-  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
+  static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {
     const uint bits = (word >> (8 * (j % 2))) & 0x00FF00FFu;
     return float2(form.subnormal ? as_type<half2>(bits) : as_type<half2>(bits | 0x64006400u) - half2(1024.0h));
   }
@@ -134,7 +147,7 @@ struct FastCodes<CodeKind::integer, 8> {
 
 template <>
 struct FastCodes<CodeKind::e4m3, 8> {
-  static MARLIN_INLINE float2 pair(uint word, uint j, const threadgroup float*, DecodeOptions form) {
+  static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {
     return float2(e4m3_scaled(word, j % 2) * half2(form.subnormal ? 1.0h : half(kE4M3Unit)));
   }
   static MARLIN_INLINE float even_unit(DecodeOptions form) { return form.subnormal ? kE4M3Unit : 1.0f; }
@@ -170,14 +183,16 @@ MARLIN_INLINE Vec8<half> exact_codes(BlockWords<format> words, half zero) {
   if (code_bits(format) == 8) return join(exact_bytes(word, zero), exact_bytes(last, zero));
   // The ORed halves are 1024 + q and 1024 + 16 q = 16 (64 + q). The results are whole numbers below 2048, so half holds
   // them exactly.
-  const uint high = word >> 8;
   const half2 even_offset = half2(1024.0h + zero);
   const half2 odd_offset = half2(-64.0h - zero);
   const half2 sixteenth = half2(0.0625h);
-  return make_vec8(as_type<half2>((word & 0x000F000Fu) | 0x64006400u) - even_offset,
-                   fma(as_type<half2>((word & 0x00F000F0u) | 0x64006400u), sixteenth, odd_offset),
-                   as_type<half2>((high & 0x000F000Fu) | 0x64006400u) - even_offset,
-                   fma(as_type<half2>((high & 0x00F000F0u) | 0x64006400u), sixteenth, odd_offset));
+  half2 pairs[4];
+  MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+    const bool is_odd = j % 2 == 1;
+    const half2 code = as_type<half2>(code_pair<code_bits(format)>(word, words.high, j, is_odd) | 0x64006400u);
+    pairs[j] = is_odd ? fma(code, sixteenth, odd_offset) : code - even_offset;
+  }
+  return make_vec8(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // Decodes the bytes of a word of integers to (q - zero) * 2^-9.
@@ -190,7 +205,7 @@ MARLIN_INLINE half4 small_bytes(uint word, half zero) {
 }
 
 // Decodes a block of integers to (q - zero) * 2^-9, exactly. Needs subnormal_codes: a masked code, read as a half, is
-// q * 2^-24, or q * 2^-20 for odd nibbles. For a word of nibbles, this function takes 8 operations on pairs, and
+// q * 2^-24, or q * 2^-20 for odd codes. For a word of nibbles, this function takes 8 operations on pairs, and
 // exact_codes takes 12.
 template <WeightFormat format>
 MARLIN_INLINE Vec8<half> small_codes(BlockWords<format> words, half zero) {
@@ -198,13 +213,14 @@ MARLIN_INLINE Vec8<half> small_codes(BlockWords<format> words, half zero) {
   if (code_bits(format) == 8) {
     return join(small_bytes(word, zero), small_bytes(words.word[words_per_block(format) - 1], zero));
   }
-  const uint high = word >> 8;
   const half2 offset = half2(-zero * half(kSmallCode));
-  const half2 even = half2(32768.0h);
-  const half2 odd = half2(2048.0h);
-  return make_vec8(
-      fma(as_type<half2>(word & 0x000F000Fu), even, offset), fma(as_type<half2>(word & 0x00F000F0u), odd, offset),
-      fma(as_type<half2>(high & 0x000F000Fu), even, offset), fma(as_type<half2>(high & 0x00F000F0u), odd, offset));
+  half2 pairs[4];
+  MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
+    const bool is_odd = j % 2 == 1;
+    const half2 code = as_type<half2>(code_pair<code_bits(format)>(word, words.high, j, is_odd));
+    pairs[j] = fma(code, half2(is_odd ? 2048.0h : 32768.0h), offset);
+  }
+  return make_vec8(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 }  // namespace marlin

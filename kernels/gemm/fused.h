@@ -71,6 +71,8 @@ struct FusedAccumulators {
   uint word;                 // the lane's packed row, of the four that a load reads
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next words of four columns
+  const device uint* high;   // and those of the second plane
+  uint high_shift;           // where its fields of the lane's word begin
   uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
   // The lane's two rows of block i start at x_row + row_offset[i]. Without a permutation, the pointers are those of the
   // lane's first k in the next load, and with a permutation of k = 0. Rows says how many different pointers and offsets
@@ -143,6 +145,11 @@ struct FusedAccumulators {
       if (!ragged_k || k_word + i * kFusedByteWordK < k_end) packed[i] = load_columns(words, weight.N - n);
       words += ulong(weight.N) * kFusedWordRows;
     }
+    uint4 high_words = uint4(0);
+    if (has_high_plane(format)) {
+      if (!ragged_k || k_word < k_end) high_words = load_columns(high, weight.N - n) >> high_shift;
+      high += ulong(weight.N) * (kFusedLoadK / k_per_high_word(high_bits(format)));
+    }
     MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
       const bool has_word = !ragged_k || k_word + skipped_k(j) < k_end;
       const bool has_quad = !ragged_k || k_quad + skipped_k(j) < k_end;
@@ -158,7 +165,7 @@ struct FusedAccumulators {
         activations[i].thread_elements()[1] = float(x[i][1][j]);
       }
       MARLIN_UNROLL for (uint b = 0; b < kFusedColumnBlocks; ++b) {
-        const float2 codes = Codes::pair(packed[word_of_pair<format>(j)][b], j, table, Decode::form());
+        const float2 codes = Codes::pair(packed[word_of_pair<format>(j)][b], high_words[b], j, table, Decode::form());
         const float low = decode[b].weight(codes.x, j);
         const float high = decode[b].weight(codes.y, j);
         Matrix weights;
@@ -212,6 +219,11 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   sums.word = place.column / 2;
   sums.quad = place.row * (sums.is_wide() ? 2 : 4);
   sums.words = product.weight.packed + ulong(k_begin / codes_per_word(format) + sums.word) * N + sums.n;
+  if (has_high_plane(format)) {
+    const uint k_word = k_begin + sums.word * kBlockK;
+    sums.high = product.weight.high + product.weight.template high_index<format>(k_word) + sums.n;
+    sums.high_shift = high_shift_of<format>(k_word);
+  }
   sums.opaque_two = min(params.K, 2u);
   sums.table = shared;
   MARLIN_UNROLL for (uint e = 0; e < Rows::pointers(); ++e) {

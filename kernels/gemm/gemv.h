@@ -34,11 +34,11 @@ struct GemvAccumulators {
 
   static MARLIN_INLINE uint rows() { return min(uint(rows_per_threadgroup), most_rows); }
 
-  // Returns true if odd nibbles have accumulators of their own. These save shifts but double the number of
+  // Returns true if odd nibbles have their own accumulators. These save shifts but double the number of
   // accumulators. With many rows, they cost too many registers: at 8 rows on an M1, a thread would use 253
   // half-registers instead of 199.
   static MARLIN_INLINE bool separate_odd() {
-    return code_kind(format) == CodeKind::integer && code_bits(format) == 4 && rows() <= kGemvMaxSeparateOddRows;
+    return code_kind(format) == CodeKind::integer && words_per_block(format) == 1 && rows() <= kGemvMaxSeparateOddRows;
   }
   static MARLIN_INLINE DecodeOptions form(bool subnormal) { return {subnormal, separate_odd()}; }
   static MARLIN_INLINE bool has_row(uint r) { return r < rows(); }
@@ -82,6 +82,7 @@ struct GemvAccumulators {
   // The words of 8 k of the lane's four columns.
   struct ColumnWords {
     uint4 row[words_per_block(format)];
+    uint4 high;
   };
 
   // The activations of 8 k. Rows that the threadgroup does not have are undefined.
@@ -89,8 +90,16 @@ struct GemvAccumulators {
     Vec8<T> row[most_rows];
   };
 
-  MARLIN_INLINE ColumnWords next_words() thread {
+  // Returns the words of the second plane for a step's 16 k, which begin at k, shifted as those of the first eight k.
+  MARLIN_INLINE uint4 high_words(uint k) const thread {
+    if (!has_high_plane(format)) return uint4(0);
+    return load_columns(weight.high + weight.template high_index<format>(k) + n, weight.N - n) >>
+           high_shift_of<format>(k);
+  }
+
+  MARLIN_INLINE ColumnWords next_words(uint4 high) thread {
     ColumnWords packed;
+    packed.high = high;
     MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) {
       packed.row[i] = load_columns(words, weight.N - n);
       words += weight.N;
@@ -117,7 +126,7 @@ struct GemvAccumulators {
   // loop then waits for memory once a step instead of twice, and more rows do not mean more waits for activations. Two
   // cases return false. With many rows, the activations would take too many registers: at 8 rows on an M1, a thread
   // would use 231 half-registers instead of 199. With a table, the lookups wait between the products anyway.
-  static MARLIN_INLINE bool loads_first() { return gemv_loads_first(code_kind(format), rows()); }
+  static MARLIN_INLINE bool loads_first() { return gemv_loads_first(format, rows()); }
   // Returns true if the activations are loaded between the step's two loads of words. Otherwise both loads of words
   // come first. The wait for the second load is short in either order. With four rows on an M1, activations in between
   // take 2 % fewer instructions; with one or three rows, both loads of words first take fewer.
@@ -130,7 +139,8 @@ struct GemvAccumulators {
     Vec8<float> codes[kGemvColumnsPerLane];
     MARLIN_UNROLL for (uint c = 0; c < kGemvColumnsPerLane; ++c) {
       MARLIN_UNROLL for (uint j = 0; j < 4; ++j) {
-        const float2 pair = Codes::pair(packed.row[word_of_pair<format>(j)][c], j, table, form(subnormal));
+        const float2 pair =
+            Codes::pair(packed.row[word_of_pair<format>(j)][c], packed.high[c], j, table, form(subnormal));
         codes[c].k[first_of_pair<format>(j)] = pair.x;
         codes[c].k[second_of_pair<format>(j)] = pair.y;
       }
@@ -164,18 +174,20 @@ struct GemvAccumulators {
     }
     for (uint i = k; i < k + length; i += kGemvK) {
       const bool is_whole = !ragged_k || i + kBlockK < k + length;
-      const ColumnWords first = next_words();
+      const uint4 high = high_words(i);
+      const uint4 second_high = high >> high_shift_of<format>(kBlockK);
+      const ColumnWords first = next_words(high);
       ColumnWords second = ColumnWords{};
       ActivationRows rows;
-      if (loads_first() && !rows_between_words() && is_whole) second = next_words();
+      if (loads_first() && !rows_between_words() && is_whole) second = next_words(second_high);
       if (loads_first()) rows = next_rows(i);
-      if (loads_first() && rows_between_words() && is_whole) second = next_words();
+      if (loads_first() && rows_between_words() && is_whole) second = next_words(second_high);
       multiply<subnormal>(first, i, rows);
       if (!is_whole) continue;
       if (loads_first()) {
         rows = next_rows(i + kBlockK);
       } else {
-        second = next_words();
+        second = next_words(second_high);
       }
       multiply<subnormal>(second, i + kBlockK, rows);
     }

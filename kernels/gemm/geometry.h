@@ -82,9 +82,10 @@ enum {
   kGemvMaxSimdgroups = 16,
 };
 
-// Returns true if a step loads all that it multiplies before the first product.
-constexpr bool gemv_loads_first(CodeKind kind, uint32_t rows) {
-  return kind != CodeKind::table && rows <= kGemvMaxLoadsFirstRows;
+// Returns true if a step loads all that it multiplies before the first product. The second plane takes registers: with
+// four rows and biases or scales of two levels, a thread would use 215 half-registers, and an M1 would spill.
+constexpr bool gemv_loads_first(WeightFormat format, uint32_t rows) {
+  return code_kind(format) != CodeKind::table && rows <= kGemvMaxLoadsFirstRows - (has_high_plane(format) ? 1U : 0U);
 }
 
 constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, uint32_t simdgroups) {
@@ -185,7 +186,7 @@ enum {
 };
 
 // Returns true if gemm_tensor multiplies codes by their scales before the product. An E2M1 code and an E4M3 scale have
-// so few significant bits that half and bfloat hold their product exactly. Their groups then need no sums of their own.
+// so few significant bits that half and bfloat hold their product exactly. Their groups then need no separate sums.
 constexpr bool tensor_scales_codes(WeightFormat format) {
   return code_kind(format) == CodeKind::e2m1 && scale_coding(format) == ScaleCoding::e4m3;
 }

@@ -1,4 +1,4 @@
-// Tests a property of the GPU that Metal's feature tables do not list. The kernel has a file of its own, so that it
+// Tests a property of the GPU that Metal's feature tables do not list. The kernel has its own file, so that it
 // compiles fast: the first product of a process waits for the answer.
 #include "kernels/shared/slots.h"
 

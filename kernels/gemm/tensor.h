@@ -70,7 +70,7 @@ struct TensorAccumulators {
   static MARLIN_INLINE bool needs_x_sum() {
     return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
-  // With groups of 16, each product of 16 k has a scale of its own, and a lane decodes only half of a block: half of a
+  // With groups of 16, each product of 16 k has its own scale, and a lane decodes only half of a block: half of a
   // word of 4-bit codes, or the one word of 8-bit codes that it loads.
   static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
   static MARLIN_INLINE uint step() { return takes_half_words() ? kTensorK / 2 : kTensorK; }
@@ -112,6 +112,11 @@ struct TensorAccumulators {
       if (!has_k || (takes_half_words() && i == 1)) continue;
       packed[i] = load_columns(weight.packed + ulong(k_lane / codes_per_word(format) + i) * weight.N + n, weight.N - n);
     }
+    uint4 high = uint4(0);
+    if (has_high_plane(format) && has_k) {
+      high = load_columns(weight.high + weight.template high_index<format>(k_lane) + n, weight.N - n) >>
+             high_shift_of<format>(k_lane);
+    }
     if (has_k) {
       if (has_scaled_codes()) code_scales = scales_in_codes(k_lane);
     }
@@ -119,6 +124,7 @@ struct TensorAccumulators {
     MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {
       BlockWords<format> words;
       MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) words.word[i] = packed[i][c];
+      words.high = high[c];
       codes[c] = decoded(words, half(zeros[c]), half(code_scales[c]));
     }
     MARLIN_UNROLL for (uint j = 0; j < 2; ++j) {
@@ -167,6 +173,12 @@ struct TensorAccumulators {
       // exact_codes() decodes nibbles i and i + 4 together, so two of the four are moved to the upper half.
       const uint own = quad % 2 == 0 ? words.word[0] : words.word[0] >> 16;
       words.word[0] = (own & 0xFFu) | (own & 0xFF00u) << 8;
+      if (has_high_plane(format)) {
+        const uint bits = high_bits(format);
+        const uint fields = ((1u << bits) - 1) * ((1u << high_field(bits, 0)) | (1u << high_field(bits, 1)));
+        const uint own_high = quad % 2 == 0 ? words.high : words.high >> 16;
+        words.high = (own_high & fields) | ((own_high >> high_field(bits, 2)) & fields) << 16;
+      }
     }
     const half zero_in_code = zero_is_in_code<format>() ? zero : 0.0h;
     const Vec8<half> codes =

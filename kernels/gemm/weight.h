@@ -86,8 +86,15 @@ MARLIN_INLINE float4 load_columns_of(int type, const device uchar* data, ulong i
   return load_columns_as_float<uchar>(data, index, owned);
 }
 
+// Returns where the fields of the block at k begin in a word of the second plane.
+template <WeightFormat format>
+MARLIN_INLINE uint high_shift_of(uint k) {
+  return high_shift(high_bits(format), k / kBlockK);
+}
+
 struct Weight {
   const device uint* packed;
+  const device uint* high;
   const device uchar* scales;
   const device uchar* zeros;
   const device float* global_scale;
@@ -103,7 +110,14 @@ struct Weight {
     MARLIN_UNROLL for (uint i = 0; i < words_per_block(format); ++i) {
       words.word[i] = packed[ulong(k / codes_per_word(format) + i) * N + n];
     }
+    words.high = has_high_plane(format) ? high[high_index<format>(k) + n] >> high_shift_of<format>(k) : 0;
     return words;
+  }
+
+  // Returns the index of the words of the second plane that have k, for column 0.
+  template <WeightFormat format>
+  MARLIN_INLINE ulong high_index(uint k) const thread {
+    return ulong(k / k_per_high_word(high_bits(format))) * N;
   }
 
   // Returns the index of what multiplies the codes of two levels at k.

@@ -20,7 +20,7 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // With fewer than 32 rows, odd codes have a scale of their own, which takes one more register per column. With 32
+  // With fewer than 32 rows, odd codes have a separate scale, which takes one more register per column. With 32
   // rows, a thread would then need 227 half-registers instead of 207 (M1).
   static MARLIN_INLINE DecodeOptions form() {
     return {subnormal_codes, fewer_rows || rows_per_threadgroup < kFusedMaxRows};

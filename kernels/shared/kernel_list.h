@@ -27,10 +27,10 @@
 // The kernels with a naming tensor_... need tensor units.
 // slots are the BufferSlots that the kernel declares.
 //
-// The functions that plan a kernel say how it is launched: csrc/planner/variants/ has a file for each way to compute a
-// product, csrc/planner/experts.cpp plans the products with experts, csrc/planner/plan.cpp the kernels with one thread
-// per element, csrc/decoder/gpu_plan.cpp and csrc/mlstm/gpu_plan.cpp those of their folders. All divide K in this way:
-// a split is the part of K that the threadgroups at one position along grid z sum. A slice is a part of k_per_slice,
+// The functions that plan a kernel say how it is launched: csrc/planner/variants.cpp for the products with one weight,
+// and the gpu_plan.cpp of csrc/weights, csrc/experts, csrc/decoder and csrc/mlstm for the kernels of their folders.
+// All divide K in this way:
+// threadgroups with the same grid z form a split; together they sum one part of K. A slice is a part of k_per_slice,
 // whose products are summed in one place. In gemv and gemm_fused, a simdgroup sums a slice, and a split has several. In
 // the staged kernels and gemm_tensor, a threadgroup sums a slice, so slice and split are the same. None may be empty.
 #define MARLIN_KERNELS_REPACK(X)                                                \
@@ -238,11 +238,12 @@ constexpr bool names_format(KernelNaming naming) {
 inline constexpr uint32_t kMaskRepack = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskWeight = MARLIN_SLOT(kSlotPacked) | MARLIN_SLOT(kSlotScales) | MARLIN_SLOT(kSlotZeros) |
                                         MARLIN_SLOT(kSlotGlobalScale) | MARLIN_SLOT(kSlotLut) | MARLIN_SLOT(kSlotPerm) |
-                                        MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros);
+                                        MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros) |
+                                        MARLIN_SLOT(kSlotHigh);
 inline constexpr uint32_t kMaskReduce =
     MARLIN_SLOT(kSlotBias) | MARLIN_SLOT(kSlotOut) | MARLIN_SLOT(kSlotPartials) | MARLIN_SLOT(kSlotParams);
 inline constexpr uint32_t kMaskProduct =
-    ((2U << kSlotParams) - 1) | MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros);
+    ((2U << kSlotParams) - 1) | MARLIN_SLOT(kSlotSuperScales) | MARLIN_SLOT(kSlotSuperZeros) | MARLIN_SLOT(kSlotHigh);
 inline constexpr uint32_t kMaskGates = MARLIN_SLOT(kSlotGates) | MARLIN_SLOT(kSlotChunks);
 
 struct KernelInfo {

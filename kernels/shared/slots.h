@@ -6,7 +6,7 @@
 namespace marlin {
 
 // All GEMM kernels use the same slot for the same buffer; kernel_list.h says which slots each kernel declares. The host
-// binds every declared slot. If an optional tensor is absent, the host binds a buffer of its own (encoder.mm), which
+// binds every declared slot. If an optional tensor is absent, the host binds its own buffer (encoder.mm), which
 // the kernel does not read.
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k; in embedding, the ids
@@ -25,13 +25,14 @@ enum BufferSlot {
   kSlotRowWeights = 13,   // [T, top_k]
   kSlotSuperScales = 14,  // [ceil(K / kSuperBlock), N]
   kSlotSuperZeros = 15,   // [ceil(K / kSuperBlock), N]
+  kSlotHigh = 16,         // int32 [ceil(K / k_per_high_word), N]
   // The mLSTM kernels have their own numbering below the same count, in kernels/mlstm/params.h.
   kSlotCount = 20,
 };
 
 // Function constants: X(index, Metal type, name in shaders, name on the host). The host sets all of them for every
 // pipeline; a kernel ignores those that it does not read. *_type is an ElementType.
-//   vector_columns          N is a multiple of 4; packed words, scales and zero points start aligned to 4 elements
+//   vector_columns          N is a multiple of 4; the planes, scales and zero points start aligned to 4 elements
 //   vector_activations      there is no perm; activations start aligned to 4 elements; their row stride is a multiple
 //                           of 4
 //   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, in fused a multiple of 8 up to

@@ -13,7 +13,10 @@ namespace marlin {
 
 // A packed word holds the codes of consecutive k of one column, with the lowest k in the lowest bits: eight codes of
 // 4 bits, or four of 8 bits. Kernels decode blocks of eight consecutive k of a column, and K is a multiple of eight. A
-// block is one word of 4-bit codes; of 8-bit codes it is two words, in two rows.
+// block is one word of 4-bit codes; of 8-bit codes it is two words, in two rows. Codes of 5 or 6 bits have their lower
+// four bits in such words, and their upper bits in words of a second plane: a word has the bits of 32 or 16 consecutive
+// k. The order of its fields lets a mask and a shift by at most four bits add the upper bits of two codes, k and k + 4
+// of a block, to the lower ones: see high_shift and high_field. kMaxWordsPerBlock counts the words of both planes.
 enum { kBlockK = 8, kLutSize = 16, kMaxWordsPerBlock = 2 };
 // The 4-bit codes of a word.
 enum { kNibbles = 8 };
@@ -64,7 +67,13 @@ enum class ZerosRole : int32_t {
   X(uint8,       integer, 8,   0,     floating, zero_point, 0,    "(q - z) * s",                        __VA_ARGS__) \
   X(uint8_bias,  integer, 8,   0,     floating, bias,       0,    "q * s + b",                          __VA_ARGS__) \
   X(float8_e4m3, e4m3,    8,   0,     floating, none,       0,    "e4m3(q) * s",                        __VA_ARGS__) \
-  X(mxfp8,       e4m3,    8,   0,     e8m0,     none,       32,   "e4m3(q) * 2^(s - 127)",              __VA_ARGS__)
+  X(mxfp8,       e4m3,    8,   0,     e8m0,     none,       32,   "e4m3(q) * 2^(s - 127)",              __VA_ARGS__) \
+  X(uint5b16,    integer, 5,   16,    floating, none,       0,    "(q - 16) * s",                       __VA_ARGS__) \
+  X(uint5,       integer, 5,   0,     floating, zero_point, 0,    "(q - z) * s",                        __VA_ARGS__) \
+  X(uint5_bias,  integer, 5,   0,     floating, bias,       0,    "q * s + b",                          __VA_ARGS__) \
+  X(uint6b32,    integer, 6,   32,    floating, none,       0,    "(q - 32) * s",                       __VA_ARGS__) \
+  X(uint6,       integer, 6,   0,     floating, zero_point, 0,    "(q - z) * s",                        __VA_ARGS__) \
+  X(uint6_bias,  integer, 6,   0,     floating, bias,       0,    "q * s + b",                          __VA_ARGS__)
 // clang-format on
 #define MARLIN_GROUP_SIZES 16, 32, 64, 128, 256
 
@@ -96,8 +105,33 @@ constexpr CodeKind code_kind(WeightFormat format) {
 constexpr uint32_t code_bits(WeightFormat format) {
   return traits(format).code_bits;
 }
+// Returns the number of bits of a code that the second plane has: 0 for formats of one plane.
+constexpr uint32_t high_bits(WeightFormat format) {
+  return code_bits(format) % 4;
+}
+constexpr bool has_high_plane(WeightFormat format) {
+  return high_bits(format) != 0;
+}
+// Returns the number of codes in a word of the first plane.
 constexpr uint32_t codes_per_word(WeightFormat format) {
-  return 32 / code_bits(format);
+  return 32 / (code_bits(format) - high_bits(format));
+}
+// Returns the number of k of a word of the second plane, which has `bits` bits of a code. If there is no such plane,
+// returns the number of k of a block, so that parts of a weight may begin at every multiple of this.
+constexpr uint32_t k_per_high_word(uint32_t bits) {
+  return bits == 0 ? uint32_t{kBlockK} : 32 / bits;
+}
+// Returns where the fields of a block begin in either half of a word of the second plane. `block` is k / 8.
+constexpr uint32_t high_shift(uint32_t bits, uint32_t block) {
+  return bits == 2 ? block % 2 * 8 : block % 2 * 2 + block / 2 % 2 * 8;
+}
+// Returns where the field of the block's code j (0 to 3) begins after high_shift; that of code j + 4 is 16 bits higher.
+constexpr uint32_t high_field(uint32_t bits, uint32_t j) {
+  return j % 2 * 4 + j / 2 * bits;
+}
+// Returns where the field of a code begins in its word of the second plane.
+constexpr uint32_t high_bit(uint32_t bits, uint32_t k) {
+  return high_shift(bits, k / kBlockK) + k % kBlockK / 4 * 16 + high_field(bits, k % 4);
 }
 // Returns the number of rows of words that hold eight consecutive k.
 constexpr uint32_t words_per_block(WeightFormat format) {
@@ -132,11 +166,11 @@ constexpr bool subtracts_zero(WeightFormat format) {
 
 // Returns true if the kernels can compute a format with these traits.
 constexpr bool has_kernels(WeightFormat format) {
-  const uint32_t other_width = code_kind(format) == CodeKind::integer || code_kind(format) == CodeKind::e4m3 ? 8 : 4;
-  const uint32_t width = code_kind(format) == CodeKind::e4m3 ? 8 : 4;
-  return (code_bits(format) == width || code_bits(format) == other_width) &&
-         (fixed_offset(format) == 0 ||
-          (code_kind(format) == CodeKind::integer && zeros_role(format) == ZerosRole::none));
+  const uint32_t bits = code_bits(format);
+  const bool integer = code_kind(format) == CodeKind::integer;
+  const bool known =
+      integer ? (bits >= 4 && bits <= 6) || bits == 8 : bits == (code_kind(format) == CodeKind::e4m3 ? 8 : 4);
+  return known && (fixed_offset(format) == 0 || (integer && zeros_role(format) == ZerosRole::none));
 }
 #define MARLIN_CHECK_FORMAT(name, ...) \
   static_assert(has_kernels(WeightFormat::name), #name " has traits without kernels");

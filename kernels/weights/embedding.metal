@@ -9,6 +9,7 @@ using namespace marlin;
 
 template <WeightFormat format, typename T>
 [[kernel]] void embedding(const device uchar* ids [[buffer(kSlotA)]], const device uint* packed [[buffer(kSlotPacked)]],
+                          const device uint* high [[buffer(kSlotHigh)]],
                           const device uchar* scales [[buffer(kSlotScales)]],
                           const device uchar* zeros [[buffer(kSlotZeros)]],
                           const device float* global_scale [[buffer(kSlotGlobalScale)]],
@@ -24,7 +25,8 @@ template <WeightFormat format, typename T>
                                        : long(reinterpret_cast<const device int*>(ids)[row]);
   // The host cannot check the values of ids. A wrong id gives a row of NaN, so that the mistake is visible.
   const bool known = id >= 0 && id < long(params.N);
-  const Weight weight{packed, scales, zeros, global_scale, super_scales, super_zeros, params.N, params.group_size};
+  const Weight weight{packed,      high,     scales,           zeros, global_scale, super_scales,
+                      super_zeros, params.N, params.group_size};
   const Vec8<float> values = weight.decoded<format>(lut, k, known ? uint(id) : 0);
   device T* const values_of_row = out + ulong(row) * params.K;
   for (uint i = 0; i < kBlockK; ++i) {

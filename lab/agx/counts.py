@@ -181,7 +181,6 @@ def loops_of(instructions):
 
 
 def report(statistics, binary, instructions, preamble):
-    """Returns all counts of a kernel."""
     result = {
         "half_registers": statistics["regs"],
         "largest_threadgroup": statistics["threads"],

@@ -190,7 +190,6 @@ def model_rows() -> list[KernelCounts]:
 
 
 def mlx(folder: Path, header: str, entry: str) -> Counts:
-    """Counts a kernel of MLX."""
     base = "mlx/backend/metal/kernels"
     headers = ("utils.h", "steel/gemm/gemm_nax.h", "quantized_utils.h", header)
     source = "mlx.metal"

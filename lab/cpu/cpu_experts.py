@@ -7,7 +7,7 @@ rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, a loop of `torc
 `--ggml`, ggml. The two rivals from PyTorch use the unquantized weights in the activations' dtype. ggml multiplies the
 same packed weights by `mul_mat_id`, in each of its layouts that has this product. It takes fp32 activations and rounds
 them to 8 bits. Its shared libraries come from an installed `llama-cpp-python` or from the folder that the option names.
-Before it is timed, every rival must agree with `moe_gemm`. The memory of a rival is measured in a process of its own,
+Before it is timed, every rival must agree with `moe_gemm`. The memory of a rival is measured in its own process,
 which holds only this rival's weights.
 
     python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]] [--json FILE]
@@ -130,7 +130,7 @@ def gated(both: Tensor) -> Tensor:
 
 def fused(gate_up: Projection, down: Projection, x: Tensor, routing: Routing) -> Tensor:
     """Computes the block with two calls of `moe_gemm` and one of `gated_activation`, as `MarlinExperts` does."""
-    inner = tmm.gated_activation(*gate_up.grouped(x, routing.ids).chunk(2, -1))
+    inner = tmm.ops.gated_activation(*gate_up.grouped(x, routing.ids).chunk(2, -1))
     return down.grouped(inner, routing.ids, row_weights=routing.weights, reduce=True)
 
 

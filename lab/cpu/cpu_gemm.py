@@ -52,7 +52,7 @@ def seconds(call: Call, index: int) -> float:
 def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
     """Returns the seconds of each call in each round, for as many rounds as the budget in seconds allows.
 
-    Use this function only for calls that are finished when they return; `tuning.interleave` times asynchronous calls.
+    Use this function only for calls that are finished when they return; `interleave` times asynchronous calls.
     Every call gets a new number, so that consecutive calls read different weights. A call affects the caches for the
     next one, so the order within a round is random: no call always follows the same other call.
     """
@@ -79,7 +79,7 @@ def ratio(times: Times, rival: str, ours: str) -> float:
 
 
 class Layer:
-    """Copies of one layer's weight in a format of this package, so many that each is out of the caches when used."""
+    """Clones of one layer's weight in a format of this package, enough to miss the caches."""
 
     def __init__(
         self, K: int, N: int, weight_format: str = "uint4b8", group_size: int = GROUP_SIZE, perm: bool = False
@@ -108,7 +108,7 @@ class Layer:
 
 
 class Peers:
-    """Copies of one layer's weight in every rival's own format, so many that each is out of the caches when used."""
+    """Clones of one layer's weight in every rival's format, enough to miss the caches."""
 
     def __init__(self, K: int, N: int) -> None:
         copies = max(2, cold_bytes() // (K * N // 2))

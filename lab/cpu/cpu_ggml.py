@@ -105,7 +105,6 @@ class Ggml:
         return getattr(self, name)(*arguments)
 
     def device(self) -> int:
-        """Returns the CPU as ggml's device."""
         return int(self.call("backend_reg_dev_get", self.call("backend_cpu_reg"), 0))
 
     def buffer_types(self) -> dict[str, int]:

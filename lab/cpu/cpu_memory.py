@@ -65,7 +65,7 @@ class Copies:
 
 
 def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object]]:
-    """Returns copies of a weight in one format: so many that a copy is in no cache when it is used again."""
+    """Clones a weight in one format, often enough to miss the caches."""
     info = tmm.WEIGHT_FORMATS[weight_format]
     groups = K // group_size
     copies = COLD_BYTES // (K * N // 2)

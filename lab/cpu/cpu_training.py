@@ -43,11 +43,9 @@ class Packed(Layer):
     """Copies of one packed weight and its products."""
 
     def forward(self, x: Tensor, index: int) -> Tensor:
-        """Returns `x @ w`."""
         return tmm.gemm(x, self.weights[index % len(self.weights)])
 
     def transposed(self, gradient: Tensor, index: int) -> Tensor:
-        """Returns `gradient @ w.T`."""
         return tmm.gemm_transposed(gradient, self.weights[index % len(self.weights)])
 
 
@@ -59,11 +57,9 @@ class Dense:
         self.weights = [weight.clone() for _ in range(max(2, cold_bytes() // weight.nbytes))]
 
     def forward(self, x: Tensor, index: int) -> Tensor:
-        """Returns `x @ w`."""
         return linear(x, self.weights[index % len(self.weights)])
 
     def transposed(self, gradient: Tensor, index: int) -> Tensor:
-        """Returns `gradient @ w.T`."""
         return gradient @ self.weights[index % len(self.weights)]
 
 

@@ -66,7 +66,6 @@ class KernelCounts:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """Returns the tile."""
         return self.M, self.N, self.K
 
     @property

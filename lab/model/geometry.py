@@ -63,7 +63,6 @@ def staged_bytes(tile: tuple[int, int, int], activation_bytes: int, stages: int)
 
 
 def tensor_threads(tile: tuple[int, int, int]) -> int:
-    """Returns the threads of a threadgroup of gemm_tensor."""
     return tile[0] // TENSOR_ROWS * (tile[1] // TENSOR_COLUMNS) * SIMD_WIDTH
 
 

@@ -48,7 +48,6 @@ class Problem:
 
     @cached_property
     def traits(self) -> WeightFormat:
-        """Returns the format's row."""
         return WEIGHT_FORMATS[self.weight_format]
 
     @property
@@ -58,7 +57,6 @@ class Problem:
 
     @property
     def scales_type(self) -> str:
-        """Returns the dtype of the scales."""
         return "uint8" if self.traits.has_coded_scales else self.scales or self.activations
 
     @property
@@ -68,7 +66,6 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of an activation."""
         return ELEMENT_BYTES[self.activations]
 
     @cached_property
@@ -95,7 +92,7 @@ class ExpertsProblem:
         product: the product with one expert's weight; its M is the number of pairs.
         experts: number of experts.
         top_k: experts of each token.
-        rows_by_slot: whether the slots of a token have rows of their own, as the second product of a layer has.
+        rows_by_slot: whether the slots of a token have their own rows, as the second product of a layer has.
         reduce: whether the products of a token are added up.
         has_row_weights: whether each product is multiplied by a weight of its row.
         has_bias: whether a bias is added.
@@ -125,7 +122,7 @@ class ExpertsProblem:
             N: columns of an expert's weight.
             K: rows of an expert's weight.
             reduce: whether the products of a token are added up.
-            rows_by_slot: whether the slots of a token have rows of their own.
+            rows_by_slot: whether the slots of a token have their own rows.
             weight: further arguments of `Problem`; zero points have the dtype of the activations if none is given.
         """
         fields = {"zeros": weight.get("activations", "float16"), **weight}
@@ -134,7 +131,6 @@ class ExpertsProblem:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens."""
         return self.product.M // self.top_k
 
     @property
@@ -195,7 +191,6 @@ class Tiling:
         return [(0, rows, M // rows), (M - M % rows, self.rest_rows, 1)]
 
     def __len__(self) -> int:
-        """Returns the number of tilings."""
         return 1 if np.ndim(self.splits) == 0 else len(self.splits)  # type: ignore[arg-type]
 
     def at(self, index: int) -> Tiling:

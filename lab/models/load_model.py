@@ -2,7 +2,7 @@
 
     python -m lab.models.load_model
 
-Each load runs in a process of its own, after the imports, and takes turns with `cp` of the same directory to the same
+Each load runs in its own process, after the imports, and takes turns with `cp` of the same directory to the same
 disk. The files are in the page cache. Peak memory is the largest growth of the process during the load, from VmHWM of
 Linux, which also counts mapped pages of files. Figures are medians.
 """

@@ -32,7 +32,7 @@ LENGTH = 256
 
 
 def untied(model: nn.Module) -> nn.Module:
-    """Returns a copy whose output layer has a weight of its own."""
+    """Returns a copy whose output layer has its own weight."""
     other = copy.deepcopy(model)
     other.lm_head.weight = nn.Parameter(other.lm_head.weight.detach().clone())
     return other

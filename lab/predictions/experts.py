@@ -85,7 +85,6 @@ class Prediction:
 
 
 def weight_bytes(mixture: Mixture, N: int, K: int) -> float:
-    """Returns the bytes of one expert's weight."""
     scale_bytes = 1 if WEIGHT_FORMATS[mixture.weight_format].scale_coding != "floating" else 2
     return N * K * (0.5 + scale_bytes / mixture.group_size)
 

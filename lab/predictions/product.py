@@ -37,7 +37,6 @@ def candidates(problem: model.Problem, gpu: AppleSiliconGPU) -> list[Candidate]:
 
 
 def table(problem: model.Problem, gpu: AppleSiliconGPU) -> Table:
-    """Returns the candidates as a table."""
     title = f"{problem.activations} [{problem.M}, {problem.K}] x {problem.weight_format} g{problem.group} on {gpu.name}"
     times = ("us", "launch us", "DRAM us", "L2 us", "compute us", "issue us", "complex us", "matrix us")
     shown = Table(title=title, title_justify="left")

@@ -69,7 +69,6 @@ class Product:
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of the weight."""
         return self.N * self.K * WEIGHT_BYTES[self.weight_format]
 
     def weight_traffic(self, gpu: AppleSiliconGPU, times: int = 1) -> float:

@@ -82,7 +82,7 @@ def stepper() -> ctypes.CDLL:
 
 
 def layer_call_of(operator: str) -> Callable[[], object]:
-    """Returns a call of one of LAYER_OPERATORS with the tensors of one token."""
+    """Returns a closure that runs one of LAYER_OPERATORS on one token's tensors."""
     import torch
 
     ops = torch.ops.torch_marlin_metal

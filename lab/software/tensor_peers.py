@@ -56,7 +56,6 @@ class Step:
 
     @property
     def total(self) -> float:
-        """All bytes."""
         return self.device + self.threadgroup_written + self.threadgroup_read
 
 

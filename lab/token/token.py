@@ -42,7 +42,6 @@ class TokenOperations:
 
     @property
     def total(self) -> int:
-        """Returns the number of operations."""
         return self.work.operations
 
 

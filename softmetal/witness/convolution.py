@@ -169,10 +169,7 @@ def _general_launches(name: str, conv: Convolution, tile: tuple[int, ...]) -> Ca
 
 
 def _bases(conv: Convolution, dimension: int, weight_jump: int, out_jump: int) -> Array:
-    """Returns where the sums of a transposed convolution start, for each residue of the output's position.
-
-    Each entry has the first weight that is multiplied with an input element, and the number of such weights.
-    """
+    """For each output position modulo the stride: the first weight tap that hits an input, and the number of taps."""
     stride, dilation, width = conv.stride[dimension], conv.dilation[dimension], conv.window[dimension]
     spread, step = conv.spread[dimension], -dilation if conv.flip else dilation
     found = []

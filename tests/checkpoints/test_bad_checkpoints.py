@@ -12,6 +12,7 @@ from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_damage import GPTQ, change, configure, fails
 from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
+from torch_marlin_metal.packed_weight import PackedWeight
 
 K, N = 64, 16
 
@@ -248,7 +249,7 @@ def test_fp8_layers_beside_4_bit_ones_are_packed(tmp_path, scale) -> None:
     weights = {weight.name: weight for weight in convert.read_layers(tmp_path)}
     assert torch.equal(weights["head"].dequantize().t(), codes.float() * scale.to(torch.bfloat16).float())
     assert torch.equal(weights["head"].bias, torch.ones(4))
-    assert isinstance(weights[LAYER], convert.PackedWeight)
+    assert isinstance(weights[LAYER], PackedWeight)
 
 
 @pytest.mark.parametrize(

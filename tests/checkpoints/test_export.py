@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert, quantize_weight
+from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.checkpoints.files import shard_writer
+from torch_marlin_metal.packed_weight import PackedWeight
 
 K, N = 256, 24
 DATA = Path(__file__).parents[1] / "data/layers"
@@ -136,18 +138,18 @@ def test_act_order_of_8_bit_comes_back(tmp_path) -> None:
         assert torch.equal(after.dequantize(), weight.dequantize())
 
 
-def named(name: str, weight_format: str = "uint4b8", group_size: int = 32, N: int = N) -> convert.PackedWeight:
+def named(name: str, weight_format: str = "uint4b8", group_size: int = 32, N: int = N) -> PackedWeight:
     weight = quantize_weight(torch.randn(N, K, generator=torch.Generator().manual_seed(1)), weight_format, group_size)
     weight.name = name
     return weight
 
 
-def read(folder: str) -> list[convert.PackedWeight]:
+def read(folder: str) -> list[PackedWeight]:
     file = DATA / folder / "model.gguf"
     return list(convert.read_layers(file if file.exists() else DATA / folder))
 
 
-def eight(name: str, folder: str) -> convert.PackedWeight:
+def eight(name: str, folder: str) -> PackedWeight:
     """Returns a weight of 8 bits that a fixture holds, as wide as those of `named`."""
     (weight,) = read(folder)
     weight.name = name
@@ -265,7 +267,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
 def test_the_layer_keeps_its_bias_and_name(tmp_path, rng) -> None:
     weight = named(LAYER)
     weight.bias = torch.linspace(-1, 1, N, dtype=torch.float16)
-    for target in convert.EXPORTERS:
+    for target in EXPORTERS:
         path = convert.export_checkpoint([weight], tmp_path / target, target)
         (after,) = convert.read_layers(path)
         assert after.name == LAYER

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support import checkpoint_writers as writers
 from torch_marlin_metal import convert
+from torch_marlin_metal.packed_weight import PackedWeight
 
 LAYER, K, N = writers.LAYER, 128, 32
 
@@ -61,7 +62,7 @@ def write_gptq(
 
 def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options) -> None:
     (weight,) = convert.read_layers(path, **options)
-    assert isinstance(weight, convert.PackedWeight)
+    assert isinstance(weight, PackedWeight)
     assert weight.weight_format == weight_format
     np.testing.assert_array_equal(weight.dequantize().t().numpy(), expected)
 

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from torch_marlin_metal import WEIGHT_FORMATS, convert
+from torch_marlin_metal.checkpoints.known_formats import FORMATS
+from torch_marlin_metal.packed_weight import PackedWeight
 
 DATA = Path(__file__).parents[1] / "data/layers"
 FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
@@ -115,7 +117,7 @@ def test_every_folder_has_an_expectation() -> None:
 def test_layer_equals_the_producers_own_weight(folder: Path) -> None:
     gguf = folder / "model.gguf"
     (weight,) = convert.read_layers(gguf if gguf.exists() else folder)
-    assert isinstance(weight, convert.PackedWeight)
+    assert isinstance(weight, PackedWeight)
     (name, reference), *rest = load_file(folder / "reference.safetensors").items()
     assert not rest
     assert weight.name == "blk.0.attn_k" if gguf.exists() else f"{weight.name}.weight" == name
@@ -136,7 +138,7 @@ def test_a_layout_that_depends_on_the_processor_is_refused_by_name() -> None:
 
 def test_act_order_is_undone() -> None:
     (weight,) = convert.read_layers(DATA / "gptq/gptqmodel-sym-g32-actorder-v1")
-    assert isinstance(weight, convert.PackedWeight)
+    assert isinstance(weight, PackedWeight)
     assert weight.perm is not None
     assert not torch.equal(weight.perm, torch.arange(weight.K, dtype=torch.int32))
 
@@ -162,7 +164,7 @@ def test_the_documentation_lists_the_known_formats() -> None:
 
 
 def test_every_read_format_names_known_weight_formats() -> None:
-    for fmt in convert.FORMATS:
+    for fmt in FORMATS:
         if fmt.name == "native":
             continue  # it holds all of them
         words = " ".join(formats for _, formats in fmt.variants)

@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 from torch_marlin_metal import convert
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.formats.gguf_orders import row_order
+from torch_marlin_metal.packed_weight import PackedWeight
 
 # The bytes of a block at which fp16 numbers start. Random bytes are not used there, because they could be infinite.
 FP16_AT = {
@@ -116,7 +117,7 @@ def test_type(tmp_path, type_name, rows) -> None:
     bias = np.linspace(-1, 1, rows, dtype=np.float32)
     writer = Writer(tmp_path / "m.gguf").add("blk.0.ffn_up.weight", data, type_name).add("blk.0.ffn_up.bias", bias)
     (weight,) = convert.read_layers(writer.add("output_norm.weight", bias).write())
-    assert isinstance(weight, convert.PackedWeight)
+    assert isinstance(weight, PackedWeight)
     assert (weight.name, weight.weight_format, weight.K) == ("blk.0.ffn_up", FORMATS[type_name], 512)
     np.testing.assert_array_equal(weight.dequantize().t().numpy(), dequantize(data, GGMLQuantizationType[type_name]))
     np.testing.assert_array_equal(weight.bias.numpy(), bias)
@@ -152,7 +153,7 @@ def test_types_with_blocks_of_256_are_equal_bit_for_bit(tmp_path, type_name) -> 
 
 
 def test_the_page_says_the_sizes_of_types() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "formats" / "gguf.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "formats" / "checkpoints.md").read_text()
     for name, (weight_format, group_size, bits) in (SUPER | WIDE).items():
         count, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         assert f"| {name} | {8 * size / count:g} | {weight_format} | {group_size} | {bits:g} |\n" in page
@@ -205,8 +206,8 @@ def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, seco
         expected.append(values)
     layers = convert.read_layers(writer.write(), gguf_names="hf", on_unsupported="dequantize")
     for expert, layer in enumerate(layers):
-        assert isinstance(layer, convert.PackedWeight) == (first == second == "Q4_K")
-        got = layer.dequantize().t() if isinstance(layer, convert.PackedWeight) else layer.dequantize()
+        assert isinstance(layer, PackedWeight) == (first == second == "Q4_K")
+        got = layer.dequantize().t() if isinstance(layer, PackedWeight) else layer.dequantize()
         got = got if got.shape == (16, 512) else got.t()
         both = np.stack([values[expert] for values in expected], axis=1).reshape(16, 512)
         np.testing.assert_array_equal(got.numpy(), both)

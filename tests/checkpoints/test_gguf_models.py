@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, 
 
 from tests.support.gguf_models import FAMILIES, IDS, model_of, outputs, write
 from tests.support.llama import MODELS, write_gguf
-from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, convert, load_quantized
+from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.take_over import logger as door_logger
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 ROOT = Path(__file__).parents[2]
@@ -265,7 +266,7 @@ def test_the_table_of_names_is_that_of_gguf_and_transformers() -> None:
 
 
 def test_the_page_lists_the_architectures() -> None:
-    page = (ROOT / "docs" / "formats" / "gguf.md").read_text()
+    page = (ROOT / "docs" / "formats" / "checkpoints.md").read_text()
     assert "".join(f"| {name} | {known.model_type} |\n" for name, known in ARCHITECTURES.items()) in page
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_writers import LAYER
 from torch_marlin_metal import convert
+from torch_marlin_metal.packed_weight import PackedWeight
 
 EXAMPLES = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
@@ -22,14 +23,14 @@ GROUPS = st.sampled_from([-1, 16, 32, 64, 96, 128, 256, 512])
 DTYPES = st.sampled_from(["fp16", "bf16", "fp32"])
 
 
-def read_one(path: Path, **options) -> convert.PackedWeight:
+def read_one(path: Path, **options) -> PackedWeight:
     (weight,) = convert.read_layers(path, **options)
-    assert isinstance(weight, convert.PackedWeight)
+    assert isinstance(weight, PackedWeight)
     assert weight.name == LAYER
     return weight
 
 
-def assert_equal(weight: convert.PackedWeight, expected: np.ndarray) -> None:
+def assert_equal(weight: PackedWeight, expected: np.ndarray) -> None:
     """Compares fp32 bits, except for the sign of zeros."""
     decoded = weight.dequantize().t().numpy()
     assert decoded.shape == expected.shape

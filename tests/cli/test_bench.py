@@ -55,7 +55,7 @@ def test_bench_of_all_variants_shows_the_roof():
     done = CliRunner().invoke(app, ["bench", *options.split(), "--json"])
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)["results"]
-    plan = tmm.plan(2, 64, 128, group_size=32, tuned=False)
+    plan = tmm.profiling.plan(2, 64, 128, group_size=32, tuned=False)
     assert {name.split(":")[0] for name in row["variants"]} == {candidate.variant for candidate in plan.candidates}
     assert row["chosen"] == plan.chosen.name == next(iter(row["variants"]))
     for found in row["variants"].values():

@@ -65,7 +65,9 @@ def test_the_table_and_a_wrong_use(folder):
 def test_the_prediction_is_the_planners_for_every_packed_product(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MarlinConfig("uint4", 32))
     N_K = [(128, 128), (64, 128), (64, 128), (128, 128), (256, 128), (256, 128), (128, 256)]
-    plans = [tmm.plan(6, *sizes, weight_format="uint4", group_size=32, dtype=torch.float32) for sizes in 2 * N_K]
+    plans = [
+        tmm.profiling.plan(6, *sizes, weight_format="uint4", group_size=32, dtype=torch.float32) for sizes in 2 * N_K
+    ]
     expected = sum(found.chosen.seconds for found in plans)
     assert timing._predicted(Opened(folder, model, "mps", 0.0), 6) == pytest.approx(expected)
     assert timing._predicted(Opened(folder, model, "cpu", 0.0), 6) is None

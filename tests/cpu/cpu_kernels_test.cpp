@@ -234,7 +234,7 @@ void test_outliers(const Machine& machine) {
 // The fp32 number 2 - 2^-23 rounds up, which gives the largest high byte, 64.
 void test_largest_bytes(const Machine& machine) {
   for (const Activations& activations : kActivations) {
-    for (const WeightFormat format : {WeightFormat::uint4, WeightFormat::float4_e2m1}) {
+    for (const WeightFormat format : {WeightFormat::uint4, WeightFormat::uint6, WeightFormat::float4_e2m1}) {
       for (const int64_t M : {1, 2, 5}) {
         Case c;
         c.format = format;
@@ -244,8 +244,9 @@ void test_largest_bytes(const Machine& machine) {
         c.group_size = 128;
         c.a_type = activations.type;
         Tensors t = make(c);
-        std::memset(t.words.data(), format == WeightFormat::uint4 ? 0xFF : 0x77,
+        std::memset(t.words.data(), format == WeightFormat::float4_e2m1 ? 0x77 : 0xFF,
                     static_cast<size_t>(c.K / 8 * c.N * 4));
+        if (t.high.count() != 0) std::memset(t.high.data(), 0xFF, static_cast<size_t>(t.high.count() * 4));
         for (const double value : {1 + 0x1p-6, 2 - 0x1p-23}) {
           for (int64_t i = 0; i < t.a.count(); ++i)
             t.a.set(i, value);

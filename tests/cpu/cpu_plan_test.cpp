@@ -101,12 +101,14 @@ void test_choices() {
       {kXeon, coded(16, WeightFormat::mxfp4, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(17, WeightFormat::mxfp4, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(4, WeightFormat::uint8b128, 128), "byte_split parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(5, WeightFormat::uint6b32, 128), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::uint8b128, 128), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(4, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x16x1"},
       {kXeon, coded(16, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(17, WeightFormat::mxfp8, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kZen4, coded(1, WeightFormat::uint8b128, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
-      {{Isa::avx512, false, 2, true}, coded(1, WeightFormat::uint8b128, 32),
+      {{Isa::avx512, false, 2, true},
+       coded(1, WeightFormat::uint8b128, 32),
        "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kXeon, problem(64, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, problem(64, 4096, 4096, float32), "amx parts=3 strip=32 tasks=1x16x1"},
@@ -145,8 +147,8 @@ void test_choices() {
   }
 }
 
-// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, for one row
-// and codes of 8 bits, except in byte_split with many threads, and in no other case.
+// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, for one
+// row and codes of 8 bits, except in byte_split with many threads, and in no other case.
 void test_chunks() {
   using enum ElementType;
   const auto check = [](const Machine& machine, const CpuProblem& problem, int64_t expected) {
@@ -241,13 +243,16 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
 
 void test_shapes() {
   static constexpr std::initializer_list<Codes> kSplit = {Codes::integer, Codes::e2m1};
-  static constexpr std::initializer_list<Codes> kEvery = {Codes::integer, Codes::e2m1, Codes::table, Codes::byte, Codes::e4m3};
+  static constexpr std::initializer_list<Codes> kEvery = {Codes::integer, Codes::e2m1, Codes::table,
+                                                          Codes::byte,    Codes::e4m3, Codes::planes};
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
     const KernelSet* kernels = kernels_of(isa);
     if (kernels == nullptr) continue;
     std::printf("%s: shapes\n", isa_name(isa));
-    check_kernel(kernels->small_m, kernel_shape(isa, CpuKernel::small_m), std::string(isa_name(isa)) + " small_m", kEvery);
-    check_kernel(kernels->large_m, kernel_shape(isa, CpuKernel::large_m), std::string(isa_name(isa)) + " large_m", kEvery);
+    check_kernel(kernels->small_m, kernel_shape(isa, CpuKernel::small_m), std::string(isa_name(isa)) + " small_m",
+                 kEvery);
+    check_kernel(kernels->large_m, kernel_shape(isa, CpuKernel::large_m), std::string(isa_name(isa)) + " large_m",
+                 kEvery);
     expect(kernels->large_m.min_rows <= kernels->small_m.max_rows + 1,
            std::string(isa_name(isa)) + ": no kernel for the rows between small_m and large_m");
   }

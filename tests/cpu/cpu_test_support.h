@@ -174,20 +174,35 @@ inline int64_t bits_of_code(WeightFormat format) {
   const bool four = format == WeightFormat::uint4b8 || format == WeightFormat::uint4 ||
                     format == WeightFormat::uint4_bias || format == WeightFormat::float4_e2m1 ||
                     format == WeightFormat::nvfp4 || format == WeightFormat::mxfp4 || format == WeightFormat::lut4;
-  return four ? 4 : 8;
+  return four ? 4 : format == WeightFormat::uint5b16 ? 5 : format == WeightFormat::uint6 ? 6 : 8;
+}
+
+// The number of k of a word of the second plane, or 0 without it.
+inline int64_t high_word_k(WeightFormat format) {
+  return bits_of_code(format) == 5 ? 32 : bits_of_code(format) == 6 ? 16 : 0;
 }
 
 struct Tensors {
   Case c;
-  Array a, words, scales, zeros, global_scale, lut, bias;
+  Array a, words, high, scales, zeros, global_scale, lut, bias;
   std::vector<int32_t> perm;
   int64_t row_stride = 0;
 
   int code(int64_t k, int64_t n) const {
-    const int64_t bits = bits_of_code(c.format), codes = 32 / bits;
+    const int64_t bits = bits_of_code(c.format) == 8 ? 8 : 4, codes = 32 / bits;
     uint32_t word;
     std::memcpy(&word, words.data() + (k / codes * c.N + n) * 4, 4);
-    return static_cast<int>((word >> (bits * (k % codes))) & ((1U << bits) - 1));
+    return static_cast<int>((word >> (bits * (k % codes))) & ((1U << bits) - 1)) + 16 * upper(k, n);
+  }
+  // Returns the code's bits of the second plane (docs/formats/formats.md).
+  int upper(int64_t k, int64_t n) const {
+    if (high_word_k(c.format) == 0) return 0;
+    static constexpr int kFive[] = {0, 4, 1, 5, 16, 20, 17, 21}, kFiveBlocks[] = {0, 2, 8, 10};
+    static constexpr int kSix[] = {0, 4, 2, 6, 16, 20, 18, 22}, kSixBlocks[] = {0, 8};
+    uint32_t word;
+    std::memcpy(&word, high.data() + (k / high_word_k(c.format) * c.N + n) * 4, 4);
+    return bits_of_code(c.format) == 5 ? static_cast<int>(word >> (kFiveBlocks[k / 8 % 4] + kFive[k % 8]) & 1U)
+                                       : static_cast<int>(word >> (kSixBlocks[k / 8 % 2] + kSix[k % 8]) & 3U);
   }
   double activation(int64_t m, int64_t k) const {
     return a.get(m * row_stride + (perm.empty() ? k : perm[static_cast<size_t>(k)]));
@@ -208,10 +223,13 @@ struct Tensors {
         w = (q - 8) * scales.get(at);
         break;
       case WeightFormat::uint8b128:
-        w = (q - 128) * scales.get(at);
+      case WeightFormat::uint5b16: {
+        const int offset = c.format == WeightFormat::uint5b16 ? 16 : 128;
+        w = (q - offset) * scales.get(at);
         // Kernels with byte dot products sum raw codes.
-        size = std::fabs(scales.get(at)) * (q + 128);
+        size = std::fabs(scales.get(at)) * (q + offset);
         break;
+      }
       case WeightFormat::float8_e4m3:
         w = e4m3(q) * scales.get(at);
         break;
@@ -219,6 +237,7 @@ struct Tensors {
         w = e4m3(q) * e8m0(static_cast<int>(scales.get(at)));
         break;
       case WeightFormat::uint4:
+      case WeightFormat::uint6:
       case WeightFormat::uint8:
         w = (q - zeros.get(at)) * scales.get(at);
         size = std::fabs(scales.get(at)) * (q + std::fabs(zeros.get(at)));
@@ -243,6 +262,8 @@ struct Tensors {
       case WeightFormat::lut4:
         w = lut.get(q) * scales.get(at);
         break;
+      default:  // is not in kReferenceFormats
+        w = std::nan("");
     }
     if (magnitude != nullptr) *magnitude = size < 0 ? std::fabs(w) : size;
     return w;
@@ -254,6 +275,7 @@ struct Tensors {
             c.N,
             c.group_size,
             reinterpret_cast<const uint32_t*>(words.data()),
+            reinterpret_cast<const uint32_t*>(high.data()),
             scales.data(),
             scales.type(),
             zeros.data(),
@@ -282,7 +304,14 @@ inline Tensors make(const Case& c) {
   t.a = Array(c.a_type, (c.M - 1) * t.row_stride + c.K);
   for (int64_t i = 0; i < t.a.count(); ++i)
     t.a.set(i, c.positive ? std::fabs(normal(random)) : normal(random));
-  t.words = Array(ElementType::float32, c.K * bits_of_code(c.format) / 32 * c.N);
+  t.words = Array(ElementType::float32, c.K / (bits_of_code(c.format) == 8 ? 4 : 8) * c.N);
+  if (const int64_t rows = high_word_k(c.format); rows != 0) {
+    t.high = Array(ElementType::float32, (c.K + rows - 1) / rows * c.N);
+    for (int64_t i = 0; i < t.high.count(); ++i) {
+      const auto word = static_cast<uint32_t>(random());
+      std::memcpy(t.high.data() + 4 * i, &word, 4);
+    }
+  }
   const bool has_nan_codes = c.format == WeightFormat::float8_e4m3 || c.format == WeightFormat::mxfp8;
   for (int64_t i = 0; i < t.words.count(); ++i) {
     uint32_t word = static_cast<uint32_t>(random());
@@ -304,7 +333,9 @@ inline Tensors make(const Case& c) {
     }
   }
   const bool has_bias = c.format == WeightFormat::uint4_bias || c.format == WeightFormat::uint8_bias;
-  if (has_bias || c.format == WeightFormat::uint4 || c.format == WeightFormat::uint8) {
+  const bool has_zeros =
+      c.format == WeightFormat::uint4 || c.format == WeightFormat::uint6 || c.format == WeightFormat::uint8;
+  if (has_bias || has_zeros) {
     t.zeros = Array(has_bias && c.zeros_type == ElementType::uint8 ? ElementType::float16 : c.zeros_type, groups * c.N);
     for (int64_t i = 0; i < t.zeros.count(); ++i) {
       t.zeros.set(i, t.zeros.type() == ElementType::uint8 ? below(17) : 8 + 4 * normal(random));
@@ -370,7 +401,7 @@ inline std::string describe(const Case& c) {
 inline constexpr WeightFormat kReferenceFormats[] = {
     WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::float4_e2m1,
     WeightFormat::nvfp4,   WeightFormat::mxfp4, WeightFormat::lut4,       WeightFormat::uint8b128,
-    WeightFormat::uint8,   WeightFormat::mxfp8};
+    WeightFormat::uint8,   WeightFormat::mxfp8, WeightFormat::uint5b16,   WeightFormat::uint6};
 
 inline constexpr ElementType kFloats[] = {ElementType::float16, ElementType::bfloat16, ElementType::float32};
 

@@ -23,7 +23,7 @@ void check_dequantize(Isa isa, const Tensors& t) {
     for (int64_t n = 0; n < c.N; ++n) {
       const int64_t at = k / c.group_size * c.N + n;
       float w;
-      if (c.format == WeightFormat::uint4 || c.format == WeightFormat::uint8) {
+      if (c.format == WeightFormat::uint4 || c.format == WeightFormat::uint6 || c.format == WeightFormat::uint8) {
         w = as_float32(t.code(k, n) - t.zeros.get(at));
         w = as_float32(static_cast<double>(w) * t.scales.get(at));
       } else if (c.format == WeightFormat::uint4_bias) {

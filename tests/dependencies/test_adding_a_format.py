@@ -66,7 +66,7 @@ def test_the_map_names_the_files_of_a_format() -> None:
 def test_traits_without_kernels_do_not_compile(copy: Path) -> None:
     add_format(copy)
     header = (copy / HEADER).read_text()
-    for row in ("integer, 6, 5, floating, none", "e4m3, 4, 0, floating, none", "e2m1, 4, 5, floating, none",
+    for row in ("integer, 7, 5, floating, none", "e4m3, 4, 0, floating, none", "e2m1, 4, 5, floating, none",
                 "e2m1, 8, 0, floating, none",
                 "table, 8, 0, floating, none"):  # fmt: skip
         (copy / HEADER).write_text(header.replace("integer, 4, 5, floating, none", row))

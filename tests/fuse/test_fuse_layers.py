@@ -307,10 +307,10 @@ def test_dropout_without_a_module_of_its_own_is_not_lost(model, monkeypatch):
 
 def test_a_rotation_of_another_kind_is_refused():
     def scaled(q, k, cos, sin):
-        q, k = tmm.rotary(q, k, cos, sin)
+        q, k = tmm.ops.rotary(q, k, cos, sin)
         return q, 1.01 * k
 
-    assert rotary.variant_of(tmm.rotary) == (False, False, False)
+    assert rotary.variant_of(tmm.ops.rotary) == (False, False, False)
     assert rotary.variant_of(scaled) is None
 
 

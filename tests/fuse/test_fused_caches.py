@@ -152,4 +152,4 @@ def test_the_norm_of_heads_keeps_their_order():
     heads = torch.randn(2, 3, 4, 8).transpose(1, 2)
     got = forward(module, heads)
     assert got.transpose(1, 2).is_contiguous()
-    assert torch.equal(got, tmm.rms_norm(heads.contiguous(), module.weight, eps=1e-5))
+    assert torch.equal(got, tmm.ops.rms_norm(heads.contiguous(), module.weight, eps=1e-5))

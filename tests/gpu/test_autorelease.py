@@ -41,7 +41,7 @@ import torch_marlin_metal as tmm
 
 weight = tmm.quantize_weight(torch.randn(32, 64), "uint4b8", group_size=32).to("mps")
 a = torch.randn(1, 64, dtype=torch.float16, device="mps")
-expected = weight(a).cpu()
+expected = tmm.gemm(a, weight).cpu()
 source = "kernel void f(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i + 1000] = 1; }"
 shader = torch.mps.compile_shader(source)
 y = torch.zeros(4, device="mps")
@@ -50,11 +50,11 @@ torch.mps.profiler.start("interval", True)
 with softmetal.checked():
     shader.f(y)
     try:
-        weight(a)
+        tmm.gemm(a, weight)
     except RuntimeError as error:
         print("out-of-bounds" in str(error), softmetal.autorelease_pools())
 torch.mps.profiler.stop()
-print(torch.equal(weight(a).cpu(), expected))
+print(torch.equal(tmm.gemm(a, weight).cpu(), expected))
 """
 
 

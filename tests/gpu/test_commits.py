@@ -40,7 +40,7 @@ def product(mps):
     tuning.set_commit_interval(1e-9)
     run()  # commits the work that earlier tests left
     torch.mps.synchronize()
-    chip = tmm.plan(2, 64, 512, group_size=64, gpu="M1").chosen
+    chip = tmm.profiling.plan(2, 64, 512, group_size=64, gpu="M1").chosen
     return run, chip.seconds
 
 

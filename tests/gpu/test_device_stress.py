@@ -47,13 +47,13 @@ def product(variant: str, M: int, K: int = 512, contiguous: bool = False, **opti
 def mlstm() -> Callable[[], torch.Tensor]:
     q, k, v = (activations(1, 2, 64, 32).to("mps") for _ in range(3))
     i, f = (activations(1, 2, 64).to("mps") for _ in range(2))
-    return lambda: tmm.mlstm(q, k, v, i, f, chunk_size=32)[0]
+    return lambda: tmm.xlstm.mlstm(q, k, v, i, f, chunk_size=32)[0]
 
 
 def repack() -> Callable[[], torch.Tensor]:
     words = torch.arange(8 * 24, dtype=torch.int32).reshape(8, 24).to("mps")
     perm = torch.from_numpy(np.random.default_rng(0).permutation(64).astype(np.int32)).to("mps")
-    return lambda: tmm.gptq_repack(words, perm=perm)
+    return lambda: tmm.ops.gptq_repack(words, perm=perm)
 
 
 def dense() -> Callable[[], torch.Tensor]:
@@ -164,8 +164,8 @@ def test_a_failure_on_another_stream_and_of_a_whole_token(capfd) -> None:
     weight = reference.make_weight("uint4", 64, 24, 16).to("mps")
     calls: list[Callable[[], torch.Tensor]] = [
         *(product(variant, 9, contiguous=True) for variant in ("gemv", "fused", "striped")),
-        *(lambda op=op: op(words) for op in (tmm.gptq_repack, tmm.awq_repack, tmm.awq_unpack_zeros)),
-        lambda: tmm.gptq_unpack_zeros(words, checkpoint_version=1),
+        *(lambda op=op: op(words) for op in (tmm.ops.gptq_repack, tmm.ops.awq_repack, tmm.ops.awq_unpack_zeros)),
+        lambda: tmm.ops.gptq_unpack_zeros(words, checkpoint_version=1),
         lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments),
     ]
     for call in calls:

@@ -56,10 +56,10 @@ def test_a_table_that_cannot_be_read_is_a_warning_of_the_first_choice(tmp_path, 
 import softmetal, warnings, torch, torch_marlin_metal as tmm
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
-    tmm.plan({PRODUCT}, gpu="M1")
+    tmm.profiling.plan({PRODUCT}, gpu="M1")
     print(len(found))
-    tmm.plan({PRODUCT})
-    tmm.plan({PRODUCT})
+    tmm.profiling.plan({PRODUCT})
+    tmm.profiling.plan({PRODUCT})
     print([str(w.message).split(":")[1].strip() for w in found if "tuned" in str(w.message)])
 """
     done = run_python(code, TORCH_MARLIN_METAL_TUNED=str(table))
@@ -79,8 +79,8 @@ if os.getuid() == 0:  # whom no permission stops
     os.setuid(65534)
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
-    chosen = tmm.plan({PRODUCT}).chosen.variant
-print(chosen == tmm.plan({PRODUCT}, tuned=False).chosen.variant, [str(w.message) for w in found if "tuned choices are not used" in str(w.message)])
+    chosen = tmm.profiling.plan({PRODUCT}).chosen.variant
+print(chosen == tmm.profiling.plan({PRODUCT}, tuned=False).chosen.variant, [str(w.message) for w in found if "tuned choices are not used" in str(w.message)])
 """
     named = {} if reason == "Permission denied" else {"TORCH_MARLIN_METAL_TUNED": "/" + "x" * 5000}
     done = run_python(code, HOME=str(tmp_path), **{"XDG_CACHE_HOME": "", "TORCH_MARLIN_METAL_TUNED": ""} | named)
@@ -95,8 +95,9 @@ def test_threads_that_multiply_first_all_use_the_saved_table(tmp_path) -> None:
     code = """
 import softmetal, threading, torch, torch_marlin_metal as tmm
 product = tmm.tuning.Product(64, 128, "uint4b8", 32)
-entry = tmm.tuning.TunedRange(product, 1, 4, "single_stage", 1e-6, "gemv", 1.5)
-tmm.tuning.save(tmm.tuning.TuningTable(tmm.tuning.Machine.current(), (entry,)))
+from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange
+entry = TunedRange(product, 1, 4, "single_stage", 1e-6, "gemv", 1.5)
+tmm.tuning.save(tmm.tuning.TuningTable(Machine.current(), (entry,)))
 weight = product.make_weight("mps")
 a = torch.ones(1, 128, dtype=torch.float16, device="mps")
 def multiply():

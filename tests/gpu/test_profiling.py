@@ -36,15 +36,24 @@ def test_figures_have_sources():
     [
         (lambda: AppleSiliconGPU.from_name("M9"), r"from_name: name: expected one of M1, .*, got 'M9'"),
         (lambda: AppleSiliconGPU.from_name("M1", 9), r"from_name: cores: expected 7 to 8 for M1, got 9"),
-        (lambda: tmm.plan(0, 8, 8, gpu="M1"), r"plan: M: expected 1 to \d+, got 0"),
-        (lambda: tmm.plan(1, 8, 12, gpu="M1"), r"plan: K: expected a multiple of 8, got 12"),
+        (lambda: tmm.profiling.plan(0, 8, 8, gpu="M1"), r"plan: M: expected 1 to \d+, got 0"),
+        (lambda: tmm.profiling.plan(1, 8, 12, gpu="M1"), r"plan: K: expected a multiple of 8, got 12"),
         (
-            lambda: tmm.plan(1, 8, 8, gpu="M1", group_size=5),
+            lambda: tmm.profiling.plan(1, 8, 8, gpu="M1", group_size=5),
             r"plan: group_size: expected one of 16, .*, or K = 8 for uint4b8, got 5",
         ),
-        (lambda: tmm.plan(1, 8, 8, gpu="M1", variant="fast"), r"plan: variant: expected one of auto, .*, got 'fast'"),
-        (lambda: tmm.plan(1, 8, 8, gpu="M1", dtype=torch.int8), r"plan: dtype: expected float16, .*, got torch.int8"),
-        (lambda: tmm.plan(1, 8, 8, gpu="M1", weight_format="int3"), r"expected one of uint4b8, .*, got 'int3'"),
+        (
+            lambda: tmm.profiling.plan(1, 8, 8, gpu="M1", variant="fast"),
+            r"plan: variant: expected one of auto, .*, got 'fast'",
+        ),
+        (
+            lambda: tmm.profiling.plan(1, 8, 8, gpu="M1", dtype=torch.int8),
+            r"plan: dtype: expected float16, .*, got torch.int8",
+        ),
+        (
+            lambda: tmm.profiling.plan(1, 8, 8, gpu="M1", weight_format="int3"),
+            r"expected one of uint4b8, .*, got 'int3'",
+        ),
         (lambda: profiling.tile_table("M1", torch.int8), r"tile_table: dtype: expected float16, .*, got torch.int8"),
         (lambda: profiling.occupancy("fast", "M1"), r"occupancy: kernel: expected one of gemv, .*, got 'fast'"),
     ],
@@ -55,27 +64,27 @@ def test_bad_input(call, message):
 
 
 def test_plan_lists_every_candidate():
-    plan = tmm.plan(33, 4096, 4096, group_size=64, gpu="M1")
+    plan = tmm.profiling.plan(33, 4096, 4096, group_size=64, gpu="M1")
     assert plan.chosen in plan.candidates
     assert [c.seconds for c in plan.candidates] == sorted(c.seconds for c in plan.candidates)
     assert {c.variant for c in plan.candidates} == {
         "fused", "double_buffered", "single_stage", "striped", "two_pass"
     }  # fmt: skip
     assert plan.reason.startswith("shares what it decodes") and plan.reason in " ".join(str(plan).split())
-    named = tmm.plan(33, 4096, 4096, group_size=64, gpu="M1", variant="striped")
+    named = tmm.profiling.plan(33, 4096, 4096, group_size=64, gpu="M1", variant="striped")
     assert named.reason == "the call names its variant"
     text = str(plan)
     assert plan.chosen.dispatches[0].function in text and "on M1 (8 cores)" in text
     for candidate in plan.candidates:
         assert candidate.seconds == pytest.approx(sum(d.seconds for d in candidate.dispatches))
-    assert tmm.plan(3, 64, 64, gpu="M1", weight_format="nf4", group_size=-1).group_size == 64
+    assert tmm.profiling.plan(3, 64, 64, gpu="M1", weight_format="nf4", group_size=-1).group_size == 64
 
 
 def test_two_pass_is_planned_and_not_taken():
-    two_pass = tmm.plan(4096, 4096, 4096, gpu="M1", variant="two_pass").chosen
+    two_pass = tmm.profiling.plan(4096, 4096, 4096, gpu="M1", variant="two_pass").chosen
     assert [d.kernel for d in two_pass.dispatches] == ["dequantize", "torch.matmul"]
     assert two_pass.dispatches[1].seconds == pytest.approx(2 * 4096**3 / 2.617e12, rel=0.01)  # at the chip's peak rate
-    assert tmm.plan(4096, 4096, 4096, gpu="M1").chosen.variant != "two_pass"
+    assert tmm.profiling.plan(4096, 4096, 4096, gpu="M1").chosen.variant != "two_pass"
 
 
 def test_roofline(tmp_path):
@@ -101,7 +110,7 @@ def test_tile_memory_by_hand():
     assert row.waves(128, 128, 8) == 4 / (8 * held)
     assert profiling.occupancy("double_buffered", "M1")[64, 64, 32] == row.occupancy
     gemv = rows["gemv", (4, 128, 16)]
-    launch = tmm.plan(4, 4096, 4096, group_size=128, gpu="M1", variant="gemv").chosen.dispatches[0]
+    launch = tmm.profiling.plan(4, 4096, 4096, group_size=128, gpu="M1", variant="gemv").chosen.dispatches[0]
     assert gemv.simdgroups * 32 == launch.threads[0] and gemv.threadgroup_bytes == gemv.simdgroups * 4 * 128 * 4
     assert {variant for variant, _ in rows} == {"gemv", "fused", "double_buffered", "single_stage", "striped"}
 
@@ -119,7 +128,7 @@ def test_selection_guide_claims_no_row_that_was_not_planned():
     chosen = {M: choice.tile for choice in guide for M in range(choice.first, choice.last + 1)}
     assert set(chosen) == {*range(1, 129), 192, 256, 512, 1024, 2048, 4096}
     for M in (49, 64, 65, 72, 73, 96, 97):
-        assert chosen[M] == tmm.plan(M, 4096, 4096, gpu="M1").chosen.tile
+        assert chosen[M] == tmm.profiling.plan(M, 4096, 4096, gpu="M1").chosen.tile
     assert chosen[64] != chosen[65]
     sparse = profiling.selection_guide("M1", 4096, 4096, rows=(64, 96))
     assert [(choice.first, choice.last) for choice in sparse] == [(64, 64), (96, 96)]
@@ -127,8 +136,8 @@ def test_selection_guide_claims_no_row_that_was_not_planned():
 
 def test_without_a_mac():
     program = (
-        "from torch_marlin_metal import plan, profiling\n"
-        "for call in (profiling.AppleSiliconGPU.current, profiling.trace().__enter__, lambda: plan(1, 8, 8)):\n"
+        "from torch_marlin_metal import profiling\n"
+        "for call in (profiling.AppleSiliconGPU.current, profiling.trace().__enter__, lambda: profiling.plan(1, 8, 8)):\n"
         "    try: call()\n"
         "    except (RuntimeError, ValueError) as error: print(type(error).__name__, error)\n"
     )
@@ -234,7 +243,7 @@ def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
     out = OPS.gemm(a, **tensors, weight_format="uint4b8", group_size=64, variant=variant)
     assert torch.isfinite(out.cpu()).all()
     counted = [c for c in softmetal.counters() if c.kernel.startswith(("gem", "reduce"))]
-    chosen = tmm.plan(M, N, K, group_size=64, gpu="M1", variant=variant.split(":")[0]).candidates
+    chosen = tmm.profiling.plan(M, N, K, group_size=64, gpu="M1", variant=variant.split(":")[0]).candidates
     planned = next(c for c in chosen if variant in (c.variant, f"{c.variant}:{'x'.join(map(str, c.tile))}"))
     assert [c.kernel for c in counted] == [d.function for d in planned.dispatches]
     rows_computed = {"gemv": 0, "fused": -(-M // 8) * 8, "double_buffered": M}[variant.split(":")[0]]
@@ -263,7 +272,7 @@ def test_planned_gpu_follows_the_variable(mps, monkeypatch):
     monkeypatch.delenv("TORCH_MARLIN_METAL_GPU", raising=False)
     assert AppleSiliconGPU.planned().name == "M1"
     monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M4 Max")
-    assert tmm.plan(1, 64, 64).gpu == AppleSiliconGPU.from_name("M4 Max")
+    assert tmm.profiling.plan(1, 64, 64).gpu == AppleSiliconGPU.from_name("M4 Max")
     monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M99")
     with pytest.raises(ValueError, match=r"TORCH_MARLIN_METAL_GPU: expected one of M1, .*, got 'M99'"):
         AppleSiliconGPU.planned()

@@ -21,20 +21,20 @@ def test_tensor_is_a_candidate_on_chips_with_tensor_units_only(name):
     gpu = AppleSiliconGPU.from_name(name)
     assert gpu.has_tensor_units == has_units
     assert ("tensor_clocks_fp16" in str(gpu)) == has_units
-    plan = tmm.plan(64, 4096, 4096, group_size=64, gpu=name)
+    plan = tmm.profiling.plan(64, 4096, 4096, group_size=64, gpu=name)
     assert ("tensor" in {candidate.variant for candidate in plan.candidates}) == has_units
     tiles = {row.tile: row.simdgroups for row in profiling.tile_table(name).rows if row.variant == "tensor"}
     assert tiles == ({(32, 64, 32): 2, (32, 128, 32): 4, (64, 64, 32): 4, (64, 128, 32): 8} if has_units else {})
 
 
 def test_a_plan_that_names_tensor():
-    plan = tmm.plan(200, 4096, 4096, group_size=64, gpu="M5", variant="tensor")
+    plan = tmm.profiling.plan(200, 4096, 4096, group_size=64, gpu="M5", variant="tensor")
     assert {candidate.variant for candidate in plan.candidates} == {"tensor"}
     launch = plan.chosen.dispatches[0]
     assert launch.function == "gemm_tensor_uint4b8_float16"
     assert launch.threads == (plan.chosen.tile[0] // 32 * (plan.chosen.tile[1] // 32) * 32, 1, 1)
     with pytest.raises(ValueError, match=r"gemm: variant: expected one that this GPU can run \(.*M5.*Apple7\), got"):
-        tmm.plan(200, 4096, 4096, group_size=64, gpu="M1", variant="tensor")
+        tmm.profiling.plan(200, 4096, 4096, group_size=64, gpu="M1", variant="tensor")
 
 
 @pytest.mark.parametrize(("gpu", "shown"), [("M5", True), ("M4", False)])
@@ -59,7 +59,7 @@ def test_this_machines_plans_follow_its_own_gate(environment, has_units):
     """`tune` and `doctor` choose what to run by this machine and not by the chip for which it plans."""
     program = (
         "import softmetal\n"
-        "from torch_marlin_metal import plan, tuning\n"
+        "from torch_marlin_metal import tuning\nfrom torch_marlin_metal.profiling import plan\n"
         "from torch_marlin_metal.gpu.tuning.tuner import candidates\n"
         "product = tuning.Product(N=64, K=128, weight_format='uint4b8', group_size=32, dtype='float16')\n"
         "print({row.variant for row in plan(64, 64, 128).candidates}, candidates(product, 64))\n"

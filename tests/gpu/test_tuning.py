@@ -17,7 +17,8 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import app
-from torch_marlin_metal.gpu.tuning.tuner import MOST_CANDIDATES, candidates
+from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange
+from torch_marlin_metal.gpu.tuning.tuner import MOST_CANDIDATES, ROWS, candidates
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -33,11 +34,9 @@ def models_choice():
         tuning.use(None)
 
 
-def table_of(*ranges: tuple[int, int, str], machine: tuning.Machine | None = None) -> tuning.TuningTable:
-    entries = tuple(
-        tuning.TunedRange(PRODUCT, first, last, variant, 1e-6, "gemv", 1.5) for first, last, variant in ranges
-    )
-    return tuning.TuningTable(machine or tuning.Machine.current(), entries)
+def table_of(*ranges: tuple[int, int, str], machine: Machine | None = None) -> tuning.TuningTable:
+    entries = tuple(TunedRange(PRODUCT, first, last, variant, 1e-6, "gemv", 1.5) for first, last, variant in ranges)
+    return tuning.TuningTable(machine or Machine.current(), entries)
 
 
 def kernels_for(M: int, **changes) -> list[str]:
@@ -93,10 +92,10 @@ def test_an_unknown_variant_and_another_machine_are_refused():
     tuning.use(table_of((1, 2, "single_stage")))
     with pytest.raises(ValueError, match="no kernel variant 'fastest'"):
         tuning.use(table_of((1, 2, "fastest")))
-    other = dataclasses.replace(tuning.Machine.current(), gpu="Apple M9")
+    other = dataclasses.replace(Machine.current(), gpu="Apple M9")
     with pytest.raises(ValueError, match=r"tuning\.use: table: expected one of .*, got one of .*Apple M9"):
         tuning.use(table_of((1, 2, "gemv"), machine=other))
-    assert tmm.plan(2, PRODUCT.N, PRODUCT.K, group_size=PRODUCT.group_size).chosen.variant == "single_stage"
+    assert tmm.profiling.plan(2, PRODUCT.N, PRODUCT.K, group_size=PRODUCT.group_size).chosen.variant == "single_stage"
 
 
 def counted(chains):
@@ -124,7 +123,7 @@ def test_the_least_cost_wins_for_the_rows_that_were_measured():
         return seen[-1]
 
     found = tuning.tune([PRODUCT], rows=(1, 33), timer=timer, cold_bytes=1, progress=False)
-    assert found.machine == tuning.Machine.current()
+    assert found.machine == Machine.current()
     assert [(entry.first_rows, entry.last_rows) for entry in found.ranges] == [(1, 1), (33, 33)]
     for entry, costs in zip(found.ranges, seen, strict=True):
         assert len(costs) > 1
@@ -178,21 +177,23 @@ def test_differences_within_the_spread_of_the_rounds_change_nothing():
 def test_tuning_that_confirms_the_planner_changes_no_plan(monkeypatch, gpu):
     monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", gpu)
     product = dataclasses.replace(PRODUCT, N=4096, K=1024, group_size=64)
-    rows = iter(tuning.ROWS)
+    rows = iter(ROWS)
 
     def choices(tuned):
         arguments = {"group_size": product.group_size, "tuned": tuned}
-        return [tmm.plan(M, product.N, product.K, **arguments).chosen.name for M in range(1, 300)]
+        return [tmm.profiling.plan(M, product.N, product.K, **arguments).chosen.name for M in range(1, 300)]
 
     def confirmed(chains):
-        chosen = tmm.plan(next(rows), product.N, product.K, group_size=product.group_size, tuned=False).chosen.name
+        chosen = tmm.profiling.plan(
+            next(rows), product.N, product.K, group_size=product.group_size, tuned=False
+        ).chosen.name
         return {name: [1.0 if name == chosen else 2.0] * 9 for name in chains}
 
     before = choices(tuned=False)
     table = tuning.tune([product], timer=confirmed, compare=False, cold_bytes=1, progress=False)
     tuning.use(table)
     assert choices(tuned=True) == before
-    assert [entry.first_rows for entry in table.ranges] == list(tuning.ROWS)
+    assert [entry.first_rows for entry in table.ranges] == list(ROWS)
 
 
 @uses_mps
@@ -200,7 +201,7 @@ def test_tuning_that_confirms_the_planner_changes_no_plan(monkeypatch, gpu):
 def test_candidates_cover_every_variant(M):
     product = dataclasses.replace(PRODUCT, N=4096, K=4096)
     names, chosen = candidates(product, M)
-    plan = tmm.plan(M, 4096, 4096, group_size=32, tuned=False)
+    plan = tmm.profiling.plan(M, 4096, 4096, group_size=32, tuned=False)
     exact = {candidate.variant for candidate in plan.candidates} - {"two_pass"}
     assert {name.split(":")[0] for name in names} - {"two_pass"} == exact
     assert names[0] == chosen == plan.chosen.name
@@ -226,7 +227,7 @@ def test_rows_must_ascend():
 @uses_mps
 def test_tables_are_kept_by_machine_and_product(tmp_path):
     path = tmp_path / "tuned.json"
-    mine, other = tuning.Machine.current(), dataclasses.replace(tuning.Machine.current(), torch="1.0")
+    mine, other = Machine.current(), dataclasses.replace(Machine.current(), torch="1.0")
     tuning.save(table_of((1, 2, "gemv"), machine=other), path)
     tuning.save(table_of((1, 2, "single_stage")), path)
     assert [table.machine for table in tuning.load(path)] == [other, mine]
@@ -235,17 +236,19 @@ def test_tables_are_kept_by_machine_and_product(tmp_path):
     assert [entry.variant for entry in tables[1].ranges] == ["double_buffered"]
     assert tables[0] == table_of((1, 2, "gemv"), machine=other)
     assert tuning.use_saved(path)
-    assert tmm.plan(4, PRODUCT.N, PRODUCT.K, group_size=PRODUCT.group_size).chosen.variant == "double_buffered"
+    assert (
+        tmm.profiling.plan(4, PRODUCT.N, PRODUCT.K, group_size=PRODUCT.group_size).chosen.variant == "double_buffered"
+    )
     tuning.use(None)
     path.write_text(json.dumps({"version": 1, "tables": [dataclasses.asdict(tables[0])]}))
     assert not tuning.use_saved(path)
 
 
-MACHINE = tuning.Machine("Apple M1", 8, "2.13.0", "0")
+MACHINE = Machine("Apple M1", 8, "2.13.0", "0")
 
 
 def save_one(path: Path, N: int, ready: Any) -> None:
-    entry = tuning.TunedRange(dataclasses.replace(PRODUCT, N=N), 1, 4, "gemv", 1e-6, "gemv", 1.5)
+    entry = TunedRange(dataclasses.replace(PRODUCT, N=N), 1, 4, "gemv", 1e-6, "gemv", 1.5)
     ready.wait()
     tuning.save(tuning.TuningTable(MACHINE, (entry,)), path)
 

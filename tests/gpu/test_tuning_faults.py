@@ -7,6 +7,7 @@ import pytest
 import torch_marlin_metal as tmm
 from torch_marlin_metal import tuning
 from torch_marlin_metal.gpu.tuning import tuner
+from torch_marlin_metal.gpu.tuning.table import TunedRange
 from torch_marlin_metal.gpu.tuning.tuner import candidates
 
 PRODUCT = tuning.Product(N=64, K=128, weight_format="uint4b8", group_size=32)
@@ -16,7 +17,7 @@ pytestmark = [
 ]
 
 
-def tuned_with_faults(monkeypatch, wrong) -> tuning.TunedRange:
+def tuned_with_faults(monkeypatch, wrong) -> TunedRange:
     """Tunes 40 rows. The result of each variant that `wrong` accepts is 1.05 times too large, and these are the fastest."""
 
     def gemm(a, weight, *, variant):

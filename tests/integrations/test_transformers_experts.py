@@ -13,9 +13,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from tests.support.llama import IDS
 from tests.support.mixtures import SIZES, split_experts, stacked_experts
 from tests.support.models import same
-from torch_marlin_metal import ExpertWeights, MarlinExperts, MarlinLinear, PackedWeight, load_quantized
+from torch_marlin_metal import MarlinExperts, MarlinLinear, PackedWeight, load_quantized
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.float_experts import ExpertFinder
 from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights
 from torch_marlin_metal.load import loader

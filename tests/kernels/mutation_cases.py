@@ -78,7 +78,7 @@ def _embedding_cases() -> Iterator[Case]:
 def _decode_cases() -> Iterator[Case]:
     """Every code of 8 bits in the kernels that decode in different ways; those of 4 bits are in the kernels' own cases."""
     for kernel in ("gemv", "gemv_or_form", "fused", "tensor", "double_buffered"):
-        for weight_format in ("uint8b128", "float8_e4m3"):
+        for weight_format in ("uint8b128", "float8_e4m3", "uint5b16", "uint6b32"):
             yield f"every code {kernel} {weight_format}", partial(eight_bits.test_every_code, kernel, weight_format)
     yield "NaN codes", partial(eight_bits.test_nan_codes_reach_their_column_and_no_other, "gemv")
     for of_kernel in (_gemv_cases, _fused_cases, _tensor_cases, _staged_cases):
@@ -96,6 +96,7 @@ def _gemv_cases() -> Iterator[Case]:
     yield _gemv(problem(1, 8, 520, weight_format="mxfp4", dtype=FLOAT), rows=1, simdgroups=1)
     yield _gemv(problem(2, 7, 32, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), rows=2, simdgroups=1)
     yield _gemv(problem(2, 40, 520, weight_format="uint4_bias", dtype=HALF, **TWO_LEVELS), rows=2, simdgroups=2)
+    yield _gemv(problem(2, 8, 72, weight_format="uint5", dtype=HALF, group_size=16), rows=2, simdgroups=1)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
     yield _gemv(problem(4, 8, 16384, **long_sums), rows=4, simdgroups=1)
 
@@ -117,6 +118,7 @@ def _fused_cases() -> Iterator[Case]:
         floats = {"dtype": FLOAT, "scales_dtype": FLOAT, "zeros_dtype": zeros_dtype, "group_size": 16}
         yield _fused(problem(3, 32, 64, weight_format="uint4", **floats), rows=8, simdgroups=1)
     yield _fused(problem(9, 33, 520, weight_format="uint4_bias", dtype=HALF, **TWO_LEVELS), rows=16, simdgroups=2)
+    yield _fused(problem(8, 32, 136, weight_format="uint6", dtype=HALF, group_size=16), rows=8, simdgroups=1)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
     yield _fused(problem(8, 32, 16384, **long_sums), rows=8, simdgroups=1)
 
@@ -138,6 +140,7 @@ def _tensor_cases() -> Iterator[Case]:
         problem(20, 40, 520, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), tile="32x64x32", splits=3
     )
     yield _tensor(problem(32, 32, 64, weight_format="uint4_bias", dtype=BFLOAT, group_size=16), tile="32x64x32")
+    yield _tensor(problem(32, 32, 72, weight_format="uint5", dtype=BFLOAT, group_size=16), tile="32x64x32")
     long_sums = {"weight_format": "uint4_bias", "dtype": HALF, "group_size": "K", "all_positive": True}
     yield _tensor(problem(8, 32, 16384, bias_cancels=True, **long_sums), tile="32x64x32")
 

@@ -10,6 +10,10 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("E4M3", "(word & 0xFF00FF00u) >> 1", "(word & 0xFF00FF00u) >> 2"),
         ("E4M3 sign", "& 0xBF80BF80u", "& 0x3F803F80u"),
         ("E4M3 NaN", "abs(values.y) == 1.875h ? half(NAN) : values.y", "values.y"),
+        ("planes", "0x00010001u << field", "0x00010000u << field"),
+        ("planes", "const uint place = stays ? 8 : 4;", "const uint place = 4;"),
+        ("planes", "upper << (place - field)", "upper << (place - field + 1)"),
+        ("planes", "upper >> (field - place)", "upper"),
         ("pairs", "j / 2 * 4 + j % 2 : j", "j / 2 * 4 + 1 - j % 2 : j"),
         ("pairs", "== 2 ? j / 2 : 0", "== 2 ? 1 - j / 2 : 0"),
     ),
@@ -35,11 +39,26 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("two levels", "if (!has_super_scales<format>()) return values;", "return values;"),
         ("two levels", "if (!has_super_zeros<format>()) return values;", "return values;"),
         ("two levels", "type == int(ElementType::uint8) || type", "type"),
+        ("planes", "high[high_index<format>(k) + n] >> high_shift_of<format>(k)", "high[high_index<format>(k) + n]"),
+        ("planes", "return ulong(k / k_per_high_word(high_bits(format))) * N;", "return ulong(k / 32) * N;"),
+        ("planes", "return high_shift(high_bits(format), k / kBlockK);", "return high_shift(2, k / kBlockK);"),
+    ),
+    "gemm/gemv.h": (
+        (
+            "planes",
+            "const uint4 second_high = high >> high_shift_of<format>(kBlockK);",
+            "const uint4 second_high = high;",
+        ),
+    ),
+    "gemm/fused.h": (
+        ("planes", "load_columns(high, weight.N - n) >> high_shift;", "load_columns(high, weight.N - n);"),
+        ("planes", "(kFusedLoadK / k_per_high_word(high_bits(format)))", "(kFusedLoadK / 32)"),
     ),
     "experts/experts.h": (
         ("two levels", "if (has_super_scales<format>()) moved", "if (false) moved"),
         ("two levels", "if (has_super_zeros<format>()) moved", "if (false) moved"),
         ("two levels", "kSuperBlock) * N * bytes_of(super_type)", "kSuperBlock) * N"),
+        ("planes", "ceil_divide(params.product.K, k_per_high_word(high_bits(format)))", "params.product.K / 32"),
     ),
     "gemm/tensor_probe.metal": (
         ("operands", "compare_all<bfloat>(out + 3, lane)", "compare_all<half>(out + 3, lane)"),

@@ -1,4 +1,4 @@
-"""The kernels of products, on codes of 8 bits, agree with fp64: every code, and sampled shapes, groups and dtypes."""
+"""The kernels of products, on codes of 5, 6 and 8 bits, agree with fp64: every code, and sampled shapes, groups and dtypes."""
 
 import random
 
@@ -23,6 +23,8 @@ from tests.support.kernels.cases import problem
 from tests.support.kernels.problems import Inputs, check, make_inputs, run_dequantize
 from tests.support.kernels.tiles import STAGED, STRIPED
 
+# Formats of 5 and 6 bits differ from each other and from those of 8 bits only in the planes, so a sample has them.
+SAMPLE = (*reference.EIGHT_BITS, "uint5", "uint6_bias")
 KERNELS = {
     "gemv": (GEMV_AXES, DIRECT_LAUNCH),
     "fused": (FUSED_AXES, DIRECT_LAUNCH),
@@ -32,12 +34,18 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("weight_format", ["uint8b128", "float8_e4m3"])
+def every_code(K: int, N: int, weight_format: str) -> np.ndarray:
+    """Returns all codes of a format, one after the other down each column."""
+    codes = (np.arange(K)[:, None] + np.arange(N)[None, :]) % (1 << reference.code_bits(weight_format))
+    return codes.astype(np.uint8)
+
+
+@pytest.mark.parametrize("weight_format", ["uint8b128", "float8_e4m3", "uint5b16", "uint6b32"])
 @pytest.mark.parametrize("kernel", RUNS)
 def test_every_code(kernel: str, weight_format: str) -> None:
     """With the identity matrix as activations, the product is the weight, rounded once from its exact value."""
     p = problem(256, 4, 256, weight_format=weight_format, dtype=widest(kernel), group_size=16)
-    codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 256).astype(np.uint8)
+    codes = every_code(p.K, p.N, weight_format)
     if weight_format == "float8_e4m3":
         codes[codes & 127 == 127] -= 1  # NaN, which every row would get
     weight = reference.make_weight(weight_format, p.K, p.N, p.group_size, codes=codes)
@@ -45,7 +53,7 @@ def test_every_code(kernel: str, weight_format: str) -> None:
     assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(weight.exact).float().to(p.dtype))
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", SAMPLE)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_shapes_agree_with_fp64(kernel: str, weight_format: str) -> None:
     axes, launch = KERNELS[kernel]
@@ -70,9 +78,9 @@ def test_nan_codes_reach_their_column_and_no_other(kernel: str) -> None:
 
 
 def test_dequantize_every_code() -> None:
-    for weight_format in ("uint8", "float8_e4m3"):
+    for weight_format in ("uint8", "float8_e4m3", "uint5", "uint6_bias"):
         p = problem(1, 65, 256, weight_format=weight_format, dtype=torch.float32, group_size=16)
-        codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 256).astype(np.uint8)
+        codes = every_code(p.K, p.N, weight_format)
         weight = reference.make_weight(weight_format, p.K, p.N, p.group_size, codes=codes)
         got = reference.to_numpy(run_dequantize(p, inputs=Inputs(torch.empty(0), weight, None, None)))
         assert np.array_equal(np.isnan(got), np.isnan(weight.exact))

@@ -16,6 +16,7 @@ TABLES = [
     ("uint4b8", 64, 512, False, torch.int32, 4),
     ("nvfp4", 65, 528, False, torch.int64, 9),
     ("lut4", 33, 72, True, torch.int32, 1),
+    ("uint5", 33, 72, False, torch.int32, 2),
 ]
 
 

@@ -99,7 +99,12 @@ def case_of_pairs(kernel: str, **options: int | str) -> None:
     check(mixture("nvfp4", BFLOAT, IDS, E=3, K=144, N=132, bias=True, use_perm=True), kernel, **options)
 
 
-PRODUCTS = [case_of_one_sum, case_of_pairs]
+def case_of_planes(kernel: str, **options: int | str) -> None:
+    """The second plane of an expert ends with a word that has fewer k."""
+    check(mixture("uint5_bias", HALF, IDS[:4], E=3, K=72, N=36), kernel, **options)
+
+
+PRODUCTS = [case_of_one_sum, case_of_pairs, case_of_planes]
 KERNELS = [
     ("moe_gemv", {"simdgroups": 2}),
     ("moe_gemv_blocks", {"rows": 4, "simdgroups": 2}),

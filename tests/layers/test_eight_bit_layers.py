@@ -1,4 +1,4 @@
-"""Weights of 8 bits are quantized within half a step, train through layers, and split and widen as those of 4 bits."""
+"""Weights of 5, 6 and 8 bits are quantized within half a step, train through layers, and split and widen as those of 4 bits."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def weights() -> torch.Tensor:
     return torch.randn(N, K, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", reference.WIDE)
 def test_quantizing_keeps_each_weight_within_half_a_step(weight_format):
     w = weights()
     packed = tmm.quantize_weight(w, weight_format, 32, scale_dtype=torch.float32).validate()
@@ -34,12 +34,12 @@ def test_quantizing_keeps_each_weight_within_half_a_step(weight_format):
     assert (best.dequantize().T - w).square().sum() <= (packed.dequantize().T - w).square().sum()
 
 
-@pytest.mark.parametrize("alias", ["u8b128", "u8", "fp8", "float8_e4m3fn"])
+@pytest.mark.parametrize("alias", ["u5b16", "u6", "u8b128", "u8", "fp8", "float8_e4m3fn"])
 def test_an_alias_names_its_format(alias):
     assert tmm.quantize_weight(weights(), alias, 32).weight_format == tmm.formats.ALIASES[alias]
 
 
-@pytest.mark.parametrize("weight_format", ["uint8b128", "mxfp8"])
+@pytest.mark.parametrize("weight_format", ["uint8b128", "mxfp8", "uint5_bias"])
 def test_a_layer_has_the_gradient_of_its_decoded_weight(weight_format):
     linear = nn.Linear(K, N)
     layer = tmm.MarlinLinear.from_linear(linear, weight_format, 32)
@@ -51,7 +51,7 @@ def test_a_layer_has_the_gradient_of_its_decoded_weight(weight_format):
     assert torch.equal(other(a), layer(a))
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", reference.WIDE)
 def test_rows_split_into_parts_whose_products_add_up(weight_format):
     whole = tmm.quantize_weight(weights(), weight_format, 32)
     parts = split_rows(whole, 2)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_marlin_metal import ExpertWeights, MarlinExperts, quantize_weight
+from torch_marlin_metal import MarlinExperts, quantize_weight
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.activation import KnownActivation, find_known
 from torch_marlin_metal.layers.experts import silu_gate
 

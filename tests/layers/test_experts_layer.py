@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.support.models import same
-from torch_marlin_metal import ExpertWeights, MarlinExperts, PackedWeight, quantize_weight
+from torch_marlin_metal import MarlinExperts, PackedWeight, gemm, quantize_weight
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.experts import StackError, silu_gate
 
 E, H, I = 3, 64, 40  # noqa: E741
@@ -62,8 +63,8 @@ def test_it_computes_what_the_experts_do_one_by_one(weight_format, device):
         for s in range(2):
             e = int(ids[t, s])
             if 0 <= e < E:
-                hidden = silu_gate(experts.gate_up.to_packed(e)(a[t : t + 1]))
-                expected[t] += weights[t, s] * experts.down.to_packed(e)(hidden)[0]
+                hidden = silu_gate(gemm(a[t : t + 1], experts.gate_up.to_packed(e)))
+                expected[t] += weights[t, s] * gemm(hidden, experts.down.to_packed(e))[0]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -45,9 +45,9 @@ def loaded(folder: Path) -> Tensor:
 
 
 SOURCES: dict[str, Callable[[Path], Tensor]] = {
-    "gptq_repack": lambda _: tmm.gptq_repack(words(), perm=torch.randperm(K, dtype=torch.int32)),
-    "awq_repack": lambda _: tmm.awq_repack(torch.zeros(K, N // 8, dtype=torch.int32)),
-    "transpose_words": lambda _: tmm.transpose_words(words()),
+    "gptq_repack": lambda _: tmm.ops.gptq_repack(words(), perm=torch.randperm(K, dtype=torch.int32)),
+    "awq_repack": lambda _: tmm.ops.awq_repack(torch.zeros(K, N // 8, dtype=torch.int32)),
+    "transpose_words": lambda _: tmm.ops.transpose_words(words()),
     "quantize_weight": lambda _: tmm.quantize_weight(torch.ones(N, K)).b_packed,
     "an empty layer": lambda _: tmm.MarlinLinear(K, N).b_packed,
     "a file": loaded,

@@ -24,7 +24,7 @@ from torch_marlin_metal.parallel.split import join_columns, join_rows, split_col
 def weight_of(
     weight_format: str = "uint4_bias", K: int = 512, N: int = 24, group: int = 32, seed: int = 0
 ) -> PackedWeight:
-    signed = weight_format != "uint4_bias"
+    signed = not weight_format.endswith("_bias")
     options = {"scales_dtype": torch.int8 if signed else torch.uint8, "zeros_dtype": None if signed else torch.uint8}
     made = reference.make_weight(weight_format, K, N, group, super_dtype=torch.float16, seed=seed, **options)
     return PackedWeight(made.b_packed, made.scales, **made.arguments)
@@ -37,7 +37,7 @@ def same(one: PackedWeight, other: PackedWeight) -> bool:
     )
 
 
-@pytest.mark.parametrize("weight_format", ["uint4_bias", "lut4", "uint4b8"])
+@pytest.mark.parametrize("weight_format", ["uint4_bias", "lut4", "uint4b8", "uint6_bias"])
 def test_a_layer_keeps_them_in_a_state_dict_and_in_other_dtypes(weight_format) -> None:
     weight = weight_of(weight_format)
     layer = tmm.MarlinLinear.from_packed(weight)
@@ -49,22 +49,42 @@ def test_a_layer_keeps_them_in_a_state_dict_and_in_other_dtypes(weight_format) -
     empty.load_state_dict(layer.state_dict(), assign=True)
     assert same(empty.to_packed(), weight)
     a = torch.randn(3, 512)
-    assert torch.equal(empty.float()(a), weight(a)) and same(empty.to_packed(), weight)
+    assert torch.equal(empty.float()(a), tmm.gemm(a, weight)) and same(empty.to_packed(), weight)
     plain = tmm.MarlinLinear(512, 24, bias=False, weight_format=weight_format, group_size=32)
     with pytest.raises(RuntimeError, match=r"scales: expected torch.float16, got torch.u?int8"):
         plain.load_state_dict(layer.state_dict())
 
 
-def test_the_own_format_keeps_them(tmp_path) -> None:
-    exporter = NativeExporter()
-    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight_of(), "a").items()}
+@pytest.mark.parametrize("weight_format", ["uint4_bias", "uint5_bias"])
+def test_the_own_format_keeps_them(tmp_path, weight_format) -> None:
+    exporter, weight = NativeExporter(), weight_of(weight_format)
+    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
     save_file(tensors, tmp_path / "model.safetensors")
     reader = convert.open_reader(tmp_path)
-    assert same(reader.read(0), weight_of())
-    for by, parts in (("columns", split_columns(weight_of(), 2)), ("rows", split_rows(weight_of(), 2))):
+    assert same(reader.read(0), weight)
+    for by, parts in (("columns", split_columns(weight, 2)), ("rows", split_rows(weight, 2))):
         assert all(same(reader.read_part(0, Part(by, 2, rank)), part) for rank, part in enumerate(parts))
     assert reader.read_part(0, Part("rows", 4, 0)) is None  # its border is inside a block of 256
+
+
+@pytest.mark.parametrize("weight_format", ["uint5b16", "uint6b32"])
+def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format) -> None:
+    """A part begins with a word of `b_high`, or the layer is read as a whole: 48 rows end inside one of 32."""
+    made = reference.make_weight(weight_format, 96, 24, 16)
+    weight = PackedWeight(made.b_packed, made.scales, **made.arguments)
+    exporter = NativeExporter()
+    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = convert.open_reader(tmp_path)
+    assert same(reader.read(0), weight)
+    for rank, part in enumerate(split_rows(weight, 2)):
+        read = reader.read_part(0, Part("rows", 2, rank))
+        assert read is None if weight_format == "uint5b16" else read is not None and same(read, part)
+    for rank, part in enumerate(split_rows(weight, 3)):
+        read = reader.read_part(0, Part("rows", 3, rank))
+        assert read is not None and same(read, part)
 
 
 @pytest.mark.parametrize(("K", "count"), [(1024, 2), (1024, 8), (384, 3)])
@@ -88,7 +108,7 @@ def test_compiled_and_exported_layers() -> None:
     weight = weight_of()
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(tensor) for name, tensor in weight.tensors().items()}
-        assert replace(weight, **fakes)(torch.empty(3, 512)).shape == (3, 24)
+        assert tmm.gemm(torch.empty(3, 512), replace(weight, **fakes)).shape == (3, 24)
 
 
 @pytest.mark.parametrize(("count", "kept"), [(2, True), (4, False)])
@@ -121,24 +141,29 @@ def test_projections_are_fused() -> None:
     report = fuse_projections(model, [("q", "k", "v")])
     assert len(report.fused) == 1
     for name, weight in zip(("q", "k", "v"), weights, strict=True):
-        assert torch.equal(getattr(model, name)(a), weight(a)) and same(getattr(model, name).to_packed(), weight)
+        assert torch.equal(getattr(model, name)(a), tmm.gemm(a, weight)) and same(
+            getattr(model, name).to_packed(), weight
+        )
 
 
-def test_stacks_of_experts() -> None:
-    weights = [weight_of(seed=index) for index in range(3)]
+@pytest.mark.parametrize("weight_format", ["uint4_bias", "uint6_bias"])
+def test_stacks_of_experts(weight_format) -> None:
+    weights = [weight_of(weight_format, seed=index) for index in range(3)]
     stack = ExpertWeights.from_packed([[weight] for weight in weights])
     assert all(same(stack.to_packed(index), weight) for index, weight in enumerate(weights))
     both = ExpertWeights.from_packed([[weights[0], weights[1]]])
     assert same(both.to_packed(0, 1), weights[1])
-    mixed = [[weights[0]], [weight_of("uint4b8", group=16)]]  # the common format has fp32 scales of one level
+    symmetric = weight_of("uint4b8" if weight_format == "uint4_bias" else "uint6b32", group=16)
+    mixed = [[weights[0]], [symmetric]]  # the common format has fp32 scales of one level
     common = stack_exactly(lambda: mixed, 2, None)
     for index, (weight,) in enumerate(mixed):
         assert torch.equal(common.to_packed(index).dequantize(), weight.dequantize())
 
 
+@pytest.mark.parametrize("weight_format", ["uint4_bias", "uint5_bias"])
 @pytest.mark.parametrize(("unit", "kept"), [(256, True), (64, False)])
-def test_rows_are_reordered(unit, kept) -> None:
-    weight = weight_of()
+def test_rows_are_reordered(unit, kept, weight_format) -> None:
+    weight = weight_of(weight_format)
     order = torch.arange(512).reshape(-1, unit).flip(0).flatten()
     moved = permute_columns(weight, order)
     assert moved is not None and torch.equal(moved.dequantize(), weight.dequantize()[order])

@@ -16,8 +16,9 @@ from tests.support.mixtures import SIZES
 from tests.support.mixtures import decoded as decoded_integers
 from tests.support.models import IDS
 from tests.support.reference import E2M1, e4m3, to_numpy
-from torch_marlin_metal import ExpertWeights, MarlinExperts, PackedWeight, load_quantized, quantize_weight
+from torch_marlin_metal import MarlinExperts, PackedWeight, load_quantized, quantize_weight
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.common_format import Common, common_of, stack_exactly, widened, wider
 from torch_marlin_metal.layers.mixed_experts import FEW_ROWS, FloatExpertWeights, JoinedExpertWeights
 

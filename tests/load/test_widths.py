@@ -20,6 +20,7 @@ from torch_marlin_metal.checkpoints.errors import NothingPacked
 from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
+from torch_marlin_metal.packed_weight import PackedWeight
 
 N, K = 40, 96
 OTHER = "model.layers.0.mlp.down_proj"
@@ -201,7 +202,7 @@ def test_each_format_is_packed_as_its_producer_means_it(name, tmp_path) -> None:
     tensors, settings, expected = CASES[name]
     one_layer(tmp_path, tensors, settings, **attributes(name))
     (weight,) = convert.read_layers(tmp_path)
-    assert isinstance(weight, convert.PackedWeight) and (weight.name, weight.K, weight.N) == (OTHER, K, N)
+    assert isinstance(weight, PackedWeight) and (weight.name, weight.K, weight.N) == (OTHER, K, N)
     assert weight.b_packed.shape == (K // 4, N)
     np.testing.assert_allclose(weight.dequantize().t().numpy(), expected, rtol=2.0**-22, atol=0)
 

@@ -13,15 +13,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
-from torch_marlin_metal import (
-    ExpertWeights,
-    MarlinExperts,
-    MarlinLinear,
-    convert,
-    load_quantized,
-    quantize_model,
-    quantize_weight,
-)
+from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.models.empty_model import ModelMismatchError
 
 EXPERTS = "model.layers.0.mlp.experts"

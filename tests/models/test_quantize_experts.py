@@ -29,7 +29,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import decoded
 from tests.support.models import IDS, fail_at, same, tensors, tree
-from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model, replace_linear_layers
+from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model
+from torch_marlin_metal.convert import replace_linear_layers
 from torch_marlin_metal.layers.activation import find_known
 from torch_marlin_metal.models.experts import ExpertLayers
 

@@ -152,7 +152,7 @@ def test_perm_out_of_range_is_refused_on_the_cpu(index):
     with pytest.raises(IndexError, match="dequantize: " + message):
         OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
     with pytest.raises(IndexError, match="gptq_repack: " + message):
-        tmm.gptq_repack(weight.b_packed, perm=perm)
+        tmm.ops.gptq_repack(weight.b_packed, perm=perm)
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (1, 8, N)])
@@ -163,7 +163,7 @@ def test_words_of_another_rank_are_refused_if_the_group_is_all_of_k(shape, devic
     with pytest.raises(ValueError, match="gemm: " + message):
         tmm.gemm(torch.zeros(3, K, device=device), weight)
     with pytest.raises(ValueError, match="dequantize: " + message):
-        tmm.dequantize(weight)
+        weight.dequantize()
 
 
 def test_dequantize_refuses_other_dtypes(device):
@@ -176,7 +176,7 @@ def test_unknown_names_in_python_list_the_known_ones():
     with pytest.raises(
         ValueError, match=r"expected one of uint4b8, .*mxfp8 \(or u4b8, u4, .*, float8_e4m3fn, fp8\), got 'q4'"
     ):
-        tmm.weight_format("q4")
+        tmm.formats.weight_format("q4")
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_repacks_refuse(op, arguments, message, device):
         for name, value in arguments.items()
     }
     with pytest.raises(ValueError, match=re.escape(f"torch_marlin_metal::{op}: {message}")):
-        getattr(tmm, op)(**built)
+        getattr(tmm.ops, op)(**built)
 
 
 def test_repacks_refuse_strided_words(device):
     words = torch.zeros(24, 8, dtype=torch.int32, device=device).t()
-    for op in (tmm.gptq_repack, tmm.awq_repack, tmm.transpose_words):
+    for op in (tmm.ops.gptq_repack, tmm.ops.awq_repack, tmm.ops.transpose_words):
         with pytest.raises(
             ValueError, match=r"(qweight|words): expected a contiguous tensor, got .* with strides \[1, 8\]"
         ):

@@ -217,9 +217,9 @@ def prepare_leaves_nothing_to_compile() -> None:
 def prepare_compiles_experts() -> None:
     import softmetal
 
-    def stack(K: int, N: int, **options) -> tmm.ExpertWeights:
+    def stack(K: int, N: int, **options) -> tmm.layers.ExpertWeights:
         weights = [[tmm.quantize_weight(torch.randn(N, K), "uint4b8", 32)] for _ in range(3)]
-        return tmm.ExpertWeights.from_packed(weights, **options)
+        return tmm.layers.ExpertWeights.from_packed(weights, **options)
 
     def experts(top_k: int | None) -> tmm.MarlinExperts:
         both = stack(64, 80, dtype=torch.float16), stack(40, 64, dtype=torch.float16)

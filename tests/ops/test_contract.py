@@ -209,8 +209,8 @@ def test_meta_tensors(weight_format):
     assert (out.shape, out.dtype, out.device.type) == ((2, 5, 24), torch.bfloat16, "meta")
     dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     assert (dense.shape, dense.dtype) == ((64, 24), torch.float16)
-    assert tmm.awq_repack(torch.empty(64, 3, dtype=torch.int32, device="meta")).shape == (8, 24)
-    assert tmm.transpose_words(torch.empty(24, 3, dtype=torch.int32, device="meta")).shape == (3, 24)
+    assert tmm.ops.awq_repack(torch.empty(64, 3, dtype=torch.int32, device="meta")).shape == (8, 24)
+    assert tmm.ops.transpose_words(torch.empty(24, 3, dtype=torch.int32, device="meta")).shape == (3, 24)
 
 
 @pytest.mark.parametrize("argument", ["a", "bias", "scales"])

@@ -31,7 +31,7 @@ def test_rms_norm(dtype, device):
     # Columns: fewer than a simdgroup has lanes; 777, which leaves a tail; and more than a threadgroup has threads.
     for shape, offset in (((1, 1), 0.0), ((3, 5), 1.0), ((2, 3, 777), 1.0), ((2, 9001), 0.0)):
         x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=other, seed=1)
-        got = tmm.rms_norm(x.to(device), weight.to(device), eps=1e-5, weight_offset=offset)
+        got = tmm.ops.rms_norm(x.to(device), weight.to(device), eps=1e-5, weight_offset=offset)
         assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, x.shape, True)
         exact = exact_norm(x.double(), weight.double(), 1e-5, offset)
         # The sum of weight and offset rounds, so the error is relative to the larger of them.
@@ -42,7 +42,7 @@ def test_rms_norm(dtype, device):
 def test_add_rms_norm(dtype, device):
     x, residual, weight = random(3, 2, 300, dtype=dtype), random(2, 3, 600, dtype=dtype, seed=2), random(300, seed=1)
     residual = residual.transpose(0, 1)[..., ::2]  # neither unit stride nor rows in order
-    got, total = tmm.add_rms_norm(x.to(device), residual.to(device), weight.to(device), eps=1e-6)
+    got, total = tmm.ops.add_rms_norm(x.to(device), residual.to(device), weight.to(device), eps=1e-6)
     assert torch.equal(total.cpu(), x + residual)
     exact = exact_norm((x + residual).double(), weight.double(), 1e-6, 0.0)
     check(got, exact, exact.abs())
@@ -51,11 +51,11 @@ def test_add_rms_norm(dtype, device):
 def test_a_norm_of_rows_far_apart(device):
     x = random(4, 6, 40)[:, 2].to(device)  # a row stride of 240
     weight = random(40, seed=1).to(device)
-    assert torch.equal(tmm.rms_norm(x, weight, eps=1e-5), tmm.rms_norm(x.contiguous(), weight, eps=1e-5))
-    assert tmm.rms_norm(x[:0], weight, eps=1e-5).shape == (0, 40)
+    assert torch.equal(tmm.ops.rms_norm(x, weight, eps=1e-5), tmm.ops.rms_norm(x.contiguous(), weight, eps=1e-5))
+    assert tmm.ops.rms_norm(x[:0], weight, eps=1e-5).shape == (0, 40)
     x = x.clone()
     x[1, 3] = float("nan")
-    assert tmm.rms_norm(x, weight, eps=1e-5).isnan().any(1).tolist() == [False, True, False, False]
+    assert tmm.ops.rms_norm(x, weight, eps=1e-5).isnan().any(1).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
@@ -67,7 +67,7 @@ def test_rotary(interleaved, dtype, device):
         k = random(B, S, kv_heads, D, dtype=dtype, seed=1).transpose(1, 2)
         tables_dtype = torch.float32 if D == 12 else dtype
         cos, sin = (random(B, S, R, dtype=tables_dtype, seed=seed) for seed in (2, 3))
-        got = tmm.rotary(*(t.to(device) for t in (q, k, cos, sin)), interleaved=interleaved)
+        got = tmm.ops.rotary(*(t.to(device) for t in (q, k, cos, sin)), interleaved=interleaved)
         for out, x in zip(got, (q, k), strict=True):
             assert (out.dtype, out.shape) == (dtype, x.shape)
             assert out.transpose(1, 2).is_contiguous()  # like x
@@ -78,9 +78,9 @@ def test_rotary(interleaved, dtype, device):
 def test_rotary_keeps_the_order_of_heads_and_tokens(device):
     q, k = random(2, 3, 4, 8).to(device), random(2, 4, 5, 8, seed=1).to(device).transpose(1, 2)
     tables = random(2, 4, 8, seed=2).to(device), random(2, 4, 8, seed=3).to(device)
-    got = tmm.rotary(q, k, *tables)
+    got = tmm.ops.rotary(q, k, *tables)
     assert got[0].is_contiguous() and got[1].transpose(1, 2).is_contiguous() and not got[1].is_contiguous()
-    expected = tmm.rotary(q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous(), *tables)
+    expected = tmm.ops.rotary(q.transpose(1, 2).contiguous().transpose(1, 2), k.contiguous(), *tables)
     assert not expected[0].is_contiguous() and expected[1].is_contiguous()
     assert all(map(torch.equal, got, expected))
 
@@ -90,12 +90,12 @@ def test_rotary_tables_of_one_batch_and_of_pairs(interleaved, device):
     q, k = random(2, 2, 3, 8).to(device), random(2, 1, 3, 8, seed=1).to(device)
     cos, sin = random(1, 3, 6).to(device), random(1, 3, 6, seed=2).to(device)
     repeated = [table.expand(2, -1, -1) for table in (cos, sin)]
-    expected = tmm.rotary(q, k, *repeated, interleaved=interleaved)
-    assert all(map(torch.equal, tmm.rotary(q, k, cos, sin, interleaved=interleaved), expected))
+    expected = tmm.ops.rotary(q, k, *repeated, interleaved=interleaved)
+    assert all(map(torch.equal, tmm.ops.rotary(q, k, cos, sin, interleaved=interleaved), expected))
     pairs = [table[..., :3] for table in (cos, sin)]
     whole = [t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in pairs]
-    expected = tmm.rotary(q, k, *whole, interleaved=interleaved)
-    assert all(map(torch.equal, tmm.rotary(q, k, *pairs, interleaved=interleaved, per_pair=True), expected))
+    expected = tmm.ops.rotary(q, k, *whole, interleaved=interleaved)
+    assert all(map(torch.equal, tmm.ops.rotary(q, k, *pairs, interleaved=interleaved, per_pair=True), expected))
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
@@ -109,11 +109,11 @@ def test_write_cache(dtype, device):
             cache.index_copy_(2, start + torch.arange(4), new)
         written = keys.to(device, copy=True), values.to(device, copy=True)
         versions = [cache._version for cache in written]
-        tmm.write_cache(*written, *(t.to(device) for t in (k, v, start)))
+        tmm.ops.write_cache(*written, *(t.to(device) for t in (k, v, start)))
         assert all(torch.equal(got.cpu(), cache) for got, cache in zip(written, expected, strict=True))
         assert [cache._version for cache in written] == [version + 1 for version in versions]
     none = k[:, :, :0].to(device), v[:, :, :0].to(device)
-    tmm.write_cache(*written, *none, start.to(device))
+    tmm.ops.write_cache(*written, *none, start.to(device))
     assert torch.equal(written[0].cpu(), expected[0])
 
 
@@ -121,9 +121,9 @@ def test_tokens_that_do_not_fit_into_a_cache(mps):
     keys, new = random(1, 2, 6, 8), random(1, 2, 3, 8, seed=1)
     for start in (-1, 4):
         with pytest.raises(ValueError, match=f"write_cache: start: expected 0 to L - S = 3, got {start}"):
-            tmm.write_cache(keys.clone(), keys.clone(), new, new, torch.tensor(start))
+            tmm.ops.write_cache(keys.clone(), keys.clone(), new, new, torch.tensor(start))
         written = keys.to(mps), keys.to(mps, copy=True)
-        tmm.write_cache(*written, new.to(mps), new.to(mps), torch.tensor(start).to(mps))
+        tmm.ops.write_cache(*written, new.to(mps), new.to(mps), torch.tensor(start).to(mps))
         for got in written:
             assert got[:, :, :3].isnan().all()
             assert torch.equal(got[:, :, 3:].cpu(), keys[:, :, 3:])
@@ -138,7 +138,7 @@ def test_gated_activation(options, dtype, device):
     for gate, up in halves.values():
         moved = both.to(device)
         parts = moved.chunk(2, -1) if gate.stride(-1) == 1 else (moved[..., ::2], moved[..., 1::2])
-        got = tmm.gated_activation(*parts, **options)
+        got = tmm.ops.gated_activation(*parts, **options)
         assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, gate.shape, True)
         exact = exact_activation(gate.double(), up.double(), **options)
         check(got, exact, gate.double().abs() * (up.double().abs() + 1))
@@ -147,7 +147,7 @@ def test_gated_activation(options, dtype, device):
 @pytest.mark.parametrize("options", ACTIVATIONS, ids=lambda options: options["activation"])
 def test_activations_of_extreme_values(options, device):
     gate = torch.tensor([0.0, 1e4, -1e4, float("nan"), float("inf"), 88.5, -88.5, -1e30], device=device)
-    got = tmm.gated_activation(gate, torch.ones_like(gate), **options).cpu()
+    got = tmm.ops.gated_activation(gate, torch.ones_like(gate), **options).cpu()
     exact = exact_activation(gate.cpu().double(), torch.ones(8).double(), **options)
     assert got[3].isnan()
     finite = exact.isfinite()
@@ -160,10 +160,10 @@ def test_a_cached_launch_has_the_call_s_own_numbers(mps):
     x, weight, q = random(3, 40), random(40), random(1, 2, 3, 16)
     tables = random(1, 3, 16, seed=1), random(1, 3, 16, seed=2)
     calls = [
-        *(({"eps": eps, "weight_offset": offset}, tmm.rms_norm, (x, weight)) for eps, offset in ((1e-5, 0.0), (1.0, 0.0), (1.0, 1.0))),
-        *(({"interleaved": interleaved}, tmm.rotary, (q, q, *tables)) for interleaved in (False, True)),
-        *(({"activation": name}, tmm.gated_activation, (x, x)) for name in ("silu", "gelu")),
-        *(({**CLAMPED, **other}, tmm.gated_activation, (9 * x, 9 * x)) for other in ({}, {"limit": 3.0}, {"alpha": 1.0})),
+        *(({"eps": eps, "weight_offset": offset}, tmm.ops.rms_norm, (x, weight)) for eps, offset in ((1e-5, 0.0), (1.0, 0.0), (1.0, 1.0))),
+        *(({"interleaved": interleaved}, tmm.ops.rotary, (q, q, *tables)) for interleaved in (False, True)),
+        *(({"activation": name}, tmm.ops.gated_activation, (x, x)) for name in ("silu", "gelu")),
+        *(({**CLAMPED, **other}, tmm.ops.gated_activation, (9 * x, 9 * x)) for other in ({}, {"limit": 3.0}, {"alpha": 1.0})),
     ]  # fmt: skip
     for options, call, inputs in calls:
         got, expected = call(*(t.to(mps) for t in inputs), **options), call(*inputs, **options)
@@ -178,11 +178,11 @@ def test_each_operator_is_one_dispatch(mps):
     tables = [random(2, 3, 16).to(mps) for _ in range(2)]
     caches, start = [random(2, 2, 8, 16).to(mps) for _ in range(2)], torch.tensor(4).to(mps)
     calls = (
-        ("rms_norm", lambda: tmm.rms_norm(x, weight, eps=1e-5)),
-        ("rms_norm", lambda: tmm.add_rms_norm(x, x, weight, eps=1e-5)),
-        ("rotary", lambda: tmm.rotary(q, q.transpose(1, 2).contiguous().transpose(1, 2), *tables)),
-        ("gated_activation", lambda: tmm.gated_activation(x[..., ::2], x[..., 1::2])),
-        ("write_cache", lambda: tmm.write_cache(*caches, q, q, start)),
+        ("rms_norm", lambda: tmm.ops.rms_norm(x, weight, eps=1e-5)),
+        ("rms_norm", lambda: tmm.ops.add_rms_norm(x, x, weight, eps=1e-5)),
+        ("rotary", lambda: tmm.ops.rotary(q, q.transpose(1, 2).contiguous().transpose(1, 2), *tables)),
+        ("gated_activation", lambda: tmm.ops.gated_activation(x[..., ::2], x[..., 1::2])),
+        ("write_cache", lambda: tmm.ops.write_cache(*caches, q, q, start)),
     )
     for kernel, call in calls:
         torch.mps.synchronize()
@@ -205,14 +205,14 @@ def functions(device: str):
     def plain_add_norm(x, residual, weight):
         return exact_norm(x + residual, weight, 1e-5, 1.0), x + residual
 
-    yield (lambda x, w: tmm.rms_norm(x, w, eps=1e-5, weight_offset=1.0),
+    yield (lambda x, w: tmm.ops.rms_norm(x, w, eps=1e-5, weight_offset=1.0),
            lambda x, w: exact_norm(x, w, 1e-5, 1.0), (x, weight))  # fmt: skip
-    yield lambda *t: tmm.add_rms_norm(*t, eps=1e-5, weight_offset=1.0), plain_add_norm, (x, residual, weight)
+    yield lambda *t: tmm.ops.add_rms_norm(*t, eps=1e-5, weight_offset=1.0), plain_add_norm, (x, residual, weight)
     for interleaved in (False, True):
-        yield (lambda q, k, i=interleaved: tmm.rotary(q, k, *tables(q), interleaved=i),
+        yield (lambda q, k, i=interleaved: tmm.ops.rotary(q, k, *tables(q), interleaved=i),
                lambda q, k, i=interleaved: tuple(exact_rotary(t, *tables(t), i) for t in (q, k)), (q, k))  # fmt: skip
     for options in ACTIVATIONS:
-        yield (lambda *t, o=options: tmm.gated_activation(*t, **o),
+        yield (lambda *t, o=options: tmm.ops.gated_activation(*t, **o),
                lambda *t, o=options: exact_activation(*t, **o), (2 * x, 2 * residual))  # fmt: skip
 
 
@@ -255,8 +255,8 @@ def test_opcheck(device):
 
 def test_compiles_to_one_graph():
     def block(x, residual, weight, q, k, cos, sin):
-        y, total = tmm.add_rms_norm(x, residual, weight, eps=1e-5)
-        return tmm.gated_activation(y, tmm.rms_norm(total, weight, eps=1e-5)), *tmm.rotary(q, k, cos, sin)
+        y, total = tmm.ops.add_rms_norm(x, residual, weight, eps=1e-5)
+        return tmm.ops.gated_activation(y, tmm.ops.rms_norm(total, weight, eps=1e-5)), *tmm.ops.rotary(q, k, cos, sin)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (3, 5):
@@ -274,30 +274,30 @@ X, ROW, Q, TABLE = torch.ones(2, 8), torch.ones(8), torch.ones(1, 2, 3, 8), torc
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: tmm.rms_norm(X.double(), ROW, eps=1e-5), "rms_norm: x: expected float16, bfloat16 or float32 [..., N], got float64 [2, 8]"),
-    (lambda: tmm.rms_norm(X, ROW[:7], eps=1e-5), "rms_norm: weight: expected float16, bfloat16 or float32 [N] = [8], got float32 [7]"),
-    (lambda: tmm.rms_norm(X, ROW, eps=-1.0), "rms_norm: eps: expected a number of at least 0, got -1"),
-    (lambda: tmm.add_rms_norm(X, X[:1], ROW, eps=1e-5), "add_rms_norm: residual: expected float32 [2, 8] like x, got float32 [1, 8]"),
-    (lambda: tmm.rotary(Q[0], Q, TABLE, TABLE), "rotary: q: expected float16, bfloat16 or float32 [B, H, S, D], got float32 [2, 3, 8]"),
-    (lambda: tmm.rotary(Q, Q.half(), TABLE, TABLE), "rotary: k: expected float32 [B, heads, S, D]"),
-    (lambda: tmm.rotary(Q, Q, TABLE[:, :2], TABLE), "rotary: cos: expected float16, bfloat16 or float32 [B or 1, S, R]"),
-    (lambda: tmm.rotary(Q, Q, TABLE, TABLE[..., :6]), "rotary: sin: expected float32 [1, 3, 8] like cos, got float32 [1, 3, 6]"),
-    (lambda: tmm.rotary(Q, Q, TABLE, TABLE, per_pair=True), "rotary: cos: expected a last dimension R with 2 R of at most D = 8"),
-    (lambda: tmm.rotary(Q, Q, TABLE.clone().requires_grad_(), TABLE), "rotary: cos: expected a tensor that does not require grad"),
-    (lambda: tmm.gated_activation(X, X.half()), "gated_activation: up: expected float32 [2, 8] like gate, got float16 [2, 8]"),
-    (lambda: tmm.gated_activation(X, X, activation="relu"), "gated_activation: activation: expected one of silu, gelu, gelu_tanh, clamped_silu, limited_silu, got 'relu'"),
-    (lambda: tmm.gated_activation(X, X, limit=1.0), "gated_activation: limit: expected None for silu, got 1"),
-    (lambda: tmm.gated_activation(X, X, activation="clamped_silu", limit=1.0), "gated_activation: alpha: expected a number for clamped_silu, got None"),
-    (lambda: tmm.gated_activation(X, X, activation="limited_silu"), "gated_activation: limit: expected a number above 0 for limited_silu, got None"),
-    (lambda: tmm.gated_activation(X, X, activation="limited_silu", limit=1.0, alpha=1.0), "gated_activation: alpha: expected None for limited_silu, got 1"),
-    (lambda: tmm.write_cache(Q[0], Q, Q, Q, START), "write_cache: keys: expected float16, bfloat16 or float32 [B, H, L, D], got float32 [2, 3, 8]"),
-    (lambda: tmm.write_cache(Q.transpose(1, 2), Q, Q, Q, START), "write_cache: keys: expected a contiguous tensor"),
-    (lambda: tmm.write_cache(Q.clone(), Q.half(), Q, Q, START), "write_cache: values: expected float32 [B, H, L, any] with the B, H and L of keys"),
-    (lambda: tmm.write_cache(Q, Q, Q.repeat(1, 1, 2, 1), Q, START), "write_cache: k: expected float32 [B, H, S, D]"),
-    (lambda: tmm.write_cache(Q, Q, Q[..., :4], Q, START), "write_cache: k: expected float32 [B, H, S, D]"),
-    (lambda: tmm.write_cache(Q, Q, Q, Q[:, :, :2], START), "write_cache: v: expected float32 [B, H, S, DV]"),
-    (lambda: tmm.write_cache(Q, Q, Q, Q, START.int()), "write_cache: start: expected int64 [] or [1], got int32 []"),
-    (lambda: tmm.write_cache(Q, Q, Q.clone().requires_grad_(), Q, START), "write_cache: k: expected a tensor that does not require grad"),
+    (lambda: tmm.ops.rms_norm(X.double(), ROW, eps=1e-5), "rms_norm: x: expected float16, bfloat16 or float32 [..., N], got float64 [2, 8]"),
+    (lambda: tmm.ops.rms_norm(X, ROW[:7], eps=1e-5), "rms_norm: weight: expected float16, bfloat16 or float32 [N] = [8], got float32 [7]"),
+    (lambda: tmm.ops.rms_norm(X, ROW, eps=-1.0), "rms_norm: eps: expected a number of at least 0, got -1"),
+    (lambda: tmm.ops.add_rms_norm(X, X[:1], ROW, eps=1e-5), "add_rms_norm: residual: expected float32 [2, 8] like x, got float32 [1, 8]"),
+    (lambda: tmm.ops.rotary(Q[0], Q, TABLE, TABLE), "rotary: q: expected float16, bfloat16 or float32 [B, H, S, D], got float32 [2, 3, 8]"),
+    (lambda: tmm.ops.rotary(Q, Q.half(), TABLE, TABLE), "rotary: k: expected float32 [B, heads, S, D]"),
+    (lambda: tmm.ops.rotary(Q, Q, TABLE[:, :2], TABLE), "rotary: cos: expected float16, bfloat16 or float32 [B or 1, S, R]"),
+    (lambda: tmm.ops.rotary(Q, Q, TABLE, TABLE[..., :6]), "rotary: sin: expected float32 [1, 3, 8] like cos, got float32 [1, 3, 6]"),
+    (lambda: tmm.ops.rotary(Q, Q, TABLE, TABLE, per_pair=True), "rotary: cos: expected a last dimension R with 2 R of at most D = 8"),
+    (lambda: tmm.ops.rotary(Q, Q, TABLE.clone().requires_grad_(), TABLE), "rotary: cos: expected a tensor that does not require grad"),
+    (lambda: tmm.ops.gated_activation(X, X.half()), "gated_activation: up: expected float32 [2, 8] like gate, got float16 [2, 8]"),
+    (lambda: tmm.ops.gated_activation(X, X, activation="relu"), "gated_activation: activation: expected one of silu, gelu, gelu_tanh, clamped_silu, limited_silu, got 'relu'"),
+    (lambda: tmm.ops.gated_activation(X, X, limit=1.0), "gated_activation: limit: expected None for silu, got 1"),
+    (lambda: tmm.ops.gated_activation(X, X, activation="clamped_silu", limit=1.0), "gated_activation: alpha: expected a number for clamped_silu, got None"),
+    (lambda: tmm.ops.gated_activation(X, X, activation="limited_silu"), "gated_activation: limit: expected a number above 0 for limited_silu, got None"),
+    (lambda: tmm.ops.gated_activation(X, X, activation="limited_silu", limit=1.0, alpha=1.0), "gated_activation: alpha: expected None for limited_silu, got 1"),
+    (lambda: tmm.ops.write_cache(Q[0], Q, Q, Q, START), "write_cache: keys: expected float16, bfloat16 or float32 [B, H, L, D], got float32 [2, 3, 8]"),
+    (lambda: tmm.ops.write_cache(Q.transpose(1, 2), Q, Q, Q, START), "write_cache: keys: expected a contiguous tensor"),
+    (lambda: tmm.ops.write_cache(Q.clone(), Q.half(), Q, Q, START), "write_cache: values: expected float32 [B, H, L, any] with the B, H and L of keys"),
+    (lambda: tmm.ops.write_cache(Q, Q, Q.repeat(1, 1, 2, 1), Q, START), "write_cache: k: expected float32 [B, H, S, D]"),
+    (lambda: tmm.ops.write_cache(Q, Q, Q[..., :4], Q, START), "write_cache: k: expected float32 [B, H, S, D]"),
+    (lambda: tmm.ops.write_cache(Q, Q, Q, Q[:, :, :2], START), "write_cache: v: expected float32 [B, H, S, DV]"),
+    (lambda: tmm.ops.write_cache(Q, Q, Q, Q, START.int()), "write_cache: start: expected int64 [] or [1], got int32 []"),
+    (lambda: tmm.ops.write_cache(Q, Q, Q.clone().requires_grad_(), Q, START), "write_cache: k: expected a tensor that does not require grad"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=re.escape(f"torch_marlin_metal::{message}")):
@@ -306,17 +306,17 @@ def test_wrong_arguments_are_named(call, message):
 
 def test_tensors_on_two_devices_are_refused(mps):
     with pytest.raises(ValueError, match="rms_norm: weight: expected a tensor on mps"):
-        tmm.rms_norm(X.to(mps), ROW, eps=1e-5)
+        tmm.ops.rms_norm(X.to(mps), ROW, eps=1e-5)
 
 
 def test_meta_tensors():
     x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta")
-    y, total = tmm.add_rms_norm(x, x, torch.empty(8, device="meta"), eps=1e-5)
+    y, total = tmm.ops.add_rms_norm(x, x, torch.empty(8, device="meta"), eps=1e-5)
     assert (y.shape, total.dtype, y.device.type) == ((2, 8), torch.bfloat16, "meta")
 
 
 def test_many_rows_run_on_several_threads():
     x, weight = random(3000, 64), random(64, seed=1)
-    torch.testing.assert_close(tmm.rms_norm(x, weight, eps=1e-5), functional.rms_norm(x, (64,), weight, 1e-5))
+    torch.testing.assert_close(tmm.ops.rms_norm(x, weight, eps=1e-5), functional.rms_norm(x, (64,), weight, 1e-5))
     exact = exact_activation(x.double(), x.double(), "silu")
-    check(tmm.gated_activation(x, x), exact, x.double().square())
+    check(tmm.ops.gated_activation(x, x), exact, x.double().square())

@@ -1,4 +1,4 @@
-"""Every operator on codes of 8 bits agrees with fp64: sampled pairs of format, shape, group, dtypes and device."""
+"""Every operator on codes of 5, 6 and 8 bits agrees with fp64: sampled pairs of format, shape, group, dtypes and device."""
 
 import re
 
@@ -10,6 +10,7 @@ import torch_marlin_metal as tmm
 from tests.support import experts as reference_experts
 from tests.support import reference
 from tests.support.experts import make_experts, random, run
+from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 OPS = torch.ops.torch_marlin_metal
 FLOATING_CODES = ("float8_e4m3", "mxfp8")
@@ -21,7 +22,7 @@ SHAPES = ((72, 129), (264, 40), (1000, 7), (8, 65))
 def weight_of(weight_format: str, K: int, N: int, turn: int, **options) -> reference.Weight:
     """Returns a weight whose group size, dtype of scales and dtype of zeros change with `turn`."""
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or (16, 64, K, 32, 128)[turn % 5]
-    zeros = (None, *reference.DTYPES)[turn % 4] if weight_format == "uint8" else None
+    zeros = (None, *reference.DTYPES)[turn % 4] if weight_format in ("uint5", "uint6", "uint8") else None
     options = {"scales_dtype": reference.DTYPES[turn % 3], "zeros_dtype": zeros} | options
     return reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
 
@@ -30,9 +31,9 @@ def arguments(weight: reference.Weight) -> tuple[tuple[torch.Tensor, torch.Tenso
     return (weight.b_packed, weight.scales), weight.arguments
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", reference.WIDE)
 def test_products_are_within_the_bound(weight_format, device):
-    turn = reference.EIGHT_BITS.index(weight_format)
+    turn = reference.WIDE.index(weight_format)
     for i, (K, N) in enumerate(SHAPES if device == "cpu" else SHAPES[turn % 4 :][:1]):
         for dtype in reference.DTYPES if device == "cpu" else reference.DTYPES[(turn + 1) % 3 :][:1]:
             weight = weight_of(weight_format, K, N, turn + i)
@@ -48,9 +49,9 @@ def test_products_are_within_the_bound(weight_format, device):
                 reference.check_gemm(result, exact[:M], bound[:M])
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", reference.WIDE)
 def test_dequantize_and_embedding_round_the_exact_weight_once(weight_format, device):
-    turn = reference.EIGHT_BITS.index(weight_format)
+    turn = reference.WIDE.index(weight_format)
     K, N, dtype = 72, 65, reference.DTYPES[turn % 3]
     weight = weight_of(weight_format, K, N, turn)
     perm = np.random.default_rng(turn).permutation(K).astype(np.int32)
@@ -65,9 +66,9 @@ def test_dequantize_and_embedding_round_the_exact_weight_once(weight_format, dev
     assert torch.equal(OPS.embedding(ids, *tensors, **named), dense.T[ids])
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", reference.WIDE)
 def test_the_transposed_product_decodes_parts_of_every_size(weight_format, device, monkeypatch):
-    K, N, turn = 200, 24, reference.EIGHT_BITS.index(weight_format)
+    K, N, turn = 200, 24, reference.WIDE.index(weight_format)
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 64
     weight = reference.make_weight(weight_format, K, N, group_size)
     grad = random(3, N, dtype=torch.float32)
@@ -79,9 +80,9 @@ def test_the_transposed_product_decodes_parts_of_every_size(weight_format, devic
         reference.check_gemm(OPS.gemm_transposed(grad.to(device), *tensors, **named), exact, bound)
 
 
-@pytest.mark.parametrize("weight_format", reference.EIGHT_BITS)
+@pytest.mark.parametrize("weight_format", reference.WIDE)
 def test_experts_are_within_the_bound(weight_format, device):
-    turn = reference.EIGHT_BITS.index(weight_format)
+    turn = reference.WIDE.index(weight_format)
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     experts = make_experts(weight_format, 5, 80, 42, group_size, use_perm=turn % 2 == 1)
     ids = torch.tensor([[0, 4, 2], [4, 1, -1], [2, 2, 0], [5, -3, 3]])
@@ -113,6 +114,31 @@ def test_nan_codes_reach_their_column_and_no_other(weight_format, code, device):
     assert torch.isnan(dense).nonzero().tolist() == [[42, column]]
 
 
+@pytest.mark.parametrize("K", [8, 16, 40, 264])
+@pytest.mark.parametrize("code_bits", [5, 6])
+def test_planes_hold_every_code(code_bits, K):
+    """The package's planes of codes are those of the page, and operators read the codes that were packed."""
+    codes = np.random.default_rng(K).integers(0, 1 << code_bits, (K, 9), dtype=np.uint8)
+    low, high = pack_planes(torch.from_numpy(codes), code_bits)
+    assert torch.equal(low, reference.pack(codes & 15))
+    assert torch.equal(high, reference.pack_high(codes, code_bits))
+    assert torch.equal(unpack_planes(low, high, code_bits), torch.from_numpy(codes))
+    scales = torch.ones(1, 9)
+    held = tmm.PackedWeight(low, scales, f"uint{code_bits}_bias", K, zeros=torch.zeros(1, 9), b_high=high)
+    assert np.array_equal(held.validate().dequantize().numpy(), codes)
+
+
+def test_planes_refuse_what_they_cannot_hold():
+    codes = torch.full((8, 4), 33, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=re.escape("pack_planes: codes: expected codes 0..31, got 33")):
+        pack_planes(codes, 5)
+    low, high = pack_planes(codes, 6)
+    with pytest.raises(ValueError, match=re.escape("unpack_planes: b_high: expected shape [1, 4], got None")):
+        unpack_planes(low, None, 6)
+    with pytest.raises(ValueError, match=re.escape("unpack_planes: b_high: expected shape [1, 4], got [2, 4]")):
+        unpack_planes(low, torch.cat([high, high]), 6)
+
+
 @pytest.mark.parametrize("code_bits", [4, 8])
 def test_gptq_repack_moves_rows(code_bits, device):
     codes = np.random.default_rng(3).integers(0, 1 << code_bits, (72, 41), dtype=np.uint8)
@@ -140,6 +166,12 @@ def test_bytes_of_rows_are_transposed_words(device):
         ({"weight_format": "uint8"}, "for uint8, got None"),
         ({"weight_format": "mxfp8", "group_size": 32}, "uint8 E8M0 codes"),
         ({"weight_format": "float8_e5m2"}, "weight_format: expected one of uint4b8"),
+        ({"b_high": torch.zeros(1, 8, dtype=torch.int32)}, "b_high: expected none for uint8b128"),
+        ({"weight_format": "uint5b16", "group_size": 32}, "b_high: expected int32 [K/32, N] for uint5b16, got None"),
+        (
+            {"weight_format": "uint6b32", "group_size": 32, "b_high": torch.zeros(1, 8, dtype=torch.int32)},
+            "b_high: expected int32 [K/16, N] = [2, 8], got int32 [1, 8]",
+        ),
         ({"group_size": 24}, "group_size: expected one of 16, 32, 64, 128, 256, or K = 16 for uint8b128, got 24"),
     ],
 )
@@ -150,5 +182,6 @@ def test_a_wrong_argument_is_named(change, message):
         "weight_format": "uint8b128",
         "group_size": 16,
     } | change
+    K = given["b_packed"].shape[0] * (8 if given["weight_format"] in reference.PLANES else 4)
     with pytest.raises(ValueError, match=re.escape(message)):
-        OPS.gemm(torch.ones(1, 4 * given["b_packed"].shape[0]), **given)
+        OPS.gemm(torch.ones(1, K), **given)

@@ -24,7 +24,7 @@ def entry_points(weight_format: str, group_size: int) -> dict:
         "quantize_weight": lambda: tmm.quantize_weight(torch.ones(N, K), weight_format, group_size),
         "MarlinLinear": lambda: tmm.MarlinLinear(K, N, weight_format=weight_format, group_size=group_size),
         "PackedWeight": lambda: replace(good, group_size=group_size).validate(),
-        "plan": lambda: tmm.plan(1, N, K, weight_format=weight_format, group_size=group_size, gpu="M1"),
+        "plan": lambda: tmm.profiling.plan(1, N, K, weight_format=weight_format, group_size=group_size, gpu="M1"),
     }
 
 
@@ -49,7 +49,7 @@ def test_none_is_the_formats_own_size_or_128_and_minus_one_is_k(weight_format) -
     assert resolve_group_size("test", fmt, None, 512) == (fmt.fixed_group_size or 128)
     if fmt.fixed_group_size is None:
         assert resolve_group_size("test", fmt, -1, 72) == 72
-        assert tmm.plan(1, N, 72, weight_format=weight_format, group_size=-1, gpu="M1").group_size == 72
+        assert tmm.profiling.plan(1, N, 72, weight_format=weight_format, group_size=-1, gpu="M1").group_size == 72
     else:
         with pytest.raises(ValueError, match=f"expected {fmt.fixed_group_size} for {weight_format}, got 72"):
             resolve_group_size("test", fmt, -1, 72)

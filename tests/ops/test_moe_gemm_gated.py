@@ -35,7 +35,7 @@ def in_two_steps(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: s
     own = {name: options.pop(name) for name in names if name in options}
     interleaved = options.pop("interleaved", False)
     products = run(a, experts, ids, device, **options).to(device)
-    return tmm.gated_activation(*halves(products, interleaved), **own)
+    return tmm.ops.gated_activation(*halves(products, interleaved), **own)
 
 
 def check_two_steps(got: torch.Tensor, expected: torch.Tensor) -> None:

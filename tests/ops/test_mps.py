@@ -156,7 +156,7 @@ def test_empty_results_dispatch_nothing(shape):
     weight = reference.make_weight("uint4b8", 32, 24, 32).to("mps")
     a = torch.empty(shape, device="mps")
     assert kernels_of(lambda: run(a, weight)) == []
-    assert kernels_of(lambda: tmm.gptq_repack(torch.empty(0, 4, dtype=torch.int32, device="mps"))) == []
+    assert kernels_of(lambda: tmm.ops.gptq_repack(torch.empty(0, 4, dtype=torch.int32, device="mps"))) == []
 
 
 @pytest.mark.parametrize("variant", ["fastest", "double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
@@ -239,8 +239,8 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
     for variant in VARIANTS:
         exact, bound = reference.gemm(without, weight, perm=codes, raw_codes=variant == "gemv")
         reference.check_gemm(run(a.to("mps"), moved, perm=damaged.to("mps"), variant=variant), exact, bound)
-    words = tmm.gptq_repack(weight.b_packed.to("mps"), perm=damaged.to("mps")).cpu()
-    whole = tmm.gptq_repack(weight.b_packed, perm=torch.from_numpy(codes))
+    words = tmm.ops.gptq_repack(weight.b_packed.to("mps"), perm=damaged.to("mps")).cpu()
+    whole = tmm.ops.gptq_repack(weight.b_packed, perm=torch.from_numpy(codes))
     cleared = whole.clone()
     cleared[j // 8] &= ~(15 << (4 * (j % 8)))
     assert torch.equal(words, cleared)
@@ -281,7 +281,7 @@ def test_a_kernel_that_does_not_compile_is_named_with_metals_message(tmp_path):
         "import os\n"
         f"os.environ.update(SOFTMETAL_CXX={str(tmp_path / 'compiler')!r}, SOFTMETAL_CACHE={str(tmp_path)!r})\n"
         "w = torch.zeros(8, 1, dtype=torch.int32, device='mps')\n"
-        "try: tmm.awq_repack(w)\n"
+        "try: tmm.ops.awq_repack(w)\n"
         "except RuntimeError as error: print(error)\n"
     )
     compiler = tmp_path / "compiler"

@@ -56,7 +56,7 @@ error_of("function", lambda: tmm.gemm(a, weight))
 error_of("weight", weight.dequantize)
 error_of("quantize_model", lambda: tmm.quantize_model(torch.nn.Sequential(torch.nn.Linear(128, 64)), "uint4b8", 64))
 error_of("fuse_layers", lambda: tmm.fuse_layers(torch.nn.Linear(2, 2)))
-error_of("plan", lambda: tmm.plan(8, 64, 64, gpu="M1"))
+error_of("plan", lambda: tmm.profiling.plan(8, 64, 64, gpu="M1"))
 error_of("cpu_capability", tmm.cpu_capability)
 {after}
 print(json.dumps(found))

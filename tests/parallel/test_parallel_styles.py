@@ -19,7 +19,8 @@ from tests.support.linear_layers import activations, layer_of
 from tests.support.models import IDS, same, tensors
 from tests.support.processes import error_of, meshes, run
 from tests.support.split_llama import divisible_llama, llama_plan
-from torch_marlin_metal import ExpertWeights, MarlinExperts, quantize_model, quantize_weight
+from torch_marlin_metal import MarlinExperts, quantize_model, quantize_weight
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.experts import silu_gate
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.linear import MarlinLinear

@@ -7,6 +7,7 @@ import torch
 
 from tests.support import reference
 from tests.support.linear_layers import activations, packed_of
+from torch_marlin_metal import gemm
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.parallel import join_columns, join_rows, reorder_columns, split_columns, split_rows
@@ -39,7 +40,7 @@ def test_columns_have_the_bits_of_the_whole_and_join_to_it(weight_format, count)
     parts = split_columns(whole, count)
     assert [p.validate().N for p in parts] == [N // count] * count
     a = activations(5, K)
-    assert torch.equal(torch.cat([part(a) for part in parts], -1), whole(a))
+    assert torch.equal(torch.cat([gemm(a, part) for part in parts], -1), gemm(a, whole))
     assert_same(join_columns(parts), whole)
 
 
@@ -76,6 +77,17 @@ def test_parts_of_one_group_share_its_scales():
     assert_same(join_rows(parts), whole)
 
 
+@pytest.mark.parametrize("weight_format", ["uint5_bias", "uint6b32"])
+def test_borders_inside_a_word_of_the_second_plane(weight_format):
+    """Parts of 48 and of 24 rows: a word of `b_high` holds 32 or 16."""
+    for group_size, count in ((16, 4), (K, 8)):
+        whole = weight_of(weight_format, group_size=group_size)
+        parts = split_rows(whole, count)
+        assert torch.equal(torch.cat([p.validate().dequantize() for p in parts]), whole.dequantize())
+        assert_same(join_rows(parts), whole)
+        assert_same(split_rows(whole, count, only=3)[0], parts[3])
+
+
 def test_groups_whose_scales_happen_to_be_equal_are_not_one_group():
     whole = weight_of("uint4", group_size=64)
     whole.scales[:] = whole.scales[0]
@@ -108,8 +120,8 @@ def test_the_layer_before_can_write_features_in_packed_order():
     down = weight_of(perm=True)
     up = packed_of("uint4b8", K=64, N=K)[1]
     ordered = reorder_columns(up, down.perm)
-    hidden = ordered(activations(3, 64))
-    assert torch.equal(hidden, up(activations(3, 64))[:, down.perm.long()])
+    hidden = gemm(activations(3, 64), ordered)
+    assert torch.equal(hidden, gemm(activations(3, 64), up)[:, down.perm.long()])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from tests.support.linear_layers import layer_of
-from torch_marlin_metal import ExpertWeights, MarlinExperts, prepare, quantize_weight
+from torch_marlin_metal import MarlinExperts, prepare, quantize_weight
+from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.experts import silu_gate
 from torch_marlin_metal.models import prepare as module
 from torch_marlin_metal.parallel.styles import ColumnPart, ExpertPart, RowPart

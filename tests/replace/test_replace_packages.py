@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.support.models import tree
-from torch_marlin_metal import MarlinLinear, replace_linear_layers
+from torch_marlin_metal import MarlinLinear
+from torch_marlin_metal.convert import replace_linear_layers
 
 DATA = Path(__file__).parents[1] / "data/layers"
 

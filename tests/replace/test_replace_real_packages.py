@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_marlin_metal import MarlinLinear, replace_linear_layers
+from torch_marlin_metal import MarlinLinear
+from torch_marlin_metal.convert import replace_linear_layers
 
 K, N = 256, 96
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer than two workers, even on one core

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from torch_marlin_metal import MarlinEmbedding, MarlinLinear, quantize_model, replace_linear_layers
+from torch_marlin_metal import MarlinEmbedding, MarlinLinear, quantize_model
+from torch_marlin_metal.convert import replace_linear_layers
 
 K, N = 64, 32
 

@@ -32,7 +32,7 @@ def make_experts(
     """Returns random experts; options are those of `reference.make_weight`."""
     weights = [reference.make_weight(weight_format, K, N, group_size, seed=seed, **options) for seed in range(E)]
     arguments = dict(weights[0].arguments)
-    for name in ("zeros", "super_scales", "super_zeros", "global_scale"):
+    for name in ("zeros", "super_scales", "super_zeros", "global_scale", "b_high"):
         if name in arguments:
             arguments[name] = torch.stack([weight.arguments[name] for weight in weights])
     perms = None

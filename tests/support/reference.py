@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-# Tests of whole grids take the formats of 4 bits. Those of 8 bits have the same rules for groups, scales and zeros, and
-# tests sample their grid.
+# Tests of whole grids take the formats of 4 bits. Wider ones have the same rules for groups, scales and zeros, and tests
+# sample their grid.
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
 EIGHT_BITS = ("uint8b128", "uint8", "uint8_bias", "float8_e4m3", "mxfp8")
-ANY_FORMAT = (*FORMATS, *EIGHT_BITS)
+PLANES = ("uint5b16", "uint5", "uint5_bias", "uint6b32", "uint6", "uint6_bias")
+WIDE = (*EIGHT_BITS, *PLANES)
+ANY_FORMAT = (*FORMATS, *WIDE)
 # The offset that a format subtracts from every code.
-OFFSETS = {"uint4b8": 8, "uint8b128": 128}
+OFFSETS = {"uint4b8": 8, "uint5b16": 16, "uint6b32": 32, "uint8b128": 128}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -24,7 +26,12 @@ TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**
 
 
 def code_bits(weight_format: str) -> int:
-    return 8 if weight_format in EIGHT_BITS else 4
+    return int(weight_format[4]) if weight_format in PLANES else 8 if weight_format in EIGHT_BITS else 4
+
+
+def word_bytes(weight_format: str, K: int, N: int) -> int:
+    """Returns the bytes of `b_packed`."""
+    return K * N if weight_format in EIGHT_BITS else K * N // 2
 
 
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
@@ -59,6 +66,23 @@ def pack(codes: np.ndarray, bits: int = 4) -> torch.Tensor:
     shifts = (bits * np.arange(count, dtype=np.uint64))[None, :, None]
     words = (codes.reshape(K // count, count, N).astype(np.uint64) << shifts).sum(axis=1)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+# Where the upper bits of the eight k of a block begin, and where the blocks of a word of the second plane begin
+# (docs/formats/formats.md).
+FIELDS = {5: (0, 4, 1, 5, 16, 20, 17, 21), 6: (0, 4, 2, 6, 16, 20, 18, 22)}
+BLOCKS = {5: (0, 2, 8, 10), 6: (0, 8)}
+
+
+def pack_high(codes: np.ndarray, bits: int) -> torch.Tensor:
+    """Packs the upper bits of uint8 codes `[K, N]` of 5 or 6 bits into int32 words."""
+    K, N = codes.shape
+    per_word = 8 * len(BLOCKS[bits])
+    words = np.zeros((-(-K // per_word), N), dtype=np.uint32)
+    for k in range(K):
+        place = BLOCKS[bits][k // 8 % len(BLOCKS[bits])] + FIELDS[bits][k % 8]
+        words[k // per_word] |= (codes[k] >> 4).astype(np.uint32) << np.uint32(place)
+    return torch.from_numpy(words.view(np.int32))
 
 
 @dataclass
@@ -143,7 +167,7 @@ def make_weight(
     if offset is not None:
         exact = (q - offset) * s
         magnitude = np.abs(exact)
-    elif weight_format in ("uint4", "uint8"):
+    elif weight_format in ("uint4", "uint5", "uint6", "uint8"):
         if zeros_dtype in (None, torch.uint8):
             zeros = torch.from_numpy(rng.integers(0, min(largest + 2, 256), (G, N), dtype=np.uint8))
         else:
@@ -151,7 +175,7 @@ def make_weight(
         z = to_numpy(zeros).astype(np.float64)[group]
         exact, magnitude = (q - z) * s, (q + np.abs(z)) * np.abs(s)
         arguments["zeros"] = zeros
-    elif weight_format in ("uint4_bias", "uint8_bias"):
+    elif weight_format.endswith("_bias"):
         if super_dtype is not None and zeros_dtype == torch.uint8:
             zeros = torch.from_numpy(rng.integers(0, 64, (G, N), dtype=np.uint8))
             arguments["super_zeros"], b = _two_levels(rng, zeros, K, group_size, super_dtype, -(2.0 ** (exponent - 6)))
@@ -170,7 +194,10 @@ def make_weight(
         exact = (e4m3(codes) if is_e4m3 else E2M1[codes]) * s
         magnitude = np.abs(exact)
     raw_magnitude = magnitude if offset is None else (q + offset) * np.abs(s)
-    return Weight(pack(codes, bits), scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
+    if weight_format in PLANES:
+        arguments["b_high"] = pack_high(codes, bits)
+    words = pack(codes & 15, 4) if weight_format in PLANES else pack(codes, bits)
+    return Weight(words, scales, arguments, exact, magnitude, raw_magnitude, np.abs(s) + magnitude)
 
 
 def _two_levels(

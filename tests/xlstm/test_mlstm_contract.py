@@ -53,13 +53,16 @@ def test_opcheck_the_two_halves(device):
 
 def test_meta_tensors():
     inputs, state = make(2, 3, 48, 8, 12, m0=0.5, dtype=torch.bfloat16).on("meta")
-    h, final = tmm.mlstm(*inputs, tmm.MLSTMState(*state.values()))
+    h, final = tmm.xlstm.mlstm(*inputs, tmm.xlstm.MLSTMState(*state.values()))
     assert (h.shape, h.dtype) == ((2, 3, 48, 12), torch.bfloat16)
     assert [x.shape for x in final] == [(2, 3, 8, 12), (2, 3, 8), (2, 3)]
     assert {x.dtype for x in final} == {torch.float32}
-    states = tmm.mlstm_states(*inputs[1:], chunk_size=16)
+    states = tmm.xlstm.mlstm_states(*inputs[1:], chunk_size=16)
     assert [x.shape for x in states] == [(2, 3, 4, 8, 12), (2, 3, 4, 8), (2, 3, 4)]
-    assert [x.shape for x in tmm.mlstm_output(*inputs, states, chunk_size=16)] == [(2, 3, 48, 12), *[(2, 3, 48)] * 2]
+    assert [x.shape for x in tmm.xlstm.mlstm_output(*inputs, states, chunk_size=16)] == [
+        (2, 3, 48, 12),
+        *[(2, 3, 48)] * 2,
+    ]
 
 
 @repeatable
@@ -68,7 +71,7 @@ def test_compile_with_a_dynamic_length_compiles_once(device):
     torch._dynamo.reset()
 
     def block(q, k, v, i, f):
-        h, state = tmm.mlstm(q, k, v, i, f)
+        h, state = tmm.xlstm.mlstm(q, k, v, i, f)
         return torch.tanh(h) + 1, state.C * 2
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=compiled_graphs)
@@ -86,7 +89,7 @@ def test_compile_forward_and_backward_with_a_dynamic_length(device):
     torch._dynamo.reset()
 
     def loss(*inputs):
-        h, state = tmm.mlstm(*inputs)
+        h, state = tmm.xlstm.mlstm(*inputs)
         return h.square().sum() + state.C.sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=compiled_graphs)
@@ -103,7 +106,7 @@ def test_compile_forward_and_backward_with_a_dynamic_length(device):
 def test_export_with_a_dynamic_length(device):
     class Model(torch.nn.Module):
         def forward(self, q, k, v, i, f):
-            return tmm.mlstm(q, k, v, i, f)[0]
+            return tmm.xlstm.mlstm(q, k, v, i, f)[0]
 
     length = torch.export.Dim("length", min=2, max=4096)
     inputs, _ = make(1, 2, 20, 8, 12).on(device)
@@ -329,14 +332,14 @@ def test_a_state_has_three_tensors(op, state, got):
     options = {"chunk_size": 16} if op == "mlstm_states" else {}
     message = f"torch_marlin_metal::{op}: state: expected the tensors C, n and m, got {got}"
     with pytest.raises(ValueError, match=message):
-        getattr(tmm, op)(*arguments, state=state, **options)
+        getattr(tmm.xlstm, op)(*arguments, state=state, **options)
 
 
 def test_states_are_three_tensors():
     inputs, _ = make(1, 2, 16, 8, 12).on("cpu")
     message = "torch_marlin_metal::mlstm_output: states: expected the tensors C, n and m, got 1 values"
     with pytest.raises(ValueError, match=message):
-        tmm.mlstm_output(*inputs, (inputs[0],), chunk_size=16)
+        tmm.xlstm.mlstm_output(*inputs, (inputs[0],), chunk_size=16)
 
 
 def test_wide_queries_want_wide_states():

@@ -36,7 +36,7 @@ def transformers_model(config, device):
 def put_cells(model) -> int:
     layers = [module for module in model.modules() if hasattr(module, "mlstm_backend")]
     for layer in layers:
-        layer.mlstm_backend = tmm.MLSTMCell()
+        layer.mlstm_backend = tmm.xlstm.MLSTMCell()
     return len(layers)
 
 
@@ -63,7 +63,7 @@ def test_the_cell_inside_transformers_model(config, device):
 
 def test_the_layer_is_that_of_transformers(config, device):
     theirs = transformers_model(config, device).backbone.blocks[0].mlstm_layer
-    layer = tmm.MLSTMLayer(128, 4).to(device)
+    layer = tmm.xlstm.MLSTMLayer(128, 4).to(device)
     layer.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 21, 128, generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_the_layer_is_that_of_transformers(config, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_are_the_sequence_in_4_bit_too(dtype, device):
     torch.manual_seed(0)
-    layer = tmm.MLSTMLayer(64, 2, bias=True).to(dtype)
+    layer = tmm.xlstm.MLSTMLayer(64, 2, bias=True).to(dtype)
     with torch.no_grad():
         layer.igate_preact.weight.normal_()
     report = tmm.quantize_model(layer, "uint4b8", group_size=32, exclude="*gate_preact", progress=False)
@@ -96,28 +96,28 @@ def test_steps_are_the_sequence_in_4_bit_too(dtype, device):
 
 def test_the_layer_says_which_heads_fit():
     with pytest.raises(ValueError, match="num_heads: expected a divisor of the sizes of queries and values, 32 and 64"):
-        tmm.MLSTMLayer(64, 3)
+        tmm.xlstm.MLSTMLayer(64, 3)
 
 
 def test_the_cell_takes_states_of_other_dtypes_and_gives_the_output_alone():
     q = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
     gate = torch.randn(1, 2, 5)
     C, n, m = torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 1)
-    h, state = tmm.MLSTMCell()(q, q, q, gate, gate, C.bfloat16(), n.bfloat16(), m.bfloat16())
+    h, state = tmm.xlstm.MLSTMCell()(q, q, q, gate, gate, C.bfloat16(), n.bfloat16(), m.bfloat16())
     assert [x.dtype for x in state] == [torch.float32] * 3
     assert state[2].shape == (1, 2, 1)
-    assert torch.equal(tmm.MLSTMCell()(q, q, q, gate, gate, return_last_states=False), h)
+    assert torch.equal(tmm.xlstm.MLSTMCell()(q, q, q, gate, gate, return_last_states=False), h)
 
 
 def test_the_cell_wants_the_whole_state():
     q, gate = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5)
     message = "MLSTMCell: c_initial, n_initial, m_initial: expected all three or none, got c_initial, m_initial only"
     with pytest.raises(ValueError, match=message):
-        tmm.MLSTMCell()(q, q, q, gate, gate, c_initial=torch.ones(1, 2, 8, 8), m_initial=torch.ones(1, 2, 1))
+        tmm.xlstm.MLSTMCell()(q, q, q, gate, gate, c_initial=torch.ones(1, 2, 8, 8), m_initial=torch.ones(1, 2, 1))
 
 
 def test_no_tokens_leave_the_state_alone(device):
-    layer = tmm.MLSTMLayer(64, 2).to(device)
+    layer = tmm.xlstm.MLSTMLayer(64, 2).to(device)
     _, state = layer(torch.randn(2, 3, 64, device=device))
     y, same = layer(torch.randn(2, 0, 64, device=device), state)
     assert y.shape == (2, 0, 64)

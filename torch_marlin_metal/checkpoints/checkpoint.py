@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.regular import regular_file
-from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, Slice, TensorInfo, read_header, read_tensor
+from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, FLOAT8, Slice, TensorInfo, read_header, read_tensor
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.settings import (
     COMFY_MARK,
@@ -78,7 +78,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     config = read_config(config_file) if config_file.exists() else {}
     settings = find_settings(path, config)
     if quantized and settings is None:
-        settings = _settings_of_comfyui(path)
+        settings = _settings_of_file(path)
     if quantized and settings is None:
         raise NotQuantized(
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
@@ -108,8 +108,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     return checkpoint
 
 
-def _settings_of_comfyui(path: Path) -> Settings | None:
-    """Returns settings if a file's own names or metadata say that ComfyUI quantized it."""
+def _settings_of_file(path: Path) -> Settings | None:
+    """Returns settings if a file's own names, dtypes or metadata say that its weights are quantized, and how."""
     found = [path] if path.is_file() else list(path.glob("*.safetensors"))
     if len(found) != 1:
         return None
@@ -117,7 +117,12 @@ def _settings_of_comfyui(path: Path) -> Settings | None:
     marks = (COMFY_MARK, COMFY_TENSOR)
     if COMFY_METADATA in metadata or any(name.rpartition(".")[2] in marks for name in tensors):
         return Settings(found[0], {"quant_method": COMFY_METHOD})
-    return None
+    if not path.is_file():  # a directory has lost its settings, and they may say more
+        return None
+    if any(name.endswith(".weight_scale_2") for name in tensors):
+        return Settings(path, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    matrices = (info.dtype for name, info in tensors.items() if name.endswith(".weight") and len(info.shape) == 2)
+    return Settings(path, {"quant_method": COMFY_METHOD}) if not FLOAT8.keys().isdisjoint(matrices) else None
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
+from torch_marlin_metal.checkpoints.eight_bits import E4M3, E5M2
 from torch_marlin_metal.checkpoints.errors import CheckpointError, NothingPacked, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
@@ -21,6 +22,7 @@ from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
+SIZES = {E4M3: 1, E5M2: 1, "I8": 1, "U8": 2, "F4": 2}  # weights `[N, K / n]`: dtype -> n
 ENDS = 4096  # bytes at each end of a tensor that tell it from other tensors
 
 
@@ -76,6 +78,14 @@ class DirectoryReader(CheckpointReader):
         layer = self._layers[index]
         whole = sum(self.checkpoint.tensors[name].nbytes for name in layer.roles.values())
         return whole // layer.experts
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Returns N and K of a layer."""
+        layer = self._layers[index]
+        shape = layer.shape("weight") if "weight" in layer else ()
+        if len(shape) != 2 or layer.dtype("weight") not in SIZES:
+            return super().sizes(index)
+        return shape[0], shape[1] * SIZES[layer.dtype("weight")]
 
     def kind(self, index: int) -> Hashable:
         """Returns the dtypes and shapes of the layer's tensors in the files."""
@@ -144,9 +154,8 @@ class DirectoryReader(CheckpointReader):
             raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
 
     def bias(self, index: int) -> Tensor | None:
-        """Reads the bias of a layer."""
         layer = self._layers[index]
-        return layer.read("bias") if "bias" in layer else None
+        return layer.bias() if "bias" in layer else None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -164,7 +173,6 @@ class DirectoryReader(CheckpointReader):
         return self.format.hf_values(self.checkpoint, name, self.checkpoint.read(name))
 
     def tensor_files(self) -> dict[str, Path]:
-        """Returns the file of every tensor."""
         return {name: info.file for name, info in self.checkpoint.tensors.items()}
 
     def fingerprint(self) -> bytes:
@@ -182,7 +190,14 @@ class DirectoryReader(CheckpointReader):
 
 
 def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
-    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors."""
+    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "opened", "gptq")
+        >>> tmm.convert.open_reader("opened").names()
+        ['up']
+    """
     given, place = ReadOptions.of(options, fields), Path(path)
     if not place.exists():
         raise CheckpointError(f"{place}: does not exist")
@@ -212,5 +227,12 @@ def read_layers(
         CheckpointError: the checkpoint is damaged or contradicts itself.
         UnsupportedFormat: the format or a layer is not supported. This is a subclass of `CheckpointError`.
         ValueError: an option has an unknown value.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "read", "gptq")
+        >>> for layer in tmm.convert.read_layers("read"):
+        ...     print(layer)
+        PackedWeight('up', K=64, N=24, uint4, group_size=32, scales=float16, zeros, device=cpu)
     """
     yield from open_reader(path, options, **fields)

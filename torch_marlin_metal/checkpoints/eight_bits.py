@@ -39,7 +39,7 @@ def read_bytes(
         weight: the role of the weight.
         scale: the role of the scales.
         zero: the role of the zero points, which a layer may lack.
-        scales: the scales, if they are not those that the file holds.
+        scales: the scales, if they are not those that the file holds, or if it holds none.
 
     Raises:
         UnsupportedFormat: the layer is of another kind, or the operators cannot hold it.
@@ -50,7 +50,7 @@ def read_bytes(
     N, K = layer.expect(weight, (kind,), None, None)
     if "weight_g_idx" in layer and not _is_in_order(layer.read("weight_g_idx"), layer.shape(scale)):
         raise layer.unsupported("8-bit weights with act-order (weight_g_idx) are not read")
-    dtype = layer.dtype(scale)
+    dtype = layer.dtype(scale) if scale in layer else "F32"
     if dtype not in (*FLOATS, *EXPONENTS):
         raise layer.error(scale, f"expected floats or exponents, got {dtype}")
     group_size, stored = _grouped(layer, scale, layer.read(scale) if scales is None else scales, (N, K))
@@ -117,7 +117,7 @@ def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> 
     rows, columns = given.shape if given.dim() == 2 else (0, 0)
     blocks = _stated_blocks(layer.checkpoint.settings)
     if rows == N:
-        blocks += [(1, MX_BLOCK)] if layer.dtype(role) in EXPONENTS else []
+        blocks += [(1, MX_BLOCK)] if role in layer and layer.dtype(role) in EXPONENTS else []
         blocks += [(1, K // columns)] if columns and K % columns == 0 else []
     for block in (*blocks, BLOCK):
         per_row, per_column = _size(N, rows, block[0]), _size(K, columns, block[1])

@@ -26,6 +26,8 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     fmt = weight_format(weight.weight_format)
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
+    if fmt.high_bits:
+        raise _refuse(weight, target, f"{weight.weight_format} has {fmt.code_bits} bits, only 4 and 8 are written")
     if fmt.zeros_role == "none":
         return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8, device=weight.b_packed.device)
     assert weight.zeros is not None
@@ -75,9 +77,7 @@ class Exporter(Protocol):
         ...
 
     @property
-    def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
-        ...
+    def has_layers(self) -> bool: ...
 
 
 @dataclass
@@ -118,7 +118,6 @@ class GptqExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
@@ -162,7 +161,6 @@ class AwqExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return self.group_size is not None
 
     def settings(self) -> dict[str, Any]:
@@ -239,7 +237,6 @@ class CompressedTensorsExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:

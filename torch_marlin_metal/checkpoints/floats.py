@@ -51,6 +51,16 @@ class FloatReader(CheckpointReader):
         ValueError: the format or method is unknown, a layer cannot have the group size, no layer is chosen, or only
             some layers of a mixture's experts are chosen.
         CheckpointError: the checkpoint is damaged, is quantized already, or has no layer to quantize.
+
+    Examples:
+        >>> import pathlib
+        >>> from safetensors.torch import save_file
+        >>> pathlib.Path("floats").mkdir()
+        >>> save_file({"up.weight": torch.randn(24, 64)}, "floats/model.safetensors")
+        >>> _ = pathlib.Path("floats/config.json").write_text("{}")
+        >>> reader = tmm.convert.FloatReader("floats", "uint4", group_size=32, include="up")
+        >>> tmm.convert.write_checkpoint(reader, "packed").name
+        'packed'
     """
 
     calculates = True
@@ -135,7 +145,6 @@ class FloatReader(CheckpointReader):
         return self.checkpoint.read(layer.weight, layer.index) if kept is None else kept
 
     def bias(self, index: int) -> Tensor | None:
-        """Reads the bias of a layer."""
         layer = self._layers[index]
         return self.checkpoint.read(layer.bias, layer.index) if layer.bias else None
 

@@ -62,10 +62,12 @@ class DirectoryFormat(Format):
             other tensors may have names like parts of a layer.
         scaled: ending -> role, for a tensor of scales that makes a layer of the `weight` beside it, if this is not of
             floats and the layer has no anchor.
-        axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer can
-            read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes, or of 4 if codes have 8
-            bits), "G" (groups), and "order", for a tensor of one dimension that holds, for each row of K, its position
-            or its group. Empty if a layer can only be read as a whole.
+        unscaled: dtypes of a `weight` that is a layer without scales, too: its numbers are the values.
+        axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer
+            can read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes, or of 4 if codes have 8
+            bits), "G" (groups), "S" (blocks of scales with two levels), "H" (words of `b_high`), and "order", for a
+            tensor of one dimension that holds, for each row of K, its position or its group. Empty if a layer can only
+            be read as a whole.
         hf_name: for a format whose producer changes names, returns the name in checkpoints of transformers, of a
             tensor, of a layer, or of the layer with an index in a stack.
         hf_values: the same for the values of a tensor outside the layers.
@@ -87,6 +89,7 @@ class DirectoryFormat(Format):
     marks: tuple[str, ...] = ()
     listed: Callable[[Settings], set[str]] | None = None
     scaled: Mapping[str, str] = field(default_factory=dict)
+    unscaled: tuple[str, ...] = ()
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_name: Callable[[Checkpoint, str, int | None], str] = _own_name
     hf_values: Callable[[Checkpoint, str, Tensor], Tensor] = lambda checkpoint, name, values: values
@@ -111,6 +114,10 @@ class DirectoryFormat(Format):
                 if not packed and not self.is_float(checkpoint, base):
                     yield from self._layers_at(checkpoint, base, role, info)
                 break
+            if info.dtype in self.unscaled and len(info.shape) == 2 and info.name.endswith(".weight"):
+                base = info.name.removesuffix(".weight")
+                if not any(base + ending in checkpoint.tensors for ending in self.scaled):
+                    yield from self._layers_at(checkpoint, base, "weight", info)
 
     def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
         """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""

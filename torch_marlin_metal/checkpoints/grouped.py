@@ -55,7 +55,7 @@ def packed(
         UnsupportedFormat: K is not a multiple of 8, or no group size of the operators divides the producer's.
     """
     fmt = find_format(weight_format)
-    K = K or len(words) * 32 // fmt.code_bits
+    K = K or len(words) * fmt.codes_per_word
 
     def dequantize() -> Tensor:
         values = decoded(words, weight_format, K, group_size, scales, zeros, lut)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.safetensors import Slice, TensorInfo
+from torch_marlin_metal.checkpoints.files.safetensors import FLOAT8, Slice, TensorInfo
 
 FLOATS = ("F16", "BF16", "F32")
 
@@ -81,15 +81,15 @@ class Layer:
         return shape
 
     def read(self, role: str) -> Tensor:
-        """Reads the tensor from the file."""
         return self.checkpoint.read(self._info(role).name, self.expert, self.parts.get(role))
 
-    def bias(self, N: int) -> Tensor | None:
-        """Returns the linear layer's bias `[N]`, checked, or None."""
+    def bias(self, N: int | None = None) -> Tensor | None:
+        """Returns the linear layer's bias `[N]`, checked, or None. One of 8-bit floats becomes bf16."""
         if "bias" not in self.roles:
             return None
-        self.expect("bias", FLOATS, N)
-        return self.read("bias")
+        self.expect("bias", (*FLOATS, *FLOAT8), N)
+        kind = FLOAT8.get(self.dtype("bias"))
+        return self.read("bias") if kind is None else self.read("bias").view(kind).bfloat16()
 
     def scalar(self, role: str) -> float:
         """Returns the value of a tensor of one element."""

@@ -65,7 +65,6 @@ class ModelNames:
         return self.has_module(layer) or self.experts.find(layer) is not None
 
     def has_module(self, name: str) -> bool:
-        """Returns whether the model has a module of this name."""
         return name in self._modules
 
     def is_converted(self, name: str) -> bool:

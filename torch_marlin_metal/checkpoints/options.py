@@ -30,6 +30,13 @@ class ReadOptions:
 
     Raises:
         ValueError: a value is unknown; the message names the field.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "options", "gptq")
+        >>> options = tmm.convert.ReadOptions(on_unsupported="skip")
+        >>> len(list(tmm.convert.read_layers("options", options)))
+        1
     """
 
     on_unsupported: OnUnsupported | None = None

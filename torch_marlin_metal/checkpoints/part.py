@@ -49,6 +49,12 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         return None
     if border % SUPER_BLOCK and any("S" in axes[role] for role in roles):
         return None
+    high = [
+        K // size for role in roles for axis, size in zip(axes[role], layer.shape(role), strict=True) if axis == "H"
+    ]
+    per_high_word = 32 if high and high[0] > 16 else 16
+    if high and border % per_high_word:
+        return None
     dropped = set()
     for role in roles:
         if axes[role] == ("order",):
@@ -58,7 +64,7 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
     if part.rank > 0:
         dropped.add("bias")  # the bias is then added only once when the parts are summed
     kept = {role: name for role, name in layer.roles.items() if role not in dropped}
-    labels = {"K": 1, "K/8": per_word, "G": group_size, "S": SUPER_BLOCK}
+    labels = {"K": 1, "K/8": per_word, "G": group_size, "S": SUPER_BLOCK, "H": per_high_word}
     return replace(layer, roles=kept, parts=_slices(layer, axes, list(kept), labels, border * part.rank, border))
 
 
@@ -68,7 +74,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
         found: dict[str, set[int]] = {"K": set(), "N": set(), "G": set()}
         for role in roles:
             for axis, size in zip(axes[role], layer.shape(role), strict=True):
-                if axis != "S" and not (role == "global_scale" and size == 1):
+                if axis not in ("S", "H") and not (role == "global_scale" and size == 1):
                     found["K" if axis == "order" else axis[0]].add(size * (per_word if axis.endswith("/8") else 1))
         if all(len(values) == 1 for values in found.values()):
             (K,), (N,), (G,) = found["K"], found["N"], found["G"]

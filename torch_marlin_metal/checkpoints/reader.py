@@ -29,6 +29,12 @@ class DenseWeight:
         bias: `[N]` or None.
         reason: why the layer is not a `PackedWeight`.
         kind: what layers with the same reason have in common, such as "Q6_K".
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "dense", "gptq")
+        >>> [isinstance(layer, tmm.convert.DenseWeight) for layer in tmm.convert.read_layers("dense")]
+        [False]
     """
 
     name: str
@@ -54,6 +60,13 @@ class CheckpointReader(ABC):
         metadata: what a single file says about the model, or nothing.
         tensors: the tensors of a single file by name, or nothing.
         calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "reader", "gptq")
+        >>> reader = tmm.convert.open_reader("reader")
+        >>> [layer.weight_format for layer in reader]
+        ['uint4']
     """
 
     calculates = False
@@ -94,6 +107,15 @@ class CheckpointReader(ABC):
     def stored_bytes(self, index: int) -> int:
         """Returns the size of a layer in the files."""
         return 0
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Returns N and K of a layer, from the headers if the format allows it."""
+        weight = self.convert(index)
+        return weight.N, weight.K
+
+    def weight_name(self, index: int) -> str:
+        """Returns the name of the weight of a layer that is one matrix of the file."""
+        return f"{self.layer_names[index]}.weight"
 
     def kind(self, index: int) -> Hashable:
         """Returns a key from the headers; layers with equal keys become tensors of equal shapes and dtypes."""

@@ -81,7 +81,7 @@ def find_settings(path: Path, config: Mapping[str, Any] | None = None) -> Settin
     """Finds the quantization settings of a checkpoint directory.
 
     Producers store them in config.json, in the section of a sub-model of config.json (`text_config` and others), or in
-    a file of their own beside it.
+    a file beside it.
 
     Args:
         path: the directory.

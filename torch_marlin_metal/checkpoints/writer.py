@@ -85,6 +85,12 @@ def write_checkpoint(
         UnsupportedFormat: the target cannot hold a layer without loss.
         CheckpointError: the source is damaged or has changed, or a file cannot be written. Complete shards are kept
             for a later run unless the source has changed.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "gptq", "gptq")
+        >>> tmm.convert.write_checkpoint(tmm.convert.open_reader("gptq"), "native").name
+        'native'
     """
     exporter_class = _exporter_class(target, TARGETS)
     files = _stats(reader.path)
@@ -136,6 +142,12 @@ def export_checkpoint(
         FileExistsError: the destination exists.
         UnsupportedFormat: the target cannot hold a layer without loss; nothing is left behind.
         CheckpointError: a file cannot be written; nothing is left behind.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "for-others", "gptq")
+        >>> [layer.name for layer in tmm.convert.read_layers("for-others")]
+        ['up']
     """
     exporter_class = _exporter_class(target, EXPORTERS)
 

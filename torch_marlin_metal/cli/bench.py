@@ -21,6 +21,7 @@ from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
 from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.variants import moved_bytes, roof_seconds, variants
+from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.profiling import trace
 from torch_marlin_metal.version import __version__
@@ -46,7 +47,9 @@ def bench(
     rounds: Annotated[
         int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
     ] = None,
-    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
+    cold_mb: Annotated[
+        int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
+    ] = 256,
     capture: Annotated[
         Path | None, typer.Option(help="Also capture one call of each product into this .gputrace file, for Xcode.")
     ] = None,
@@ -141,11 +144,11 @@ def _capture(path: Path, products: list[Product], numbers: list[int], element: t
         for M in numbers
     ]
     for weight, a in calls:  # the first call compiles
-        weight(a)
+        gemm(a, weight)
     torch.mps.synchronize()
     with trace(capture=path, wait_until_completed=True):
         for weight, a in calls:
-            weight(a)
+            gemm(a, weight)
         torch.mps.synchronize()
 
 

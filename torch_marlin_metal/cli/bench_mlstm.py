@@ -99,7 +99,6 @@ def measure_mlstm(device: str, dtype: torch.dtype, tokens: tuple[int, ...], roun
 
 
 def mlstm_table(machine: dict[str, str], dtype: str, results: list[Any]) -> Any:
-    """Returns the results for people."""
     heading = ("pass", "S", *(f"{way} ms" for way in METHODS), "times faster")
     shown = table(", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=heading[1:])
     for row in results:

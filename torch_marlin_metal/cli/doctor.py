@@ -41,7 +41,7 @@ def doctor(
     With --deep it runs further checks on the GPU: each without Metal's validation, which decides the result, then under
     API validation, then under shader validation.
 
-    Each run is a process of its own. If it fails or crashes, the report says so, and the next one starts.
+    Each run is a separate process. If it fails or crashes, the report says so, and the next one starts.
     """
     has_mps = torch.backends.mps.is_available()
     if deep and not has_mps:

@@ -11,11 +11,12 @@ from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
 from torch_marlin_metal.checkpoints.float_layers import empty_model, matrices
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, progress_bar, show, table
-from torch_marlin_metal.convert import CheckpointReader, NotQuantized, PackedWeight, UnsupportedFormat, open_reader
+from torch_marlin_metal.convert import CheckpointReader, NotQuantized, UnsupportedFormat, open_reader
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import plan_load, shared_weights
 from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.packed_weight import PackedWeight
 
 Unsupported = Literal["error", "dequantize"]
 

@@ -9,6 +9,7 @@ from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
 from torch_marlin_metal.cli.output import DONE, Json, show, table
 from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
+from torch_marlin_metal.gpu.tuning.tuner import ROWS
 
 
 def tune(
@@ -21,7 +22,9 @@ def tune(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     output: Annotated[Path | None, typer.Option(help="The file; by default the one that later processes read.")] = None,
-    cold_mb: Annotated[int, typer.Option(min=1, help="MB of weight copies used in turn, so caches stay cold.")] = 256,
+    cold_mb: Annotated[
+        int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
+    ] = 256,
     as_json: Json = False,
 ) -> int:
     """Times the planner's candidates on this machine's GPU, for the products of a checkpoint or for given shapes.
@@ -35,7 +38,7 @@ def tune(
     products += [product_of("tune", text, weight_format, group_size, dtype) for text in shape or []]
     if not products:
         raise ValueError("tune: expected a checkpoint with layers of ours, or --shape N,K")
-    chosen_rows = sorted(set(rows)) if rows else tuning.ROWS
+    chosen_rows = sorted(set(rows)) if rows else ROWS
     found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
     path = tuning.save(found, output)
     shown = table(

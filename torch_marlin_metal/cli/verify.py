@@ -16,10 +16,10 @@ from torch_marlin_metal.convert import (
     CheckpointError,
     CheckpointReader,
     NotQuantized,
-    PackedWeight,
     ReadOptions,
     open_reader,
 )
+from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import unpack_codes
 
 

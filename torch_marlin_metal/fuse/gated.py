@@ -21,7 +21,7 @@ PLAIN: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 def linears_of(module: nn.Module) -> list[str]:
-    """Returns the names of the children that multiply with a matrix."""
+    """Returns the names of the Linear-like children."""
     return [name for name, child in module.named_children() if hasattr(child, "in_features")]
 
 

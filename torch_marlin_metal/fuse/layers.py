@@ -73,6 +73,15 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
     Raises:
         RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.
         ExtensionError: the compiled extension cannot be used.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128)).eval()
+        >>> report = tmm.fuse_layers(model)
+        >>> report.fused[0]
+        ('model.layers.0.input_layernorm', 'rms_norm')
+        >>> report.undo()
     """
     require("fuse_layers")  # the comparisons below take an error of an operator for a module that cannot be fused
     report = FusedLayersReport()

@@ -6,7 +6,12 @@ from torch_marlin_metal.extension import native
 
 
 def commit_interval() -> float:
-    """Returns the predicted GPU time between two commits in seconds; 0 means that the operators never commit."""
+    """Returns the predicted GPU time between two commits in seconds; 0 means that the operators never commit.
+
+    Examples:
+        >>> tmm.tuning.commit_interval() > 0
+        True
+    """
     seconds: float = native.commit_seconds()
     return seconds
 
@@ -24,5 +29,12 @@ def set_commit_interval(seconds: float) -> None:
 
     Raises:
         ValueError: `seconds` is negative or not finite.
+
+    Examples:
+        >>> before = tmm.tuning.commit_interval()
+        >>> tmm.tuning.set_commit_interval(2e-3)
+        >>> tmm.tuning.commit_interval()
+        0.002
+        >>> tmm.tuning.set_commit_interval(before)
     """
     native.set_commit_seconds(seconds)

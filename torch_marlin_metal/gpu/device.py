@@ -30,6 +30,10 @@ class AppleSiliconGPU(RichText):
         has_bfloat: whether the hardware has bfloat arithmetic.
         figures: all other figures by name; `csrc/planner/chips.h` defines each. The rates of tensor units are left out
             if the GPU has none.
+
+    Examples:
+        >>> tmm.profiling.AppleSiliconGPU.from_name("M4 Max").cores
+        40
     """
 
     name: str

@@ -170,6 +170,10 @@ def plan(
 
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
+
+    Examples:
+        >>> tmm.profiling.plan(1, 4096, 4096, gpu="M1 Max").chosen.variant
+        'gemv'
     """
     row = format_of(weight_format)
     _check(M, N, K, dtype, scales_dtype, zeros_dtype)

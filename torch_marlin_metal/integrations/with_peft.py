@@ -1,4 +1,4 @@
-"""Imports this package's module for peft when peft is imported, so that scripts need no import of their own."""
+"""Imports this package's module for peft when peft is imported, so that scripts need no import."""
 
 import importlib
 import importlib.util

@@ -1,1 +1,5 @@
-"""Layers with 4-bit weights: `MarlinLinear`, and projections that are fused into one layer."""
+"""Layers with packed weights: `MarlinLinear`, and projections that are fused into one layer."""
+
+from torch_marlin_metal.layers.experts import ExpertWeights
+
+__all__ = ["ExpertWeights"]

@@ -29,6 +29,11 @@ class MarlinEmbedding(MarlinLinear):
         scale: a number that multiplies the rows. As in Gemma, both are rounded to the layer's dtype first.
         **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear` but
             `bias`.
+
+    Examples:
+        >>> table = tmm.MarlinEmbedding.from_embedding(nn.Embedding(100, 64), "uint4", group_size=32)
+        >>> table(torch.tensor([[1, 5]])).shape
+        torch.Size([1, 2, 64])
     """
 
     def __init__(

@@ -39,6 +39,11 @@ class ExpertWeights(PackedLayer):
         sizes: the columns of each part; N is their sum.
         bias: whether the layer has a bias, `[E, N]`.
         **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear`.
+
+    Examples:
+        >>> weights = [tmm.quantize_weight(torch.randn(96, 64), "uint4b8", 32) for _ in range(4)]
+        >>> tmm.layers.ExpertWeights.from_packed([[weight] for weight in weights]).b_packed.shape
+        torch.Size([4, 8, 96])
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class ExpertWeights(PackedLayer):
 
     @classmethod
     def _room_for(cls, parts: Sequence[PackedWeight], experts: int, dtype: torch.dtype | None) -> "ExpertWeights":
-        """Makes tensors without values for as many experts, whose weights have the sizes and dtypes of `parts`."""
+        """Allocates an uninitialised stack for `experts` weights shaped like `parts`."""
         first = parts[0]
         return cls(
             experts,
@@ -265,6 +270,16 @@ class MarlinExperts(nn.Module):
             shows that `gated_activation` computes the same, that operator takes its place. If this is a module, it
             becomes a part of this one. If it is a method of a module, that module must be elsewhere in the model.
         top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
+
+    Examples:
+        >>> from torch_marlin_metal.layers.experts import silu_gate
+        >>> def pack(rows, columns):
+        ...     return tmm.quantize_weight(torch.randn(rows, columns), "uint4b8", 32)
+        >>> gate_up = tmm.layers.ExpertWeights.from_packed([[pack(96, 64), pack(96, 64)] for _ in range(4)])
+        >>> down = tmm.layers.ExpertWeights.from_packed([[pack(64, 96)] for _ in range(4)])
+        >>> experts = tmm.MarlinExperts(gate_up, down, silu_gate)
+        >>> experts(torch.randn(3, 64), torch.tensor([[0, 3], [1, 0], [2, -1]]), torch.rand(3, 2)).shape
+        torch.Size([3, 64])
     """
 
     down_dtype: torch.dtype | None = None  # dtype of the products of `down` if it differs from that of the activations

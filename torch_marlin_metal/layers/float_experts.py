@@ -45,7 +45,6 @@ def stores_transposed(experts: nn.Module) -> bool:
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns the module of this name, or None if the model has none."""
     try:
         return model.get_submodule(name)
     except AttributeError:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.layers.weight_info import WeightInfo
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight
+from torch_marlin_metal.packed_weight import PackedWeight, joined
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -120,6 +120,13 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         model: changed in place.
         groups: names of sibling modules that share their input. If siblings have different inputs (cross-attention),
             the results are still right, but each is computed more than once.
+
+    Examples:
+        >>> model = nn.Module()
+        >>> for name in ("q_proj", "k_proj", "v_proj"):
+        ...     model.add_module(name, tmm.MarlinLinear.from_linear(nn.Linear(64, 32)))
+        >>> len(tmm.fuse_projections(model).fused)
+        1
     """
     report, ready = FusedReport([], []), []
     for prefix, parent in model.named_modules():
@@ -196,13 +203,8 @@ def _differences(layers: list[MarlinLinear]) -> str:
 
 def _fuse(layers: list[MarlinLinear]) -> _Group:
     weights = [layer.to_packed() for layer in layers]
-    columns: dict[str, Any] = {}
-    for name in COLUMN_TENSORS:
-        if name != "global_scale" and getattr(weights[0], name) is not None:
-            columns[name] = torch.cat([getattr(weight, name).detach() for weight in weights], dim=-1)
+    biases = [weight.bias.detach() for weight in weights if weight.bias is not None]
     scaled = [weight.global_scale is not None and weight.global_scale.numel() > 1 for weight in weights]
-    if weights[0].global_scale is not None:
-        scales = [weight.global_scale.expand(weight.N) for weight in weights if weight.global_scale is not None]
-        columns["global_scale"] = torch.cat(scales)
-    layer = MarlinLinear.from_packed(replace(weights[0], **columns), dtype=layers[0].dtype)
+    whole = replace(joined(weights), bias=torch.cat(biases) if biases else None)
+    layer = MarlinLinear.from_packed(whole, dtype=layers[0].dtype)
     return _Group(layer.train(layers[0].training), [weight.N for weight in weights], scaled)

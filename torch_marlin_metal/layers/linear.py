@@ -42,6 +42,11 @@ class MarlinLinear(PackedLayer):
         perm: whether the weight has an act-order permutation.
         device: device of the tensors.
         dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
+
+    Examples:
+        >>> layer = tmm.MarlinLinear.from_linear(nn.Linear(256, 64), "nvfp4", method="mse")
+        >>> layer(torch.randn(3, 256)).shape
+        torch.Size([3, 64])
     """
 
     product_dtype: torch.dtype | None = None  # dtype of all products on mps if it differs from that of the activations

@@ -1,4 +1,4 @@
-"""Weights of experts that cannot be one packed stack: in floats, or gate and up in stacks of their own."""
+"""Weights of experts that cannot be one packed stack: in floats, or gate and up in their own stacks."""
 
 from collections.abc import Sequence
 
@@ -30,12 +30,10 @@ class FloatExpertWeights(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the weights."""
         return self.weight.dtype
 
     @property
     def place(self) -> torch.device:
-        """Returns the device of the weights."""
         return self.weight.device
 
     def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
@@ -84,7 +82,7 @@ class JoinedExpertWeights(nn.Module):
     Args:
         gate: the weights of gate.
         up: the weights of up, as large as gate.
-        alternates: whether the columns are those of gate and up in turn, and not first gate and then up.
+        alternates: whether gate and up columns are interleaved, not in halves.
     """
 
     def __init__(self, gate: Stack, up: Stack, alternates: bool) -> None:
@@ -104,7 +102,6 @@ class JoinedExpertWeights(nn.Module):
 
     @property
     def place(self) -> torch.device:
-        """Returns the device of the weights."""
         return self.gate.place
 
     @property

@@ -56,6 +56,7 @@ class PackedLayer(nn.Module):
     global_scale: Tensor | None
     lut: Tensor | None
     perm: Tensor | None
+    b_high: Tensor | None
     packed_format: Tensor
 
     def __init__(
@@ -95,6 +96,7 @@ class PackedLayer(nn.Module):
             "global_scale": (fmt.has_global_scale, (*stack, N if global_scale_per_column else 1), torch.float32),
             "lut": (fmt.has_lut, (16,), torch.float32),
             "perm": (perm, (*stack, K), torch.int32),
+            "b_high": (fmt.high_bits != 0, (*stack, -(-K // fmt.k_per_high_word), N), torch.int32),
         }
         self.register_buffer("packed_format", self._describe(device))
         # Absent buffers come last, because torch.export (2.13) miscounts buffers that follow a None.
@@ -164,9 +166,10 @@ class PackedLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        words = state_dict.get(prefix + "b_packed")
-        if words is not None and not words.is_contiguous():  # gemm refuses strides; assign=True would keep them
-            state_dict = {**state_dict, prefix + "b_packed": words.contiguous()}
+        for plane in (prefix + "b_packed", prefix + "b_high"):
+            words = state_dict.get(plane)
+            if words is not None and not words.is_contiguous():  # gemm refuses strides; assign=True would keep them
+                state_dict = {**state_dict, plane: words.contiguous()}
         found = self._differences(state_dict, prefix)
         given = {name for name in WEIGHT_TENSORS if prefix + name in state_dict}
         # A tensor with a parametrization is no buffer, so it is not compared here.

@@ -12,6 +12,7 @@ from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.fuse import fuse_projections
+from torch_marlin_metal.load.converted import open_converted
 from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import Rename, namer
@@ -49,7 +50,8 @@ def load_quantized(
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place. If all names
             of the checkpoint begin with a prefix that the model lacks, such as "module.", it is removed.
-        path: a checkpoint directory or a .gguf file, see `convert.read_layers`.
+        path: a checkpoint directory or a .gguf file, see `convert.read_layers`. For a model of diffusers also a file
+            with the names of the model's authors: without `rename`, diffusers' own conversion gives its names.
         options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
             `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
             "dequantize", the default, decodes them to floats, "error" raises an error, and "skip" leaves the model's
@@ -80,8 +82,19 @@ def load_quantized(
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
         ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
             tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "checkpoint", "compressed-tensors")
+        >>> model = nn.Module()
+        >>> model.up = nn.Linear(64, 24, bias=False, device="meta")
+        >>> report = tmm.load_quantized(model, "checkpoint", device="cpu")
+        >>> model.up
+        MarlinLinear(in_features=64, out_features=24, bias=False, weight_format=uint4, group_size=32, scales=float16)
     """
-    reader = open_reader(path, options or ReadOptions(gguf_names="hf"), **fields)
+    given = options or ReadOptions(gguf_names="hf")
+    reader = open_converted(model, path, given, **fields) if rename is None else None
+    reader = reader or open_reader(path, given, **fields)
     place = torch.device(device) if device is not None else None
     door = Door(
         op=OP,

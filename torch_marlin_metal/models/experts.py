@@ -87,7 +87,7 @@ class ExpertLayers:
         parts: names of the gate, up and down layers, or () if gate and up are one layer.
         shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
         why_unknown: why `MarlinExperts` does not compute what the module computes, or an empty text.
-        alternates: whether the columns of `gate_up_proj` are those of gate and up in turn, which `parts` are apart.
+        alternates: whether gate and up columns are interleaved in `gate_up_proj`; in `parts` they are apart.
     """
 
     gate_module: Any
@@ -235,7 +235,7 @@ class ExpertLayers:
         return FloatExpertWeights(values, biases, sizes if not self.alternates else [sum(sizes)])
 
     def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Returns one weight with the columns of gate and up in turn."""
+        """Returns one weight with interleaved gate and up columns."""
         if reason := difference(parts[:1], parts[1:]):
             raise StackError(reason)
         first, second = (part.tensors() for part in parts)

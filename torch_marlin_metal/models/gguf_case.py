@@ -90,7 +90,7 @@ def head_size(config: Any) -> int:
 
 
 def is_latent(config: Any) -> bool:
-    """Returns whether keys and values come from a latent vector, so that their heads have sizes of their own."""
+    """Returns whether keys and values come from a latent vector, so that their heads have their own sizes."""
     return has_setting(config, "kv_lora_rank")
 
 

@@ -31,7 +31,7 @@ from torch_marlin_metal.patterns import NameFilter, selects
 
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
-# Architectures whose class never has a bias behind the attention, or has a setting of its own for it.
+# Architectures whose class never has a bias behind the attention, or has its own setting for it.
 WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
 TIED = "output.weight"
 
@@ -154,7 +154,6 @@ def _of_llama_cpp(case: Case) -> Iterator[Difference]:
 
 
 def _head_of(case: Case, layer_type: str | None) -> int:
-    """Returns the size of a head in the layers of a type."""
     sliding = layer_type == "sliding_attention" and has_setting(case.config, "global_head_dim")
     if not sliding:
         return case.head

@@ -1,4 +1,4 @@
-"""The keys of GGUF files that need code of their own to be compared with a config of transformers."""
+"""The keys of GGUF files that need their own code to be compared with a config of transformers."""
 
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
@@ -240,7 +240,7 @@ def _causal(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _alibi(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference of the slope, or of the limit of q, k and v, which MPT has in a config of its own."""
+    """Yields a difference of the slope, or of the limit of q, k and v, which MPT has in its own config."""
     if not has_setting(case.config, "attn_config"):
         yield from plain(case, name, Key(("clip_qkv",), (0,)) if name.endswith("kqv") else Key(neutral=(0,)), value)
         return

@@ -50,6 +50,11 @@ def prepare(
     Raises:
         ValueError: a number of rows is below 1.
         RuntimeError: a kernel does not compile; the message names it. All others are compiled.
+
+    Examples:
+        >>> model = nn.Sequential(tmm.MarlinLinear.from_linear(nn.Linear(64, 32)))
+        >>> device = "mps" if torch.backends.mps.is_available() else "cpu"
+        >>> compiled = tmm.prepare(model.to(device), progress=False)  # 0 on a CPU, which has nothing to compile
     """
     listed = list(rows) if isinstance(rows, Iterable) else []
     if not listed or not all(isinstance(M, int) and M >= 1 for M in listed):

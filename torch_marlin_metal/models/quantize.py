@@ -118,6 +118,12 @@ def quantize_model(
     Warns:
         UserWarning: less than half of the bytes in the report will be quantized; the message names the largest layers
             and matrices that will not. If warnings are errors, the model stays unchanged.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        >>> report = tmm.quantize_model(model, "uint4", group_size=64, exclude="2", progress=False)
+        >>> model[0]
+        MarlinLinear(in_features=256, out_features=512, bias=True, weight_format=uint4, group_size=64, scales=float16)
     """
     find_format(weight_format)
     tables = token_tables(model) if embeddings else set()
@@ -205,12 +211,12 @@ def replace_linear_layers(
     """Replaces the 4-bit layers of other packages in a loaded model, in place and without loss.
 
     Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
-    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear, and
-    transformers' MetalLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any other int4 layer uint4. A
-    layer that cannot be read, or whose tensors another module also uses, is not replaced, and the report gives the
-    reason. The report also lists layers with packed weights of other kinds, such as those of torchao and quanto, and
-    the experts of mixtures, which are not replaced. `quantize_model` packs those in
-    floats, before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
+    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
+    transformers' MetalLinear, and diffusers' GGUFLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any
+    other int4 layer uint4. A layer that cannot be read, or whose tensors another module also uses, is not replaced, and
+    the report gives the reason. The report also lists layers with packed weights of other kinds, such as those of
+    torchao and quanto, and the experts of mixtures, which are not replaced. `quantize_model` packs those in floats,
+    before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
     checkpoint with `load_quantized`, or import `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
     Args:
@@ -231,6 +237,12 @@ def replace_linear_layers(
 
     Raises:
         ValueError: an argument is wrong.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512))  # stands for a model that another package loaded
+        >>> report = tmm.convert.replace_linear_layers(model)
+        >>> len(report.converted)
+        0
     """
     gptq_version = gptq_version if checkpoint_version is None else checkpoint_version
     gptq_zeros_rule = gptq_zeros_rule if rule is None else rule

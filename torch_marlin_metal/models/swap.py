@@ -33,7 +33,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Returns the first name."""
         return self.names[0]
 
 

@@ -42,6 +42,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
+
+    Examples:
+        >>> tmm.ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.1314]])
     """
     result: Tensor = _rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
     return result
@@ -66,6 +70,11 @@ def add_rms_norm(
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
+
+    Examples:
+        >>> y, total = tmm.ops.add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
+        >>> y, total
+        (tensor([[1., 1.]]), tensor([[2., 2.]]))
     """
     norm, total = _add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
     return norm, total
@@ -95,6 +104,12 @@ def rotary(
 
     Raises:
         ValueError: an argument has the wrong dtype, shape or device, or `cos` or `sin` requires grad.
+
+    Examples:
+        >>> q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 1, 5, 16)  # [B, heads, S, D]
+        >>> angles = torch.arange(5)[:, None] / 10000 ** (torch.arange(0, 16, 2) / 16)
+        >>> cos, sin = (f(angles.repeat(1, 2))[None] for f in (torch.cos, torch.sin))
+        >>> q, k = tmm.ops.rotary(q, k, cos, sin)
     """
     rotated_q, rotated_k = _rotary(q, k, cos, sin, interleaved=interleaved, per_pair=per_pair)
     return rotated_q, rotated_k
@@ -128,6 +143,11 @@ def gated_activation(
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
+
+    Examples:
+        >>> gate, up = torch.randn(2, 5, 128).chunk(2, -1)
+        >>> torch.allclose(tmm.ops.gated_activation(gate, up), nn.functional.silu(gate) * up, atol=1e-6)
+        True
     """
     result: Tensor = _gated_activation(gate, up, activation=activation, limit=limit, alpha=alpha)
     return result
@@ -150,5 +170,12 @@ def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, start: Tenso
     Raises:
         ValueError: an argument has the wrong dtype, shape, strides or device, requires grad, or, on the CPU, `start`
             has the wrong value.
+
+    Examples:
+        >>> keys, values = torch.zeros(2, 1, 32, 16), torch.zeros(2, 1, 32, 16)  # a static cache of 32 tokens
+        >>> k, v = torch.randn(2, 1, 5, 16), torch.randn(2, 1, 5, 16)
+        >>> tmm.ops.write_cache(keys, values, k, v, torch.tensor(7))
+        >>> torch.equal(keys[:, :, 7:12], k)
+        True
     """
     _write_cache(keys, values, k, v, start)

@@ -65,6 +65,18 @@ def moe_gemm(
         IndexError: on the CPU, `perm` of a chosen expert has a value outside `[0, K)`.
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+
+    Examples:
+        >>> parts = [tmm.quantize_weight(torch.randn(24, 64), "uint4b8", 32) for _ in range(4)]
+        >>> stack = tmm.PackedWeight(
+        ...     torch.stack([part.b_packed for part in parts]),
+        ...     torch.stack([part.scales for part in parts]),
+        ...     "uint4b8",
+        ...     group_size=32,
+        ... )
+        >>> chosen = torch.tensor([[0, 3], [1, 0], [2, -1]])  # -1 is no expert
+        >>> tmm.moe_gemm(torch.randn(3, 64), stack, chosen).shape
+        torch.Size([3, 2, 24])
     """
     tensors, named = weight_arguments("moe_gemm", weight, bias, takes_bias=True)
     result: Tensor = _ops.moe_gemm(
@@ -105,6 +117,17 @@ def moe_gemm_gated(
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+
+    Examples:
+        >>> parts = [tmm.quantize_weight(torch.randn(24, 64), "uint4b8", 32) for _ in range(4)]
+        >>> stack = tmm.PackedWeight(
+        ...     torch.stack([part.b_packed for part in parts]),
+        ...     torch.stack([part.scales for part in parts]),
+        ...     "uint4b8",
+        ...     group_size=32,
+        ... )
+        >>> tmm.ops.moe_gemm_gated(torch.randn(3, 64), stack, torch.tensor([[0, 3], [1, 0], [2, 2]])).shape
+        torch.Size([3, 2, 12])
     """
     tensors, named = weight_arguments("moe_gemm_gated", weight, bias, takes_bias=True)
     result: Tensor = _moe_gemm_gated(

@@ -52,6 +52,12 @@ def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: s
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
+        >>> a = torch.randn(2, 5, 64)
+        >>> torch.allclose(tmm.gemm(a, weight), a @ weight.dequantize(), atol=1e-4)
+        True
     """
     tensors, named = weight_arguments("gemm", weight, bias, takes_bias=True)
     if variant != "auto":
@@ -81,6 +87,12 @@ def gemm_transposed(a: Tensor, weight: PackedWeight) -> Tensor:
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument or the variable is wrong; the message names it and says what was expected.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
+        >>> a = torch.randn(5, 24)
+        >>> torch.allclose(tmm.gemm_transposed(a, weight), a @ weight.dequantize().T, atol=1e-4)
+        True
     """
     tensors, named = weight_arguments("gemm_transposed", weight)
     result: Tensor = _ops.gemm_transposed(a, *tensors, **named)

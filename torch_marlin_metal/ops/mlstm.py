@@ -23,6 +23,11 @@ class MLSTMState(NamedTuple):
         C: scaled memory `[B, H, DK, DV]`.
         n: scaled normaliser `[B, H, DK]`.
         m: stabiliser `[B, H]`, the logarithm of the scale.
+
+    Examples:
+        >>> state = tmm.xlstm.MLSTMState(torch.zeros(1, 2, 32, 48), torch.zeros(1, 2, 32), torch.zeros(1, 2))
+        >>> state.C.shape
+        torch.Size([1, 2, 32, 48])
     """
 
     C: Tensor
@@ -73,6 +78,13 @@ def mlstm(
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 2, 100, D) for D in (32, 32, 48))  # [B, H, S, D]
+        >>> i, f = torch.randn(1, 2, 100), 3 + torch.randn(1, 2, 100)
+        >>> h, state = tmm.xlstm.mlstm(q, k, v, i, f)
+        >>> h.shape
+        torch.Size([1, 2, 100, 48])
     """
     C0, n0, m0 = _initial("mlstm", state)
     h, C, n, m = _ops.mlstm(q, k, v, i, f, C0=C0, n0=n0, m0=m0, chunk_size=chunk_size, eps=eps)
@@ -98,6 +110,13 @@ def mlstm_step(
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
+
+    Examples:
+        >>> state = tmm.xlstm.MLSTMState(torch.zeros(1, 2, 32, 48), torch.zeros(1, 2, 32), torch.zeros(1, 2))
+        >>> q, k, v = (torch.randn(1, 2, D) for D in (32, 32, 48))  # one token: [B, H, D]
+        >>> h, state = tmm.xlstm.mlstm_step(q, k, v, torch.randn(1, 2), torch.randn(1, 2), state)
+        >>> h.shape
+        torch.Size([1, 2, 48])
     """
     h, C, n, m = _ops.mlstm_step(q, k, v, i, f, *_tensors("mlstm_step", state), eps=eps)
     return h, MLSTMState(C, n, m)
@@ -131,6 +150,12 @@ def mlstm_states(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of
             `chunk_size * save_states_every` (`mlstm` takes any length).
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 2, 128, D) for D in (32, 32, 48))  # [B, H, S, D]
+        >>> i, f = torch.randn(1, 2, 128), 3 + torch.randn(1, 2, 128)
+        >>> tmm.xlstm.mlstm_states(k, v, i, f, chunk_size=64).C.shape
+        torch.Size([1, 2, 3, 32, 48])
     """
     C0, n0, m0 = _initial("mlstm_states", state)
     C, n, m = _ops.mlstm_states(
@@ -169,6 +194,14 @@ def mlstm_output(
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of `chunk_size`
             (`mlstm` takes any length).
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 2, 128, D) for D in (32, 32, 48))  # [B, H, S, D]
+        >>> i, f = torch.randn(1, 2, 128), 3 + torch.randn(1, 2, 128)
+        >>> states = tmm.xlstm.mlstm_states(k, v, i, f, chunk_size=64)
+        >>> h, N, M = tmm.xlstm.mlstm_output(q, k, v, i, f, states, chunk_size=64)
+        >>> h.shape
+        torch.Size([1, 2, 128, 48])
     """
     h, N, M = _ops.mlstm_output(
         q, k, v, i, f, *_tensors("mlstm_output", states, "states"), chunk_size=chunk_size, eps=eps

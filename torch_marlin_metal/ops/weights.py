@@ -14,29 +14,10 @@ from torch_marlin_metal.repack import ZerosRule
 _ops = torch.ops.torch_marlin_metal
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Returns a weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
-
-    The weight is computed in fp32 and rounded once.
-
-    Args:
-        weight: `[K, N]`. If several values of its `perm` are the same index, the result has one of their rows; which
-            one is unspecified.
-        dtype: float16, bfloat16 or float32.
-
-    Raises:
-        TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument has the wrong dtype, shape, device or value.
-    """
-    tensors, named = weight_arguments("dequantize", weight)
-    result: Tensor = _ops.dequantize(*tensors, dtype=dtype, **named)
-    return result
-
-
 def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
     """Looks up vectors of a packed embedding table: vector i is column i of the weight `[K, N]`.
 
-    Decodes only the vectors of the given ids. They have the same bits as in the result of `dequantize`. No tensor has a
+    Decodes only the vectors of the given ids. They have the same bits as in `weight.dequantize()`. No tensor has a
     gradient.
 
     Args:
@@ -51,6 +32,11 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
         IndexError: on the CPU, an id outside the table.
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(100, 64), "uint4", group_size=32)
+        >>> tmm.embedding(torch.tensor([[1, 5]]), weight).shape
+        torch.Size([1, 2, 64])
     """
     tensors, named = weight_arguments("embedding", weight)
     result: Tensor = _ops.embedding(ids, *tensors, dtype=dtype, **named)
@@ -72,6 +58,12 @@ def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None, code_bits: int =
 
     Raises:
         ValueError: an argument has the wrong dtype or shape.
+
+    Examples:
+        >>> qweight = torch.zeros(8, 24, dtype=torch.int32)  # [K/8, N]
+        >>> perm = tmm.ops.gptq_perm(torch.arange(64) % 2, group_size=32)
+        >>> tmm.ops.gptq_repack(qweight, perm=perm).shape
+        torch.Size([8, 24])
     """
     result: Tensor = _ops.gptq_repack(qweight, perm=perm, code_bits=code_bits)
     return result
@@ -98,6 +90,11 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
 
     Raises:
         ValueError: an argument has the wrong dtype, shape or value.
+
+    Examples:
+        >>> qzeros = torch.full((1, 1), 0x77777777, dtype=torch.int32)  # version 1 stores each zero point minus one
+        >>> tmm.ops.gptq_unpack_zeros(qzeros, checkpoint_version=1)
+        tensor([[8, 8, 8, 8, 8, 8, 8, 8]], dtype=torch.uint8)
     """
     result: Tensor = _ops.gptq_unpack_zeros(qzeros, checkpoint_version=checkpoint_version, rule=rule)
     return result
@@ -115,6 +112,11 @@ def awq_repack(qweight: Tensor) -> Tensor:
 
     Raises:
         ValueError: `qweight` has the wrong dtype or shape, or K is not a multiple of 8.
+
+    Examples:
+        >>> qweight = torch.zeros(64, 3, dtype=torch.int32)  # [K, N/8]
+        >>> tmm.ops.awq_repack(qweight).shape
+        torch.Size([8, 24])
     """
     result: Tensor = _ops.awq_repack(qweight)
     return result
@@ -134,6 +136,10 @@ def transpose_words(words: Tensor) -> Tensor:
 
     Raises:
         ValueError: wrong dtype or shape.
+
+    Examples:
+        >>> tmm.ops.transpose_words(torch.zeros(24, 3, dtype=torch.int32)).shape  # [N, K/8]
+        torch.Size([3, 24])
     """
     result: Tensor = _ops.transpose_words(words)
     return result
@@ -150,6 +156,10 @@ def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
 
     Raises:
         ValueError: wrong dtype or shape.
+
+    Examples:
+        >>> tmm.ops.awq_unpack_zeros(torch.zeros(2, 3, dtype=torch.int32)).shape
+        torch.Size([2, 24])
     """
     result: Tensor = _ops.awq_unpack_zeros(qzeros)
     return result

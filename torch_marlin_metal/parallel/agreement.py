@@ -12,7 +12,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.version import __version__
 
 _TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
-    name: name for name in ("scales", "zeros", "super_scales", "super_zeros", "lut", "perm", "bias")
+    name: name for name in ("scales", "zeros", "super_scales", "super_zeros", "lut", "perm", "b_high", "bias")
 }
 
 
@@ -54,7 +54,7 @@ def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -
 
 
 def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> None:
-    """Raises an error that names the rank whose package or weight is not rank 0's."""
+    """Raises unless every rank has rank 0's package version and weight; names the first that differs."""
     values = {"version": number_of(__version__), "weight format": number_of(weight.weight_format)}
     values |= {"group size": weight.group_size, "K": weight.K, "N": weight.N}
     values |= {name: _digest(getattr(weight, field)) for field, name in _TENSORS.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SUPER_BLOCK, PackedWeight
+from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 _BY_GROUP = ("scales", "zeros")  # fields whose first dimension is the number of groups
 _BY_BLOCK = ("super_scales", "super_zeros")  # fields whose first dimension is the number of blocks of SUPER_BLOCK rows
@@ -99,7 +100,6 @@ def split_rows(
             f"(group_size={group_size}), got {count}"
         )
     perms = _perms(weight, rows, gathered)
-    per_word = weight_format(weight.weight_format).codes_per_word
     if count > 1 and rows % SUPER_BLOCK:
         weight = weight.one_level()
     result = []
@@ -107,10 +107,9 @@ def split_rows(
         first = part * rows
         groups = slice(0, 1) if one_group else slice(first // group_size, -(-(first + rows) // group_size))
         cut: dict[str, Any] = {n: t[groups].clone() for n, t in weight.tensors().items() if n in _BY_GROUP}
-        words = slice(first // per_word, (first + rows) // per_word)
         blocks = slice(first // SUPER_BLOCK, -(-(first + rows) // SUPER_BLOCK))
         cut |= {n: t[blocks].clone() for n, t in weight.tensors().items() if n in _BY_BLOCK}
-        cut["b_packed"] = weight.b_packed[words].clone()  # a view would keep the whole
+        cut |= _planes(weight, first, rows)
         result.append(
             replace(
                 weight,
@@ -123,12 +122,42 @@ def split_rows(
     return result
 
 
+def _planes(weight: PackedWeight, first: int, rows: int) -> dict[str, Tensor]:
+    """Returns the planes of some rows, in tensors that do not keep the whole. A word of `b_high` may cross a border."""
+    fmt = weight_format(weight.weight_format)
+    low = weight.b_packed[first // fmt.codes_per_word : (first + rows) // fmt.codes_per_word].clone()
+    if weight.b_high is None:
+        return {"b_packed": low}
+    begin, step = first // fmt.k_per_high_word, fmt.k_per_high_word
+    high = weight.b_high[begin : -(-(first + rows) // step)].clone()
+    if first % step or (rows % step and first + rows < weight.K):
+        around = weight.b_packed[begin * step // 8 : (begin + len(high)) * step // 8]
+        codes = unpack_planes(around, high, fmt.code_bits)[first - begin * step :][:rows]
+        return _packed_planes(codes, fmt.code_bits)
+    return {"b_packed": low, "b_high": high}
+
+
+def _packed_planes(codes: Tensor, code_bits: int) -> dict[str, Tensor]:
+    low, high = pack_planes(codes, code_bits)
+    return {"b_packed": low} if high is None else {"b_packed": low, "b_high": high}
+
+
+def _joined_planes(weights: Sequence[PackedWeight]) -> dict[str, Tensor]:
+    """Returns the planes of weights one below the other."""
+    fmt = weight_format(weights[0].weight_format)
+    high = [w.b_high for w in weights if w.b_high is not None]
+    if high and len(high) > 1 and weights[0].K % fmt.k_per_high_word:
+        codes = [unpack_planes(w.b_packed, w.b_high, fmt.code_bits) for w in weights]
+        return _packed_planes(torch.cat(codes), fmt.code_bits)
+    low = {"b_packed": torch.cat([w.b_packed for w in weights])}
+    return low | {"b_high": torch.cat(high)} if high else low
+
+
 def _chosen(count: int, only: int | None) -> Sequence[int]:
     return range(count) if only is None else [only]
 
 
 def _perms(weight: PackedWeight, rows: int, gathered: bool) -> list[Tensor | None]:
-    """Returns the `perm` of each part."""
     count = weight.K // rows
     if weight.perm is None or gathered:
         return [None] * count
@@ -222,7 +251,7 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
     if rows % SUPER_BLOCK and count > 1:
         weights = [weight.one_level() for weight in weights]
         first = weights[0]
-    joined: dict[str, Any] = {"b_packed": torch.cat([w.b_packed for w in weights])}
+    joined: dict[str, Any] = {**_joined_planes(weights)}
     for name in (*_BY_GROUP, *_BY_BLOCK):
         held = [t for w in weights if (t := w.tensors().get(name)) is not None]
         if held and not one_group:

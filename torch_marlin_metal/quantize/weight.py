@@ -1,4 +1,4 @@
-"""Quantizes float weights to 4 or 8 bit: rounds to nearest, or searches each group's best scale and zero point."""
+"""Quantizes float weights to 4 to 8 bits: rounds to nearest, or searches each group's best scale and zero point."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torch_marlin_metal.quantize.scale_coding import (
     ScaleCoding,
     Table,
 )
-from torch_marlin_metal.repack import pack_codes
+from torch_marlin_metal.repack import pack_planes
 
 METHODS = ("rtn", "mse")
 # Rows are searched in chunks of this many elements, so the search needs about ten fp32 tensors of this size.
@@ -44,16 +44,16 @@ def quantize_weight(
     amax: float | None = None,
     name: str = "",
 ) -> PackedWeight:
-    """Quantizes the weight of a Linear layer to 4 or 8 bit, on the weight's device.
+    """Quantizes the weight of a Linear layer to 4, 5, 6 or 8 bit, on the weight's device.
 
     "rtn" takes the scale from the extreme values of a group. With amax for the largest magnitude in the group, the
-    scale is amax/7.5 for uint4b8 and amax/127.5 for uint8b128 (GPTQ's and compressed-tensors' convention). It is the
-    range over 15 or 255 for formats with biases and with zero points; with zero points, the range always includes 0. It
-    is amax/6 for E2M1, amax/448 for E4M3 and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6);
-    for mxfp4 and mxfp8 see `mx_rounding`. If the scale of a group rounds to 0 and other groups have larger
-    scales, the weights of the group become 0. "mse" starts from the scales of "rtn". For every group it tries other
-    scales and zero points, and keeps those that lower the squared error of the group. Its error is therefore never
-    larger than that of "rtn".
+    scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128 (GPTQ's
+    and compressed-tensors' convention). It is the range over the largest code, such as 15 or 255, for formats with
+    biases and with zero points; with zero points, the range always includes 0. It is amax/6 for E2M1, amax/448 for E4M3
+    and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6); for mxfp4 and mxfp8 see `mx_rounding`.
+    If the scale of a group rounds to 0 and other groups have larger scales, the weights of the group become 0. "mse"
+    starts from the scales of "rtn". For every group it tries other scales and zero points, and keeps those that lower
+    the squared error of the group. Its error is therefore never larger than that of "rtn".
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
@@ -71,12 +71,17 @@ def quantize_weight(
         name: kept in the result.
 
     Returns:
-        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]`, uint8 zero points for uint4 and uint8,
-        biases for uint4_bias and uint8_bias.
+        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]`, and what else the format has: uint8 zero
+        points, biases, the upper bits of codes of 5 and 6 bits.
 
     Raises:
         ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
             stores; weights so small that the largest scale keeps fewer than five bits.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "nvfp4", method="mse")
+        >>> (weight.K, weight.N, weight.group_size)
+        (64, 24, 16)
     """
     fmt = find_format(weight_format)
     _check(w, fmt, method, scale_dtype, lut, mx_rounding)
@@ -104,6 +109,9 @@ def quantize_weight(
     search = _Search(fmt, coding, scale_dtype, table, method)
 
     b_packed = prefer_huge_pages(torch.empty(K // fmt.codes_per_word, N, dtype=torch.int32, device=w.device))
+    b_high = None
+    if fmt.high_bits:
+        b_high = prefer_huge_pages(torch.empty(-(-K // fmt.k_per_high_word), N, dtype=torch.int32, device=w.device))
     grouped = (-(-K // group_size), N)
     scales = torch.empty(grouped, dtype=coding.dtype, device=w.device)
     zeros = None
@@ -125,7 +133,9 @@ def quantize_weight(
             scales[groups, n] = scale.view(len(chunk), -1).T
             if zeros is not None and zero is not None:
                 zeros[groups, n] = zero.view(len(chunk), -1).T.to(zeros.dtype)
-        b_packed[:, n] = pack_codes(codes.T, fmt.code_bits)
+        b_packed[:, n], upper = pack_planes(codes.T, fmt.code_bits)
+        if b_high is not None and upper is not None:
+            b_high[:, n] = upper
     if not fmt.has_coded_scales:
         _check_range("scale", scales)
         bias = zeros if fmt.zeros_role == "bias" else None
@@ -141,6 +151,7 @@ def quantize_weight(
         zeros=zeros,
         global_scale=global_scale,
         lut=table.values if fmt.has_lut and isinstance(table, CodeTable) else None,
+        b_high=b_high,
         name=name,
     )
 
@@ -285,6 +296,7 @@ def empty_weight(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: tor
         zeros=None if zeros_dtype is None else w.new_empty(grouped, dtype=zeros_dtype),
         global_scale=w.new_empty(1, dtype=torch.float32) if fmt.has_global_scale else None,
         lut=w.new_empty(16, dtype=torch.float32) if fmt.has_lut else None,
+        b_high=w.new_empty((-(-K // fmt.k_per_high_word), N), dtype=torch.int32) if fmt.high_bits else None,
         name=name,
     )
 

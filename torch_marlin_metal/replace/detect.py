@@ -15,6 +15,7 @@ from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.from_state_dict import gemv_kind, kind_of, read_state
+from torch_marlin_metal.replace.gguf import is_gguf_linear, read_blocks
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, read_words, tensor_of
 from torch_marlin_metal.replace.gptq_awq import shape_of as _stated_shape
 
@@ -33,7 +34,7 @@ def is_packed_linear(module: nn.Module) -> bool:
         return True  # it may keep the layer in floats that it was made of, as a child
     if next(module.children(), None) is not None:
         return False  # an adapter may show the tensors of the layer that it wraps, but is no packed layer itself
-    return _has_words(module) or kind is not None
+    return _has_words(module) or is_gguf_linear(module) or kind is not None
 
 
 def why_unread(module: nn.Module) -> str:
@@ -99,6 +100,8 @@ def read_packed_linear(
         raise UnreadableError(f"{bits} bits; the operators take 4")
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise UnreadableError("its tensors are on the meta device")
+    if is_gguf_linear(module):
+        return read_blocks(module)
     if not _has_words(module):
         kind = kind_of(module)
         assert kind is not None

@@ -1,5 +1,6 @@
-"""The layer of xLSTM with the mLSTM operators.
+"""The mLSTM of xLSTM models: its operators, its cell and its layer."""
 
-The package is not named `mlstm`, because `torch_marlin_metal.mlstm` is the operator. Importing a submodule of this name
-would replace the operator by the module.
-"""
+from torch_marlin_metal.ops.mlstm import MLSTMState, mlstm, mlstm_output, mlstm_states, mlstm_step
+from torch_marlin_metal.xlstm.layer import MLSTMCell, MLSTMLayer
+
+__all__ = ["MLSTMCell", "MLSTMLayer", "MLSTMState", "mlstm", "mlstm_output", "mlstm_states", "mlstm_step"]

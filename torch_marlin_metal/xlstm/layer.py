@@ -30,6 +30,14 @@ class MLSTMCell(nn.Module):
     Args:
         chunk_size: as in `mlstm`.
         eps: added to the denominator.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 2, 100, D) for D in (32, 32, 48))  # [B, H, S, D]
+        >>> h, (C, n, m) = tmm.xlstm.MLSTMCell()(
+        ...     q, k, v, torch.randn(1, 2, 100), torch.randn(1, 2, 100), return_last_states=True
+        ... )
+        >>> h.shape
+        torch.Size([1, 2, 100, 48])
     """
 
     def __init__(self, chunk_size: int = 0, eps: float = 1e-6) -> None:
@@ -124,6 +132,13 @@ class MLSTMLayer(nn.Module):
 
     Raises:
         ValueError: the heads do not divide the sizes.
+
+    Examples:
+        >>> layer = tmm.xlstm.MLSTMLayer(256, num_heads=4)
+        >>> y, state = layer(torch.randn(1, 37, 256))  # a prompt, by chunks
+        >>> y, state = layer(torch.randn(1, 1, 256), state)  # a token, by a step
+        >>> y.shape
+        torch.Size([1, 1, 256])
     """
 
     def __init__(

@@ -22,8 +22,43 @@ namespace {
 }
 
 // Makes bf16 values of the four 8-bit codes of each lane: pairs() sets even to codes 0 and 2, and odd to codes 1 and 3.
+// This template looks up the upper and the lower byte of a value by seven bits of a code. In E4M3 the eighth is the
+// sign; integers in two planes have at most six bits.
 template <Codes codes>
-class BytePairs;
+class BytePairs {
+ public:
+  [[gnu::always_inline]] explicit BytePairs(const float* values) {
+    for (int part = 0; part < kParts; ++part) {
+      alignas(64) uint8_t upper[64], lower[64];
+      for (int i = 0; i < 64; ++i) {
+        const uint32_t bits = std::bit_cast<uint32_t>(values[64 * part + i]);
+        upper[i] = static_cast<uint8_t>(bits >> 24);
+        lower[i] = static_cast<uint8_t>(bits >> 16);
+      }
+      upper_[part] = _mm512_load_si512(upper);
+      lower_[part] = _mm512_load_si512(lower);
+    }
+  }
+  [[gnu::always_inline]] void pairs(__m512i word, __m512i& even, __m512i& odd) const {
+    constexpr int kAOrBAndC = 0xF8, kSelect = 0xCA;
+    const __m512i low = look_up(lower_, word);
+    __m512i high = look_up(upper_, word);
+    if constexpr (codes == Codes::e4m3) {
+      high = _mm512_ternarylogic_epi32(high, word, _mm512_set1_epi8(static_cast<char>(0x80)), kAOrBAndC);
+    }
+    const __m512i lower_bytes = _mm512_set1_epi16(0x00FF);
+    even = _mm512_ternarylogic_epi32(lower_bytes, low, _mm512_slli_epi16(high, 8), kSelect);
+    odd = _mm512_ternarylogic_epi32(lower_bytes, _mm512_srli_epi16(low, 8), high, kSelect);
+  }
+
+ private:
+  static constexpr int kParts = codes == Codes::planes ? 1 : 2;
+  [[gnu::always_inline]] static __m512i look_up(const __m512i (&table)[kParts], __m512i index) {
+    if constexpr (kParts == 1) return _mm512_permutexvar_epi8(index, table[0]);
+    return _mm512_permutex2var_epi8(table[0], index, table[kParts - 1]);
+  }
+  __m512i upper_[kParts], lower_[kParts];
+};
 
 // The lowest bits of 2^23 in fp32 count ones, and those of 2^15 from the ninth on do so, too. A code that is put there
 // is added to that number, without a shift of every second code. The difference is exact and fits bf16.
@@ -48,37 +83,6 @@ class BytePairs<Codes::byte> {
     return _mm512_or_si512(_mm512_srli_epi32(first, 16), second);
   }
   __m512 even_start_, odd_start_;
-};
-
-// vpermi2b looks up the upper and the lower byte of a value by seven bits of its code. The eighth is the sign.
-template <>
-class BytePairs<Codes::e4m3> {
- public:
-  [[gnu::always_inline]] explicit BytePairs(const float* values) {
-    for (int part = 0; part < 2; ++part) {
-      alignas(64) uint8_t upper[64], lower[64];
-      for (int i = 0; i < 64; ++i) {
-        const uint32_t bits = std::bit_cast<uint32_t>(values[64 * part + i]);
-        upper[i] = static_cast<uint8_t>(bits >> 24);
-        lower[i] = static_cast<uint8_t>(bits >> 16);
-      }
-      upper_[part] = _mm512_load_si512(upper);
-      lower_[part] = _mm512_load_si512(lower);
-    }
-  }
-  [[gnu::always_inline]] void pairs(__m512i word, __m512i& even, __m512i& odd) const {
-    constexpr int kAOrBAndC = 0xF8, kSelect = 0xCA;
-    const __m512i low = _mm512_permutex2var_epi8(lower_[0], word, lower_[1]);
-    const __m512i high =
-        _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper_[0], word, upper_[1]), word,
-                                  _mm512_set1_epi8(static_cast<char>(0x80)), kAOrBAndC);
-    const __m512i lower_bytes = _mm512_set1_epi16(0x00FF);
-    even = _mm512_ternarylogic_epi32(lower_bytes, low, _mm512_slli_epi16(high, 8), kSelect);
-    odd = _mm512_ternarylogic_epi32(lower_bytes, _mm512_srli_epi16(low, 8), high, kSelect);
-  }
-
- private:
-  __m512i upper_[2], lower_[2];
 };
 #endif
 

@@ -11,12 +11,14 @@
 #include <utility>
 
 #include "csrc/cpu/kernels/byte_split.h"
+#include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/kernels/segments.h"
 
 namespace marlin::cpu {
 
-// Decodes half of the codes of eight k to bytes: the even or the odd k of a word, or one of the two words of 8-bit
-// codes, which needs no decoding. A byte stands for the value (byte - offset) * unit.
+// Decodes half of the codes of eight k to bytes: the even or the odd k of a word, with their upper bits if they are in
+// two planes, or one of the two words of 8-bit codes, which needs no decoding. A byte stands for the value (byte -
+// offset) * unit.
 template <class V, Codes codes>
 class CodeBytes {
  public:
@@ -34,10 +36,20 @@ class CodeBytes {
   int offset() const { return offset_; }
   template <int odd>
   [[gnu::always_inline]] typename V::Bytes decode(typename V::I words) const {
+    static_assert(codes != Codes::planes, "needs the second plane");
     if constexpr (codes == Codes::byte) return words;
     const typename V::Bytes nibbles = V::template nibbles<odd>(words);
     if constexpr (codes == Codes::e2m1) return V::look_up(table_, nibbles);
     return nibbles;
+  }
+  // The same for codes in two planes, too. `k` is the first of the eight, and `column` that of the words.
+  template <int odd>
+  [[gnu::always_inline]] typename V::Bytes decode(typename V::I words, const HighPlane& high, int k, int column) const {
+    if constexpr (codes == Codes::planes) {
+      return HighWords<V>(high, k, column).template bytes<odd>(words);
+    } else {
+      return decode<odd>(words);
+    }
   }
 
  private:
@@ -52,6 +64,7 @@ struct SplitOperands {
   const uint32_t* ahead;
   const int32_t* x;  // as pack_split packs them
   int64_t ld_words;
+  HighPlane high;
 
   [[gnu::always_inline]] void advance() {
     words += words_per_block(codes) * ld_words;
@@ -67,7 +80,7 @@ template <class V, Codes codes, int R, int C>
 void split_step(const Step& s) {
   const CodeBytes<V, codes> bytes(s.values);
   const auto* header = static_cast<const int32_t*>(s.x);
-  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words};
+  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words, s.high};
   add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
     SplitSums<V, R, C> sums;
     unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
@@ -85,7 +98,7 @@ void split_step(const Step& s) {
   });
 }
 
-template <class V, int max_rows, int C, bool with_bytes = false>
+template <class V, int max_rows, int C, bool with_bytes = false, bool with_planes = false>
 constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   MatrixKernel kernel{};
   kernel.strip = C * V::width;
@@ -100,6 +113,7 @@ constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   fill.template operator()<Codes::integer>(std::make_integer_sequence<int, max_rows>{});
   fill.template operator()<Codes::e2m1>(std::make_integer_sequence<int, max_rows>{});
   if constexpr (with_bytes) fill.template operator()<Codes::byte>(std::make_integer_sequence<int, max_rows>{});
+  if constexpr (with_planes) fill.template operator()<Codes::planes>(std::make_integer_sequence<int, max_rows>{});
   return kernel;
 }
 

@@ -10,6 +10,16 @@
 
 namespace marlin::cpu {
 
+// Where a kernel finds the upper bits of codes in two planes. Kernels for other codes do not use it.
+struct HighPlane {
+  const uint32_t* words;  // row stride ld_words
+  int64_t ld_words;
+  uint32_t bits;  // of a code
+
+  // Returns the row that has `k`, which counts from the first field of `words`.
+  const uint32_t* row(int k) const { return words + int64_t{static_cast<uint32_t>(k) * bits / 32} * ld_words; }
+};
+
 // K is divided into chunks of at most kChunk elements. A kernel reads all packed rows of a chunk side by side, each
 // along N, so one core reads several sequential streams. N is divided into strips, the columns that one kernel call
 // computes. A segment is the k of one group within a chunk. The products of a segment are summed first and then scaled
@@ -19,9 +29,10 @@ inline constexpr int kChunk = 128;
 // The product of one block of rows with one strip of columns, over one chunk. gemm.cpp pads, so strips are always
 // whole.
 struct Step {
-  const float* values;    // [16] or [256], the value of each code
+  const float* values;    // the value of each code
   const uint32_t* words;  // [k/8, strip], or [k/4, strip] of 8-bit codes; row stride ld_words
   int64_t ld_words;
+  HighPlane high;  // of codes in two planes; its first k is that of `words`
   // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only.
   // The first-level cache could lose them: if N is a power of two, all rows of a chunk share a few of its sets.
   const uint32_t* ahead;
@@ -82,9 +93,11 @@ struct MatrixKernel {
 inline constexpr int kDequantizeColumns = 256;
 
 struct DequantizeBlock {
-  const float* values;    // [16] or [256]
+  const float* values;    // the value of each code
   const uint32_t* words;  // [count], or [2, count] of 8-bit codes
   int64_t ld_words;
+  HighPlane high;       // of codes in two planes
+  int high_k;           // the block's first k, counted from that of `high`
   const float* scales;  // [count]; in scales, zeros and values, every NaN is the canonical quiet NaN
   const float* zeros;   // [count]; unused if role is none
   ZerosRole role;
@@ -124,7 +137,8 @@ struct Bf16DotKernels {
   MatrixKernel large_m;   // for bf16 activations
 };
 
-// Kernels that split each activation into three bytes, for integer and E2M1 codes. On x86 also for integers of 8 bits.
+// Kernels that split each activation into three bytes, for integer and E2M1 codes. On x86 also for integers of 5, 6 and
+// 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
   MatrixKernel large_m;

@@ -6,27 +6,42 @@
 #include <utility>
 
 #include "csrc/cpu/kernels/kernel_table.h"
+#include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/kernels/segments.h"
 #include "csrc/cpu/unroll.h"
 
 namespace marlin::cpu {
 
-// s.x is [k, R]: the R activations of one k are adjacent.
+// The decoder of codes: those in two planes are joined to bytes first.
+template <class V, Codes codes>
+using DecoderOf = typename V::template Decoder<codes == Codes::planes ? Codes::byte : codes>;
+
 // The words of eight k of C vectors of columns.
 template <class V, Codes codes, int C>
 struct Block {
   static constexpr int kRows = words_per_block(codes);
-  static constexpr int kCodes = kBlockK / kRows;  // of a word
-  typename V::I word[kRows * C];
+  // The bytes of codes in two planes are two words: those of even k, and those of odd k.
+  static constexpr int kWords = codes == Codes::planes ? 2 : kRows;
+  static constexpr int kCodes = kBlockK / kWords;  // of a word
+  typename V::I word[kWords * C];
 
-  [[gnu::always_inline]] Block(const uint32_t* words, int64_t ld_words) {
+  // `k` is the first of the eight, counted from that of the second plane.
+  [[gnu::always_inline]] Block(const uint32_t* words, int64_t ld_words, const HighPlane& high, int k) {
     unroll<V, kRows * C>([&](auto i) __attribute__((always_inline)) {
       word[i] = V::load_words(words + i / C * ld_words + i % C * V::width);
     });
+    if constexpr (codes == Codes::planes) {
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        const HighWords<V> upper(high, k, c * V::width);
+        word[C + c] = upper.template bytes<1>(word[c]);
+        word[c] = upper.template bytes<0>(word[c]);
+      });
+    }
   }
   // Returns the values of the codes of k = j, in vector c.
   template <int j, int c>
-  [[gnu::always_inline]] typename V::F decode(const typename V::template Decoder<codes>& decoder) const {
+  [[gnu::always_inline]] typename V::F decode(const DecoderOf<V, codes>& decoder) const {
+    if constexpr (codes == Codes::planes) return decoder.template decode<j / 2>(word[j % 2 * C + c]);
     return decoder.template decode<j % kCodes>(word[j / kCodes * C + c]);
   }
 };
@@ -40,10 +55,11 @@ template <class V, Codes codes, int C>
   }
 }
 
+// s.x is [k, R]: the R activations of one k are adjacent.
 template <class V, Codes codes, bool from_panel, int R, int C>
 void step(const Step& s) {
   using F = typename V::F;
-  const typename V::template Decoder<codes> decoder(s.values);
+  const DecoderOf<V, codes> decoder(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const float* panel = s.panel;
@@ -68,7 +84,7 @@ void step(const Step& s) {
         });
         panel += 8 * C * V::width;
       } else {
-        const Block<V, codes, C> block(words, s.ld_words);
+        const Block<V, codes, C> block(words, s.ld_words, s.high, k);
         prefetch_block<V, codes, C>(ahead, s.ld_words);
         unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
           F code[C];
@@ -84,11 +100,11 @@ void step(const Step& s) {
 
 template <class V, Codes codes, int C>
 void unpack(const Step& s, float* panel) {
-  const typename V::template Decoder<codes> decoder(s.values);
+  const DecoderOf<V, codes> decoder(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   for (int k = 0; k < s.k; k += 8, panel += 8 * C * V::width) {
-    const Block<V, codes, C> block(words, s.ld_words);
+    const Block<V, codes, C> block(words, s.ld_words, s.high, k);
     prefetch_block<V, codes, C>(ahead, s.ld_words);
     unroll<V, 8 * C>([&](auto i) __attribute__((always_inline)) {
       V::store(panel + i * V::width, block.template decode<i / C, i % C>(decoder));
@@ -171,8 +187,9 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
+    static constexpr auto kValues = e8m0_values();
     for (; i < count; ++i)
-      out[i] = kE8M0Values[source[i]];
+      out[i] = kValues[source[i]];
   }
 }
 
@@ -213,9 +230,9 @@ template <class V, ElementType type>
 template <class V, Codes codes, ElementType type, ZerosRole role>
 [[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;
-  const typename V::template Decoder<codes> decoder(d.values);
+  const DecoderOf<V, codes> decoder(d.values);
   for (int i = 0; i < d.count; i += 2 * V::width) {
-    const Block<V, codes, 2> block(d.words + i, d.ld_words);
+    const Block<V, codes, 2> block(d.words + i, d.ld_words, {d.high.words + i, d.high.ld_words, d.high.bits}, d.high_k);
     F scale[2], zero[2], w[2];
     unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
       scale[c] = V::load(d.scales + i + c * V::width);
@@ -298,17 +315,19 @@ constexpr MatrixKernel matrix_kernel() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
     // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode, so one
     // instance serves all codes.
-    constexpr Codes used = from_panel ? Codes::table : V::template decoder_for<codes>;
+    constexpr Codes decoder = codes == Codes::planes ? codes : V::template decoder_for<codes>;
+    constexpr Codes used = from_panel ? Codes::table : decoder;
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
     }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
-    kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, V::template decoder_for<codes>, C>;
+    kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, decoder, C>;
   };
   fill.template operator()<Codes::integer>();
   fill.template operator()<Codes::e2m1>();
   fill.template operator()<Codes::table>();
   fill.template operator()<Codes::byte>();
   fill.template operator()<Codes::e4m3>();
+  fill.template operator()<Codes::planes>();
   return kernel;
 }
 
@@ -318,17 +337,18 @@ constexpr KernelSet kernel_set() {
   // which takes up to large_m_rows rows. The smallest block is the smaller of two: small_m_rows + 1 rows that are one
   // block, and half of large_m_rows + 1 rows, which need two blocks.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
-  return {matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
-          matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
-          &to_float<V>,
-          &scale_codes<V>,
-          &decode_scales<V>,
-          &from_float<V>,
-          {&dequantize<V, V::template decoder_for<Codes::integer>>,
-           &dequantize<V, V::template decoder_for<Codes::e2m1>>, &dequantize<V, Codes::table>,
-           &dequantize<V, V::template decoder_for<Codes::byte>>, &dequantize<V, V::template decoder_for<Codes::e4m3>>},
-          &gather_codes<V>,
-          &stream<V>};
+  return {
+      matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
+      matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
+      &to_float<V>,
+      &scale_codes<V>,
+      &decode_scales<V>,
+      &from_float<V>,
+      {&dequantize<V, V::template decoder_for<Codes::integer>>, &dequantize<V, V::template decoder_for<Codes::e2m1>>,
+       &dequantize<V, Codes::table>, &dequantize<V, V::template decoder_for<Codes::byte>>,
+       &dequantize<V, V::template decoder_for<Codes::e4m3>>, &dequantize<V, Codes::planes>},
+      &gather_codes<V>,
+      &stream<V>};
 }
 
 }  // namespace marlin::cpu

@@ -199,11 +199,11 @@ __mmask16 outside(__m512 values) {
 template <int parts, uint32_t min>
 bool pack_tiles(const PackRow& p) {
   // Takes the upper halves of 32 lanes and orders each run of eight k like the pairs of codes (amx_codes.h).
-  const __m512i pairs =
-      p.byte_codes ? _mm512_set_epi16(63, 59, 61, 57, 55, 51, 53, 49, 47, 43, 45, 41, 39, 35, 37, 33,  //
-                                      31, 27, 29, 25, 23, 19, 21, 17, 15, 11, 13, 9, 7, 3, 5, 1)
-                   : _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
-                                      31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
+  const __m512i pairs = p.byte_codes
+                            ? _mm512_set_epi16(63, 59, 61, 57, 55, 51, 53, 49, 47, 43, 45, 41, 39, 35, 37, 33,  //
+                                               31, 27, 29, 25, 23, 19, 21, 17, 15, 11, 13, 9, 7, 3, 5, 1)
+                            : _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
+                                               31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
   const int tile = tile_k(p.segment);
   const auto whole_tile = static_cast<__mmask32>((uint64_t{1} << tile) - 1);
   const auto row_tiles = static_cast<int>(ceil_divide(p.rows, kTileRows));
@@ -269,12 +269,12 @@ constexpr MatrixKernel exact_kernel() {
   MatrixKernel kernel = tile_kernel<parts, CodesInParts<1>>();
   add_codes<parts, ByteCodes<Codes::byte>>(kernel, Codes::byte);
   add_codes<parts, ByteCodes<Codes::e4m3>>(kernel, Codes::e4m3);
+  add_codes<parts, ByteCodes<Codes::planes>>(kernel, Codes::planes);
   return kernel;
 }
 
 template <int parts>
-constexpr AmxKernels kTiles{exact_kernel<parts>(), scaled_kernel<parts>(),
-                            tile_kernel<parts, CodesInParts<3>>()};
+constexpr AmxKernels kTiles{exact_kernel<parts>(), scaled_kernel<parts>(), tile_kernel<parts, CodesInParts<3>>()};
 
 }  // namespace
 

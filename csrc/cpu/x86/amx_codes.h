@@ -5,6 +5,7 @@
 #pragma once
 
 #include "csrc/cpu/kernels/bf16_parts.h"
+#include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {
@@ -92,7 +93,7 @@ class CodesInParts {
   __m512i tables_[parts];
 };
 
-// Decodes codes of 8 bits.
+// Decodes codes of 8 bits, or those in two planes: their bytes are the even k, then the odd k.
 template <Codes codes>
 class ByteCodes {
  public:
@@ -112,8 +113,15 @@ class ByteCodes {
   }
   // Decodes 8 k of 16 columns.
   [[gnu::always_inline]] void decode(const Step& s, int row, int column, __m512i (&pairs)[4]) const {
-    for (int word = 0; word < 2; ++word)
-      pairs_.pairs(load_words(s, 2 * row + word, column), pairs[2 * word], pairs[2 * word + 1]);
+    if constexpr (codes == Codes::planes) {
+      const HighWords<Avx512> high(s.high, 8 * row, column);
+      const __m512i word = load_words(s, row, column);
+      pairs_.pairs(high.template bytes<0>(word), pairs[0], pairs[2]);
+      pairs_.pairs(high.template bytes<1>(word), pairs[1], pairs[3]);
+    } else {
+      for (int word = 0; word < 2; ++word)
+        pairs_.pairs(load_words(s, 2 * row + word, column), pairs[2 * word], pairs[2 * word + 1]);
+    }
   }
 
  private:

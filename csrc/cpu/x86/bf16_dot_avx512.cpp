@@ -10,6 +10,7 @@
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi")
 
 #include "csrc/cpu/kernels/bf16_parts.h"
+#include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/kernels/segments.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
@@ -53,7 +54,7 @@ void dot_step(const Step& s) {
     __m512 acc[sums];
     unroll<V, sums>([&](auto i) __attribute__((always_inline)) { acc[i] = _mm512_setzero_ps(); });
     for (int k = begin; k < end; k += 8) {
-      __m512i word[C], code[C], odd[C];
+      __m512i word[C], code[C], odd[C], odd_pairs[C];
       unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
         constexpr int kPairs = 4 / words_per_block(codes);  // of a word
         if constexpr (j % kPairs == 0) {
@@ -65,7 +66,16 @@ void dot_step(const Step& s) {
           ahead += s.ld_words;
         }
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          if constexpr (!is_byte_wide(codes)) {
+          if constexpr (codes == Codes::planes) {
+            // The bytes of even k are pairs 0 and 2, and those of odd k pairs 1 and 3.
+            if constexpr (j == 0) {
+              const HighWords<V> upper(s.high, k, c * V::width);
+              table.pairs(upper.bytes<0>(word[c]), code[c], odd[c]);
+              table.pairs(upper.bytes<1>(word[c]), odd_pairs[c], word[c]);
+            } else {
+              code[c] = j == 1 ? odd_pairs[c] : j == 2 ? odd[c] : word[c];
+            }
+          } else if constexpr (!bytes) {
             code[c] = table.pair(j == 0 ? word[c] : _mm512_srli_epi32(word[c], 4 * j));
           } else if constexpr (j % 2 == 0) {
             table.pairs(word[c], code[c], odd[c]);
@@ -129,6 +139,7 @@ constexpr MatrixKernel dot_kernel() {
     fill(std::integral_constant<Codes, Codes::table>{}, of, kRows);
   fill(std::integral_constant<Codes, Codes::byte>{}, Codes::byte, kRows);
   fill(std::integral_constant<Codes, Codes::e4m3>{}, Codes::e4m3, kRows);
+  fill(std::integral_constant<Codes, Codes::planes>{}, Codes::planes, kRows);
   return kernel;
 }
 

@@ -22,10 +22,12 @@ struct Avx2Bytes : Avx2 {
   using Sums = __m256i;
   static constexpr int kE2M1Offset = 12;
   static constexpr int kOperandsPerLoad = 1;
-  // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1) or
-  // 15 * 128 (integers).
+  // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1),
+  // 63 * 128 (integers in two planes) or 15 * 128 (other integers).
   template <Codes codes>
-  static constexpr int kRowsIn16Bits = codes == Codes::e2m1 ? 2 : 4;
+  static constexpr int kRowsIn16Bits = codes == Codes::planes ? 1
+                                       : codes == Codes::e2m1 ? 2
+                                                              : 4;
 
   static Sums set_sums(int32_t v) { return _mm256_set1_epi32(v); }
   static F to_float(Sums v) { return _mm256_cvtepi32_ps(v); }
@@ -51,7 +53,8 @@ struct Avx2Bytes : Avx2 {
         __builtin_prefetch(next.ahead, 0, 2);
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
           const __m256i word = V::load_words(next.words + c * V::width);
-          const __m256i even = bytes.template decode<0>(word), odd = bytes.template decode<1>(word);
+          const __m256i even = bytes.template decode<0>(word, next.high, k, c * V::width);
+          const __m256i odd = bytes.template decode<1>(word, next.high, k, c * V::width);
           unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
             const __m256i even_x = _mm256_set1_epi32(next.x[i]), odd_x = _mm256_set1_epi32(next.x[kSplitBytes * R + i]);
             const __m256i product =
@@ -67,7 +70,7 @@ struct Avx2Bytes : Avx2 {
   }
 };
 
-constexpr MatrixKernel kKernel = split_kernel<Avx2Bytes, 1, 4>(&pack_split<Avx2Bytes, 1>);
+constexpr MatrixKernel kKernel = split_kernel<Avx2Bytes, 1, 4, false, true>(&pack_split<Avx2Bytes, 1>);
 
 }  // namespace
 

@@ -49,7 +49,7 @@ struct Avx512Vnni : Avx512 {
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
           constexpr int kRow = odd * (words_per_block(codes) - 1);
           const int64_t at = kRow * next.ld_words + c * V::width;
-          code[c] = bytes.template decode<odd>(V::load_words(next.words + at));
+          code[c] = bytes.template decode<odd>(V::load_words(next.words + at), next.high, k, c * V::width);
           if constexpr (odd == kRow) __builtin_prefetch(next.ahead + at, 0, 2);
         });
         unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
@@ -109,7 +109,7 @@ bool pack_rows(const PackRow& p) {
 }
 
 template <int max_rows, int C>
-constexpr MatrixKernel kKernel = split_kernel<Avx512Vnni, max_rows, C, true>(&pack_rows);
+constexpr MatrixKernel kKernel = split_kernel<Avx512Vnni, max_rows, C, true, true>(&pack_rows);
 
 constexpr ByteSplitKernels kKernels{kKernel<2, 4>, kKernel<4, 2>};
 

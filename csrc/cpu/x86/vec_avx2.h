@@ -120,9 +120,9 @@ struct Avx2::Decoder<Codes::byte> {
   }
 };
 
-// Makes the upper and the lower byte of the bf16 values of all codes of a word, so that 32 codes share most of the work;
-// the compiler computes them once for the four calls of decode(). The exponent bias of bf16 is 120 larger, and its
-// exponent begins in the upper byte. Subnormal codes, the smallest eight, are looked up.
+// Makes the upper and the lower byte of the bf16 values of all codes of a word, so that 32 codes share most of the
+// work; the compiler computes them once for the four calls of decode(). The exponent bias of bf16 is 120 larger, and
+// its exponent begins in the upper byte. Subnormal codes, the smallest eight, are looked up.
 template <>
 struct Avx2::Decoder<Codes::e4m3> {
   I small_upper, small_lower;
@@ -147,9 +147,9 @@ struct Avx2::Decoder<Codes::e4m3> {
     const I finite = _mm256_blendv_epi8(exponent, _mm256_shuffle_epi8(small_upper, magnitude), small);
     const I sign = _mm256_and_si256(words, all(0x80));
     const I upper = _mm256_or_si256(finite, _mm256_or_si256(sign, nan));
-    const I pair = j % 2 == 0 ? _mm256_or_si256(_mm256_and_si256(lower, _mm256_set1_epi16(0xFF)),
-                                                _mm256_slli_epi16(upper, 8))
-                              : _mm256_blendv_epi8(_mm256_srli_epi16(lower, 8), upper, _mm256_set1_epi16(-256));
+    const I pair = j % 2 == 0
+                       ? _mm256_or_si256(_mm256_and_si256(lower, _mm256_set1_epi16(0xFF)), _mm256_slli_epi16(upper, 8))
+                       : _mm256_blendv_epi8(_mm256_srli_epi16(lower, 8), upper, _mm256_set1_epi16(-256));
     const I value = j < 2 ? _mm256_slli_epi32(pair, 16) : _mm256_and_si256(pair, _mm256_set1_epi32(-65536));
     return _mm256_castsi256_ps(value);
   }

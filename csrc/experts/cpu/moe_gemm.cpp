@@ -24,6 +24,8 @@ PackedWeight weight_of(const MoeGemmArguments& arguments, int64_t expert) {
   PackedWeight weight = arguments.weight;
   const int64_t scales = ceil_divide(weight.K, weight.group_size) * weight.N;
   weight.words += expert * (weight.K / codes_per_word(weight.format)) * weight.N;
+  if (weight.high != nullptr)
+    weight.high += expert * ceil_divide(weight.K, int64_t{k_per_high_word(high_bits(weight.format))}) * weight.N;
   weight.scales = at_element(weight.scales, weight.scales_type, expert * scales);
   weight.zeros = at_element(weight.zeros, weight.zeros_type, expert * scales);
   const int64_t supers = ceil_divide(weight.K, kSuperBlock) * weight.N;

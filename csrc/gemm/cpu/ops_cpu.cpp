@@ -49,7 +49,8 @@ void multiply_rounded(const Tensor& rows, const WeightArguments& weight, const O
     OwnedWeight part = weight.own();
     for (Tensor* tensor : {&part.b_packed, &part.scales})
       *tensor = *columns(*tensor);
-    for (OptionalTensor* tensor : {&part.zeros, &part.super_scales, &part.super_zeros, &part.global_scale})
+    for (OptionalTensor* tensor :
+         {&part.zeros, &part.super_scales, &part.super_zeros, &part.global_scale, &part.b_high})
       *tensor = columns(*tensor);
     part.perm = std::nullopt;
     const Tensor decoded = dequantize_op().call(part.arguments(), at::kBFloat16);

@@ -57,8 +57,8 @@ bool in_blocks_of_four(const Machine& machine, int64_t M) {
 }
 
 // Codes of 8 bits have 16 rows of words in half a chunk. On a Xeon with one row, half chunks were 1.2 to 1.5 times as
-// fast with AVX2, and with AVX-512 1.1 times as fast with two threads. byte_split scales three sums for each segment, and
-// with 16 threads it was 0.9 times as fast.
+// fast with AVX2, and with AVX-512 1.1 times as fast with two threads. byte_split scales three sums for each segment,
+// and with 16 threads it was 0.9 times as fast.
 constexpr int kHalfChunkMaxThreads = 4;
 
 int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel kernel) {
@@ -133,11 +133,13 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   // is used for fp32 only if the caller allows reduced precision.
   const Codes codes = codes_of(problem.format);
   const bool x86 = machine.isa == Isa::avx512 || machine.isa == Isa::amx;
-  const bool splits = codes == Codes::integer || codes == Codes::e2m1 || (codes == Codes::byte && x86);
+  const bool planes = codes == Codes::planes;
+  const bool splits = codes == Codes::integer || codes == Codes::e2m1 || (codes == Codes::byte && x86) ||
+                      (planes && machine.isa != Isa::neon);
   const bool byte_split = (half || reduced) && splits;
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
-  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || !is_byte_wide(codes));
+  const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || (!is_byte_wide(codes) && !planes));
   // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding.
   const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3);
   if (dot && problem.a_type == ElementType::bfloat16 && (problem.M > 1 || is_byte_wide(codes))) {

@@ -58,6 +58,7 @@ class Pass {
         kernels_(kernels),
         matrix_(matrix_kernel(plan, kernels)),
         role_(zeros_role(w_.format)),
+        high_bits_(high_bits(w_.format)),
         values_(code_values(w_.format, w_.lut)),
         chunk_k_(plan.chunk),
         chunks_(ceil_divide(w_.K, chunk_k_)),
@@ -190,7 +191,7 @@ class Pass {
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
     // The scratch memory holds two panels. If the last strip reaches beyond N, its words are copied and padded; the
     // room for this copy lies before the panels.
-    const int64_t tail = word_rows(chunk_k_) * plan_.strip * int64_t{sizeof(uint32_t)};
+    const int64_t tail = (word_rows(chunk_k_) + high_rows(chunk_k_)) * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
     Panels panels{reinterpret_cast<float*>(scratch + tail),
@@ -243,6 +244,9 @@ class Pass {
   // Returns the number of rows of words that hold this many k.
   int64_t word_rows(int64_t k) const { return k / codes_per_word(w_.format); }
 
+  // Returns the number of rows of the second plane that hold this many k. A chunk begins with a row.
+  int64_t high_rows(int64_t k) const { return ceil_divide(k * high_bits_, 32); }
+
   // Returns the number of groups in a chunk.
   int64_t groups() const { return ceil_divide(chunk_k_, group_); }
 
@@ -278,15 +282,23 @@ class Pass {
   Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
                 uint32_t* tail_words) const {
     step.words = w_.words + chunk * word_rows(chunk_k_) * w_.N + strip * plan_.strip;
+    step.high = {w_.high, w_.N, high_bits_};
+    if (high_bits_ != 0) step.high.words += chunk * high_rows(chunk_k_) * w_.N + strip * plan_.strip;
     step.ahead = ahead;
     step.scales += (strip - strips.begin) * plan_.strip;
     step.zeros += (strip - strips.begin) * plan_.strip;
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
-      for (int64_t r = 0; r < word_rows(step.k); ++r) {
-        std::copy_n(step.words + r * w_.N, count, tail_words + r * plan_.strip);
-        std::fill_n(tail_words + r * plan_.strip + count, plan_.strip - count, 0U);
-      }
+      const auto pad = [&](const uint32_t* words, int64_t rows, uint32_t* to) {
+        for (int64_t r = 0; r < rows; ++r, words += w_.N, to += plan_.strip) {
+          std::copy_n(words, count, to);
+          std::fill_n(to + count, plan_.strip - count, 0U);
+        }
+        return to;
+      };
+      uint32_t* tail_high = pad(step.words, word_rows(step.k), tail_words);
+      pad(step.high.words, high_rows(step.k), tail_high);
+      step.high = {tail_high, plan_.strip, high_bits_};
       step.words = tail_words;
       step.ahead = tail_words;
       step.ld_words = plan_.strip;
@@ -360,6 +372,7 @@ class Pass {
   const KernelSet& kernels_;
   const MatrixKernel& matrix_;
   const ZerosRole role_;
+  const uint32_t high_bits_;
   const float* const values_;  // of each code
   const int64_t chunk_k_;      // number of k in a whole chunk
   const int64_t chunks_;

@@ -17,6 +17,7 @@ struct PackedWeight {
   int64_t N;
   int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
   const uint32_t* words;    // [K/8, N] of 4-bit codes, [K/4, N] of 8-bit codes
+  const uint32_t* high;     // [ceil(K / k_per_high_word), N], or nullptr for formats of one plane
   const void* scales;       // [G, N]
   ElementType scales_type;  // uint8 for coded scales, uint8 or int8 for scales of two levels
   const void* zeros;        // [G, N] or nullptr

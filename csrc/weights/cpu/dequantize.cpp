@@ -42,8 +42,9 @@ void drop_payloads(float* values, int64_t count) {
 struct Buffers {
   float* scales;
   float* zeros;
-  uint32_t* words;  // a padded copy, for a block with fewer than kDequantizeColumns columns
-  char* rows;       // [8, kDequantizeColumns] results
+  uint32_t*
+      words;   // a padded copy, for a block with fewer than kDequantizeColumns columns; then that of its high plane
+  char* rows;  // [8, kDequantizeColumns] results
 
   explicit Buffers(Scratch& scratch) {
     scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + kMaxWordsPerBlock) * kDequantizeColumns);
@@ -60,6 +61,7 @@ class Dequantize {
         w_(arguments.weight),
         kernels_(kernels),
         role_(zeros_role(w_.format)),
+        high_bits_(high_bits(w_.format)),
         word_rows_(words_per_block(w_.format)),
         kernel_(kernels.dequantize[static_cast<size_t>(codes_of(w_.format))]),
         size_(element_bytes(a_.out_type)),
@@ -99,6 +101,13 @@ class Dequantize {
   void block(int64_t r, int64_t n, int64_t i, int64_t count, const Buffers& buffers) const {
     const uint32_t* words = w_.words + r * word_rows_ * w_.N + n + i;
     int64_t ld_words = w_.N;
+    HighPlane high{w_.high, w_.N, high_bits_};
+    int high_k = 0;
+    if (high_bits_ != 0) {
+      const int64_t first = 8 * r / k_per_high_word(high_bits_);
+      high.words += first * w_.N + n + i;
+      high_k = static_cast<int>(8 * r - first * k_per_high_word(high_bits_));
+    }
     if (r + 1 < w_.K / kBlockK) {
       for (int64_t row = 0; row < word_rows_; ++row) {
         for (int64_t ahead = 0; ahead < count; ahead += 16)
@@ -108,11 +117,15 @@ class Dequantize {
     if (count < kDequantizeColumns) {
       for (int64_t row = 0; row < word_rows_; ++row)
         std::copy_n(words + row * w_.N, count, buffers.words + row * kDequantizeColumns);
+      if (high_bits_ != 0) {
+        std::copy_n(high.words, count, buffers.words + kDequantizeColumns);
+        high.words = buffers.words + kDequantizeColumns;
+      }
       words = buffers.words;
       ld_words = kDequantizeColumns;
     }
-    kernel_({values_.data(), words, ld_words, buffers.scales + i, buffers.zeros + i, role_, static_cast<int>(count),
-             buffers.rows, a_.out_type});
+    kernel_({values_.data(), words, ld_words, high, high_k, buffers.scales + i, buffers.zeros + i, role_,
+             static_cast<int>(count), buffers.rows, a_.out_type});
     for (int64_t j = 0; j < 8; ++j) {
       const int64_t k = a_.perm == nullptr ? 8 * r + j : a_.perm[8 * r + j];
       char* to = static_cast<char*>(a_.out) + (k * w_.N + n + i) * size_;
@@ -130,6 +143,7 @@ class Dequantize {
   const KernelSet& kernels_;
   const ZerosRole role_;
   CodeValues values_;
+  const uint32_t high_bits_;
   const int64_t word_rows_;  // rows of words for eight k
   void (*const kernel_)(const DequantizeBlock&);
   const int64_t size_;

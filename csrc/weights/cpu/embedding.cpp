@@ -46,7 +46,8 @@ void store(void* out, ElementType type, int64_t index, float value) {
 // Decodes column n in the order of the format table's formula. Each product and sum is rounded to fp32.
 void decode_column(const EmbeddingArguments& arguments, const float* values, int64_t n, int64_t row) {
   const PackedWeight& weight = arguments.weight;
-  const uint32_t bits = code_bits(weight.format), per_word = codes_per_word(weight.format);
+  const uint32_t per_word = codes_per_word(weight.format), bits = 32 / per_word;
+  const uint32_t high = high_bits(weight.format), per_high_word = k_per_high_word(high);
   const ZerosRole role = zeros_role(weight.format);
   float scale = 0, zero = 0;
   for (int64_t k = 0; k < weight.K; ++k) {
@@ -58,7 +59,12 @@ void decode_column(const EmbeddingArguments& arguments, const float* values, int
                super_of(weight, weight.super_zeros, group, n);
     }
     const uint32_t word = weight.words[k / per_word * weight.N + n];
-    float value = values[(word >> (bits * (k % per_word))) & ((1U << bits) - 1)];
+    uint32_t code = (word >> (bits * (k % per_word))) & ((1U << bits) - 1);
+    if (high != 0) {
+      const uint32_t upper = weight.high[k / per_high_word * weight.N + n] >> high_bit(high, static_cast<uint32_t>(k));
+      code += (upper & ((1U << high) - 1)) << bits;
+    }
+    float value = values[code];
     if (role == ZerosRole::zero_point) value -= zero;
     value *= scale;
     if (role == ZerosRole::bias) {

@@ -12,7 +12,7 @@ namespace marlin::cpu {
 
 // Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
 struct StoredWeight {
-  Tensor b_packed, scales, zeros, super_scales, super_zeros, global_scale, lut, perm;
+  Tensor b_packed, scales, zeros, super_scales, super_zeros, global_scale, lut, perm, b_high;
   PackedWeight view;  // describes the weight, or expert 0 if there are several experts
   int64_t experts;
 
@@ -24,12 +24,14 @@ struct StoredWeight {
         super_zeros(contiguous_or_undefined(weight.super_zeros)),
         global_scale(contiguous_or_undefined(weight.global_scale)),
         lut(contiguous_or_undefined(weight.lut)),
-        perm(contiguous_or_undefined(weight.perm)) {
+        perm(contiguous_or_undefined(weight.perm)),
+        b_high(contiguous_or_undefined(weight.b_high)) {
     view.format = shape.format;
     view.K = shape.K.expect_int();
     view.N = shape.N.expect_int();
     view.group_size = weight.group_size;
     view.words = static_cast<const uint32_t*>(b_packed.const_data_ptr());
+    view.high = b_high.defined() ? static_cast<const uint32_t*>(b_high.const_data_ptr()) : nullptr;
     view.scales = scales.const_data_ptr();
     view.scales_type = element_type(scales);
     view.zeros = zeros.defined() ? zeros.const_data_ptr() : nullptr;

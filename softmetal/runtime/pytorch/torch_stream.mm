@@ -331,7 +331,7 @@ MPSDevice* MPSDevice::getInstance() {
   std::call_once(once, [] { _device = new MPSDevice(); });
   return _device;
 }
-// Only the first value of the enumeration, the oldest macOS that PyTorch's operators ask about.
+// We report only the oldest macOS that PyTorch knows.
 bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
   return version == MacOSVersion{};
 }

@@ -49,7 +49,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         E, words, N = self.experts.b_packed.shape
-        K = words * 32 // reference.code_bits(self.experts.arguments["weight_format"])
+        K = words * (4 if self.experts.arguments["weight_format"] in reference.EIGHT_BITS else 8)
         object.__setattr__(self, "sizes", {"E": E, "K": K, "N": N, "pairs": self.ids.numel()})
 
     def combines(self, kernel: str) -> bool:
@@ -217,6 +217,8 @@ def _tensors(p: Mixture) -> tuple[dict, dict]:
         if name in held:
             buffers[slot] = place(held[name])
             constants["super_type"] = element_type(held[name].dtype)
+    if "b_high" in held:
+        buffers["High"] = place(held["b_high"])
     if "global_scale" in held:
         buffers["GlobalScale"] = place(held["global_scale"].reshape(-1))
         constants |= {"has_global_scale": True, "global_scale_per_column": held["global_scale"].numel() > p.sizes["E"]}

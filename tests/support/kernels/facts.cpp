@@ -37,6 +37,7 @@ int main() {
   NUMBER(kSlotRowWeights)
   NUMBER(kSlotSuperScales)
   NUMBER(kSlotSuperZeros)
+  NUMBER(kSlotHigh)
   NUMBER(kSlotCount)
   // clang-format off
 #define MLSTM_NUMBERS(X)                                                                                        \

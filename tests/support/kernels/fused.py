@@ -56,7 +56,9 @@ def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Co
     if counters.buffers is None:
         return
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words = row_blocks * problem.K * reference.code_bits(problem.weight_format) // 8 * problem.N
+    words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * strips * rows * problem.K
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
+    has_high_plane = problem.weight_format in reference.PLANES  # whose words each lane loads that has some of their k
+    assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"

@@ -94,6 +94,8 @@ def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
         if name in arguments:
             buffers[slot] = place(arguments[name])
             constants["super_type"] = element_type(arguments[name].dtype)
+    if "b_high" in arguments:
+        buffers["High"] = place(arguments["b_high"])
     if "global_scale" in arguments:
         buffers["GlobalScale"] = place(arguments["global_scale"].reshape(-1))
         constants |= {
@@ -189,9 +191,11 @@ def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters
     looks = subnormal_codes and problem.dtype is not torch.float16 and problem.weight_format != "lut4"
     sums = strips * ((problem.weight_format.startswith("uint")) + looks)
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words = row_blocks * problem.K * reference.code_bits(problem.weight_format) // 8 * problem.N
+    words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * rows * problem.K * (32 * strips + sums)
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
+    steps = -(-problem.K // number("kGemvK")) if problem.weight_format in reference.PLANES else 0
+    assert read.get(number("kSlotHigh"), 0) == row_blocks * steps * 4 * problem.N, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
 
 

@@ -62,9 +62,11 @@ def check_tensor_reads(
     if counters.buffers is None:
         return
     strips = -(-N // number("kTensorColumns"))
-    reads_halves = group_size == 16 < K and weight_format != "nvfp4" and reference.code_bits(weight_format) == 4
+    reads_halves = group_size == 16 < K and weight_format != "nvfp4" and weight_format not in reference.EIGHT_BITS
     read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
-    words = row_blocks * K * reference.code_bits(weight_format) // 8 * N * (2 if reads_halves else 1)
+    words = row_blocks * reference.word_bytes(weight_format, K, N) * (2 if reads_halves else 1)
     activations = row_blocks * number("kTensorRows") * K * strips
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
+    has_high_plane = weight_format in reference.PLANES  # whose words each lane loads that has some of their k
+    assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * dtype.itemsize, "bytes of activations read"

@@ -60,7 +60,7 @@ STRING, ARRAY = 8, 9
 MAX_NESTING = 4
 MAX_ARRAY = 1 << 16  # a reader needs only short arrays, with a setting for each layer; longer ones are skipped
 MAX_STRING = 1 << 20  # a reader needs only short texts, names and settings; longer ones (chat templates) are skipped
-MAX_RANK = 4  # GGML_MAX_DIMS
+MAX_RANK = 5  # GGML_MAX_DIMS is 4; files of video models have convolutions with 5
 DEFAULT_ALIGNMENT = 32
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 

@@ -96,7 +96,7 @@ def _batches(groups: dict[int, Group]) -> Iterator[list[int]]:
 
 
 def _read(groups: dict[int, Group]) -> Batch:
-    """Reads tensors in the order of the files, neighbours together."""
+    """Reads in file order and coalesces adjacent tensors."""
     infos = {info.name: info for group in groups.values() for info in group}
     places = sorted(infos.values(), key=lambda info: (info.file, info.offset))
     memory = {info.name: allocate(info) for info in places}

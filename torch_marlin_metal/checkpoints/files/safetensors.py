@@ -46,6 +46,8 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "F64": (64, torch.float64),
     "C64": (64, torch.complex64),
 }
+# The values of those 8-bit floats that `DTYPES` holds in uint8.
+FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 MAX_HEADER = 100_000_000  # the reference implementation's limit
 MAX_RANK = 16
 MAX_ELEMENTS = 1 << 59  # the strides of a tensor with more elements, in bits, would exceed 64-bit integers

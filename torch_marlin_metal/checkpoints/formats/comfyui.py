@@ -1,11 +1,14 @@
-"""ComfyUI's files of scaled weights: E4M3 or int8 `weight` `[N, K]`, and `scale_weight` or `weight_scale` beside it.
+"""Single files of diffusion models: E4M3 or int8 `weight` `[N, K]`, and `scale_weight` or `weight_scale` beside it.
 
-Such a file has no configuration. A tensor `scaled_fp8`, tensors `comfy_quant` beside the weights, or the file's
-metadata tell it from other files; `comfy_quant` and the metadata say in JSON how each layer is quantized.
+Such a file has no configuration. A tensor `scaled_fp8`, tensors `comfy_quant` beside the weights, the file's metadata,
+or matrices of 8-bit floats tell it from other files. `comfy_quant` and the metadata say in JSON how each layer is
+quantized. Files without scales have rounded values.
 """
 
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import read_bytes
@@ -55,16 +58,17 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.unsupported(f"ComfyUI's {kind!r} is not read; known: {', '.join(KINDS)}")
     if others := sorted(set(stated) - set(KNOWN)):
         raise layer.unsupported(f"it states {', '.join(others)}, which is not known")
-    return read_bytes(layer, "comfyui", scale="weight_scale")
+    scales = None if "weight_scale" in layer else torch.ones(1, device="cpu")
+    return read_bytes(layer, "comfyui", scale="weight_scale", scales=scales)
 
 
 FORMAT = DirectoryFormat(
     name="comfyui",
-    title="ComfyUI (scaled FP8 and int8)",
+    title="Files of one diffusion model (FP8 and int8 of ComfyUI and others)",
     containers=("a `.safetensors` file", "a directory with one such file"),
     methods=(COMFY_METHOD,),
     variants=(
-        ("scaled_fp8; comfy_quant float8_e4m3fn", "float8_e4m3"),
+        ("scaled_fp8; comfy_quant float8_e4m3fn; E4M3 with `weight_scale`, or without scales", "float8_e4m3"),
         ("comfy_quant int8_tensorwise, int8_blockwise with blocks of 128 x 128", "uint8b128"),
     ),
     refused=(
@@ -79,5 +83,6 @@ FORMAT = DirectoryFormat(
     read=_read,
     extras=(".scale_input", ".input_scale"),
     marks=(COMFY_MARK,),
+    unscaled=("F8_E4M3", "F8_E5M2"),
     scaled={".scale_weight": "weight_scale", ".weight_scale": "weight_scale"},
 )

@@ -36,7 +36,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_pieces import Piece, dequantize
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError, same_kind
 
 
 def unknown_architecture(path: Path, architecture: str) -> str:
@@ -87,7 +87,7 @@ class GgufReader(CheckpointReader):
             name, way = join
             other = self.tensors.get(name)
             fits = other is not None and other.shape[:-2] == tensor.shape[:-2] and len(other.shape) == len(tensor.shape)
-            if other is None or not fits or (way == "in turn" and other.shape != tensor.shape):
+            if other is None or not fits or (way == "interleaved" and other.shape != tensor.shape):
                 got = "no such tensor" if other is None else f"{other.type_name} {list(other.shape)}"
                 raise CheckpointError(
                     f"{tensor.file}: tensor {tensor.name!r}: expected {name!r} with a shape that fits "
@@ -159,6 +159,16 @@ class GgufReader(CheckpointReader):
             return int(size * (rows.stop - rows.start) // piece.tensor.shape[0])
         return size // (1 if piece.expert is None else piece.tensor.shape[0])
 
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Returns N and K of the layer's matrix in the file."""
+        N, K = self._layers[index].tensor.shape[-2:]
+        return N, K
+
+    def weight_name(self, index: int) -> str:
+        """Returns the name of the layer's weight, which may be that of the layer."""
+        name = self.layer_names[index]
+        return f"{name}.weight" if f"{name}.weight" in self.tensors else name
+
     def kind(self, index: int) -> Hashable:
         """Returns the types and shapes of the layer's matrices, and its name without numbers, which orders columns."""
         piece = self._layers[index]
@@ -180,7 +190,7 @@ class GgufReader(CheckpointReader):
         if other is None:
             return weight
         second = self._convert(index, piece, other)
-        if not _same_kind(weight, second):
+        if not same_kind(weight, second):
             raise UnsupportedFormat(
                 f"{piece.tensor.file}: tensors {piece.tensor.name!r} and {other.name!r} are one layer in transformers, "
                 f"but have different types ({piece.tensor.type_name} and {other.type_name})",
@@ -391,12 +401,3 @@ FORMAT = Format(
     ),
     containers=("a `.gguf` file, split or whole",),
 )
-
-
-def _same_kind(one: PackedWeight, other: PackedWeight) -> bool:
-    """Returns whether two weights differ only in values: format, groups, dtypes, levels of scales, and table agree."""
-    kinds = [
-        (weight.weight_format, weight.group_size, {name: held.dtype for name, held in weight.tensors().items()})
-        for weight in (replace(one, bias=None), replace(other, bias=None))
-    ]
-    return kinds[0] == kinds[1] and (one.lut is None or other.lut is None or torch.equal(one.lut, other.lut))

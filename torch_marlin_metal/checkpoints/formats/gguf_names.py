@@ -77,7 +77,7 @@ RULES: dict[str, dict[str, Any]] = {
     **{name: {"norm_offset": 1.0} for name in ("gemma", "gemma2", "gemma3", "nemotron")},
     **dict.fromkeys(("qwen35", "qwen35moe"), LINEAR_ATTENTION | {"tiles_values": True}),
     "qwen3next": LINEAR_ATTENTION | {"joins": {".attn_qkv": Join(".attn_gate", "key heads")}},
-    "gpt-oss": {"joins": {".ffn_gate_exps": Join(".ffn_up_exps", "in turn")}},
+    "gpt-oss": {"joins": {".ffn_gate_exps": Join(".ffn_up_exps", "interleaved")}},
     "granitehybrid": {
         "reorders": True,
         "joins": {f".ffn_gate{part}": Join(f".ffn_up{part}", "behind") for part in ("_shexp", "")},

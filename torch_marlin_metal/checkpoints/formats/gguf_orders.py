@@ -17,7 +17,9 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES, BLOCK_NAME
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
+from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
 # Tensors with rows for value heads: with one row for each head, and with all rows of each head.
@@ -76,7 +78,7 @@ def _qkv_order(kind: str, rows: int, numbers: _Numbers) -> Tensor:
 
 
 def _side_by_side(sizes: list[int], groups: int) -> Tensor:
-    """Returns the order that puts the rows of each group side by side, from parts that have the groups in turn."""
+    """Returns the order that puts the rows of each group side by side, from parts with interleaved groups."""
     parts = torch.split(torch.arange(sum(sizes), device="cpu"), sizes)
     return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
@@ -94,9 +96,9 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
     """Returns the rows of two tensors as those of one layer of transformers.
 
     Args:
-        way: "behind": the second's rows come behind those of the first. "in turn": rows of both alternate. "key heads":
-            q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the first is
-            `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
+        way: "behind": the second's rows come behind those of the first. "interleaved": rows of both alternate. "key
+            heads": q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the
+            first is `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
         first: `[rows, ...]`.
         second: `[rows, ...]`.
         architecture: one of `ARCHITECTURES`.
@@ -104,7 +106,7 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
     """
     if way == "latent":
         return torch.cat((first.transpose(1, 2), second), dim=1).flatten(0, 1)
-    if way == "in turn":
+    if way == "interleaved":
         return torch.stack((first, second), dim=1).flatten(0, 1)
     both = torch.cat((first, second))
     if way == "behind":
@@ -161,6 +163,10 @@ def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
     moved: dict[str, Any] = {
         name: tensor[order[:: units[name]] // units[name]] for name, tensor in weight.tensors().items() if name in units
     }
+    if weight.b_high is not None:
+        bits = find_format(weight.weight_format).code_bits
+        codes = unpack_planes(weight.b_packed, weight.b_high, bits)[order]
+        moved["b_packed"], moved["b_high"] = pack_planes(codes, bits)
     return replace(weight, **moved)
 
 

@@ -57,7 +57,6 @@ class NativeExporter:
 
     @property
     def has_layers(self) -> bool:
-        """Returns whether there was a layer."""
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
@@ -109,7 +108,6 @@ class StateReader(CheckpointReader):
         self._state = state
 
     def names(self) -> list[str]:
-        """Returns the names of the layers."""
         return [key.removesuffix(".b_packed") for key in self._state if key.endswith(".b_packed")]
 
     def convert(self, index: int) -> PackedWeight:
@@ -130,7 +128,6 @@ class StateReader(CheckpointReader):
             raise CheckpointError(f"{self.path}: layer {name!r}: {error}") from error
 
     def bias(self, index: int) -> Tensor | None:
-        """Returns the bias of a layer."""
         return self._state.get(f"{self.layer_names[index]}.bias")
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
@@ -189,6 +186,7 @@ FORMAT = DirectoryFormat(
     fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
+        "b_high": ("H", "N"),
         "scales": ("G", "N"),
         "zeros": ("G", "N"),
         "super_scales": ("S", "N"),

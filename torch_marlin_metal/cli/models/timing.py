@@ -97,7 +97,6 @@ def _predicted(loaded: Opened, M: int) -> float | None:
 
 
 def model_table(machine: dict[str, str], described: dict[str, Any], results: list[dict[str, Any]]) -> Any:
-    """Returns the results for people."""
     title = ", ".join(f"{key} {text}" for key, text in machine.items())
     has_plans = any(row["predicted_tokens_per_second"] for row in results)
     numbers = ["batch", "tokens/s", "+-", "peak memory", *(["predicted"] if has_plans else [])]

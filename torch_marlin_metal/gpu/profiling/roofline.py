@@ -134,6 +134,10 @@ def roofline(
 
     Raises:
         ValueError: an argument is unknown or out of range.
+
+    Examples:
+        >>> len(tmm.profiling.roofline("M1", [(1, 4096, 4096)]).points)
+        1
     """
     found = as_gpu("roofline", gpu)
     points = []

@@ -113,6 +113,10 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
 
     Raises:
         ValueError: the GPU is unknown, or the dtype is not float16, bfloat16 or float32.
+
+    Examples:
+        >>> tmm.profiling.tile_table("M1").rows[0].variant
+        'gemv'
     """
     found, element = as_gpu("tile_table", gpu), element_name("tile_table", dtype)
     tiles = {row[0]: row[2] for M in (8, 128) for row in _plans(found, element, "auto", M) if any(row[2])}
@@ -125,7 +129,6 @@ def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = to
 
 
 def _plans(gpu: AppleSiliconGPU, dtype: str, variant: str, M: int) -> list[tuple[Any, ...]]:
-    """Returns the plans of all variants, or of one with one tile."""
     rows: list[tuple[Any, ...]] = native.gemm_plans(
         chip=gpu.name, cores=gpu.cores, half_subnormals=True, M=M, N=4096, K=4096, weight_format="uint4b8",
         group_size=128, activations=dtype, scales="float16", zeros="float16", has_perm=False, has_global_scale=False,
@@ -165,6 +168,10 @@ def occupancy(
 
     Raises:
         ValueError: an argument is unknown.
+
+    Examples:
+        >>> tmm.profiling.occupancy("double_buffered", "M1")[64, 64, 32].threadgroups
+        2
     """
     table = tile_table(device, dtype)
     found = {row.tile: row.occupancy for row in table.rows if row.variant == kernel}
@@ -217,6 +224,10 @@ def selection_guide(
 
     Raises:
         ValueError: an argument is unknown or out of range.
+
+    Examples:
+        >>> tmm.profiling.selection_guide("M1", 4096, 4096, rows=(1, 512))[-1].variant
+        'fused'
     """
     found = as_gpu("selection_guide", gpu)
     guide: list[Choice] = []

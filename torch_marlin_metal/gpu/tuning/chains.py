@@ -124,7 +124,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list[list[Tensor]]:
-    """Returns so many copies of a weight's tensors that a copy has left all caches when it is used again."""
+    """Clones the tensors often enough that cycling through the clones always misses the caches."""
     size = sum(tensor.nbytes for tensor in tensors)
     copies = max(2, -(-cold_bytes // max(size, 1)))
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]

@@ -34,7 +34,7 @@ def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tup
     Args:
         weight: a weight on the device of `a`.
         a: activations `[M, K]` on "mps" or "cpu".
-        cold_bytes: total bytes of the weight's copies, which are used in turn.
+        cold_bytes: total bytes of the weight's clones, which are cycled through.
 
     Returns:
         The chains by name, this package first; and, by name, the reasons why alternatives are missing.

@@ -25,6 +25,10 @@ class Product:
         weight_format: format of the weight.
         group_size: group size of the weight, as the operators take it.
         dtype: dtype of the activations and of floating scales: "float16", "bfloat16" or "float32".
+
+    Examples:
+        >>> tmm.tuning.Product(N=4096, K=4096, weight_format="nvfp4", group_size=16).make_weight("cpu").N
+        4096
     """
 
     N: int
@@ -38,7 +42,6 @@ class Product:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Returns the dtype of the activations."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -73,6 +76,13 @@ def products_of(path: Path, dtype: str = "float16") -> list[Product]:
 
     Raises:
         CheckpointError: the checkpoint is damaged. Layers that cannot be read are left out.
+
+    Examples:
+        >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
+        >>> _ = tmm.convert.export_checkpoint([weight], "products", "gptq")
+        >>> import pathlib
+        >>> [(product.N, product.K) for product in tmm.tuning.products_of(pathlib.Path("products"))]
+        [(24, 64)]
     """
     reader = open_reader(path)
     found = set()

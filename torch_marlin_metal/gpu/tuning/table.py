@@ -88,7 +88,15 @@ class TunedRange:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """The choices for one machine."""
+    """The choices for one machine.
+
+    Examples:
+        >>> import pathlib
+        >>> from torch_marlin_metal.gpu.tuning.table import Machine
+        >>> table = tmm.tuning.TuningTable(Machine("Apple M1", 8, "2.13.0", "0.1.0"), ())
+        >>> table.machine.gpu
+        'Apple M1'
+    """
 
     machine: Machine
     ranges: tuple[TunedRange, ...]
@@ -101,7 +109,12 @@ class TuningTable:
 
 
 def table_path() -> Path:
-    """Returns the path of the table: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder."""
+    """Returns the path of the table: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder.
+
+    Examples:
+        >>> tmm.tuning.table_path().name
+        'tuned.json'
+    """
     named = os.environ.get("TORCH_MARLIN_METAL_TUNED")
     return Path(named) if named else platformdirs.user_cache_path("torch_marlin_metal") / "tuned.json"
 
@@ -111,6 +124,14 @@ def load(path: Path | None = None) -> list[TuningTable]:
 
     Raises:
         ValueError: the file is not a table of choices; the message names it.
+
+    Examples:
+        >>> import pathlib
+        >>> from torch_marlin_metal.gpu.tuning.table import Machine
+        >>> table = tmm.tuning.TuningTable(Machine("Apple M1", 8, "2.13.0", "0.1.0"), ())
+        >>> file = tmm.tuning.save(table, pathlib.Path("loaded.json"))
+        >>> tmm.tuning.load(file) == [table]
+        True
     """
     path = path or table_path()
     if not path.exists():
@@ -135,6 +156,13 @@ def save(table: TuningTable, path: Path | None = None) -> Path:
     Raises:
         ValueError: the file exists and is damaged; it is not changed.
         OSError: the file cannot be written; it is not changed.
+
+    Examples:
+        >>> import pathlib
+        >>> from torch_marlin_metal.gpu.tuning.table import Machine
+        >>> table = tmm.tuning.TuningTable(Machine("Apple M1", 8, "2.13.0", "0.1.0"), ())
+        >>> tmm.tuning.save(table, pathlib.Path("saved.json")).name
+        'saved.json'
     """
     path = path or table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +198,9 @@ def use(table: TuningTable | None) -> None:
 
     Raises:
         ValueError: the table belongs to another machine, or names an unknown variant.
+
+    Examples:
+        >>> tmm.tuning.use(None)  # back to the planner's own choices
     """
     if table is not None and table.machine != Machine.current():
         raise ValueError(f"tuning.use: table: expected one of {Machine.current()}, got one of {table.machine}")
@@ -180,6 +211,11 @@ def use_saved(path: Path | None = None) -> bool:
     """Uses the table for this machine from a file. Returns whether the file has one.
 
     If the file is damaged or cannot be read, this function only warns, and the planner chooses.
+
+    Examples:
+        >>> import pathlib
+        >>> tmm.tuning.use_saved(pathlib.Path("nothing-was-saved.json"))
+        False
     """
     path = path or table_path()
     if not torch.backends.mps.is_available():

@@ -58,7 +58,7 @@ def tune(
         rows: the numbers of rows to measure, ascending.
         timer: takes the chains by candidate and returns one cost per round for each; `interleave` measures times.
         compare: whether to compare results.
-        cold_bytes: total bytes of a weight's copies, which are used in turn.
+        cold_bytes: total bytes of a weight's clones, which are cycled through.
         progress: whether to show a progress bar.
 
     Returns:

@@ -41,7 +41,7 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
         product: the product.
         weight: its weight, on mps.
         a: activations `[M, K]` on mps.
-        cold_bytes: total bytes of the weight's copies, which are used in turn.
+        cold_bytes: total bytes of the weight's clones, which are cycled through.
     """
     weights = rotating(weight, cold_bytes)
     found, planned = planned_variants(product, a.shape[0])

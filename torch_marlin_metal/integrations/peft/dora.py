@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
+from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 _NORM_BYTES = 64 << 20  # bytes of decoded weights that are in memory at a time while the norms of rows are computed
@@ -52,7 +53,7 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         packed = replace(base.to_packed(), bias=None)
         constant = self._constant(packed)
         with torch.autocast(base.b_packed.device.type, enabled=False):
-            mixed = (B * packed(A).T).sum(1)
+            mixed = (B * gemm(A, packed).T).sum(1)
             squares = constant + 2 * scaling * mixed + scaling**2 * ((B @ (A @ A.T)) * B).sum(1)
         return squares.clamp_min(0).sqrt()
 
@@ -81,7 +82,7 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         norm = self.norm(base_layer, lora_A.weight, lora_B.weight, scaling).to(self.weight.dtype)
         ratio = (self.weight / norm).view(1, -1)
         if base_result is None:
-            base_result = replace(base_layer.to_packed(), bias=None)(x)
+            base_result = gemm(x, replace(base_layer.to_packed(), bias=None))
         elif base_layer.bias is not None:
             base_result = base_result - base_layer.bias
         added: Tensor = (ratio - 1) * base_result + ratio * lora_B(lora_A(x)) * scaling

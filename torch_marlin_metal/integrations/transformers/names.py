@@ -43,7 +43,7 @@ def loaded_names(names: Iterable[str], conversions: Iterable[Any]) -> set[str]:
 
 
 def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
-    """Yields the other tensors of the model that transformers splits off the tensor from which it makes `name`."""
+    """Yields the model tensors from the same checkpoint tensor as `name`, such as k and v for a stored qkv."""
     for entry in conversions:
         if isinstance(entry, WeightConverter) and entry.target_patterns[0] in name:
             for pattern in entry.target_patterns[1:]:

@@ -19,7 +19,7 @@ def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, Packe
     """Yields the name and weight of every packed layer that a directory holds; `copy` as in `ExpertWeights.to_packed`.
 
     If transformers itself ties a layer's weight to another layer after loading, the directory does not hold that layer.
-    If layers share a weight for another reason, each is yielded with a copy of its own, because safetensors refuses
+    If layers share a weight for another reason, each is yielded with its own copy, because safetensors refuses
     tensors that share memory.
     """
     # Each column part of a fused layer is a new tensor, which may get the id of an earlier tensor that was freed.

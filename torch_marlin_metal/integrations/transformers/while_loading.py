@@ -33,7 +33,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         misfits = {
             name: expected
             for name, weight in weights.items()
-            # Stacked experts have three dimensions, and a check of their own.
+            # Stacked experts have three dimensions, and a separate check.
             if weight.dim() < 3 and weight.shape != (expected := model.get_parameter_or_buffer(name).shape)
         }
         self._chosen.difference_update(misfits)  # transformers refuses or initializes what may not be quantized

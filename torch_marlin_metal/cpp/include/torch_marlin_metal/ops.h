@@ -24,6 +24,7 @@ struct Weight {
   std::optional<at::Tensor> global_scale{};
   std::optional<at::Tensor> lut{};
   std::optional<at::Tensor> perm{};
+  std::optional<at::Tensor> b_high{};  // the upper bits of codes of 5 and 6 bits
 };
 
 namespace detail {
@@ -41,14 +42,14 @@ c10::TypedOperatorHandle<Function> find(const char* name) {
 inline at::Tensor gemm(const at::Tensor& a, const Weight& weight, const std::optional<at::Tensor>& bias = {},
                        std::string_view variant = "auto") {
   using detail::OptionalTensor;
-  using Function =
-      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::string_view, int64_t,
-                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::string_view);
+  using Function = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::string_view, int64_t,
+                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&, const OptionalTensor&, c10::string_view);
   static const auto operation = detail::find<Function>("torch_marlin_metal::gemm");
   return operation.call(a, weight.b_packed, weight.scales, weight.weight_format, weight.group_size, weight.zeros,
-                        weight.super_scales, weight.super_zeros, weight.global_scale, weight.lut, weight.perm, bias,
-                        variant);
+                        weight.super_scales, weight.super_zeros, weight.global_scale, weight.lut, weight.perm,
+                        weight.b_high, bias, variant);
 }
 
 // Returns the weight in floats, [K, N].
@@ -56,10 +57,11 @@ inline at::Tensor dequantize(const Weight& weight, at::ScalarType dtype = at::kH
   using detail::OptionalTensor;
   using Function = at::Tensor(const at::Tensor&, const at::Tensor&, c10::string_view, int64_t, const OptionalTensor&,
                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, const OptionalTensor&, at::ScalarType);
+                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType);
   static const auto operation = detail::find<Function>("torch_marlin_metal::dequantize");
   return operation.call(weight.b_packed, weight.scales, weight.weight_format, weight.group_size, weight.zeros,
-                        weight.super_scales, weight.super_zeros, weight.global_scale, weight.lut, weight.perm, dtype);
+                        weight.super_scales, weight.super_zeros, weight.global_scale, weight.lut, weight.perm,
+                        weight.b_high, dtype);
 }
 
 }  // namespace torch_marlin_metal

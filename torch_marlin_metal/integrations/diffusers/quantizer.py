@@ -1,53 +1,39 @@
-"""Importing this module makes diffusers quantize models while it loads them, and save and load packed models.
+"""The quantizer that diffusers calls while it loads or saves a model with packed layers."""
 
-    import torch_marlin_metal.integrations.diffusers
-    from torch_marlin_metal.integrations.diffusers import MarlinConfig
-    model = FluxTransformer2DModel.from_pretrained(path, quantization_config=MarlinConfig("uint4", 32))
-
-`MarlinConfig` is the same class as for transformers. diffusers has a table that maps a config's `quant_method` to a
-quantizer; importing this module adds an entry. `quantize_model` imports this module for models of diffusers, so that
-their `save_pretrained` writes this package's format.
-"""
-
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import diffusers.quantizers.auto as tables
 import torch
-from diffusers import ModelMixin
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.utils import logging
 from torch import Tensor, nn
 
-from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
-from torch_marlin_metal.checkpoints.options import spelled
+from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.integrations.choice import choose_layers, quantized
-from torch_marlin_metal.integrations.transformers.config import MarlinConfig, as_config
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
     check_devices,
     check_files,
     device_of,
 )
-from torch_marlin_metal.integrations.transformers.take_over import STOPS, takes_own
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
+from torch_marlin_metal.load.converted import ConvertedReader
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.load.row_tensor import has_stand_ins
 from torch_marlin_metal.models.empty_model import ModelMismatchError, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
-
-__all__ = ["MarlinConfig", "MarlinDiffusersQuantizer"]
+from torch_marlin_metal.patterns import check_patterns, selects
 
 OP = "from_pretrained"
 logger = logging.get_logger(__name__)
@@ -66,6 +52,8 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._chosen: set[str] = set()
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._saved: nn.Module | None = None
+        self._dtype: torch.dtype | None = None
+        self._op = OP
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses devices that have no kernels, and fuse="layers", which only models of transformers support."""
@@ -102,13 +90,17 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         keep_in_fp32_modules: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        wide = set(keep_in_fp32_modules or ())
         if self.pre_quantized:
+            excluded: Any = self.quantization_config.modules_to_not_convert
+            if (state := kwargs.get("state_dict")) is not None:
+                excluded = self._open_file(model, state, wide)
             assert self._reader is not None
             door = Door(
-                op=OP,
+                op=self._op,
                 find=lambda name: name,
                 ties=shared_weights(model),
-                exclude=self.quantization_config.modules_to_not_convert,
+                exclude=excluded,
                 exclude_argument="modules_to_not_convert",
                 ignore=self.quantization_config.ignore,
                 hosted=True,
@@ -118,23 +110,45 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self._loader = Loader(model, self._reader, door, logger.warning)
             if prefix := self._loader.plan.prefix:
                 raise ModelMismatchError(
-                    f"{OP}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} lacks; "
-                    "load_quantized removes it"
+                    f"{self._op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} "
+                    "lacks; load_quantized removes it"
                 )
             self._loader.place()
             return
-        wide = set(keep_in_fp32_modules or ())
 
         def stays(name: str) -> str:
             return "diffusers keeps this part in float32" if wide & set(name.split(".")) else ""
 
-        chosen = choose_layers(OP, model, self.quantization_config, stays)
+        chosen = choose_layers(self._op, model, self.quantization_config, stays)
         self._chosen = {f"{name}.weight" for name in chosen}
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
+        """Notes the dtype of a single file's model, which diffusers makes in fp32, and returns it."""
+        self._dtype = torch_dtype
+        return torch_dtype
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Finds out whether a single file is packed. Other files are quantized while they are loaded."""
+        self.pre_quantized, self._op = has_stand_ins(state_dict), "from_single_file"
+        return state_dict
+
+    def _open_file(self, model: Any, state: dict[str, Any], wide: set[str]) -> Callable[..., bool]:
+        """Leaves only the tensors that diffusers loads in `state`. Returns what tells which layers become floats."""
+        for name, parameter in model.named_parameters():
+            dtype = torch.float32 if wide & set(name.split(".")) else self._dtype
+            if dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        self._reader = reader = ConvertedReader.of(state)
+        chosen = self.quantization_config.modules_to_not_convert
+        check_patterns(self._op, reader.names(), modules_to_not_convert=chosen)
+        state.clear()
+        state.update({name: read() for name, read, _ in reader.others()})
+        return lambda name, *module: selects(chosen, name) or bool(wide & set(name.split(".")))
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
         """Refuses a directory that lacks a weight that was to be quantized."""
         if lost := sorted(self._chosen.intersection(missing_keys)):
-            raise CheckpointError(f"{OP}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
+            raise CheckpointError(f"{self._op}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
         return missing_keys
 
     def check_if_quantized_param(
@@ -153,10 +167,9 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Quantizes a weight."""
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        packed = quantized(OP, name, param_value, self.quantization_config)
+        packed = quantized(self._op, name, param_value, self.quantization_config)
         # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
@@ -227,56 +240,3 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Returns True: `torch.compile` takes packed layers."""
         return True
-
-
-def install() -> None:
-    """Registers the quantizer and wraps two methods of `ModelMixin`; a second call does nothing."""
-    if METHOD in tables.AUTO_QUANTIZER_MAPPING:
-        return
-    tables.AUTO_QUANTIZER_MAPPING[METHOD] = MarlinDiffusersQuantizer
-    configs = tables.AUTO_QUANTIZATION_CONFIG_MAPPING
-    configs[METHOD] = MarlinConfig
-    configs[STOPS] = takes_own(configs[STOPS])
-    _take_arguments()
-    load = ModelMixin.from_pretrained.__func__
-
-    @functools.wraps(load)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        with spelled(as_config):
-            return load(cls, *args, **kwargs)
-
-    ModelMixin.from_pretrained = classmethod(from_pretrained)
-    original = ModelMixin.save_pretrained
-
-    @functools.wraps(original)
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(unfused(self), None) is None:
-            return original(self, save_directory, *args, **kwargs)
-        if not isinstance(getattr(self, "hf_quantizer", None), MarlinDiffusersQuantizer):
-            self.hf_quantizer = MarlinDiffusersQuantizer(MarlinConfig(), pre_quantized=True)
-        with self.hf_quantizer.saving(self):
-            result = original(self, save_directory, *args, **kwargs)
-        if Path(save_directory).is_dir():
-            write_card(Path(save_directory))
-        return result
-
-    ModelMixin.save_pretrained = save_pretrained
-
-
-def _take_arguments() -> None:
-    """Makes diffusers use the arguments of a `MarlinConfig` that a script passes for a packed directory."""
-    merge = tables.DiffusersAutoQuantizer.merge_quantization_configs.__func__
-
-    def merge_quantization_configs(cls: Any, settings: Any, given: Any) -> Any:
-        if not isinstance(given, MarlinConfig):
-            return merge(cls, settings, given)
-        merged = merge(cls, settings, None)
-        if isinstance(merged, MarlinConfig):
-            for name, value in given.get_loading_attributes().items():
-                setattr(merged, name, value)
-        return merged
-
-    tables.DiffusersAutoQuantizer.merge_quantization_configs = classmethod(merge_quantization_configs)
-
-
-install()

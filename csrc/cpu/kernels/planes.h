@@ -1,0 +1,35 @@
+// Joins the two planes of codes of 5 or 6 bits to bytes. Included after the ISA pragma.
+#pragma once
+
+#include "csrc/cpu/kernels/kernel_table.h"
+
+namespace marlin::cpu {
+
+// The upper bits of a block of eight k of several columns.
+template <class V>
+struct HighWords {
+  using Lanes [[gnu::vector_size(4 * V::width)]] = uint32_t;
+
+  Lanes first;   // the field of k = 0 in byte 0, and of k = 4 in byte 2
+  Lanes second;  // the field of k = 2 in byte 1, and of k = 6 in byte 3, as far up as those of `first`
+  Lanes mask;    // of the fields of codes whose k is even, four bits further up
+
+  // `k` is the block's first, counted from that of the plane.
+  [[gnu::always_inline]] HighWords(const HighPlane& plane, int k, int column) {
+    const uint32_t shift = high_shift(plane.bits, static_cast<uint32_t>(k) / kBlockK);
+    first = __builtin_bit_cast(Lanes, V::load_words(plane.row(k) + column)) >> shift;
+    second = first << (8 - plane.bits);
+    mask = Lanes{} + ((1U << plane.bits) - 1) * 0x00100010U;
+  }
+  // Returns bytes: those of a word's even k, or with `odd` those of its odd k. std::bit_cast would return a vector from
+  // a function that is compiled for the baseline, whose calls pass it in another way.
+  template <int odd>
+  [[gnu::always_inline]] typename V::I bytes(typename V::I word) const {
+    constexpr int kShift = odd ? 0 : 4;
+    const Lanes nibbles = (__builtin_bit_cast(Lanes, word) >> (4 * odd)) & 0x0F0F0F0FU;
+    const Lanes upper = ((first << kShift) & mask) | ((second << kShift) & (mask << 8));
+    return __builtin_bit_cast(typename V::I, nibbles | upper);
+  }
+};
+
+}  // namespace marlin::cpu

@@ -1,0 +1,235 @@
+"""Single files of diffusion transformers, from file to image: packed as they are, against diffusers' own decoded model.
+
+Each family of models is read once from a GGUF file of two types, and once from another kind of file.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import diffusers.loaders.single_file_model as single_file
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+from torch import nn
+
+from tests.load.test_memory import MOST, held_by, peak_of
+from tests.support import diffusion_files
+from tests.support.diffusion_files import (
+    FAMILIES,
+    PREFIX,
+    Family,
+    File,
+    flux,
+    flux_of_any_width,
+    image,
+    psnr,
+    write_gguf,
+    write_safetensors,
+)
+from tests.support.models import same
+from tests.support.reference import check_gemm, to_numpy
+from torch_marlin_metal import MarlinLinear, load_quantized
+from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files import safetensors
+from torch_marlin_metal.checkpoints.formats import gguf_blocks
+from torch_marlin_metal.convert import replace_linear_layers
+from torch_marlin_metal.formats import WEIGHT_FORMATS
+from torch_marlin_metal.integrations.diffusers import MarlinConfig
+from torch_marlin_metal.load.row_tensor import RowError
+from torch_marlin_metal.models.empty_model import ModelMismatchError
+
+diffusers = diffusion_files.diffusers
+pytestmark = pytest.mark.filterwarnings("ignore")
+FILES = {
+    "flux": [("Q4_K", "Q6_K"), "comfy"],
+    "sd3": [("Q8_0", "Q5_1"), "fp8r"],
+    "qwen": [("Q4_0", "IQ4_XS"), "rounded"],
+    "wan": [("Q5_K", "Q3_K"), "comfy"],
+    "ltx": [("Q4_1", "Q2_K"), "nvfp4"],
+}
+CASES = [(name, kind) for name, kinds in FILES.items() for kind in kinds]
+LEAST = 100  # dB of two steps in fp32
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with flux_of_any_width():
+        yield
+
+
+def write(folder, name: str, kind) -> tuple[Family, File]:
+    family = FAMILIES[name]
+    if isinstance(kind, tuple):
+        return family, write_gguf(folder, family, kind)
+    return family, write_safetensors(folder, family, kind, PREFIX if kind == "comfy" else "")
+
+
+def by_single_file(family: Family, file: File, **more) -> nn.Module:
+    return family.cls.from_single_file(str(file.path), config=str(file.config), **more)
+
+
+def packed(model: nn.Module) -> dict[str, MarlinLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MarlinLinear)}
+
+
+class Checked:
+    """Checks every product of a model's packed layers against the product in fp64, as far as fp32 allows."""
+
+    def __init__(self, model: nn.Module, exact: nn.Module) -> None:
+        self.products = 0
+        for name, layer in packed(model).items():
+            layer.register_forward_hook(self._check(exact.get_submodule(name), layer))
+
+    def _check(self, exact: nn.Linear, layer: MarlinLinear):
+        weight, bias = to_numpy(exact.weight.detach()).T, to_numpy(exact.bias.detach())
+        held, offset = layer.to_packed().one_level(), WEIGHT_FORMATS[layer.weight_format].fixed_offset
+        most = abs(weight)  # and what a kernel adds before it subtracts it
+        for factor, values in ((offset, held.scales), (1, held.zeros)):
+            if factor and values is not None:
+                spread = values.cpu().float().repeat_interleave(layer.group_size, 0)[: layer.in_features]
+                most = most + 2 * factor * abs(to_numpy(spread))
+
+        def check(layer: MarlinLinear, given: tuple, result: torch.Tensor) -> None:
+            rows = to_numpy(given[0].cpu())
+            bound = 2.0**-24 * (16 * (abs(rows) @ most + abs(bias)) + abs(rows @ weight + bias)) + 1e-38
+            check_gemm(result.cpu(), rows @ weight + bias, bound)
+            self.products += 1
+
+        return check
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_file_stays_packed_at_both_doors(name, kind, tmp_path) -> None:
+    family, file = write(tmp_path, name, kind)
+    exact = file.reference(family)
+    given = diffusers.GGUFQuantizationConfig() if isinstance(kind, tuple) else None
+    model = by_single_file(family, file, quantization_config=given)
+    other = family.model().eval()
+    report = load_quantized(other, file.path, progress=False)
+    kept = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    wide = {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}  # diffusers keeps them in fp32
+    assert kept == {"wan": wide, "flux": {"x_embedder"} if given is not None else set()}.get(name, set())
+    assert packed(other).keys() - packed(model).keys() == kept & wide
+    assert len(packed(other)) == sum(not entry.reason for entry in report.layers)
+    for own, layer in packed(other).items():
+        assert torch.equal(layer.dequantize(), exact.get_submodule(own).weight), own
+    for own, layer in packed(model).items():
+        assert same(layer.state_dict(), other.get_submodule(own).state_dict()), own
+    checked = Checked(model, exact)
+    got, want = image(family, model), image(family, exact)
+    assert checked.products >= 2 * len(packed(model)) - 2
+    assert psnr(got, want) > LEAST
+    if wide & kept:
+        assert psnr(image(family, other), want) > LEAST
+
+
+@pytest.mark.parametrize(("name", "kind"), [("wan", ("Q5_K", "Q3_K")), ("ltx", "nvfp4")])
+def test_a_file_makes_the_image_on_mps(name, kind, tmp_path, mps) -> None:
+    family, file = write(tmp_path, name, kind)
+    exact = file.reference(family)
+    model = by_single_file(family, file, device=mps)
+    checked = Checked(model, exact)
+    assert psnr(image(family, model, mps), image(family, exact)) > LEAST
+    assert checked.products
+
+
+def test_layers_of_diffusers_are_taken_over_in_memory(tmp_path) -> None:
+    family, file = write(tmp_path, "wan", ("Q4_K", "Q6_K", "Q2_K", "Q5_0", "IQ4_NL"))
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
+    state = load_single_file_checkpoint(str(file.path))  # from tensors in memory, diffusers makes its own layers
+    model = family.cls.from_single_file(state, config=str(file.config), quantization_config=config)
+    theirs = {n: m for n, m in model.named_modules() if type(m).__name__ == "GGUFLinear"}
+    report = replace_linear_layers(model, progress=False)
+    assert len(theirs) == 14 == len(packed(model)) == len(report.layers)
+    at_loading = by_single_file(family, file, quantization_config=config)
+    for name, layer in packed(model).items():
+        own = packed(at_loading)[name]
+        assert layer.weight.dtype == own.weight.dtype == torch.bfloat16
+        assert torch.equal(layer.dequantize(), own.dequantize())
+    assert at_loading.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
+
+
+def test_a_layer_of_bf16_in_a_gguf_file_is_reported(tmp_path) -> None:
+    layer = diffusers.quantizers.gguf.utils.GGUFLinear(8, 4)
+    kind = diffusion_files.gguf.GGMLQuantizationType.BF16
+    layer.weight = diffusers.quantizers.gguf.utils.GGUFParameter(torch.zeros(4, 16, dtype=torch.uint8), quant_type=kind)
+    (entry,) = replace_linear_layers(nn.Sequential(layer), progress=False).layers
+    assert entry.reason.startswith("its weight is BF16; read are Q4_0")
+
+
+@pytest.mark.parametrize("kind", [("Q4_K",), ("Q8_0",), "comfy"])
+def test_memory_is_that_of_the_file(kind, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)  # as small beside this model as it is beside a real one
+    monkeypatch.setattr(safetensors, "POOLED_BYTES", 1 << 40)
+    settings = FAMILIES["flux"].settings | {"num_single_layers": 6}
+    monkeypatch.setitem(FAMILIES, "flux", replace(FAMILIES["flux"], settings=settings, shapes=partial(flux, 6)))
+    family, file = write(tmp_path, "flux", kind)
+    dtype = torch.float32 if isinstance(kind, tuple) else torch.bfloat16
+    by_single_file(family, file, torch_dtype=dtype)  # what is made once and kept does not count
+    made = []
+    peak = peak_of(lambda: made.append(by_single_file(family, file, torch_dtype=dtype)))
+    assert held_by(made[0]) <= 1.03 * file.path.stat().st_size
+    assert held_by(made[0]) <= peak < MOST * held_by(made[0])
+
+
+def test_modules_that_are_not_converted_become_floats(tmp_path) -> None:
+    family, file = write(tmp_path, "ltx", "comfy")
+    config = MarlinConfig(modules_to_not_convert=["proj_out", "transformer_blocks.0.ff"])
+    model = by_single_file(family, file, quantization_config=config, torch_dtype=torch.bfloat16)
+    exact = file.reference(family)
+    assert torch.equal(model.proj_out.weight, exact.proj_out.weight.bfloat16())
+    assert not any(".ff." in name for name in packed(model))
+    with pytest.raises(ValueError, match="from_single_file: modules_to_not_convert: 'nothing' matches none"):
+        by_single_file(family, file, quantization_config=MarlinConfig(modules_to_not_convert=["nothing"]))
+
+
+def test_a_packed_model_of_a_file_is_saved_and_loads_the_same_bits(tmp_path) -> None:
+    family, file = write(tmp_path, "wan", ("Q4_K", "Q8_0"))
+    model = by_single_file(family, file)
+    model.save_pretrained(tmp_path / "saved")
+    again = family.cls.from_pretrained(tmp_path / "saved")
+    assert len(packed(again)) == len(packed(model)) == 14
+    assert same(again.state_dict(), model.state_dict())
+
+
+def test_a_file_of_floats_is_quantized_while_it_loads(tmp_path) -> None:
+    family, file = write(tmp_path, "ltx", "rounded")
+    floats = {name: tensor.contiguous() for name, tensor in file.decoded.items()}
+    diffusion_files.save_file(floats, file.path)
+    model = by_single_file(family, file, quantization_config=MarlinConfig("uint4", 32))
+    assert {layer.weight_format for layer in packed(model).values()} == {"uint4"}
+    assert len(packed(model)) == 17
+    assert not packed(by_single_file(family, file))
+
+
+def test_a_conversion_of_columns_is_refused_or_left_to_diffusers(tmp_path, monkeypatch, caplog) -> None:
+    family, file = write(tmp_path, "ltx", ("Q8_0",))
+    known = single_file.SINGLE_FILE_LOADABLE_CLASSES["LTXVideoTransformer3DModel"]
+    original = known["checkpoint_mapping_fn"]
+
+    def in_columns(checkpoint, **more):
+        made = original(checkpoint, **more)
+        return made | {"proj_out.weight": made["proj_out.weight"].flip(1)}
+
+    monkeypatch.setitem(known, "checkpoint_mapping_fn", in_columns)
+    with pytest.raises(RowError, match=r"aten.flip.default of packed weights \[64, 256\]: expected a choice of rows"):
+        by_single_file(family, file)
+    with pytest.raises(ModelMismatchError, match=r"expected names and shapes of a LTXVideo.*fails with RowError"):
+        load_quantized(family.model(), file.path, progress=False)
+    diffusers.utils.logging.enable_propagation()
+    try:
+        theirs = by_single_file(family, file, quantization_config=diffusers.GGUFQuantizationConfig())
+    finally:
+        diffusers.utils.logging.disable_propagation()
+    assert type(theirs.proj_out).__name__ == "GGUFLinear"
+    assert "without torch_marlin_metal, because: aten.flip" in caplog.text
+
+
+def test_a_file_of_another_class_and_a_damaged_one_are_named(tmp_path) -> None:
+    _, file = write(tmp_path, "ltx", "comfy")
+    with pytest.raises(ModelMismatchError, match=r"expected names and shapes of a SD3Transformer2DModel: diffusers' "):
+        load_quantized(FAMILIES["sd3"].model(), file.path, progress=False)
+    file.path.write_bytes(file.path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors"):
+        by_single_file(FAMILIES["ltx"], file, quantization_config=MarlinConfig())

@@ -1,0 +1,79 @@
+"""Makes `from_single_file` of diffusers' models keep the weights of GGUF files and of files of 8-bit floats packed.
+
+diffusers reads a file, converts its names and loads its tensors. Here it gets stand-ins for the packed weights, so that
+its own code converts the names; `MarlinDiffusersQuantizer` reads the weights afterwards.
+"""
+
+import functools
+import os
+from typing import Any
+
+import diffusers.loaders.single_file_utils as files
+from diffusers import BFLQuantizationConfig, GGUFQuantizationConfig
+from diffusers.loaders.single_file_model import FromOriginalModelMixin
+from diffusers.utils import logging
+
+from torch_marlin_metal.checkpoints.directory import open_reader
+from torch_marlin_metal.checkpoints.errors import CheckpointError, NotQuantized, UnsupportedFormat
+from torch_marlin_metal.checkpoints.options import spelled
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.integrations.transformers.config import MarlinConfig, as_config, loading_defaults
+from torch_marlin_metal.load.row_tensor import RowError, stand_ins
+
+OP = "from_single_file"
+DOWNLOAD = ("force_download", "cache_dir", "proxies", "local_files_only", "token", "revision")
+THEIRS = (GGUFQuantizationConfig, BFLQuantizationConfig)
+READ = (".gguf", ".safetensors")
+logger = logging.get_logger(__name__)
+
+
+def take_files() -> None:
+    original: Any = FromOriginalModelMixin.from_single_file.__func__
+
+    @functools.wraps(original)
+    def from_single_file(cls: Any, pretrained_model_link_or_path_or_dict: Any = None, **kwargs: Any) -> Any:
+        source, given = pretrained_model_link_or_path_or_dict, kwargs.get("quantization_config")
+        reader = None
+        if isinstance(source, str | os.PathLike) and (given is None or isinstance(given, (*THEIRS, MarlinConfig))):
+            reader = _open(os.fspath(source), given, kwargs)
+        if reader is None:
+            return original(cls, source, **kwargs)
+        config = given if isinstance(given, MarlinConfig) else MarlinConfig(**loading_defaults())
+        own: dict[str, Any] = {"quantization_config": config}
+        if isinstance(given, THEIRS):
+            config.modules_to_not_convert = getattr(given, "modules_to_not_convert", None)
+            if all(kwargs.get(name) is None for name in ("dtype", "torch_dtype")):
+                own["torch_dtype"] = given.compute_dtype
+        try:
+            with spelled(as_config):
+                return original(cls, stand_ins(reader), **kwargs | own)
+        except (UnsupportedFormat, RowError) as error:
+            if not isinstance(given, THEIRS):
+                raise
+            refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
+        logger.warning(f"{OP}: diffusers loads {source} without torch_marlin_metal, because: {refusal}")
+        return original(cls, source, **kwargs)
+
+    wrapped: Any = from_single_file
+    FromOriginalModelMixin.from_single_file = classmethod(wrapped)
+
+
+def _open(source: str, given: Any, kwargs: dict[str, Any]) -> CheckpointReader | None:
+    """Opens a file, or the copy of one on the Hub. Returns None for files of floats and of other kinds."""
+    if not source.endswith(READ):
+        return None
+    path = source
+    if not os.path.isfile(source):
+        repository, name = files._extract_repo_id_and_weights_name(source)
+        chosen = {key: kwargs.get(key) for key in DOWNLOAD}
+        path = files._get_model_file(repository, weights_name=name, **chosen)
+    options = (given if isinstance(given, MarlinConfig) else MarlinConfig(**loading_defaults())).read_options()
+    try:
+        return open_reader(path, options, gguf_names="gguf")
+    except NotQuantized:
+        return None
+    except CheckpointError as error:
+        if isinstance(given, MarlinConfig):
+            raise
+        logger.warning(f"{OP}: diffusers loads {source} without torch_marlin_metal, because: {error}")
+        return None

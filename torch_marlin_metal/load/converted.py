@@ -1,0 +1,168 @@
+"""Files of one diffusion model, as its authors, ComfyUI and llama.cpp's users publish them, with diffusers' names.
+
+diffusers has a function for each class of models that converts the names of such files. It runs on stand-ins, see
+`row_tensor.py`; `ConvertedReader` then reads the packed rows for each of the new names.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
+from torch_marlin_metal.checkpoints.directory import open_reader
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.options import ReadOptions
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.load.row_tensor import RowError, RowTensor, stand_ins
+from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.packed_weight import PackedWeight, joined
+
+COMFY_PREFIX = "model.diffusion_model."
+
+
+class ConvertedReader(CheckpointReader):
+    """Reads the layers of another reader under the names, and with the rows, that stand-ins have.
+
+    Args:
+        reader: the file.
+        state: its tensors by their new names, with stand-ins for packed weights.
+    """
+
+    def __init__(self, reader: CheckpointReader, state: dict[str, Tensor]) -> None:
+        super().__init__(reader.path, reader.options)
+        self.format, self._reader = reader.format, reader
+        prefix = COMFY_PREFIX if all(name.startswith(COMFY_PREFIX) for name in state) else ""
+        self._state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        rows = {name: tensor for name, tensor in self._state.items() if isinstance(tensor, RowTensor)}
+        self._layers = [(name.removesuffix(".weight"), rows[name]) for name in rows if name.endswith(".weight")]
+        self._decoded = {name: tensor for name, tensor in rows.items() if not name.endswith(".weight")}
+        self._biases = {f"{name}.bias" for name, _ in self._layers} & self._state.keys()
+        self._latest: tuple[int, PackedWeight] | None = None
+
+    @classmethod
+    def of(cls, state: dict[str, Tensor]) -> "ConvertedReader":
+        """Makes the reader of the file whose stand-ins are among some tensors."""
+        return cls(next(tensor.table.reader for tensor in state.values() if isinstance(tensor, RowTensor)), state)
+
+    def names(self) -> list[str]:
+        """Returns the names of the packed layers."""
+        return [name for name, _ in self._layers]
+
+    def stored_bytes(self, index: int) -> int:
+        """Returns the size of a layer's rows in the file."""
+        runs = self._runs(index)
+        return sum(self._reader.stored_bytes(own) * _count(rows) // self._reader.sizes(own)[0] for own, rows in runs)
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Returns N and K of a layer."""
+        N, K = self._layers[index][1].shape
+        return N, K
+
+    def kind(self, index: int) -> Hashable:
+        """Returns the layer's size, and the kinds of the layers whose rows it has."""
+        return self.sizes(index), tuple(self._reader.kind(own) for own, _ in self._runs(index))
+
+    def convert(self, index: int) -> PackedWeight:
+        try:
+            parts = [self._part(own, rows) for own, rows in self._runs(index)]
+            weight = parts[0] if len(parts) == 1 else joined(parts)
+        except UnsupportedFormat as error:
+            known = error.dequantize is not None
+            raise UnsupportedFormat(str(error), partial(self._floats, index) if known else None, error.kind) from error
+        except ValueError as error:  # the parts are of different kinds
+            raise UnsupportedFormat(f"{self.path}: layer {self.layer_names[index]!r}: {error}",
+                                    partial(self._floats, index)) from error  # fmt: skip
+        return replace(weight, name=self.layer_names[index], bias=self.bias(index)).validate()
+
+    def _part(self, own: int, rows: slice | Tensor) -> PackedWeight:
+        """Reads some rows of a layer of the file. The last layer is kept, since its other rows often come next."""
+        if self._latest is None or self._latest[0] != own:
+            self._latest = None
+            self._latest = own, replace(self._reader.convert(own), bias=None)
+        weight = self._latest[1]
+        whole = isinstance(rows, slice) and _count(rows) == weight.N
+        last = whole or (isinstance(rows, slice) and rows.stop == weight.N)
+        if last:
+            self._latest = None
+        return weight if whole else weight.columns(rows)
+
+    def _floats(self, index: int) -> Tensor:
+        return self._values(self._layers[index][1])
+
+    def _values(self, tensor: RowTensor) -> Tensor:
+        """Reads the rows of a stand-in as floats `[N, K]`."""
+        parts = []
+        for own, rows in tensor.table.runs(tensor.rows):
+            try:
+                values = self._reader.convert(own).dequantize().t()
+            except UnsupportedFormat as error:
+                if error.dequantize is None:
+                    raise
+                values = error.dequantize()
+            parts.append(values[rows])
+        return torch.cat(parts)
+
+    def _runs(self, index: int) -> Iterator[tuple[int, slice | Tensor]]:
+        tensor = self._layers[index][1]
+        return tensor.table.runs(tensor.rows)
+
+    def bias(self, index: int) -> Tensor | None:
+        """Returns a layer's bias `[N]`, or None."""
+        return self._state.get(f"{self.layer_names[index]}.bias")
+
+    def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
+        """Yields (name, function that reads it, dtype) for each tensor outside the packed layers."""
+        for name, tensor in self._state.items():
+            if name in self._decoded:
+                yield name, partial(self._values, self._decoded[name]), "F32"
+            elif not isinstance(tensor, RowTensor) and name not in self._biases:
+                yield name, partial(Tensor.detach, tensor), DTYPE_NAMES[tensor.dtype]
+
+
+def _count(rows: slice | Tensor) -> int:
+    return int(rows.stop - rows.start) if isinstance(rows, slice) else len(rows)
+
+
+def is_diffusers(model: nn.Module) -> bool:
+    library: Any = sys.modules.get("diffusers.models.modeling_utils")
+    return library is not None and isinstance(model, library.ModelMixin)
+
+
+def open_converted(
+    model: nn.Module, path: str | os.PathLike[str], options: ReadOptions, **fields: Any
+) -> CheckpointReader | None:
+    """Opens a single file for a model of diffusers, with diffusers' names; returns None for anything else.
+
+    Raises:
+        CheckpointError: as `open_reader`.
+        ModelMismatchError: diffusers' conversion of names fails on the file.
+    """
+    if not is_diffusers(model) or not Path(path).is_file():
+        return None
+    reader = open_reader(path, options, **fields | {"gguf_names": "gguf"})
+    return ConvertedReader(reader, _converted(model, reader))
+
+
+def _converted(model: nn.Module, reader: CheckpointReader) -> dict[str, Tensor]:
+    import diffusers.loaders.single_file_model as library
+
+    state, kind = stand_ins(reader), library._get_single_file_loadable_mapping_class(type(model))
+    if kind is None or not library._should_convert_state_dict_to_diffusers(model.state_dict(), state):
+        return state
+    convert = library.SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+    settings: Any = model.config
+    try:
+        made: dict[str, Tensor] = convert(config=dict(settings), checkpoint=state)
+    except (KeyError, IndexError, RuntimeError, RowError) as error:
+        raise ModelMismatchError(
+            f"{reader.path}: expected names and shapes of a {type(model).__name__}: diffusers' {convert.__name__} "
+            f"fails with {type(error).__name__}: {error}"
+        ) from error
+    return made

@@ -1,0 +1,114 @@
+"""Stand-ins for the packed weights of a file, while another library's function renames, splits and joins its tensors.
+
+Such a function converts the names of a model's original files. It may split and reorder rows, as for projections that
+one library holds in one matrix and another in three. It gets stand-ins that know which rows of the file they are, so
+the function needs no weight in memory and no word of it changes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.checkpoints.files.safetensors import FLOAT8
+from torch_marlin_metal.checkpoints.reader import CheckpointReader
+
+_aten = torch.ops.aten
+SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
+ALONG_ROWS = (
+    *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.slice.Tensor),
+    *(_aten.index_select.default, _aten.cat.default),
+)
+
+
+class RowError(ValueError):
+    """A function computes something with a packed weight other than a choice of rows."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of all packed layers of a checkpoint, counted one after the other.
+
+    Attributes:
+        reader: the checkpoint.
+        starts: the number of each layer's first row, and at the end the number of all rows.
+    """
+
+    reader: CheckpointReader
+    starts: Tensor
+
+    def runs(self, rows: Tensor) -> Iterator[tuple[int, slice | Tensor]]:
+        """Yields (index of a layer, its rows) for rows that make a matrix one after the other."""
+        layers = torch.bucketize(rows, self.starts, right=True) - 1
+        indexes, counts = torch.unique_consecutive(layers, return_counts=True)
+        for index, part in zip(indexes.tolist(), torch.split(rows, counts.tolist()), strict=True):
+            own = part - self.starts[index]
+            first = int(own[0])
+            in_order = torch.equal(own, torch.arange(first, first + len(own), device=own.device))
+            yield index, slice(first, first + len(own)) if in_order else own
+
+
+class RowTensor(Tensor):
+    """A matrix `[N, K]` without values: `rows` are the numbers of its rows in `table`."""
+
+    rows: Tensor
+    table: RowTable
+
+    @classmethod
+    def of(cls, rows: Tensor, K: int, table: RowTable) -> "RowTensor":
+        """Makes the stand-in of some rows."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: RowTensor = make(cls, (len(rows), K), dtype=torch.float32, device="cpu")
+        made.rows, made.table = rows, table
+        return made
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"RowTensor({list(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        given = next(iter(named.values()))
+        parts = given if isinstance(given, list | tuple) else [given]
+        first = parts[0]
+        fits = all(isinstance(part, cls) and part.shape[1] == first.shape[1] for part in parts)
+        if fits and func in SAME:
+            return cls.of(first.rows, first.shape[1], first.table)
+        if not fits or func not in ALONG_ROWS or named.get("dim", 0) not in (0, -2):
+            raise RowError(
+                f"{func} of packed weights {', '.join(str(list(part.shape)) for part in parts)}: expected a choice of "
+                "rows, or an order of rows, since their columns share words and scales"
+            )
+        rows = [part.rows for part in parts] if isinstance(given, list | tuple) else first.rows
+        made = func(rows, *args[1:], **{name: 0 if name == "dim" else value for name, value in (kwargs or {}).items()})
+        if isinstance(made, Tensor):
+            return cls.of(made, first.shape[1], first.table)
+        return [cls.of(part, first.shape[1], first.table) for part in made]
+
+
+def stand_ins(reader: CheckpointReader) -> dict[str, Tensor]:
+    """Returns the tensors of a checkpoint by name, with stand-ins for the weights of packed layers.
+
+    All other tensors are read. Those of 8-bit floats become bf16, which holds their values.
+    """
+    sizes = [reader.sizes(index) for index in range(len(reader))]
+    starts = torch.tensor([0, *accumulate(N for N, _ in sizes)], device="cpu")
+    table = RowTable(reader, starts)
+    state: dict[str, Tensor] = {}
+    for index, name in enumerate(reader.layer_names):
+        rows = torch.arange(int(starts[index]), int(starts[index + 1]), device="cpu")
+        state[reader.weight_name(index)] = RowTensor.of(rows, sizes[index][1], table)
+        if (bias := reader.bias(index)) is not None:
+            state[f"{name}.bias"] = bias
+    for name, read, dtype in reader.others():
+        state[name] = read().view(FLOAT8[dtype]).bfloat16() if dtype in FLOAT8 else read()
+    return state
+
+
+def has_stand_ins(state: Mapping[str, Tensor]) -> bool:
+    return any(isinstance(tensor, RowTensor) for tensor in state.values())
