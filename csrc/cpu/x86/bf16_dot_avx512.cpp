@@ -32,21 +32,13 @@ struct NibbleTable {
 
 // s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of two k in 32 bits: k = j and
 // j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7.
-template <Codes codes>
-struct TableOf {
-  using Type = BytePairs<codes>;
-};
-template <>
-struct TableOf<Codes::table> {
-  using Type = NibbleTable;
-};
-
 template <Codes codes, int parts, int R, int C>
 void dot_step(const Step& s) {
   // Each part has its own accumulators. If one row's parts shared them, each instruction would wait for the previous
   // one.
   constexpr int sums = parts * R * C;
-  const typename TableOf<codes>::Type table(s.values);
+  constexpr bool bytes = is_byte_wide(codes) || codes == Codes::planes;
+  const std::conditional_t<bytes, BytePairs<codes>, NibbleTable> table(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const int32_t*>(s.x);
