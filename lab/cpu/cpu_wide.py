@@ -33,7 +33,7 @@ from torch_marlin_metal.repack import unpack_codes
 
 ROWS = (1, 8, 64, 512)
 LIMITS = {
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "amx": {},
 }
@@ -182,13 +182,19 @@ def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, t
 
 
 def print_table(path: Path) -> None:
-    """Prints a record as a table, the smallest ratio first."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    table("Time of each rival by ours.", ["isa, threads", "rows, activations", "weight", "us", "ratios"])
-    for line in sorted(lines, key=lambda line: min(line["ratios"].values())):
-        ratios = sorted(line["ratios"].items(), key=lambda item: item[1])
-        row(f"{line['isa']}, {line['threads']}", f"{line['M']} {line['a']}", line["weight"], f"{line['us']:.0f}",
-            "; ".join(f"{line['rivals'][rival]} {value:.2f}" for rival, value in ratios))  # fmt: skip
+    """Prints a record: a line for each number of rows, those with the smallest ratio first, by weight."""
+    lines: dict[tuple[str, int, str, int], dict[str, str]] = {}
+    smallest: dict[tuple[str, int, str, int], float] = {}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        key = line["isa"], line["threads"], line["a"], line["M"]
+        lines.setdefault(key, {})[line["weight"]] = ", ".join(f"{value:.2f}" for value in line["ratios"].values())
+        smallest[key] = min(smallest.get(key, 1e9), *line["ratios"].values())
+    weights = list(dict.fromkeys(weight for cells in lines.values() for weight in cells))
+    table("Time of each rival by ours.", ["", "rows", *weights])
+    for key in sorted(lines, key=smallest.__getitem__):
+        isa, threads, dtype, M = key
+        row(f"{isa}, {threads}, {dtype}", M, *(lines[key].get(weight, "") for weight in weights))
 
 
 def main() -> None:
