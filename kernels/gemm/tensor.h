@@ -176,7 +176,7 @@ struct TensorAccumulators {
       if (has_high_plane(format)) {
         const uint bits = high_bits(format);
         const uint fields = ((1u << bits) - 1) * ((1u << high_field(bits, 0)) | (1u << high_field(bits, 1)));
-        const uint own_high = quad % 2 == 0 ? words.high : words.high >> 16;
+        const uint own_high = words.high >> (quad % 2 * 16);
         words.high = (own_high & fields) | ((own_high >> high_field(bits, 2)) & fields) << 16;
       }
     }

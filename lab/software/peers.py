@@ -26,7 +26,7 @@ from tests.support.kernels import tiles as kernel_tiles
 from tests.support.kernels.problems import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "inside" / "software-metal-device.md"
+PAGE = ROOT / "softmetal" / "docs" / "device.md"
 HALF = "float16"
 AFFINE, NVFP4, MXFP4 = (
     quantized.Format("affine", 64, 4),

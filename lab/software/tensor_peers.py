@@ -28,7 +28,7 @@ from tests.support.kernels.problems import Problem
 from tests.support.kernels.tensor import count_tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "inside" / "tensor-units.md"
+PAGE = ROOT / "lab" / "notes" / "tensor-units.md"
 BEGIN, END = "<!-- lab/software/tensor_peers.py writes this table -->\n", "<!-- end of the table -->\n"
 COLUMNS, STEP = 64, 64
 LENGTHS = (256, 512)  # the two K

@@ -42,7 +42,7 @@ SHORT = (
 )
 SHORT_REFERENCES = ("int4pack_mm_64_half", "naive_bmm_bfloat", "layer_norm_single_row_float")
 NEWEST_REFERENCES = ("grouped_mm_rows_half_bm16_u32", "grouped_mm_few_rows_float_u32", "int_mm_char")
-PAGE = Path(__file__).parents[2] / "docs" / "inside" / "software-metal-device.md"
+PAGE = Path(__file__).parents[2] / "softmetal" / "docs" / "device.md"
 CASES = {c.kernel: c for c in all_cases()}
 
 

@@ -185,7 +185,7 @@ GGUFS: dict[str, tuple[bytes, str, type]] = {
         convert.CheckpointError,
     ),
     "no elements": (gguf([tensor_info(dims=(32, 0))]), "does not consist of Q4_0 blocks", convert.CheckpointError),
-    "rank": (gguf([tensor_info(dims=(32,) * 5)]), "expected 1 to 4 dimensions, got 5", convert.CheckpointError),
+    "rank": (gguf([tensor_info(dims=(32,) * 6)]), "expected 1 to 5 dimensions, got 6", convert.CheckpointError),
     "type": (gguf([tensor_info(kind=77)]), "unknown type number 77", convert.UnsupportedFormat),
     "twice": (gguf([tensor_info(), tensor_info(offset=64)], 128), "'w.weight' occurs twice", convert.CheckpointError),
     "overlap": (

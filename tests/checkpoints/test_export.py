@@ -192,7 +192,7 @@ def test_layers_of_several_kinds_in_one_checkpoint(tmp_path) -> None:
 
 def test_gptq_layers_of_another_group_size_have_settings_of_their_own(tmp_path) -> None:
     weights = [named("model.a"), named("model.b", group_size=64), named("model.c"), named("d", group_size=K)]
-    weights.append(eight("e", "gguf/Q8_0"))
+    weights += [eight("e", "gguf/Q8_0"), eight("f", "gguf/Q5_0")]  # 5 bits are written as 8
     path = convert.export_checkpoint(weights, tmp_path / "out", "gptq")
     settings = json.loads((path / "config.json").read_text())["quantization_config"]
     assert settings["group_size"] == 32
@@ -200,6 +200,7 @@ def test_gptq_layers_of_another_group_size_have_settings_of_their_own(tmp_path) 
         r"+:^model\.b$": {"group_size": 64},
         "+:^d$": {"group_size": K},
         "+:^e$": {"group_size": 32, "bits": 8},
+        "+:^f$": {"group_size": 32, "bits": 8},
     }
     for before, after in zip(weights, convert.read_layers(path), strict=True):
         assert torch.equal(before.dequantize(), after.dequantize())
@@ -208,7 +209,7 @@ def test_gptq_layers_of_another_group_size_have_settings_of_their_own(tmp_path) 
 REFUSED = {
     "gptq, bias format": ("gptq", lambda: named("l", "uint4_bias"), "uint4_bias is not integer codes"),
     "gptq, N": ("gptq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
-    "gptq, bias of 8 bit": ("gptq", lambda: eight("l", "gguf/Q5_1"), "uint8_bias is not integer codes"),
+    "gptq, bias of 5 bit": ("gptq", lambda: eight("l", "gguf/Q5_1"), "uint5_bias is not integer codes"),
     "awq, 8 bit": ("awq", lambda: eight("l", "gguf/Q8_0"), "uint8b128 has 8 bits, AWQ's layout has 4"),
     "awq, N": ("awq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
     "compressed-tensors, table": ("compressed-tensors", lambda: named("l", "lut4"), "lut4 is not integer codes"),

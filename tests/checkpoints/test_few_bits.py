@@ -1,4 +1,4 @@
-"""Codes of 1 to 3 bits become codes of 4 bits, and those of 5 to 7 bits become codes of 8 bits."""
+"""Codes of 1 to 3 bits become codes of 4 bits, those of 7 bits become codes of 8 bits, and 5 and 6 bits stay."""
 
 from pathlib import Path
 
@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from tests.support import checkpoint_writers as writers
 from torch_marlin_metal import convert
+from torch_marlin_metal.checkpoints.grouped import planes_of_codes
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.repack import pack_planes
 
 LAYER, K, N = writers.LAYER, 128, 32
 
@@ -43,7 +45,14 @@ def planes(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def write_gptq(
-    path: Path, rng: np.random.Generator, bits: int, *, packed=bit_string, version: int = 1, sym: bool = False
+    path: Path,
+    rng: np.random.Generator,
+    bits: int,
+    *,
+    packed=bit_string,
+    version: int = 1,
+    sym: bool = False,
+    act_order: bool = False,
 ) -> np.ndarray:
     """Writes a GPTQ layer of any code width, and returns its weight `[N, K]`."""
     G, top = K // 32, 1 << bits
@@ -54,10 +63,13 @@ def write_gptq(
     scales = writers.random_floats(rng, (G, N), "fp16")
     stored = zeros - (version == 1)
     tensors = {"qweight": packed(codes, bits), "qzeros": packed(stored.T, bits).T, "scales": scales}
+    groups = rng.permutation(writers.groups_of(K, 32)) if act_order else writers.groups_of(K, 32)
+    if act_order:
+        tensors["g_idx"] = groups.astype(np.int32)
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": sym}
     settings["checkpoint_format"] = "gptq_p" if packed is planes else f"gptq_v{version}" if version == 2 else "gptq"
     writers.save(path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, {"quantization_config": settings})
-    return writers.affine(codes, zeros, scales, writers.groups_of(K, 32))
+    return writers.affine(codes, zeros, scales, groups)
 
 
 def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options) -> None:
@@ -69,7 +81,8 @@ def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options
 
 def wider(bits: int, sym: bool) -> str:
     """Returns the weight format that holds integers of these bits."""
-    return f"uint{4 if bits <= 4 else 8}{('b8' if bits <= 4 else 'b128') if sym else ''}"
+    width = next(width for width in (4, 5, 6, 8) if width >= bits)
+    return f"uint{width}b{1 << width - 1}" if sym else f"uint{width}"
 
 
 @pytest.mark.filterwarnings("ignore:.*raw zero points of")
@@ -89,6 +102,21 @@ def wider(bits: int, sym: bool) -> str:
 def test_gptq(tmp_path, rng, bits, version, sym) -> None:
     expected = write_gptq(tmp_path, rng, bits, version=version, sym=sym)
     assert_equal(tmp_path, expected, wider(bits, sym))
+
+
+@pytest.mark.parametrize(("bits", "packed"), [(3, bit_string), (5, planes), (6, bit_string), (8, bit_string)])
+def test_gptq_with_act_order(tmp_path, rng, bits, packed) -> None:
+    expected = write_gptq(tmp_path, rng, bits, packed=packed, version=2, act_order=True)
+    assert_equal(tmp_path, expected, wider(bits, False))
+
+
+@pytest.mark.parametrize("bits", [5, 6])
+def test_the_second_plane_is_that_of_pack_planes(rng, bits) -> None:
+    for length in (8, 24, 40, 64):
+        codes = torch.from_numpy(rng.integers(0, 1 << bits, (length, 5)).astype(np.uint8))
+        for given in (codes.t(), codes.t().contiguous()):
+            for found, expected in zip(planes_of_codes(given, bits), pack_planes(codes, bits), strict=True):
+                assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
@@ -115,7 +143,7 @@ def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> No
 
 
 @pytest.mark.parametrize(
-    ("bits", "group_size"), [(1, 64), (2, 32), (3, 32), (3, 64), (4, 32), (5, 64), (6, 32), (8, 64)]
+    ("bits", "group_size"), [(1, 64), (2, 32), (3, 32), (3, 64), (4, 32), (5, 64), (6, 32), (6, 8), (8, 64)]
 )
 def test_hqq(tmp_path, bits, group_size) -> None:
     """HQQ packs and decodes. Of 3 bits, the number of groups is no multiple of ten."""
@@ -130,10 +158,15 @@ def test_hqq(tmp_path, bits, group_size) -> None:
     weights = {"nbits": bits, "group_size": group_size, "axis": 1}
     config = {"quantization_config": {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t.numpy() for n, t in tensors.items()}, config)
+    if group_size == 8:  # no weight format has such groups
+        (layer,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
+        assert isinstance(layer, convert.DenseWeight)
+        np.testing.assert_array_equal(layer.weight.numpy(), expected.numpy())
+        return
     assert_equal(tmp_path, expected.numpy(), wider(bits, False))
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7])
 def test_torchao(tmp_path, rng, bits) -> None:
     """The codes of IntxUnpackedToInt8Tensor are signed, in bytes."""
     top = 1 << bits - 1
@@ -169,7 +202,7 @@ def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
     assert_equal(tmp_path, expected, wider(bits, sym))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
 def test_mlx_in_pieces(tmp_path, rng, monkeypatch, bits) -> None:
     """A large matrix is unpacked some rows at a time."""
     monkeypatch.setattr("torch_marlin_metal.checkpoints.grouped.PIECE", 5 * K)
@@ -179,4 +212,4 @@ def test_mlx_in_pieces(tmp_path, rng, monkeypatch, bits) -> None:
     config = {"quantization": {"group_size": 32, "bits": bits, "mode": "affine"}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t for n, t in tensors.items()}, config)
     exact = codes.T.astype(np.float64) * scales.repeat(32, 1) + biases.repeat(32, 1)
-    assert_equal(tmp_path, exact.astype(np.float32), f"uint{4 if bits <= 4 else 8}_bias")
+    assert_equal(tmp_path, exact.astype(np.float32), f"{wider(bits, False)}_bias")

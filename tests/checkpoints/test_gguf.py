@@ -40,12 +40,12 @@ FP16_AT = {
     "IQ3_XXS": [0],
     "IQ3_S": [0],
 }
-# Types with blocks of 256, with the group size of the packed weight and its bits for each weight, with scales.
-SUPER = {
+# Types, with the group size of the packed weight and its bits for each weight, with scales.
+SIZES = {
     "Q4_K": ("uint4_bias", 32, 4.625),
     "IQ4_XS": ("lut4", 32, 4.3125),
-    "Q5_K": ("uint8_bias", 32, 8.625),
-    "Q6_K": ("uint8b128", 16, 8.5625),
+    "Q5_K": ("uint5_bias", 32, 5.625),
+    "Q6_K": ("uint6b32", 16, 6.5625),
     "Q2_K": ("uint4_bias", 16, 5.125),
     "Q3_K": ("uint4b8", 16, 4.5625),
     "TQ1_0": ("uint4b8", 256, 4.0625),
@@ -57,9 +57,10 @@ SUPER = {
     "IQ2_S": ("lut4", 16, 4.5625),
     "IQ3_XXS": ("lut4", 32, 4.3125),
     "IQ3_S": ("lut4", 32, 4.3125),
+    "Q5_0": ("uint5b16", 32, 5.5),
+    "Q5_1": ("uint5_bias", 32, 6),
+    "Q8_0": ("uint8b128", 32, 8.5),
 }
-# The same of types with blocks of 32.
-WIDE = {"Q5_0": ("uint8b128", 32, 8.5), "Q5_1": ("uint8_bias", 32, 9), "Q8_0": ("uint8b128", 32, 8.5)}
 FORMATS = {
     "Q4_0": "uint4b8",
     "Q4_1": "uint4_bias",
@@ -69,10 +70,10 @@ FORMATS = {
     "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
     "Q8_0": "uint8b128",
-    "Q6_K": "uint8b128",
-    "Q5_0": "uint8b128",
-    "Q5_1": "uint8_bias",
-    "Q5_K": "uint8_bias",
+    "Q6_K": "uint6b32",
+    "Q5_0": "uint5b16",
+    "Q5_1": "uint5_bias",
+    "Q5_K": "uint5_bias",
 }
 
 
@@ -132,8 +133,8 @@ def fp16_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return bits
 
 
-@pytest.mark.parametrize("type_name", SUPER)
-def test_types_with_blocks_of_256_are_equal_bit_for_bit(tmp_path, type_name) -> None:
+@pytest.mark.parametrize("type_name", SIZES)
+def test_types_are_equal_bit_for_bit(tmp_path, type_name) -> None:
     """Reads 10,000 random blocks of each type."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (100, 100, GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][1]), dtype=np.uint8)
@@ -147,14 +148,14 @@ def test_types_with_blocks_of_256_are_equal_bit_for_bit(tmp_path, type_name) -> 
     data = blocks.reshape(100, -1)
     (weight,) = convert.read_layers(Writer(tmp_path / "m.gguf").add("w.weight", data, type_name).write())
     bits = 8 * sum(tensor.nbytes for name, tensor in weight.tensors().items() if name != "lut") / (weight.K * weight.N)
-    assert (weight.weight_format, weight.group_size, bits) == SUPER[type_name]
+    assert (weight.weight_format, weight.group_size, bits) == SIZES[type_name]
     found, reference = weight.dequantize().t().numpy(), dequantize(data, GGMLQuantizationType[type_name])
     np.testing.assert_array_equal(found.view(np.uint32), reference.view(np.uint32))
 
 
 def test_the_page_says_the_sizes_of_types() -> None:
     page = (Path(__file__).parents[2] / "docs" / "formats" / "checkpoints.md").read_text()
-    for name, (weight_format, group_size, bits) in (SUPER | WIDE).items():
+    for name, (weight_format, group_size, bits) in SIZES.items():
         count, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         assert f"| {name} | {8 * size / count:g} | {weight_format} | {group_size} | {bits:g} |\n" in page
 
@@ -191,7 +192,14 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("Q4_1", "Q4_K"), ("Q4_K", "Q4_1"), ("IQ2_XXS", "IQ3_XXS"), ("NVFP4", "NVFP4"), ("Q4_K", "Q4_K")],
+    [
+        ("Q4_1", "Q4_K"),
+        ("Q4_K", "Q4_1"),
+        ("IQ2_XXS", "IQ3_XXS"),
+        ("NVFP4", "NVFP4"),
+        ("Q4_K", "Q4_K"),
+        ("Q6_K", "Q6_K"),
+    ],
 )
 def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, second, tmp_path) -> None:
     """Types of one weight format differ in levels of scales and in tables; NVFP4 has a scale for each tensor."""
@@ -206,7 +214,7 @@ def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, seco
         expected.append(values)
     layers = convert.read_layers(writer.write(), gguf_names="hf", on_unsupported="dequantize")
     for expert, layer in enumerate(layers):
-        assert isinstance(layer, PackedWeight) == (first == second == "Q4_K")
+        assert isinstance(layer, PackedWeight) == (first == second != "NVFP4")
         got = layer.dequantize().t() if isinstance(layer, PackedWeight) else layer.dequantize()
         got = got if got.shape == (16, 512) else got.t()
         both = np.stack([values[expert] for values in expected], axis=1).reshape(16, 512)

@@ -111,8 +111,8 @@ def test_a_mixed_file_stays_packed(tmp_path) -> None:
         load_quantized(loaded, path, progress=False)
     for name, module in loaded.named_modules():
         if isinstance(module, PackedLayer):
-            eight = name.endswith(("v_proj", "down_proj", "embed_tokens"))
-            assert module.weight_format == ("uint8b128" if eight else "uint4b8"), name
+            eight, five = name.endswith(("v_proj", "embed_tokens")), name.endswith("down_proj")
+            assert module.weight_format == ("uint8b128" if eight else "uint5b16" if five else "uint4b8"), name
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 import torch_marlin_metal as tmm
 from torch_marlin_metal.cli import bench_mlstm
 from torch_marlin_metal.cli.app import app
-from torch_marlin_metal.packed_weight import PackedWeight
 
 bench_module = importlib.import_module("torch_marlin_metal.cli.bench")
 
@@ -134,14 +133,14 @@ def test_bench_captures_each_product_once(monkeypatch, tmp_path):
         yield
         captured.append(list(calls))
 
-    product = PackedWeight.__call__
+    product = bench_module.gemm
 
-    def counted(weight, a):
+    def counted(a, weight):
         calls.append((weight.N, a.shape[0]))
-        return product(weight, a)
+        return product(a, weight)
 
     monkeypatch.setattr(bench_module, "trace", recorded)
-    monkeypatch.setattr(PackedWeight, "__call__", counted)
+    monkeypatch.setattr(bench_module, "gemm", counted)
     path = tmp_path / "products.gputrace"
     options = f"--shape 64,128 --rows 1 --rows 3 --group-size 32 --rounds 3 --cold-mb 1 --capture {path} --json"
     done = CliRunner().invoke(app, ["bench", *options.split()])

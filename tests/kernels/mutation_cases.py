@@ -96,7 +96,8 @@ def _gemv_cases() -> Iterator[Case]:
     yield _gemv(problem(1, 8, 520, weight_format="mxfp4", dtype=FLOAT), rows=1, simdgroups=1)
     yield _gemv(problem(2, 7, 32, weight_format="nvfp4", dtype=HALF, global_scale=(-1,)), rows=2, simdgroups=1)
     yield _gemv(problem(2, 40, 520, weight_format="uint4_bias", dtype=HALF, **TWO_LEVELS), rows=2, simdgroups=2)
-    yield _gemv(problem(2, 8, 72, weight_format="uint5", dtype=HALF, group_size=16), rows=2, simdgroups=1)
+    for rows in (2, 8):
+        yield _gemv(problem(rows, 8, 72, weight_format="uint5", dtype=HALF, group_size=16), rows=rows, simdgroups=1)
     long_sums = {"weight_format": "uint4_bias", "dtype": FLOAT, "group_size": "K", "all_positive": True}
     yield _gemv(problem(4, 8, 16384, **long_sums), rows=4, simdgroups=1)
 

@@ -70,6 +70,8 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("first element", "found == kTensorMatches && !is_there", "!is_there"),
     ),
     "gemm/tensor.h": (
+        ("planes", "((own_high >> high_field(bits, 2)) & fields) << 16", "(own_high & fields) << 16"),
+        ("planes", "words.high >> (quad % 2 * 16)", "words.high"),
         ("layout", "first_column + place.row * 4", "first_column + place.row / 2 * 8 + place.row % 2 * 2"),
         ("layout", "codes[2 * f + i / 4]", "codes[f + i / 4 * 2]"),
         ("layout", "k[4 * j + i % 4]", "k[4 * (1 - j) + i % 4]"),

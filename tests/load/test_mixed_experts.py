@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401
 from tests.support.mixtures import SIZES
-from tests.support.mixtures import decoded as decoded_integers
 from tests.support.models import IDS
-from tests.support.reference import E2M1, e4m3, to_numpy
+from tests.support.reference import BLOCKS, E2M1, FIELDS, OFFSETS, code_bits, e4m3, e8m0, to_numpy
 from torch_marlin_metal import MarlinExperts, PackedWeight, load_quantized, quantize_weight
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.layers import ExpertWeights
@@ -30,14 +29,25 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 def decoded(weight: PackedWeight) -> np.ndarray:
     """Decodes a weight with NumPy: fp64 `[N, K]`."""
-    if weight.weight_format not in ("uint4_bias", "nvfp4"):
-        return decoded_integers(weight)
-    words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, 4, dtype=np.uint32)
-    codes = ((words[:, None] >> shifts[None, :, None]) & 15).reshape(weight.K, weight.N)
+    bits, name = code_bits(weight.weight_format), weight.weight_format
+    stored = bits if weight.b_high is None else 4
+    words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, stored, dtype=np.uint32)
+    codes = (
+        ((words[:, None] >> shifts[None, :, None]) & ((1 << stored) - 1)).reshape(weight.K, weight.N).astype(np.int64)
+    )
+    if weight.b_high is not None:
+        k = np.arange(weight.K)
+        places = np.add.outer(BLOCKS[bits], FIELDS[bits]).ravel().astype(np.uint32)
+        high = weight.b_high.numpy().view(np.uint32)[k // len(places)] >> places[k % len(places)][:, None]
+        codes += (high & ((1 << bits - 4) - 1)).astype(np.int64) << 4
     group = np.arange(weight.K) // weight.group_size
-    if weight.weight_format == "uint4_bias":
-        return (codes * to_numpy(weight.scales)[group] + to_numpy(weight.zeros)[group]).T
-    return (E2M1[codes] * e4m3(weight.scales.numpy())[group] * weight.global_scale.double().numpy()).T
+    if name == "nvfp4":
+        return (E2M1[codes] * e4m3(weight.scales.numpy())[group] * weight.global_scale.double().numpy()).T
+    if name == "mxfp4":
+        return (E2M1[codes] * e8m0(weight.scales.numpy())[group]).T
+    zeros = OFFSETS.get(name) if weight.zeros is None else to_numpy(weight.zeros)[group].astype(np.float64)
+    scales = to_numpy(weight.scales)[group]
+    return (codes * scales + zeros if name.endswith("_bias") else (codes - zeros) * scales).T
 
 
 def packed(weight: torch.Tensor, name: str, kind: str) -> PackedWeight | None:
@@ -134,6 +144,11 @@ CASES = {
         (ExpertWeights, ExpertWeights),
         BOTH * (0.5 + 2 / 32) + DOWN * (0.5 + 3 / 32),
     ),
+    "experts of 4 and 6 bits": (
+        {"gate_proj": "uint4b8 32", "up_proj": "uint6b32 32", "down_proj": ["uint4b8 32", "uint6b32 32"] * 2},
+        (JoinedExpertWeights, ExpertWeights),
+        BOTH / 2 * (0.5 + 0.75 + 4 / 32) + DOWN * (0.75 + 2 / 32),
+    ),
     "one expert in another format": (
         {"gate_proj": "uint4b8 32", "up_proj": "uint4b8 32", "down_proj": ["uint4b8 32"] * 3 + ["mxfp4 32"]},
         (ExpertWeights, FloatExpertWeights),
@@ -193,6 +208,9 @@ def test_a_saved_model_loads_the_same_at_each_door(name, tmp_path) -> None:
         ("uint4b8 32", "uint4 32", ("uint4", 32, torch.float16)),
         ("uint4 32", "uint4_bias 64", ("uint4_bias", 32, torch.float32)),
         ("uint4b8 32 bfloat16", "uint4b8 64 float16", ("uint4b8", 32, torch.float32)),
+        ("uint4b8 32", "uint5b16 32", ("uint5b16", 32, torch.float16)),
+        ("uint5 32", "uint6b32 64", ("uint6", 32, torch.float16)),
+        ("uint6b32 32", "uint8_bias 32 float32", ("uint8_bias", 32, torch.float32)),
         ("uint4b8 64", "uint4b8 192", ("uint4b8", 64, torch.float16)),
         ("uint4b8 32", "mxfp4 32", None),
     ],
@@ -202,8 +220,11 @@ def test_the_common_format_is_exact(one, other, expected) -> None:
     weights = [packed(torch.randn(24, 192), "", kind) for kind in (one, other)]
     found = [common_of(weight) for weight in weights]
     both = None if None in found else wider(*found, 192)
-    roles = {"uint4b8": "none", "uint4": "zero_point", "uint4_bias": "bias"}
-    assert both == (None if expected is None else Common(4, roles[expected[0]], *expected[1:]))
+    if expected is not None:
+        name = expected[0]
+        role = "bias" if name.endswith("_bias") else "none" if "b" in name else "zero_point"
+        assert both == Common(code_bits(name), role, *expected[1:])
+    assert (both is None) == (expected is None)
     if both is None:
         return
     for weight in weights:

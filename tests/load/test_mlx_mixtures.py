@@ -1,4 +1,4 @@
-"""The mixtures of mlx-lm, at each door, against the logits that mlx-lm itself computes (tests/data/models/README.md)."""
+"""The models of mlx-lm, at each door, against the logits that mlx-lm itself computes (tests/data/models/README.md)."""
 
 import json
 from pathlib import Path
@@ -21,6 +21,7 @@ IDS = torch.tensor([[3, 9, 27, 5, 44, 12, 60, 33]])
 MODELS = {
     "mixtral-affine4": (1, 1e-5),
     "qwen3_moe-mixed_4_6": (1, 1e-5),
+    "qwen3-affine6": (0, 1e-5),
     "gpt_oss-mxfp4-q8": (2, 2e-4),
     "qwen3_next-affine4": (2, 1e-5),
     "qwen3_5_moe-affine4": (2, 1e-5),

@@ -94,8 +94,7 @@ CASES = {
         "bias: expected float16, bfloat16 or float32 [N] = [24], got float32 [1]"),
     "bias of another dtype": ("uint4b8", {"bias": f32(N, dtype=torch.int32)}, "bias: expected float16"),
     "an unknown format": ("uint4b8", {"weight_format": "int3"},
-        "weight_format: expected one of uint4b8, uint4, uint4_bias, float4_e2m1, nvfp4, mxfp4, lut4, uint8b128, "
-        "uint8, uint8_bias, float8_e4m3, mxfp8, got 'int3'"),
+        f"weight_format: expected one of {', '.join(tmm.WEIGHT_FORMATS)}, got 'int3'"),
     "an alias in the operator": ("uint4b8", {"weight_format": "u4b8"}, "weight_format: expected one of uint4b8"),
     "an unknown variant": ("uint4b8", {"variant": "fastest"},
         "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or a variant with one "
@@ -174,7 +173,7 @@ def test_dequantize_refuses_other_dtypes(device):
 
 def test_unknown_names_in_python_list_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"expected one of uint4b8, .*mxfp8 \(or u4b8, u4, .*, float8_e4m3fn, fp8\), got 'q4'"
+        ValueError, match=r"expected one of uint4b8, .*uint6_bias \(or u4b8, u4, .*, float8_e4m3fn, fp8\), got 'q4'"
     ):
         tmm.formats.weight_format("q4")
 

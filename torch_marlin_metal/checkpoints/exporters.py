@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.formats.gptq import ONES
+from torch_marlin_metal.checkpoints.grouped import SIGN, SYMMETRIC, ZERO_POINT
 from torch_marlin_metal.checkpoints.options import check_choice, typed
 from torch_marlin_metal.formats import GROUP_SIZES, weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_gptq, pack_gptq_zeros
+from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_codes, pack_gptq, pack_gptq_zeros, unpack_planes
 
 
 def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat:
@@ -26,14 +27,24 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
     fmt = weight_format(weight.weight_format)
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
-    if fmt.high_bits:
-        raise _refuse(weight, target, f"{weight.weight_format} has {fmt.code_bits} bits, only 4 and 8 are written")
     if fmt.zeros_role == "none":
         return torch.full(weight.scales.shape, fmt.fixed_offset, dtype=torch.uint8, device=weight.b_packed.device)
     assert weight.zeros is not None
     if weight.zeros.dtype != torch.uint8 or int(weight.zeros.max()) > fmt.largest_code:
         raise _refuse(weight, target, f"its zero points are not codes of 0 to {fmt.largest_code}")
     return weight.zeros
+
+
+def _in_words(weight: PackedWeight) -> PackedWeight:
+    """Returns the same weight with scales of one level, and codes of 8 bits in place of integers of 5 or 6."""
+    weight, fmt = weight.one_level(), weight_format(weight.weight_format)
+    if not fmt.high_bits or fmt.zeros_role == "bias":
+        return weight
+    codes = unpack_planes(weight.b_packed, weight.b_high, fmt.code_bits)
+    if fmt.zeros_role == "none":
+        codes += SIGN[8] - fmt.fixed_offset
+    name = (SYMMETRIC if fmt.zeros_role == "none" else ZERO_POINT)[8]
+    return replace(weight, b_packed=pack_codes(codes, 8), b_high=None, weight_format=name)
 
 
 def _bits(weight: PackedWeight) -> int:
@@ -99,7 +110,7 @@ class GptqExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns qweight, qzeros, scales and g_idx."""
-        weight = weight.one_level()
+        weight = _in_words(weight)
         zeros, bits = _integer_zeros(weight, "GPTQ"), _bits(weight)
         if weight.N % (32 // bits):
             raise _refuse(weight, "GPTQ", f"N={weight.N} is not a multiple of {32 // bits}")
@@ -182,7 +193,7 @@ class CompressedTensorsExporter:
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
-        weight = weight.one_level()
+        weight = _in_words(weight)
         fmt, bits = weight_format(weight.weight_format), _bits(weight)
         if fmt.code_kind == "e4m3":
             return self._e4m3(weight)

@@ -1,6 +1,6 @@
 """Makes a `PackedWeight` of a layer's codes and of values per group, or refuses a layer that the operators cannot hold.
 
-Codes of 1 to 4 bits become words of 4-bit codes, those of 5 to 8 bits become words of bytes.
+Codes of 1 to 3 bits become codes of 4 bits, and those of 7 bits become codes of 8 bits.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,22 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.words import transposed
-from torch_marlin_metal.formats import GROUP_SIZES
+from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.repack import high_bit_places
+from torch_marlin_metal.repack import unpack_planes as unpack_both
 
 # Bits of the operators' codes -> the format of integers with zero points, without them, and with biases.
-ZERO_POINT = {4: "uint4", 8: "uint8"}
-SYMMETRIC = {4: "uint4b8", 8: "uint8b128"}
-BIAS = {4: "uint4_bias", 8: "uint8_bias"}
-SIGN = {4: 8, 8: 128}  # the zero point of signed codes
+INTEGERS = [fmt for fmt in WEIGHT_FORMATS.values() if fmt.code_kind == "integer"]
+ZERO_POINT, SYMMETRIC, BIAS = (
+    {fmt.code_bits: fmt.name for fmt in INTEGERS if fmt.zeros_role == role} for role in ("zero_point", "none", "bias")
+)
+SIGN = {bits: 1 << bits - 1 for bits in SYMMETRIC}  # the zero point of signed codes
 # Bits of a code -> bits of its planes, the low ones first, in GPTQModel's format "gptq_p".
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 PIECE = 1 << 20  # codes that are unpacked at a time
+Planes = tuple[Tensor, Tensor | None]  # `b_packed` and `b_high` of a weight
 
 
 def packed(
@@ -34,6 +38,7 @@ def packed(
     *,
     source: str,
     K: int = 0,
+    high: Tensor | None = None,
     perm: Tensor | None = None,
     lut: Tensor | None = None,
 ) -> PackedWeight:
@@ -48,6 +53,7 @@ def packed(
         zeros: `[G, N]`, if the format has zero points or biases.
         source: see `PackedWeight.source`.
         K: the rows of the weight, if the words are padded beyond them.
+        high: see `PackedWeight.b_high`.
         perm: see `PackedWeight.perm`; the words are sorted by it.
         lut: see `PackedWeight.lut`.
 
@@ -58,7 +64,7 @@ def packed(
     K = K or len(words) * fmt.codes_per_word
 
     def dequantize() -> Tensor:
-        values = decoded(words, weight_format, K, group_size, scales, zeros, lut)
+        values = decoded(words, weight_format, K, group_size, scales, zeros, lut=lut, high=high)
         return values if perm is None else torch.empty_like(values).index_copy_(1, perm.long(), values)
 
     if K % 8:
@@ -68,6 +74,7 @@ def packed(
         raise layer.unsupported(f"no group size of the operators divides its groups of {group_size}", dequantize)
     return PackedWeight(
         b_packed=words,
+        b_high=high,
         scales=fitted[1][0].contiguous(),
         weight_format=weight_format,
         group_size=fitted[0],
@@ -86,11 +93,13 @@ def decoded(
     group_size: int,
     scales: Tensor,
     zeros: Tensor | None = None,
+    *,
     lut: Tensor | None = None,
+    high: Tensor | None = None,
 ) -> Tensor:
     """Returns a weight in fp32 `[N, K]`. Takes any K and any groups; for the arguments see `packed`."""
     fmt = find_format(weight_format)
-    codes = codes_of_words(words, fmt.code_bits)[:, :K]
+    codes = codes_of_words(words, fmt.code_bits, high)[:, :K]
     if fmt.code_kind == "integer":
         values = codes.float() - fmt.fixed_offset
     else:
@@ -134,7 +143,7 @@ def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
 
 def width_of(bits: int) -> int:
     """Returns the bits of the operators' codes that hold codes of 1 to 8 bits."""
-    return 4 if bits <= 4 else 8
+    return min(width for width in SIGN if width >= bits)
 
 
 def centre(bits: int) -> int:
@@ -175,8 +184,9 @@ def repacked(
     *,
     offset: int = 0,
     codes_of: Callable[[Tensor, int, int], Tensor] = unpack,
-) -> Tensor:
-    """Converts words with codes of any width to those of the operators.
+    perm: Tensor | None = None,
+) -> Planes:
+    """Converts words with codes of any width to the words of the operators, and to those of the second plane.
 
     Works on some columns at a time, since codes need more memory than words.
 
@@ -186,15 +196,43 @@ def repacked(
         K: the codes of a column.
         offset: is added to each code.
         codes_of: unpacks the codes of some columns: `unpack` or `unpack_planes`.
+        perm: sorts the rows; see `PackedWeight.perm`.
     """
-    pieces = torch.split(words, max(1, PIECE // K), dim=1)
-    codes = ((codes_of(piece, bits, K) + offset).t().to(torch.uint8) for piece in pieces)
-    return torch.cat([words_of_codes(piece, width_of(bits)) for piece in codes], dim=1)
+    rows = slice(None) if perm is None else perm.long()
+    N, step = words.shape[1], max(1, PIECE // K)
+    whole: list[Tensor] = []
+    for start in range(0, N, step):
+        codes = (codes_of(words[:, start : start + step], bits, K)[rows] + offset).t().to(torch.uint8)
+        pieces = [piece for piece in planes_of_codes(codes, width_of(bits)) if piece is not None]
+        whole = whole or [piece.new_empty(len(piece), N) for piece in pieces]
+        for held, piece in zip(whole, pieces, strict=True):
+            held[:, start : start + step] = piece
+    return whole[0], whole[1] if len(whole) > 1 else None
 
 
 def as_words(stored: Tensor) -> Tensor:
     """Converts rows of bytes or words `[N, ...]`, lowest k in the lowest bits, to int32 `[words, N]`."""
     return transposed(stored.contiguous().view(torch.int32))
+
+
+def planes_of_codes(codes: Tensor, width: int) -> Planes:
+    """Packs uint8 codes `[N, K]` of 4, 5, 6 or 8 bits into `b_packed` and, of 5 and 6 bits, `b_high`.
+
+    Gives what `repack.pack_planes` gives, faster: it moves the upper bits of four codes at a time.
+    """
+    if width in (4, 8):
+        return words_of_codes(codes, width), None
+    codes, places = codes.contiguous(), high_bit_places(width)
+    upper = torch.nn.functional.pad(codes >> 4, (0, -codes.shape[1] % len(places)))
+    fours = upper.view(torch.int32).reshape(len(codes), -1, len(places) // 4)
+    fields = fours.clone()
+    for j in (1, 2, 3):
+        fields |= fours >> 8 * j - places[j]
+    fields &= 255
+    high = fields[..., 0].clone()
+    for four in range(1, len(places) // 4):
+        high |= fields[..., four] << places[4 * four]
+    return words_of_codes(codes & 15), transposed(high)
 
 
 def words_of_codes(codes: Tensor, width: int = 4) -> Tensor:
@@ -203,8 +241,10 @@ def words_of_codes(codes: Tensor, width: int = 4) -> Tensor:
     return as_words(codes if width == 8 else codes[:, 0::2] | (codes[:, 1::2] << 4))
 
 
-def codes_of_words(words: Tensor, width: int) -> Tensor:
-    """Returns the uint8 codes `[N, K]` of int32 `[words, N]`."""
+def codes_of_words(words: Tensor, width: int, high: Tensor | None = None) -> Tensor:
+    """Returns the uint8 codes `[N, K]` of int32 `[words, N]`, and of `b_high` if codes have 5 or 6 bits."""
+    if high is not None:
+        return unpack_both(words, high, width).t()
     rows = words.t() if words.t().is_contiguous() else transposed(words.contiguous())
     stored = rows.view(torch.uint8)
     return stored if width == 8 else torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from torch_marlin_metal.formats import WEIGHT_FORMATS, weight_format
 from torch_marlin_metal.layers.experts import ExpertWeights
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 # Roles of zeros, of which each can do what those before it do.
 ROLES = ("none", "zero_point", "bias")
@@ -50,8 +52,6 @@ def wider(one: Common, other: Common, K: int) -> Common | None:
     """
     if one == other:
         return one
-    if one.bits != other.bits:
-        return None
     small, large = sorted((one.group_size, other.group_size))
     if large % small and large != K:
         return None
@@ -59,7 +59,7 @@ def wider(one: Common, other: Common, K: int) -> Common | None:
     # A product of a zero point and a scale has more bits than fp16 holds, and so has a scale of two levels. The codes
     # of fp16 and bf16 meet in fp32.
     same = one.dtype == other.dtype and one.dtype.is_floating_point and not (more == "bias" and less != "bias")
-    return Common(one.bits, more, small, one.dtype if same else torch.float32)
+    return Common(max(one.bits, other.bits), more, small, one.dtype if same else torch.float32)
 
 
 def widened(weight: PackedWeight, to: Common) -> PackedWeight:
@@ -68,7 +68,13 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
     if own == to or own is None:
         return weight
     weight = weight.one_level()
-    scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS[to.bits, "none"].fixed_offset
+    scales, zeros, offset = weight.scales.to(to.dtype), weight.zeros, FORMATS[own.bits, "none"].fixed_offset
+    planes: dict[str, Any] = {}
+    if to.bits != own.bits:
+        codes = unpack_planes(weight.b_packed, weight.b_high, own.bits)
+        if to.role == "none":
+            codes += FORMATS[to.bits, "none"].fixed_offset - offset
+        planes = dict(zip(("b_packed", "b_high"), pack_planes(codes, to.bits), strict=True))
     if to.role == "zero_point" and zeros is None:
         zeros = torch.full_like(scales, offset, dtype=torch.uint8)
     elif to.role == "bias" and own.role != "bias":
@@ -79,9 +85,8 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
         times, groups = -(-weight.group_size // to.group_size), -(-weight.K // to.group_size)
         scales = scales.repeat_interleave(times, 0)[:groups].contiguous()
         zeros = None if zeros is None else zeros.repeat_interleave(times, 0)[:groups].contiguous()
-    return replace(
-        weight, weight_format=FORMATS[to.bits, to.role].name, group_size=to.group_size, scales=scales, zeros=zeros
-    )
+    name = FORMATS[to.bits, to.role].name
+    return replace(weight, weight_format=name, group_size=to.group_size, scales=scales, zeros=zeros, **planes)
 
 
 class _Wider(Exception):
@@ -92,6 +97,8 @@ def stack_exactly(
     make: Callable[[], Iterable[Sequence[PackedWeight]]], experts: int, dtype: torch.dtype | None
 ) -> ExpertWeights:
     """Makes a stack of the smallest common format, as `ExpertWeights.from_packed` does for equal formats.
+
+    The widths of experts may differ, but not those of the parts of one expert.
 
     Args:
         make: returns the parts of one expert after the other; called again if a format proves too narrow.
@@ -105,6 +112,8 @@ def stack_exactly(
 
     def ready(parts: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
         nonlocal target
+        if len({weight_format(part.weight_format).code_bits for part in parts}) > 1:
+            return parts  # gate and up in stacks of their own take less memory than in one of the larger width
         for found in filter(None, map(common_of, parts)):
             new = found if target is None else wider(target, found, parts[0].K)
             if new is not None and new != target:

@@ -72,24 +72,24 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     N, words = layer.expect("weight_packed", ("I32",), None, None)
     K = _columns(layer, N, words)
     bits = _bits(layer, settings, K, words)
-    width = width_of(bits)
     group_size, scales = _scales(layer, settings, N, K)
     zeros = _zeros(layer, N, scales.shape[0], bits)
     g_idx = read_g_idx(layer, "weight_g_idx", K, scales.shape[0], group_size)
     perm = permutation(layer, "weight_g_idx", g_idx, group_size)
-    stored = layer.read("weight_packed")
-    if bits == width:
-        ours = as_words(stored)
+    stored, high = layer.read("weight_packed"), None
+    if bits in (4, 8):
+        ours = as_words(stored) if perm is None else permuted(as_words(stored), perm, bits)
     else:
-        ours = repacked(stored.t(), bits, K, offset=centre(bits) if zeros is None else 0)
+        ours, high = repacked(stored.t(), bits, K, offset=centre(bits) if zeros is None else 0, perm=perm)
     return packed(
         layer,
-        ours if perm is None else permuted(ours, perm, width),
-        (SYMMETRIC if zeros is None else ZERO_POINT)[width],
+        ours,
+        (SYMMETRIC if zeros is None else ZERO_POINT)[width_of(bits)],
         group_size,
         scales,
         zeros,
         K=K,
+        high=high,
         perm=perm,
         source="compressed-tensors pack-quantized",
     )
@@ -178,8 +178,9 @@ FORMAT = DirectoryFormat(
     variants=(
         ("pack-quantized of 2, 3 and 4 bit, symmetric; per group, channel or tensor; act-order", "uint4b8"),
         ("pack-quantized of 2, 3 and 4 bit, asymmetric; per group, channel or tensor; act-order", "uint4"),
-        ("pack-quantized of 5 to 8 bit, symmetric; per group, channel or tensor; act-order", "uint8b128"),
-        ("pack-quantized of 5 to 8 bit, asymmetric; per group, channel or tensor; act-order", "uint8"),
+        ("pack-quantized of 5 bit; per group, channel or tensor; act-order", "uint5b16, uint5"),
+        ("pack-quantized of 6 bit; per group, channel or tensor; act-order", "uint6b32, uint6"),
+        ("pack-quantized of 7 and 8 bit; per group, channel or tensor; act-order", "uint8b128, uint8"),
         ("int-quantized and naive-quantized of 8 bit; per group, channel or tensor", "uint8b128, uint8"),
         ("float-quantized and naive-quantized; per group, channel, tensor or block", "float8_e4m3"),
         ("mxfp8-quantized", "mxfp8"),

@@ -388,8 +388,10 @@ FORMAT = Format(
     variants=(
         ("Q4_0, Q3_K, TQ1_0, TQ2_0", "uint4b8"),
         ("Q4_1, Q4_K, Q2_K", "uint4_bias"),
-        ("Q8_0, Q6_K, Q5_0", "uint8b128"),
-        ("Q5_1, Q5_K", "uint8_bias"),
+        ("Q5_0", "uint5b16"),
+        ("Q5_1, Q5_K", "uint5_bias"),
+        ("Q6_K", "uint6b32"),
+        ("Q8_0", "uint8b128"),
         ("IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M", "lut4"),
         ("MXFP4", "mxfp4"),
         ("NVFP4, with its scale tensor", "nvfp4"),

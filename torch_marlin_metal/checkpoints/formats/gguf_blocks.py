@@ -2,7 +2,6 @@
 
 ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type of 4 to 6 bits, the low 4 bits of
 the codes come in runs of n bytes: the low nibbles hold the first n codes of the run, and the high nibbles the next n.
-Codes of 5 and 6 bits become codes of 8 bits.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.files.safetensors import Slice
 from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES
-from torch_marlin_metal.checkpoints.grouped import SIGN, as_words, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import BIAS, SIGN, SYMMETRIC, as_words, planes_of_codes, words_of_codes
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
@@ -47,13 +46,14 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
 
 
 def _q8_0(blocks: Tensor) -> PackedWeight:
-    return _bytes(blocks[..., 2:] ^ SIGN[8], _float16(blocks[..., :2]), 32)
+    return _wide(8, blocks[..., 2:] ^ SIGN[8], _float16(blocks[..., :2]), 32)
 
 
-def _bytes(codes: Tensor, scales: Tensor, group_size: int, zeros: Tensor | None = None) -> PackedWeight:
-    """Makes a weight of codes of 8 bits `[N, ...]`."""
-    words = words_of_codes(codes.flatten(1), 8)
-    return PackedWeight(words, scales, "uint8b128" if zeros is None else "uint8_bias", group_size, zeros=zeros)
+def _wide(bits: int, codes: Tensor, scales: Tensor, group_size: int, zeros: Tensor | None = None) -> PackedWeight:
+    """Makes a weight of codes of 5, 6 or 8 bits `[N, ...]`."""
+    words, high = planes_of_codes(codes.flatten(1), bits)
+    weight_format = (SYMMETRIC if zeros is None else BIAS)[bits]
+    return PackedWeight(words, scales, weight_format, group_size, zeros=zeros, b_high=high)
 
 
 def _low(data: Tensor, run: int) -> Tensor:
@@ -73,25 +73,25 @@ def _fifth(data: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> PackedWeight:
-    codes = (_low(blocks[..., 6:], 16) | _fifth(blocks[..., 2:6])) + (SIGN[8] - 16)
-    return _bytes(codes, _float16(blocks[..., :2]), 32)
+    codes = _low(blocks[..., 6:], 16) | _fifth(blocks[..., 2:6])
+    return _wide(5, codes, _float16(blocks[..., :2]), 32)
 
 
 def _q5_1(blocks: Tensor) -> PackedWeight:
     codes = _low(blocks[..., 8:], 16) | _fifth(blocks[..., 4:8])
-    return _bytes(codes, _float16(blocks[..., :2]), 32, _float16(blocks[..., 2:4]))
+    return _wide(5, codes, _float16(blocks[..., :2]), 32, _float16(blocks[..., 2:4]))
 
 
 def _q6_k(blocks: Tensor) -> PackedWeight:
     halves = [_high(blocks[..., 128 + start : 160 + start], 0, 2, 4, 6) & 3 for start in (0, 32)]
-    codes = (_low(blocks[..., :128], 64) | torch.cat(halves, dim=2) << 4) + (SIGN[8] - 32)
-    weight = _bytes(codes, _per_group(blocks[..., 192:208].view(torch.int8)), 16)
+    codes = _low(blocks[..., :128], 64) | torch.cat(halves, dim=2) << 4
+    weight = _wide(6, codes, _per_group(blocks[..., 192:208].view(torch.int8)), 16)
     return replace(weight, super_scales=_float16(blocks[..., 208:]))
 
 
 def _q5_k(blocks: Tensor) -> PackedWeight:
     codes = _low(blocks[..., 48:], 32) | (_high(blocks[..., 16:48], *range(8)) & 1) << 4
-    return _with_scales_k(_bytes(codes, *_scales_k(blocks)), blocks)
+    return _with_scales_k(_wide(5, codes, *_scales_k(blocks)), blocks)
 
 
 def _q4_k(blocks: Tensor) -> PackedWeight:

@@ -69,17 +69,20 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     version = options.gptq_version or VERSIONS[layout]
     zeros = _read_zeros(layer, settings, options, version, bits, G, N)
     perm = permutation(layer, "g_idx", g_idx, group_size)
-    width, words = width_of(bits), layer.read("qweight")
-    if bits != width:
-        codes_of = unpack_planes if layout == PLANAR else unpack
-        words = repacked(words, bits, K, offset=centre(bits) if zeros is None else 0, codes_of=codes_of)
+    words, high = layer.read("qweight"), None
+    if bits not in (4, 8):
+        codes_of, offset = unpack_planes if layout == PLANAR else unpack, centre(bits) if zeros is None else 0
+        words, high = repacked(words, bits, K, offset=offset, codes_of=codes_of, perm=perm)
+    elif perm is not None:
+        words = permuted(words, perm, bits)
     return packed(
         layer,
-        words if perm is None else permuted(words, perm, width),
-        (SYMMETRIC if zeros is None else ZERO_POINT)[width],
+        words,
+        (SYMMETRIC if zeros is None else ZERO_POINT)[width_of(bits)],
         group_size,
         layer.read("scales"),
         zeros,
+        high=high,
         perm=perm,
         source=f"gptq v{version}",
     )
@@ -177,8 +180,9 @@ FORMAT = DirectoryFormat(
     variants=(
         ("2, 3 and 4 bit, version 1 and 2, symmetric", "uint4b8"),
         ("2, 3 and 4 bit, version 1 and 2, asymmetric", "uint4"),
-        ("5 to 8 bit, version 1 and 2, symmetric", "uint8b128"),
-        ("5 to 8 bit, version 1 and 2, asymmetric", "uint8"),
+        ("5 bit, version 1 and 2, symmetric or not", "uint5b16, uint5"),
+        ("6 bit, version 1 and 2, symmetric or not", "uint6b32, uint6"),
+        ("7 and 8 bit, version 1 and 2, symmetric or not", "uint8b128, uint8"),
         ("gptq_p (codes of 3, 5, 6 or 7 bits in planes)", "as above"),
         ("act-order (desc_act), any group size with a divisor of 16 to 256, or one group", "as above"),
     ),

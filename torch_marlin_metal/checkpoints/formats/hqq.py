@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.grouped import ZERO_POINT, packed, width_of, words_of_codes
+from torch_marlin_metal.checkpoints.grouped import ZERO_POINT, packed, planes_of_codes, width_of
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
@@ -67,14 +67,16 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     if K % group_size:
         raise layer.error("scale", f"groups of {group_size} do not divide K={K}")
 
+    words, high = planes_of_codes(codes.reshape(N, K), width_of(bits))
     return packed(
         layer,
-        words_of_codes(codes.reshape(N, K), width_of(bits)),
+        words,
         ZERO_POINT[width_of(bits)],
         group_size,
         scales.reshape(N, -1).t(),
         zeros.reshape(N, -1).t(),
         K=K,
+        high=high,
         source="hqq",
     )
 
@@ -99,7 +101,7 @@ FORMAT = DirectoryFormat(
     methods=("hqq",),
     variants=(
         ("1, 2, 3 and 4 bit, axis=1, floating zero points", "uint4"),
-        ("5, 6 and 8 bit, axis=1, floating zero points", "uint8"),
+        ("5, 6 and 8 bit, axis=1, floating zero points", "uint5, uint6, uint8"),
     ),
     refused=(
         ("axis=0", "groups run along N; dequantized on request"),

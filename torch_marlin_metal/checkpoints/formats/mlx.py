@@ -142,9 +142,9 @@ def _read_affine(layer: Layer, N: int, K: int, bits: int, group_size: int) -> Pa
     layer.expect("scales", FLOATS, N, K // group_size)
     layer.expect("biases", FLOATS, N, K // group_size)
     stored = layer.read("weight")
-    words = as_words(stored) if bits in (4, 8) else repacked(stored.t(), bits, K)
+    words, high = (as_words(stored), None) if bits in (4, 8) else repacked(stored.t(), bits, K)
     scales, biases = layer.read("scales").t(), layer.read("biases").t()
-    return packed(layer, words, BIAS[width_of(bits)], group_size, scales, biases, source="mlx affine")
+    return packed(layer, words, BIAS[width_of(bits)], group_size, scales, biases, high=high, source="mlx affine")
 
 
 FORMAT = DirectoryFormat(
@@ -153,7 +153,7 @@ FORMAT = DirectoryFormat(
     methods=("metal", "mlx"),
     variants=(
         ("affine, 2, 3 and 4 bit", "uint4_bias"),
-        ("affine, 5, 6 and 8 bit", "uint8_bias"),
+        ("affine, 5, 6 and 8 bit", "uint5_bias, uint6_bias, uint8_bias"),
         ("mxfp4", "mxfp4"),
         ("mxfp8", "mxfp8"),
         ("nvfp4, with or without a global scale", "nvfp4"),

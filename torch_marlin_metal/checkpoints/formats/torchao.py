@@ -27,9 +27,9 @@ from torch_marlin_metal.checkpoints.grouped import (
     as_words,
     constant,
     packed,
+    planes_of_codes,
     unsigned,
     width_of,
-    words_of_codes,
 )
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
@@ -156,14 +156,16 @@ def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
         layer.expect("zero_point", ("I8", "I32", *FLOATS), N, G)
         points = unsigned(layer.read("zero_point").t(), width)
         zeros = None if constant(points, SIGN[width]) else points
+    b_packed, b_high = planes_of_codes((codes.int() + SIGN[width]).to(torch.uint8), width)
     return packed(
         layer,
-        words_of_codes((codes.int() + SIGN[width]).to(torch.uint8), width),
+        b_packed,
         (SYMMETRIC if zeros is None else ZERO_POINT)[width],
         group_size,
         layer.read("scale").t(),
         zeros,
         K=K,
+        high=b_high,
         source="torchao IntxUnpackedToInt8Tensor",
     )
 
@@ -183,7 +185,8 @@ FORMAT = DirectoryFormat(
         ("MXTensor of float4_e2m1, blocks of 32", "mxfp4"),
         ("MXTensor of float8_e4m3, blocks of 32", "mxfp8"),
         ("IntxUnpackedToInt8Tensor of int1 to int4", "uint4b8, uint4"),
-        ("IntxUnpackedToInt8Tensor of int5 to int8", "uint8b128, uint8"),
+        ("IntxUnpackedToInt8Tensor of int5 and int6", "uint5b16, uint5, uint6b32, uint6"),
+        ("IntxUnpackedToInt8Tensor of int7 and int8", "uint8b128, uint8"),
         ("Int8Tensor", "uint8b128, uint8"),
         ("Float8Tensor of E4M3; one scale for each row, block or tensor", "float8_e4m3"),
         ("Int4Tensor; Int4TilePackedTo4dTensor of an NVIDIA GPU", "uint4_bias; uint4b8 if every zero point is 0"),

@@ -69,7 +69,7 @@ def gpu_memory(memory: str | None) -> int:
     """Returns the bytes that macOS lets a GPU use of the memory of a Mac; of this one if `memory` is None.
 
     This Mac's GPU says it itself. For another machine, it is the least that was reported of its size: docs/use/
-    language-models.md has the reports.
+    docs/use/command-line.md has the reports.
 
     Raises:
         ValueError: the memory is not a number of GB or MB.
