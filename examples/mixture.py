@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, logging
 
 import torch_marlin_metal as tmm
-from torch_marlin_metal.models.report import Report, human_size, module_bytes
+from torch_marlin_metal.models.report import Report, module_bytes
+from torch_marlin_metal.sizes import human_size
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = (("uint4b8", 64), ("uint4b8", 32), ("uint4", 32), ("nf4", 64), ("mxfp4", 32), ("nvfp4", 16))

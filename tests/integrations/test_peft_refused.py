@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import torch_marlin_metal as tmm
-from tests.support.adapters import IDS, TARGETS, config, layers_of, packed_model, same_bits
+from tests.support.adapters import IDS, TARGETS, config, layers_of, llama, packed_model, same_bits
 from tests.support.models import tensors
 from torch_marlin_metal.integrations.peft import prepare_for_training
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
@@ -49,6 +49,14 @@ def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
     assert len(layers_of(get_peft_model(fused, config(target_modules=["down_proj"])))) == 2
     with pytest.raises(ValueError, match=r"expected no fused projections, got 'model\.layers\.0\.self_attn\.q_proj'"):
         prepare_for_training(tmm.fuse_projections(other := packed_model()) and other)
+
+
+def test_all_linear_is_every_packed_layer_but_those_of_the_vocabulary():
+    model = llama()
+    tmm.quantize_model(model, "uint4", progress=False)
+    adapted = get_peft_model(model, config(target_modules="all-linear"))
+    assert len(layers_of(adapted)) == 2 * 7
+    assert type(model.model.embed_tokens) is tmm.MarlinEmbedding and type(model.lm_head) is tmm.MarlinLinear
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.value)

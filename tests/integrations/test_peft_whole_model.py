@@ -28,7 +28,7 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 
 
 def packed_all(model: nn.Module) -> nn.Module:
-    quantize_model(model, "uint4", embeddings=True, progress=False)
+    quantize_model(model, "uint4", vocabulary_format="uint4", progress=False)
     return model
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.float_layers import is_matrix
-from torch_marlin_metal.models.report import LayerReport, Report, human_size
+from torch_marlin_metal.models.report import LayerReport, Report
+from torch_marlin_metal.sizes import human_size
 
 # Modules that look rows of their parameters up, or convolve with them, and never multiply with them as a matrix.
 TABLES = (nn.Embedding, nn.EmbeddingBag)

@@ -201,7 +201,8 @@ def _include_all_linear(model: Any, config: Any) -> None:
     packed = {  # fused projections too, so that check_targets refuses them
         name
         for name, module in model.named_modules()
-        if isinstance(module, MarlinLinear | FusedLinear) and module is not head and not name.startswith(inside)
+        if isinstance(module, MarlinLinear | FusedLinear) and not isinstance(module, MarlinEmbedding)
+        if module is not head and not name.startswith(inside)
     }
     config.target_modules = packed | set(_maybe_include_all_linear_layers(config, model).target_modules)
 
