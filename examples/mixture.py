@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, logging
 
 import torch_marlin_metal as tmm
-from torch_marlin_metal.models.report import Report, human_size, module_bytes
+from torch_marlin_metal.models.report import Report, module_bytes
+from torch_marlin_metal.sizes import human_size
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = (("uint4b8", 64), ("uint4b8", 32), ("uint4", 32), ("nf4", 64), ("mxfp4", 32), ("nvfp4", 16))
@@ -151,7 +152,7 @@ def write(model: nn.Module, alphabet: list[str], count: int) -> str:
 def pack(dense: nn.Module, weight_format: str, group_size: int) -> tuple[nn.Module, Report]:
     """Returns a packed copy of a model, and checks that its experts are in 4 bit and its routers unchanged."""
     model = copy.deepcopy(dense)
-    report = tmm.quantize_model(model, weight_format, group_size, "mse", exclude="lm_head", progress=False)
+    report = tmm.quantize_model(model, weight_format, group_size, "mse", vocabulary_format="none", progress=False)
     for experts, layer, old in zip(experts_of(model), model.model.layers, dense.model.layers, strict=True):
         if not isinstance(experts, tmm.MarlinExperts):
             raise SystemExit(f"experts are not packed: {experts}")

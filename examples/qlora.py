@@ -28,7 +28,8 @@ from transformers import AutoModel, AutoTokenizer, logging
 
 import torch_marlin_metal as tmm
 from torch_marlin_metal.integrations.peft import prepare_for_training
-from torch_marlin_metal.models.report import human_size, module_bytes
+from torch_marlin_metal.models.report import module_bytes
+from torch_marlin_metal.sizes import human_size
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

@@ -7,11 +7,9 @@ The sizes are those of the models' `config.json` on the Hugging Face Hub. No fil
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -49,10 +47,10 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 def row(config: PreTrainedConfig) -> list[str]:
     """Returns a model's cells: the memory of weights, cache and activations, and the smallest Mac that has it."""
-    from torch_marlin_metal.cli.models.fit import gpu_memory, measured
+    from torch_marlin_metal.cli.models.fit import empty_model, gpu_memory, measured
     from torch_marlin_metal.models.report import module_bytes
 
-    made = {name: empty_model(config, name) for name in TYPES.values()}
+    made = {name: empty_model(config, torch.bfloat16, name) for name in TYPES.values()}
     beside = sum(measured("", made["uint4b8"], CONTEXT, PROMPT))
     cells = []
     for model in made.values():
@@ -60,17 +58,6 @@ def row(config: PreTrainedConfig) -> list[str]:
         mac = next((size for size in MACS if gpu_memory(f"{size}GB") >= total), None)
         cells.append(f"{total / 1e9:.1f} GB, {f'Mac of {mac} GB' if mac else 'no Mac'}")
     return cells
-
-
-def empty_model(config: PreTrainedConfig, weight_format: str) -> Any:
-    """Returns a model on the meta device, as `from_pretrained` would quantize it."""
-    from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    if weight_format != "floats":
-        MarlinQuantizer(MarlinConfig(weight_format), pre_quantized=False).quantize_empty(model)
-    return model
 
 
 def table() -> str:

@@ -117,7 +117,12 @@ ALIASES: dict[str, str] = {
     "u8": "uint8",
     "float8_e4m3fn": "float8_e4m3",
     "fp8": "float8_e4m3",
+    "q4_k": "uint4_bias",
+    "q5_k": "uint5_bias",
+    "q6_k": "uint6b32",
 }
+# Names that also stand for scales of two levels and a group size, as in llama.cpp's types of these names.
+TWO_LEVELS: dict[str, int] = {"q4_k": 32, "q5_k": 32, "q6_k": 16}
 # The table that belongs to a name, if the caller gives none.
 NAMED_TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4_VALUES}
 
@@ -137,6 +142,11 @@ def weight_format(name: str) -> WeightFormat:
             f"weight_format: expected one of {', '.join(WEIGHT_FORMATS)} (or {', '.join(ALIASES)}), got {name!r}"
         )
     return found
+
+
+def default_group_size(name: str) -> int | None:
+    """Returns the group size that belongs to the name of a format, or None if the format allows several."""
+    return weight_format(name).fixed_group_size or TWO_LEVELS.get(name)
 
 
 def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:

@@ -111,8 +111,16 @@ def test_quantize_takes_the_linear_modules_of_a_known_model(tmp_path):
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "floats")
     code, made = answer("quantize", tmp_path / "floats", tmp_path / "out", "--group-size", "32")
+    assert (code, made["layers"]) == (0, 9)
+    assert made["formats"] == {"uint4b8": 7, "uint8b128": 2}
+    assert {"lm_head", "model.embed_tokens"} < set(convert.open_reader(tmp_path / "out").layer_names)
+    code, made = answer("quantize", tmp_path / "floats", tmp_path / "fits", "--memory", "30 kB")
+    assert code == 0
+    assert len(made["formats"]) > 1 and made["curve"][0]["error"] > made["error"] > made["curve"][-1]["error"]
+    code, made = answer("quantize", tmp_path / "floats", tmp_path / "like", "--like", "Q4_K_M")
+    assert (code, made["formats"]) == (0, {"uint5b16": 6, "uint8b128": 3})
+    code, made = answer("quantize", tmp_path / "floats", tmp_path / "plain", "--vocabulary-format", "none")
     assert (code, made["layers"]) == (0, 7)
-    assert not {"lm_head", "model.embed_tokens"} & set(convert.open_reader(tmp_path / "out").layer_names)
 
 
 FAILURES = [

@@ -79,7 +79,12 @@ def test_what_calibrated_methods_need(tmp_path, monkeypatch):
     cases = {
         ("--method", "gptq"): "--method gptq needs the package gptqmodel, which cannot be imported",
         ("--method", "autoround"): 'pip install ".[quantize]" in a checkout of this package',
-        ("--method", "gptq", "--weight-format", "nvfp4"): "--weight-format: gptq makes uint4b8 or uint4, got 'nvfp4'",
+        (
+            "--method",
+            "gptq",
+            "--weight-format",
+            "nvfp4",
+        ): "--weight-format: gptq makes uint4b8 or uint4 or uint8b128 or uint8, got 'nvfp4'",
         ("--method", "awq"): "--weight-format: awq makes uint4, got 'uint4b8'",
         ("--method", "gptq", "--include", "x"): "--include and --exclude are for rtn and mse",
         (

@@ -113,8 +113,8 @@ def test_a_sliding_window_and_experts(tmp_path):
 def test_what_a_mac_lends_its_gpu():
     for memory, expected in (("16GB", 16 * 2**30 * 2 // 3), ("36 gb", 24 * 2**30), ("64GB", 48 * 2**30)):
         assert module.gpu_memory(memory) == expected
-    for wrong in ("16", "16TB", "many GB", ""):
-        with pytest.raises(ValueError, match="--memory: expected a number with GB or MB"):
+    for wrong in ("16", "16PB", "many GB", ""):
+        with pytest.raises(ValueError, match="--memory: expected a number and one of B, kB, MB"):
             module.gpu_memory(wrong)
 
 

@@ -58,6 +58,15 @@ def test_the_text_is_that_of_a_plain_loop_in_floats_and_in_4_bit(folder, device,
     assert re.match(r"\d+ layers of uint4 g\d+.*: [\d.]+ kB of the model's [\d.]+ kB; loaded in", loaded), err
 
 
+def test_a_packed_model_takes_no_weight_format(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MarlinConfig("uint4"))
+    model.save_pretrained(tmp_path)
+    options = ("--tokenizer", folder, "--weight-format", "nvfp4")
+    code, out, err = call("generate", tmp_path, "w5", *options)
+    assert (code, out) == (2, "")
+    assert "--weight-format: expected a model of floats, got" in err and "already" in err
+
+
 def test_a_gguf_file_with_a_tokenizer_from_elsewhere(folder, tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file, MODELS / "auto-round-asym-g32", "Q4_0")

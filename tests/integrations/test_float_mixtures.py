@@ -18,6 +18,7 @@ from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.integrations.transformers.float_experts import FloatExperts
 
+DENSE = ["lm_head", "model.embed_tokens", *(f"model.layers.0.self_attn.{part}_proj" for part in "koqv")]
 EXPERTS = "model.layers.0.mlp.experts"
 
 
@@ -46,7 +47,7 @@ def test_every_way_to_quantize_a_mixture_gives_the_same_bits(name, how, tmp_path
     model.save_pretrained(tmp_path / "floats")
     # transformers computes buffers such as rotary frequencies while it loads
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
-    quantize_model(expected, *how, exclude="lm_head", progress=False)
+    quantize_model(expected, *how, progress=False)
     loaded = load(tmp_path / "floats", *how)
     assert [module for module in loaded.modules() if isinstance(module, MarlinExperts)]
     assert_equal(loaded, expected)
@@ -124,7 +125,7 @@ def test_experts_can_stay_in_floats(tmp_path) -> None:
     model = load(tmp_path, modules_to_not_convert="*.experts")
     assert not [module for module in model.modules() if isinstance(module, MarlinExperts)]
     names = convert.FloatReader(tmp_path, "uint4b8", 32, exclude="*.experts").layer_names
-    assert sorted(names) == [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
+    assert sorted(names) == DENSE
 
 
 def without(*parts: str):
@@ -189,7 +190,7 @@ def test_the_command_leaves_experts_that_are_not_complete(tmp_path) -> None:
     family("qwen3").save_pretrained(tmp_path)
     rewritten(tmp_path, without(".3.up_proj"))
     reader = convert.FloatReader(tmp_path, "uint4b8", 32)
-    assert sorted(reader.layer_names) == [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
+    assert sorted(reader.layer_names) == DENSE
     assert len([name for name in reader.left if name.startswith(f"{EXPERTS}.")]) == 14
 
 
@@ -199,7 +200,7 @@ def test_experts_whose_forward_was_changed_stay_in_floats(tmp_path, monkeypatch)
     own = MixtralExperts.forward
     monkeypatch.setattr(MixtralExperts, "forward", lambda self, *args: 2 * own(self, *args))
     names = convert.FloatReader(tmp_path, "uint4b8", 32).layer_names
-    assert sorted(names) == [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
+    assert sorted(names) == DENSE
     assert not [module for module in load(tmp_path).modules() if isinstance(module, MarlinExperts)]
 
 

@@ -60,7 +60,7 @@ def test_the_error_names_the_flag(bert) -> None:
 def test_a_packed_table_of_another_size_is_initialized(tied, tmp_path) -> None:
     config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied, "initializer_range": RANGE})
     model = LlamaForCausalLM(config).eval()
-    quantize_model(model, "uint4b8", 32, include="*", embeddings=True, progress=False)
+    quantize_model(model, "uint4b8", 32, include="*", vocabulary_format="uint4b8", progress=False)
     assert type(model.model.embed_tokens) is MarlinEmbedding
     model.save_pretrained(tmp_path / "saved")
     rows = config.vocab_size + 8

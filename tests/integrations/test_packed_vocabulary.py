@@ -21,10 +21,12 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from tests.support.models import IDS, SIZES, same
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.cli.models.fit import empty_model
+from torch_marlin_metal.convert import FloatReader, write_checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.models.report import module_bytes
 
-WHOLE = MarlinConfig("uint4", 32, quantize_embeddings=True)
+WHOLE = MarlinConfig("uint4", 32, vocabulary_format="uint4")
 
 
 def made(family: str, **settings):
@@ -72,7 +74,7 @@ def test_the_vocabulary_is_packed_once_saved_and_loaded(family, how, tmp_path) -
     model = made(family)
     table = model.get_input_embeddings().weight.detach().clone()
     if how == "in memory":
-        report = quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+        report = quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
         assert {layer.name for layer in report.converted} >= {*SHARED[family]} - {"encoder.embed_tokens"}
     else:
         model.save_pretrained(tmp_path / "floats")
@@ -99,7 +101,7 @@ def test_it_computes_what_the_decoded_weights_compute(tmp_path) -> None:
     with torch.no_grad():
         model.cls.predictions.bias.normal_()
     bias = model.cls.predictions.bias.detach().clone()
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     model.save_pretrained(tmp_path)
     again = BertForMaskedLM.from_pretrained(tmp_path)
     assert torch.equal(again.cls.predictions.decoder.bias, bias)
@@ -113,20 +115,48 @@ def test_it_computes_what_the_decoded_weights_compute(tmp_path) -> None:
 
 def test_an_untied_head_has_words_of_its_own(tmp_path) -> None:
     made("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "floats")
-    config = MarlinConfig("uint4", 32, quantize_embeddings=True, quantize_head=True)
+    config = MarlinConfig("uint4", 32, vocabulary_format="uint4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
     assert list(tables(model)) == ["model.embed_tokens"]
     assert isinstance(model.lm_head, MarlinLinear)
     model.save_pretrained(tmp_path / "packed")
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "packed").state_dict(), model.state_dict())
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=WHOLE)
-    assert type(dense.lm_head) is nn.Linear and type(dense.model.embed_tokens) is MarlinEmbedding
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None:
+    model = made("llama", tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path)
+    empty = empty_model(model.config, torch.float32, "uint4")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4"))
+    assert module_bytes(empty) == pytest.approx(
+        module_bytes(loaded), abs=16
+    )  # the note of a format is one tensor or two
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(("given", "expected"), [({}, "uint8b128"), ({"vocabulary_format": "none"}, "")])
+def test_every_door_has_the_same_default(is_tied, given, expected, tmp_path) -> None:
+    model = made("llama", tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path / "floats")
+    quantize_model(model, "uint4", 32, progress=False, **given)
+    config = MarlinConfig("uint4", 32, **given)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
+    write_checkpoint(FloatReader(tmp_path / "floats", "uint4", 32, **given), tmp_path / "written")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    for one in (model, loaded, written):
+        formats = [getattr(layer, "weight_format", "") for layer in (one.model.embed_tokens, one.lm_head)]
+        assert formats == [expected, expected]
+        assert one.model.layers[0].mlp.up_proj.weight_format == "uint4"
+        if is_tied and expected:
+            assert one.lm_head.b_packed is one.model.embed_tokens.b_packed
+        assert torch.equal(logits(one), logits(model))
 
 
 def test_layers_that_share_without_a_tie_are_stored_twice(tmp_path) -> None:
     model = made("llama", tie_word_embeddings=False)
     model.lm_head.weight = model.model.embed_tokens.weight
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     assert model.lm_head.b_packed is model.model.embed_tokens.b_packed
     model.save_pretrained(tmp_path)
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -138,21 +168,21 @@ def test_a_pattern_keeps_the_table_and_its_head_in_floats(tmp_path) -> None:
     model = made("llama")
     model.save_pretrained(tmp_path)
     for name in ("lm_head", "model.embed_tokens"):
-        config = MarlinConfig("uint4", 32, quantize_embeddings=True, modules_to_not_convert=name)
+        config = MarlinConfig("uint4", 32, vocabulary_format="uint4", modules_to_not_convert=name)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
         assert type(loaded.model.embed_tokens) is nn.Embedding and type(loaded.lm_head) is nn.Linear
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         other = made("llama")
-        report = quantize_model(other, "uint4", 32, embeddings=True, exclude=name, progress=False)
+        report = quantize_model(other, "uint4", 32, vocabulary_format="uint4", exclude=name, progress=False)
         assert len(report.left) == 1 and "which stays" in report.left[0].reason
-    wrong = MarlinConfig("uint4", 32, quantize_embeddings=True, modules_to_not_convert="embed")
+    wrong = MarlinConfig("uint4", 32, vocabulary_format="uint4", modules_to_not_convert="embed")
     with pytest.raises(ValueError, match="modules_to_not_convert: 'embed' matches none"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=wrong)
 
 
 def test_a_packed_directory_is_decoded_where_a_pattern_says_so(tmp_path) -> None:
     model = made("llama")
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     model.save_pretrained(tmp_path)
     exact = model.model.embed_tokens.dequantize()
     for name in ("lm_head", "model.embed_tokens"):  # the file has only the second, and the model ties the first to it
@@ -171,7 +201,7 @@ def test_a_table_that_does_more_than_look_up_stays_and_is_named(tmp_path) -> Non
     table = Doubled(*model.model.embed_tokens.weight.shape)
     table.weight = model.lm_head.weight
     model.model.embed_tokens = table
-    report = quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    report = quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     reasons = {layer.name: layer.reason for layer in report.left}
     assert reasons["model.embed_tokens"] == "Doubled has a forward of its own"
     assert reasons["lm_head"].startswith("its weight is also that of model.embed_tokens")
@@ -189,10 +219,10 @@ def test_a_table_that_multiplies_its_rows_gives_the_same_bits(dtype) -> None:
 
 def test_what_packs_a_tied_head_is_said(tmp_path) -> None:
     model = made("llama")
-    report = quantize_model(made("llama"), "uint4", 32, progress=False)
-    assert report.left[0].reason.endswith("(Embedding), which stays; embeddings=True packs both")
+    report = quantize_model(made("llama"), "uint4", 32, vocabulary_format="none", progress=False)
+    assert report.left[0].reason == 'it belongs to the vocabulary, and vocabulary_format is "none"'
     model.save_pretrained(tmp_path)
-    config = MarlinConfig("uint4", 32, quantize_head=True)
+    config = MarlinConfig("uint4", 32, vocabulary_format="none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
@@ -201,7 +231,7 @@ def test_what_packs_a_tied_head_is_said(tmp_path) -> None:
 
 def test_tables_move_together_and_load_quantized_reads_them(tmp_path, mps) -> None:
     model = made("llama")
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     model.save_pretrained(tmp_path)
     skeleton = made("llama")
     load_quantized(skeleton, tmp_path, progress=False)
@@ -214,11 +244,11 @@ def test_tables_move_together_and_load_quantized_reads_them(tmp_path, mps) -> No
 def test_plain_modules_have_their_embeddings_packed() -> None:
     model = nn.Sequential(nn.Embedding(40, 64, padding_idx=1), nn.Linear(64, 40, bias=True))
     model[1].weight = model[0].weight
-    report = quantize_model(model, "uint4b8", 32, embeddings=True, progress=False)
+    report = quantize_model(model, "uint4b8", 32, vocabulary_format="uint4b8", progress=False)
     assert [layer.kind for layer in report.converted] == ["Embedding", "Linear"]
     assert model[0].padding_idx == 1
     assert model[1].b_packed is model[0].b_packed and model[1].bias is not None
     assert report.bytes_after < report.bytes_before / 4
     model = nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 40))
-    quantize_model(model, "uint4b8", 32, embeddings=True, exclude="0", progress=False)
+    quantize_model(model, "uint4b8", 32, vocabulary_format="uint4b8", exclude="0", progress=False)
     assert type(model[0]) is nn.Embedding and isinstance(model[1], MarlinLinear)

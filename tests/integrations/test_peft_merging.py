@@ -192,7 +192,7 @@ def test_tying_keeps_a_head_into_which_an_adapter_was_merged(tmp_path):
     """The head shares the embedding's words. After a merge it has its own, which tie_weights must not throw away."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)).eval()
-    tmm.quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    tmm.quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     table = model.model.embed_tokens
     assert model.lm_head.b_packed is table.b_packed
     words, ids = table.b_packed.clone(), torch.tensor([[3, 9, 27]])

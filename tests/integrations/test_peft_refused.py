@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import torch_marlin_metal as tmm
-from tests.support.adapters import IDS, TARGETS, config, layers_of, packed_model, same_bits
+from tests.support.adapters import IDS, TARGETS, config, layers_of, llama, packed_model, same_bits
 from tests.support.models import tensors
 from torch_marlin_metal.integrations.peft import prepare_for_training
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
@@ -51,13 +51,21 @@ def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
         prepare_for_training(tmm.fuse_projections(other := packed_model()) and other)
 
 
+def test_all_linear_is_every_packed_layer_but_those_of_the_vocabulary():
+    model = llama()
+    tmm.quantize_model(model, "uint4", progress=False)
+    adapted = get_peft_model(model, config(target_modules="all-linear"))
+    assert len(layers_of(adapted)) == 2 * 7
+    assert type(model.model.embed_tokens) is tmm.MarlinEmbedding and type(model.lm_head) is tmm.MarlinLinear
+
+
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.value)
 def test_every_other_adapter_of_a_packed_layer_is_refused(kind):
     options = {"target_modules": ["k_proj", "o_proj"], "feedforward_modules": [], "total_step": 10}
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
     settings = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**{name: value for name, value in options.items() if name in known})
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[kind].__name__
-    message = rf"^{tuner}: layer '.*k_proj': .*peft_type {kind.value}, got a packed 4-bit MarlinLinear.*LoRA and DoRA"
+    message = rf"^{tuner}: layer '.*k_proj': .*peft_type {kind.value}, got a packed MarlinLinear.*LoRA and DoRA"
     refused(packed_model(), settings, message)
 
 

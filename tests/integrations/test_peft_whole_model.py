@@ -28,7 +28,7 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 
 
 def packed_all(model: nn.Module) -> nn.Module:
-    quantize_model(model, "uint4", embeddings=True, progress=False)
+    quantize_model(model, "uint4", vocabulary_format="uint4", progress=False)
     return model
 
 
@@ -152,7 +152,7 @@ def test_trainer_says_which_weights_stay(tmp_path, said):
     trainer(model, tmp_path)
     (message,) = said()
     assert f"only {trained:,} parameters in floats are trained" in message
-    assert f"{packed:,} packed 4-bit weights are constant" in message
+    assert f"{packed:,} packed weights are constant" in message
     assert "adapters of peft" in message
 
 

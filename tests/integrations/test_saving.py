@@ -66,7 +66,7 @@ def alone(code: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 15), ("gpt2", 8), ("falcon", 8), ("mixtral", 9)])
+@pytest.mark.parametrize(("name", "layers"), [("llama", 16), ("gpt2", 10), ("falcon", 10), ("mixtral", 10)])
 def test_a_model_quantized_in_memory_is_saved_and_loaded(name, layers, tmp_path) -> None:
     model = made(name)
     quantize_model(model, "uint4", 32, progress=False)
@@ -132,7 +132,7 @@ def test_a_loader_that_does_not_read_the_settings_stops_at_the_sizes(saved) -> N
 def test_undone_the_import_still_loads_own_directories(saved) -> None:
     restore()
     try:
-        assert len(packed(AutoModelForCausalLM.from_pretrained(saved))) == 15
+        assert len(packed(AutoModelForCausalLM.from_pretrained(saved))) == 16
     finally:
         take_over()
 
@@ -158,7 +158,9 @@ def test_layers_of_two_packages_are_not_saved_together(tmp_path) -> None:
     other = model.model.layers[0].mlp.up_proj
     other.register_buffer("qweight", torch.zeros(8, 128, dtype=torch.int32))
     other.register_buffer("scales", torch.ones(2, 128))
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj' and 0 more layers are those of another 4-bit"):
+    with pytest.raises(
+        ValueError, match=r"'model.layers.0.mlp.up_proj' and 0 more layers are packed layers of another"
+    ):
         model.save_pretrained(tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
 
@@ -240,21 +242,21 @@ def test_the_command_line_says_what_stays_in_floats(tmp_path) -> None:
     )
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
-    assert "8 layers in uint4b8 by rtn" in said
-    assert "; 631 kB of matrices stay in floats (83%): model.layers." in said
+    assert "10 layers in uint4b8 by rtn" in said
+    assert "; 614 kB of matrices stay in floats (79%): model.layers." in said
     done = CliRunner().invoke(
         app, ["quantize", str(tmp_path / "floats"), str(tmp_path / "p2"), "--group-size", "32", "--json"]
     )
     left = json.loads(done.stdout)["left_in_floats"]
-    assert left["lm_head"] == 64 * 64 * 4
-    assert "model.embed_tokens" not in left
-    assert sum(left.values()) == 64 * 64 * 4 + 2 * 4 * 3 * 64 * 100 * 4
+    assert left.keys().isdisjoint(("lm_head", "model.embed_tokens"))
+    assert sum(left.values()) == 2 * 4 * 3 * 64 * 100 * 4
 
 
 def test_little_or_nothing_quantized_is_said_when_loading(tmp_path) -> None:
     made("odd mixtral").save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"only 17% of the matrix weights .*experts \(307 kB\): K = 100 of down_proj"):
+    with pytest.warns(UserWarning, match=r"only 21% of the matrix weights .*experts \(307 kB\): K = 100 of down_proj"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4", 32))
-    only = MarlinConfig("uint4", 32, modules_to_not_convert=["*_proj"])
-    with pytest.raises(ValueError, match=r"from_pretrained: no layer was quantized; .*lm_head .*quantize_head=True"):
+    only = MarlinConfig("uint4", 32, modules_to_not_convert=["*_proj"], vocabulary_format="none")
+    message = r"from_pretrained: no layer was quantized; .*lm_head .*unless vocabulary_format names a format"
+    with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=only)

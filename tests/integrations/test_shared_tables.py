@@ -20,14 +20,14 @@ def t5() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     return model
 
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)).eval()
-    quantize_model(model, "uint4", 32, embeddings=True, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     return model
 
 
@@ -73,7 +73,7 @@ def test_columns_of_fused_layers_are_not_taken_for_shared_words(monkeypatch) -> 
     fuse_projections(model)
     monkeypatch.setattr(stored, "empty_model", lambda model: pytest.fail("a layer was taken for a shared one"))
     assert sum(isinstance(module, FusedLinear) for module in model.modules()) == 20
-    assert len({name for name, _ in stored.stored_layers(model)}) == 29
+    assert len({name for name, _ in stored.stored_layers(model)}) == 30
 
 
 @pytest.mark.parametrize("make", [llama, t5])

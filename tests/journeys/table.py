@@ -173,15 +173,15 @@ def families(folder: Path) -> str:
 
 
 def head(folder: Path) -> str:
-    """9: the output layer is in 4 bit if the user asks for it."""
+    """9: the output layer is in 8 bits, and in the format that the user asks for."""
     tiny("llama").save_pretrained(folder / "floats")
-    counts = []
-    for quantize_head in (False, True):
-        config = MarlinConfig("uint4", 32, quantize_head=quantize_head)
+    formats = []
+    for name in ("none", None, "uint4"):
+        config = MarlinConfig("uint4", 32, vocabulary_format=name)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "floats", quantization_config=config)
-        counts.append(isinstance(model.lm_head, tmm.MarlinLinear))
-    assert counts == [False, True]
-    return "in floats by default, in 4 bit with MarlinConfig(quantize_head=True); models.md and transformers.md say so"
+        formats.append(getattr(model.lm_head, "weight_format", ""))
+    assert formats == ["", "uint8b128", "uint4"]
+    return "in 8 bits by default; vocabulary_format names another format, or none; models.md says so"
 
 
 def without_python(folder: Path) -> str:

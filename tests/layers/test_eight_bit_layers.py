@@ -76,7 +76,7 @@ def test_a_model_has_a_format_for_its_vocabulary():
         vocab_size=64,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
-    tmm.quantize_model(model, "uint4b8", 32, embeddings=True, vocabulary_format="uint8b128", progress=False)
+    tmm.quantize_model(model, "uint4b8", 32, vocabulary_format="uint8b128", progress=False)
     assert (model.lm_head.weight_format, model.model.embed_tokens.weight_format) == ("uint8b128", "uint8b128")
     assert model.model.layers[0].mlp.up_proj.weight_format == "uint4b8"
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()

@@ -33,6 +33,7 @@ from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model
 from torch_marlin_metal.convert import replace_linear_layers
 from torch_marlin_metal.layers.activation import find_known
 from torch_marlin_metal.models.experts import ExpertLayers
+from torch_marlin_metal.quantize import recipe
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -79,7 +80,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt-oss"])
 def test_experts_are_packed_and_saved(name, weight_format, tmp_path) -> None:
     model, floats = made(name), made(name)
-    report = quantize_model(model, weight_format, 32, progress=False)
+    report = quantize_model(model, weight_format, 32, vocabulary_format=weight_format, progress=False)
     experts = model.get_submodule(EXPERTS)
     assert isinstance(experts, MarlinExperts)
     assert experts.top_k == 2
@@ -117,7 +118,7 @@ def test_filters_choose_the_module_of_the_experts() -> None:
     report = quantize_model(model, "uint4", 32, exclude=["*.experts"], progress=False)
     assert not [layer for layer in report.layers if "experts" in layer.name]
     assert not isinstance(model.get_submodule(EXPERTS), MarlinExperts)
-    assert len(report.converted) == 5
+    assert len(report.converted) == 6
 
 
 def poisoned(experts: nn.Module) -> None:
@@ -217,7 +218,7 @@ def test_experts_of_another_class_stay_if_they_compute_something_else(experts_cl
 
 def test_experts_with_a_gate_of_their_own_are_packed() -> None:
     model, floats = replaced(OwnGate), replaced(OwnGate)
-    quantize_model(model, "uint4", 32, progress=False)
+    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     assert isinstance(model.get_submodule(EXPERTS), MarlinExperts)
     exact = decoded_model(floats, model)
     torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-4)
@@ -225,10 +226,10 @@ def test_experts_with_a_gate_of_their_own_are_packed() -> None:
 
 @pytest.mark.parametrize("call", [0, 2, 4, 9])
 def test_an_error_leaves_the_model_unchanged(call, monkeypatch) -> None:
-    """The model has 13 weights. The first four belong to attention and the next eight to experts."""
+    """The model has 14 weights: the embedding, four of attention, eight of experts, and the output layer."""
     model = made("mixtral")
     before, values = tree(model), tensors(model)
-    fail_at(monkeypatch, "quantize_weight", call)
+    fail_at(monkeypatch, "quantize_weight", call, recipe)
     with pytest.raises(RuntimeError, match="injected"):
         quantize_model(model, "uint4", 32, progress=False)
     assert tree(model) == before

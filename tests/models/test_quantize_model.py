@@ -15,6 +15,7 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.models import quantize as model_module
 from torch_marlin_metal.models.quantize import quantize_model
 from torch_marlin_metal.models.report import LayerReport, Report
+from torch_marlin_metal.quantize import recipe
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -102,13 +103,13 @@ def test_layers_that_stay_are_listed_with_the_reason():
         "narrow": "K = 12 is not a positive multiple of 8",
         "wide": "its weight is torch.float64; expected float16, bfloat16 or float32",
         "attention.out_proj": "NonDynamicallyQuantizableLinear is never called",
-        "attention.in_proj_weight": "a matrix inside MultiheadAttention; only Linear layers become 4 bit",
+        "attention.in_proj_weight": "a matrix inside MultiheadAttention; only Linear layers are packed",
         "normed": "its parameters are bias, weight_g, weight_v (weight_norm, spectral_norm?)",
         "orthogonal": "it is parametrized",
         "infinite": "its weight is not finite",
         "nowhere": "its weight is on the meta device",
         "patched": "its forward was replaced on the instance",
-        "head": "its weight is also that of embedding (Embedding), which stays; embeddings=True packs both",
+        "head": "its weight is also that of embedding (Embedding), which stays; vocabulary_format packs both",
     }
     assert [entry for entry in tree(model) if entry[0] != "fine"] == [entry for entry in before if entry[0] != "fine"]
     printed = str(report)
@@ -150,10 +151,8 @@ def test_a_shared_weight_is_quantized_once(monkeypatch, device):
     model[1].up.weight = model[0].up.weight
     biases = [model[i].up.bias for i in range(2)]
     calls = []
-    original = model_module.quantize_weight
-    monkeypatch.setattr(
-        model_module, "quantize_weight", lambda w, *args, **kw: calls.append(w) or original(w, *args, **kw)
-    )
+    original = recipe.quantize_weight
+    monkeypatch.setattr(recipe, "quantize_weight", lambda w, *args, **kw: calls.append(w) or original(w, *args, **kw))
     report = quantize_model(model, "uint4", 32, progress=False)
     assert len(calls) == 3
     assert model[0].up is not model[1].up

@@ -26,7 +26,7 @@ def llama() -> LlamaForCausalLM:
 
 def packed_model(weight_format: str = "uint4", group_size: int | None = None) -> LlamaForCausalLM:
     model = llama()
-    quantize_model(model, weight_format, group_size=group_size)
+    quantize_model(model, weight_format, group_size=group_size, vocabulary_format="none", progress=False)
     return model
 
 

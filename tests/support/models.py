@@ -42,13 +42,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def fail_at(monkeypatch, name: str, call: int) -> None:
-    """Makes a function of the model module raise an error at its call number `call`, counted from 0."""
-    original, count = getattr(model_module, name), iter(range(1000))
+def fail_at(monkeypatch, name: str, call: int, module=model_module) -> None:
+    """Makes a function of a module raise an error at its call number `call`, counted from 0."""
+    original, count = getattr(module, name), iter(range(1000))
 
     def wrapper(*args, **kw):
         if next(count) == call:
             raise RuntimeError("injected")
         return original(*args, **kw)
 
-    monkeypatch.setattr(model_module, name, wrapper)
+    monkeypatch.setattr(module, name, wrapper)

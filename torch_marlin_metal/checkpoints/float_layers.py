@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.layer import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import typed
+from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.experts_equivalence import why_unknown
 from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
 from torch_marlin_metal.layers.stays import staying_layers
+from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
+from torch_marlin_metal.quantize.recipe import IN_FLOATS
 
 SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
 
@@ -36,6 +39,8 @@ class FloatLayer:
         transposed: whether the tensor holds the matrix as `[K, N]`.
         experts: if the matrix belongs to an expert, the name of the experts module in the model, or else "".
         group: the name of that module in the checkpoint, or "".
+        is_vocabulary: whether the matrix is an embedding of the vocabulary or an output layer.
+        is_output: whether it is an output layer, also as an embedding that the model ties to it.
     """
 
     name: str
@@ -47,6 +52,8 @@ class FloatLayer:
     transposed: bool = False
     experts: str = ""
     group: str = ""
+    is_vocabulary: bool = False
+    is_output: bool = False
 
     @property
     def partner(self) -> str:
@@ -63,29 +70,48 @@ class FloatLayer:
 
 
 class FloatModel:
-    """The model that config.json names, on the meta device, and the names that it has for the checkpoint's layers.
+    """A model of transformers on the meta device, and the names that it has for a checkpoint's layers.
 
-    Raises:
-        CheckpointError: transformers is not installed, or does not know the model.
+    Args:
+        model: the model.
+        vocabulary_format: see `FloatReader`.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        model = empty_model(
-            checkpoint.path, checkpoint.config.get("architectures"), f"name the layers to quantize ({typed('include')})"
-        )
+    def __init__(self, model: Any, vocabulary_format: str | None) -> None:
         self.model, self._names = model, ModelNames(model)
-        modules, head = dict(model.named_modules()), model.get_output_embeddings()
-        staying = {id(head), *staying_layers(model)}
+        modules, staying = dict(model.named_modules()), staying_layers(model)
+        by_id = {id(module): module for module in modules.values()}
+        tables, heads = vocabulary_of(model, vocabulary_format)
+        tables = {table for table in tables if not why_not_embedding(by_id[table])}
+        words = tables if vocabulary_format == IN_FLOATS else tables | heads
+        self._words = {name for name, module in modules.items() if id(module) in words}
+        self._heads = {name for name, module in modules.items() if id(module) in heads}
         self._linear = {
-            name for name, module in modules.items() if type(module) is nn.Linear and id(module) not in staying
+            name
+            for name, module in modules.items()
+            if type(module) is nn.Linear
+            and id(module) not in staying
+            and (id(module) in words or id(module) not in heads)
         }
         self._lookups = {
             name for name, module in modules.items() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
         }
 
-    def is_linear(self, name: str) -> bool:
-        """Returns whether a layer is an `nn.Linear` of the model that does not stay in floats by default."""
-        return self._names.layer(name) in self._linear
+    def name_of(self, name: str) -> str:
+        """Returns the name that a layer of the checkpoint has in the model."""
+        return self._names.layer(name)
+
+    def is_vocabulary(self, name: str) -> bool:
+        """Returns whether a layer is an embedding of the vocabulary or an output layer, and is to be packed."""
+        return self._names.layer(name) in self._words
+
+    def is_head(self, name: str) -> bool:
+        """Returns whether a layer is an output layer."""
+        return self._names.layer(name) in self._heads
+
+    def is_default(self, name: str) -> bool:
+        """Returns whether a layer of the model does not stay in floats by default."""
+        return self._names.layer(name) in self._linear | self._words
 
     def is_lookup(self, name: str) -> bool:
         """Returns whether a layer looks its weight up or convolves with it."""
@@ -137,7 +163,7 @@ class FloatModel:
 
 
 def choose_layers(
-    checkpoint: Checkpoint, include: NameFilter | None, exclude: NameFilter
+    checkpoint: Checkpoint, include: NameFilter | None, exclude: NameFilter, vocabulary_format: str | None
 ) -> tuple[list[FloatLayer], dict[str, int]]:
     """Returns the layers to quantize, and how many bytes of the selected matrices stay in floats nevertheless.
 
@@ -145,25 +171,31 @@ def choose_layers(
         checkpoint: a checkpoint of floats.
         include: see `FloatReader`.
         exclude: see `FloatReader`.
+        vocabulary_format: see `FloatReader`.
 
     Raises:
         ValueError: a pattern matches nothing, no layer is left, or a part of a mixture's experts is chosen.
         CheckpointError: the checkpoint has no layer to quantize, or transformers does not know its model.
     """
     wanted, model = [_matrix(checkpoint, name) for name in matrices(checkpoint)], None
-    if include is None or any(_may_be_experts(name) for name in checkpoint.tensors):
-        try:
-            model = FloatModel(checkpoint)
-        except CheckpointError:
-            if include is None:
-                raise
+    try:
+        model = FloatModel(_model_of(checkpoint), vocabulary_format)
+    except CheckpointError:
+        if include is None:
+            raise
     if model is not None:
         wanted = model.with_experts(checkpoint, wanted)
+        heads = {layer.name for layer in wanted if model.is_head(layer.name)}
+        words = {layer.name for layer in wanted if model.is_vocabulary(layer.name)}
+        outputs = heads or words
+        wanted = [
+            replace(layer, is_vocabulary=layer.name in words, is_output=layer.name in outputs) for layer in wanted
+        ]
     names = [*(layer.name for layer in wanted), *{layer.group for layer in wanted if layer.group}]
     check_patterns(str(checkpoint.path), names, include=include, exclude=exclude)
     if include is None:
         assert model is not None
-        chosen = [layer for layer in wanted if layer.experts or model.is_linear(layer.name)]
+        chosen = [layer for layer in wanted if layer.experts or model.is_default(layer.name)]
         if not chosen:
             raise CheckpointError(f"{checkpoint.path}: none of its {len(wanted)} matrices is to be quantized")
     else:
@@ -184,6 +216,26 @@ def choose_layers(
     return chosen, left
 
 
+def _model_of(checkpoint: Checkpoint) -> Any:
+    advice = f"name the layers to quantize ({typed('include')})"
+    return empty_model(checkpoint.path, checkpoint.config.get("architectures"), advice)
+
+
+def layers_by_module(model: Any, checkpoint: Checkpoint) -> dict[str, list[FloatLayer]]:
+    """Returns the matrices of a checkpoint by the names of the layers, or of the experts modules, of a model."""
+    known = FloatModel(model, None)
+    found: dict[str, list[FloatLayer]] = {}
+    for layer in known.with_experts(checkpoint, [_matrix(checkpoint, name) for name in matrices(checkpoint)]):
+        found.setdefault(layer.experts or known.name_of(layer.name), []).append(layer)
+    return found
+
+
+def read_matrix(checkpoint: Checkpoint, layer: FloatLayer) -> Tensor:
+    """Reads the weight `[N, K]` of a layer."""
+    matrix = checkpoint.read(layer.weight, layer.index)
+    return matrix.T.contiguous() if layer.transposed else matrix
+
+
 def _matrix(checkpoint: Checkpoint, name: str) -> FloatLayer:
     info, bias = checkpoint.tensors[f"{name}.weight"], f"{name}.bias"
     return FloatLayer(name, info.name, info.shape[1], info.nbytes, bias if bias in checkpoint.tensors else "")
@@ -198,10 +250,6 @@ def _check_whole(checkpoint: Checkpoint, wanted: list[FloatLayer], chosen: list[
                 f"{checkpoint.path}: {choice}: expected all layers of the experts {group!r} or none, they leave "
                 f"{count} of {every[group]}"
             )
-
-
-def _may_be_experts(tensor: str) -> bool:
-    return tensor.endswith(WEIGHTS) or SPLIT.fullmatch(tensor.removesuffix(".weight")) is not None
 
 
 def in_order(checkpoint: Checkpoint) -> list[Any]:

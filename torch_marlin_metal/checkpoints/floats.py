@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,19 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.float_layers import FloatLayer, choose_layers
+from torch_marlin_metal.checkpoints.float_layers import FloatLayer, choose_layers, read_matrix
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, check_widths, experts_of
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter
-from torch_marlin_metal.quantize.weight import METHODS, quantize_weight
+from torch_marlin_metal.quantize.fit import Fit, sample
+from torch_marlin_metal.quantize.like import Described, formats_like
+from torch_marlin_metal.quantize.recipe import Recipe
+from torch_marlin_metal.sizes import parse_size
 
 FORMAT = Format(
     name="floats",
@@ -41,10 +47,14 @@ class FloatReader(CheckpointReader):
         method: "rtn" or "mse".
         include: patterns of layer names as in `quantize_model`, or a function of the name. Every matrix
             `<layer>.weight` that it selects is quantized. The experts of a mixture can be selected together
-            (`*.experts`). None selects the experts of mixtures and all `nn.Linear` modules except the output embedding.
-            In that case, transformers builds the model that config.json names, to learn which modules these are; no
-            code of the checkpoint runs.
+            (`*.experts`). None selects the experts of mixtures, all `nn.Linear` modules, and the vocabulary.
+            transformers builds the model that config.json names, to learn which modules these are; no code of the
+            checkpoint runs. If it does not know the model, `include` must be given, and the vocabulary counts as other
+            layers.
         exclude: layers to leave unquantized, chosen like `include`.
+        vocabulary_format: as in `quantize_model`.
+        memory: as in `quantize_model`; the bytes of all tensors that are written.
+        like: as in `quantize_model`.
         allow_pickle: as in `ReadOptions`.
 
     Raises:
@@ -75,32 +85,77 @@ class FloatReader(CheckpointReader):
         *,
         include: NameFilter | None = None,
         exclude: NameFilter = (),
+        vocabulary_format: str | None = None,
+        memory: str | int | None = None,
+        like: str | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
-        fmt = find_format(weight_format)
-        if method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        recipe = Recipe(weight_format, group_size, method, vocabulary_format, options)
         super().__init__(Path(path), ReadOptions(allow_pickle=allow_pickle))
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: expected a checkpoint directory")
         self.checkpoint = open_checkpoint(self.path, allow_pickle, quantized=False)
-        layers, self.left = choose_layers(self.checkpoint, include, exclude)
+        layers, self.left = choose_layers(self.checkpoint, include, exclude, vocabulary_format)
+        self._recipe = recipe.with_vocabulary(layer.name for layer in layers if layer.is_vocabulary)
+        self.fit: Fit | None = None
+        check_widths("FloatReader", memory, like)
+        if like is not None:
+            self._recipe = self._liked(like, layers)
+        elif memory is not None:
+            self._recipe, self.fit = self._fitted(memory, layers)
         for layer in layers:
-            resolve_group_size(f"{self.path}: {layer.name}", fmt, group_size, layer.K)
+            name, size = self._recipe.format_of(layer.name)
+            resolve_group_size(f"{self.path}: {layer.name}", find_format(name), size, layer.K)
         self._layers = layers
-        self._quantize: Callable[..., PackedWeight] = partial(
-            quantize_weight, weight_format=weight_format, group_size=group_size, method=method, **options
-        )
         self.taken_bytes = sum(layer.nbytes for layer in layers)
         names = [layer.name for layer in layers]
         self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
+        self._settings |= {"vocabulary": sorted(self._recipe.vocabulary), "vocabulary_format": vocabulary_format}
+        self._settings |= {"memory": memory, "like": like}
         self._settings |= {key: str(value) for key, value in options.items()}
         # A model holds an expert's gate and up as one weight, with one global scale.
-        by_name = {layer.name: layer for layer in layers} if fmt.has_global_scale else {}
+        has_global_scale = find_format(weight_format).has_global_scale
+        by_name = {layer.name: layer for layer in layers} if has_global_scale else {}
         self._partners = [by_name.get(layer.partner) for layer in layers]
         self._amax: dict[str, float] = {}  # of layers whose partner has been converted
         self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them
+
+    def formats(self) -> list[str]:
+        """Returns the format of each layer."""
+        return [self._recipe.format_of(layer.name)[0] for layer in self._layers]
+
+    def _liked(self, like: str, layers: list[FloatLayer]) -> Recipe:
+        """Returns the recipe with the formats of a recipe of llama.cpp."""
+        described = [
+            Described(layer.name, layer.K, layer.is_output, layer.is_vocabulary and not layer.is_output)
+            for layer in layers
+        ]
+        return replace(self._recipe, chosen=formats_like("FloatReader", like, described, experts_of(self.config)))
+
+    def _fitted(self, memory: str | int, layers: list[FloatLayer]) -> tuple[Recipe, Fit]:
+        """Returns the recipe for a limit of memory. Errors are those of some rows, and of some experts."""
+        widths, counts = (
+            Widths(self._recipe),
+            Counter((layer.group or layer.name, self._shape(layer)) for layer in layers),
+        )
+        seen: Counter[Any] = Counter()
+        chosen: dict[Any, list[FloatLayer]] = {}
+        for layer in layers:
+            key = layer.group or layer.name, self._shape(layer)
+            if seen[key] % -(-counts[key] // SAMPLE_EXPERTS) == 0:
+                chosen.setdefault(key, []).append(layer)
+            seen[key] += 1
+        for (name, shape), some in chosen.items():
+            samples = (sample(read_matrix(self.checkpoint, layer)) for layer in some)
+            widths.add(name, shape, samples, counts[name, shape])
+        widths.weigh_vocabulary()
+        taken = {layer.weight for layer in layers}
+        fixed = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in taken)
+        return widths.choose("FloatReader", fixed, parse_size("FloatReader: memory", memory))
+
+    def _shape(self, layer: FloatLayer) -> tuple[int, int]:
+        return math.prod(self.checkpoint.tensors[layer.weight].shape[-2:]) // layer.K, layer.K
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the result; a resumed conversion compares them."""
@@ -115,13 +170,13 @@ class FloatReader(CheckpointReader):
         layer = self._layers[index]
         matrix = self._matrix(layer)
         try:
-            weight = self._quantize(
-                matrix.T.contiguous() if layer.transposed else matrix, **self._common(index, matrix)
+            weight = self._recipe.quantize(
+                layer.name, matrix.T.contiguous() if layer.transposed else matrix, **self._common(index, matrix)
             )
         except ValueError as error:
             place = "" if layer.index is None else f"expert {layer.index}: "
             raise self.checkpoint.error(layer.weight, f"{place}{error}") from error
-        weight.name, weight.bias, weight.source = layer.name, self.bias(index), "floats"
+        weight.bias, weight.source = self.bias(index), "floats"
         return weight.validate()
 
     def _common(self, index: int, matrix: Tensor) -> dict[str, float]:

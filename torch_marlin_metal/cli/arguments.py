@@ -23,6 +23,10 @@ Cores = Annotated[
     int | None, typer.Option(help="GPU cores of the chip in --gpu; without it, those of the version with all cores.")
 ]
 Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
+VocabularyFormat = Annotated[
+    str | None,
+    typer.Option(help="Format of embedding and output layer, or none for floats. Default: uint8b128."),
+]
 GroupSize = Annotated[
     int | None,
     typer.Option(help="Weights along k that share a scale; -1 for all. Default: the format's fixed size, else 128."),

@@ -23,7 +23,7 @@ INSTALL = {
     "gptqmodel": "pip install gptqmodel",
     "auto_round": 'pip install ".[quantize]" in a checkout of this package',
 }
-FORMATS = ("uint4b8", "uint4")  # those that the methods make
+FORMATS = ("uint4b8", "uint4", "uint8b128", "uint8")  # those that the methods make; awq makes only uint4
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class _Job:
     source: Path
     work: Path  # the package writes here
     method: str
+    bits: int
     group_size: int
     symmetric: bool
     pieces: list[Tensor]
@@ -83,7 +84,7 @@ def quantized(
         CheckpointError: that package raised an error.
     """
     fmt = find_format(weight_format)
-    wanted = [name for name in FORMATS if method != "awq" or not find_format(name).is_symmetric]
+    wanted = ("uint4",) if method == "awq" else FORMATS
     if fmt.name not in wanted:
         raise ValueError(f"--weight-format: {method} makes {' or '.join(wanted)}, got {weight_format!r}")
     size = DEFAULT_GROUP_SIZE if group_size is None else group_size
@@ -103,7 +104,7 @@ def quantized(
     try:
         try:
             with redirect_stdout(sys.stderr):
-                run(package, _Job(source, work, method, size, fmt.is_symmetric, pieces, device))
+                run(package, _Job(source, work, method, fmt.code_bits, size, fmt.is_symmetric, pieces, device))
         except Exception as error:  # the packages may raise any exception
             raise CheckpointError(f"{source}: {PACKAGES[method]} failed: {type(error).__name__}: {error}") from error
         made = [file.parent for file in work.rglob("config.json")]  # AutoRound may create a subdirectory
@@ -120,7 +121,7 @@ def _gptqmodel(package: Any, job: _Job) -> None:
     )
     if job.group_size == -1:
         kind["act_group_aware"] = False  # GPTQModel refuses this option with one group
-    config = package.QuantizeConfig(bits=4, group_size=job.group_size, sym=job.symmetric, **kind)
+    config = package.QuantizeConfig(bits=job.bits, group_size=job.group_size, sym=job.symmetric, **kind)
     model = package.GPTQModel.load(str(job.source), config, device=job.device)
     samples = [{"input_ids": ids[0].tolist(), "attention_mask": [1] * ids.shape[1]} for ids in job.pieces]
     model.quantize(samples, batch_size=1)
@@ -135,5 +136,7 @@ def _auto_round(package: Any, job: _Job) -> None:
     options = {"dataset": job.pieces, "nsamples": len(job.pieces), "seqlen": job.pieces[0].shape[1]}
     options["device_map"] = job.device
     options["enable_torch_compile"] = job.device != "cpu"  # compiling for the CPU takes longer than it saves
-    rounder = package.AutoRound(model, tokenizer, bits=4, group_size=job.group_size, sym=job.symmetric, **options)
+    rounder = package.AutoRound(
+        model, tokenizer, bits=job.bits, group_size=job.group_size, sym=job.symmetric, **options
+    )
     rounder.quantize_and_save(str(job.work), format="auto_round")

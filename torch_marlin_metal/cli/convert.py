@@ -9,9 +9,10 @@ from torch_marlin_metal.checkpoints.options import OnUnsupported
 from torch_marlin_metal.checkpoints.settings import find_settings
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
+from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.cli.writing import directory_bytes, write
 from torch_marlin_metal.convert import open_reader
+from torch_marlin_metal.sizes import human_size
 
 Target = Enum("Target", {name: name for name in TARGETS}, type=str)  # type: ignore[misc]
 NATIVE = Target("native")
@@ -55,6 +56,6 @@ def convert(
     is_packed = find_settings(destination) is not None
     value = {"source": str(source), "destination": str(destination), "format": to.value}
     result = to.value if is_packed else "floats: no layer is 4 bit, so the directory has no quantization settings"
-    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {result}, {human_bytes(size)}"
+    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {result}, {human_size(size)}"
     show(value | {"layers": len(reader), "is_packed": is_packed, "bytes": size}, text, as_json)
     return DONE

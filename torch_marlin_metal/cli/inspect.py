@@ -10,13 +10,14 @@ import typer
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
 from torch_marlin_metal.checkpoints.float_layers import empty_model, matrices
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, progress_bar, show, table
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show, table
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, UnsupportedFormat, open_reader
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import plan_load, shared_weights
 from torch_marlin_metal.models.empty_model import ModelMismatchError
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.sizes import human_size
 
 Unsupported = Literal["error", "dequantize"]
 
@@ -131,7 +132,7 @@ def _every_layer(reader: CheckpointReader, found: list[dict[str, Any]], others: 
             layer["weight_format"],
             str(layer["group_size"]),
             layer["scales"],
-            human_bytes(layer["bytes"]),
+            human_size(layer["bytes"]),
             ", ".join(remarks),
         )
     shown.caption = _summary(found, others)
@@ -155,7 +156,7 @@ def _kind(layer: dict[str, Any]) -> str:
 def _summary(found: list[dict[str, Any]], others: int) -> str:
     refused = sum("refused" in layer for layer in found)
     size = sum(layer.get("bytes", 0) for layer in found)
-    return f"{len(found) - refused} layers of {human_bytes(size)} are read, {refused} refused; {others} other tensors"
+    return f"{len(found) - refused} layers of {human_size(size)} are read, {refused} refused; {others} other tensors"
 
 
 def _inspect_floats(path: Path, allow_pickle: bool, as_json: bool) -> int:
@@ -164,7 +165,7 @@ def _inspect_floats(path: Path, allow_pickle: bool, as_json: bool) -> int:
     names = matrices(opened)
     value = {"path": str(path), "format": "floats", "tensors": len(opened.tensors), "bytes": size, "matrices": names}
     text = (
-        f"{path}: not quantized: {len(opened.tensors)} tensors of {human_bytes(size)}, {len(names)} of them matrices "
+        f"{path}: not quantized: {len(opened.tensors)} tensors of {human_size(size)}, {len(names)} of them matrices "
         "whose rows the operators could hold (`torch-marlin-metal quantize` makes a 4-bit checkpoint)"
     )
     show(value, text, as_json)

@@ -167,15 +167,6 @@ def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
     return tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=True if as_json else None, file=sys.stderr)
 
 
-def human_bytes(count: float) -> str:
-    """Returns a size with its unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
 def _fail(error: Exception, code: int, as_json: bool) -> int:
     message = str(error) or type(error).__name__
     if as_json:

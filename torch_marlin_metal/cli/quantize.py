@@ -1,14 +1,16 @@
 """`torch-marlin-metal quantize`: converts a float checkpoint to 4 bit."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torch_marlin_metal.cli import arguments, calibrated
-from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show
+from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.cli.writing import directory_bytes, write
 from torch_marlin_metal.convert import CheckpointReader, FloatReader, open_reader
+from torch_marlin_metal.sizes import human_size
 
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to skip, or re:REGEX; may be repeated.")]
@@ -28,6 +30,11 @@ def quantize(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a piece of the calibration text.")] = 512,
+    vocabulary_format: arguments.VocabularyFormat = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Choose each layer's format, so that the model has so many bytes: 9GB, 8.5GiB.")
+    ] = None,
+    like: Annotated[str | None, typer.Option(help="Choose each layer's format as llama.cpp does: Q4_K_M ...")] = None,
     device: Annotated[str, typer.Option(help="Where the calibrated methods run.")] = "cpu",
     include: Include = None,
     exclude: Exclude = None,
@@ -43,6 +50,7 @@ def quantize(
     options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
     reader: CheckpointReader
     left: dict[str, int] = {}
+    value: dict[str, Any] = {"source": str(source), "destination": str(destination), "method": method}
     floats = ""
     if method in calibrated.METHODS:
         if include or exclude:
@@ -67,23 +75,26 @@ def quantize(
             method,
             include=include or None,
             exclude=exclude or (),
+            vocabulary_format=vocabulary_format,
+            memory=memory,
+            like=like,
             allow_pickle=allow_pickle,
         )
         write(reader, destination, as_json, **options)
         left = reader.left
+        if reader.fit is not None:
+            floats = f"\n{reader.fit.summary()}\n{reader.fit.plot()}"
+            curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in reader.fit.curve()]
+            value |= {"error": reader.fit.error, "curve": curve}
         rest, whole = sum(left.values()), sum(left.values()) + reader.taken_bytes
         if left:
             largest = ", ".join(sorted(left, key=lambda name: -left[name])[:4])
-            floats = f"; {human_bytes(rest)} of matrices stay in floats ({rest / whole:.0%}): {largest}"
+            floats += f"\n{human_size(rest)} of matrices stay in floats ({rest / whole:.0%}): {largest}"
             floats += ", ..." if len(left) > 4 else ""
     size = directory_bytes(destination)
-    value: dict[str, Any] = {
-        "source": str(source),
-        "destination": str(destination),
-        "weight_format": weight_format,
-        "method": method,
-    }
-    text = f"{destination}: {len(reader)} layers in {weight_format} by {method}, {human_bytes(size)}"
-    value |= {"layers": len(reader), "bytes": size, "left_in_floats": left}
+    kinds = Counter(reader.formats()) if isinstance(reader, FloatReader) else Counter([weight_format] * len(reader))
+    what = ", ".join(f"{count} in {name}" for name, count in kinds.items())
+    text = f"{destination}: {len(reader)} layers by {method}, {what}: {human_size(size)}"
+    value |= {"layers": len(reader), "formats": kinds, "bytes": size, "left_in_floats": left}
     show(value, text + floats, as_json)
     return DONE

@@ -8,27 +8,32 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from torch_marlin_metal.formats import resolve_group_size, weight_format
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
-from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
-from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, token_tables, why_not_linear
+from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, why_not_linear
 from torch_marlin_metal.models.experts import shape_of, why_never_experts
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.models.taken import taken_weights
+from torch_marlin_metal.models.widths import Samples, fitted, liked
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
-from torch_marlin_metal.quantize.weight import empty_weight, quantize_weight
+from torch_marlin_metal.quantize.recipe import IN_FLOATS, Recipe
 
 logger = logging.get_logger(__name__)
 NO_TIES: Mapping[str, str] = {}
 
 
 def choose_layers(
-    op: str, model: nn.Module, config: Any, stays: Callable[[str], str], ties: Mapping[str, str] = NO_TIES
-) -> list[str]:
-    """Returns the names of the layers, embeddings and experts modules to quantize, before any tensor is read.
+    op: str,
+    model: nn.Module,
+    config: Any,
+    stays: Callable[[str], str],
+    ties: Mapping[str, str] = NO_TIES,
+    samples: Samples | None = None,
+) -> tuple[list[str], Recipe]:
+    """Returns the names of the layers, embeddings and experts modules to quantize, and how, before any tensor is read.
 
     Args:
         op: the caller's name, for messages.
@@ -36,11 +41,13 @@ def choose_layers(
         config: a `MarlinConfig`.
         stays: a function that returns the reason why the caller keeps a layer in floats, or "" if there is none.
         ties: modules that share the weight of another module after loading: name -> name of that module.
+        samples: for `config.memory`, reads rows of the weights.
 
     Raises:
         ValueError: a pattern matches nothing, the format does not fit a layer, or no layer would be quantized.
     """
-    tables = token_tables(model) if config.quantize_embeddings else set()
+    recipe = config.recipe()
+    tables, heads = vocabulary_of(model, config.vocabulary_format)
 
     def is_wanted(module: nn.Module) -> bool:
         return is_candidate(module) or id(module) in tables or is_experts(module)
@@ -55,43 +62,49 @@ def choose_layers(
                 tables.add(id(modules[other]))
     check_patterns(op, wanted, modules_to_not_convert=config.modules_to_not_convert)
     excluded = {name for name in wanted if selects(config.modules_to_not_convert, name)}
-    taken = taken_weights(model)
+    recipe = recipe.with_vocabulary(name for name, module in wanted.items() if id(module) in tables | heads)
+    unfit = taken_weights(model)
     why: dict[str, str] = {}
     for name, module in wanted.items():
         if name in excluded:
             continue
         is_table = id(module) in tables
-        reason = "" if is_table or _with_table(name, ties, modules, tables) else stays(name)
+        if not recipe.packs_vocabulary and id(module) in heads:
+            reason = "the output layer, unless vocabulary_format names a format"
+        else:
+            reason = "" if is_table or _with_table(name, ties, modules, tables) else stays(name)
         why_not = why_not_embedding if is_table else why_never_experts if is_experts(module) else why_not_linear
-        if not reason and (reason := taken.get(id(module)) or why_not(module)):
+        if not reason and (reason := unfit.get(id(module)) or why_not(module)):
             logger.warning(f"{name} stays in floats: {reason}")
         why[name] = reason
     _keep_with_others(why, ties, modules)
-    report = Report("quantize while loading", [_checked(config, name, wanted[name], why[name]) for name in why])
+    taken = {name: modules[name] for name, reason in why.items() if not reason}
+    if config.memory is not None and samples is not None:
+        recipe, fit = fitted(op, model, taken, recipe, config.memory, samples, ties)
+        logger.info(f"{op}: {fit.summary()}")
+    elif config.like is not None:
+        outputs = {name for name, module in modules.items() if id(module) in heads}
+        outputs |= {source for name, source in ties.items() if name in outputs}
+        recipe = liked(op, model, taken, recipe, config.like, outputs)
+    report = Report("quantize while loading", [_checked(recipe, name, wanted[name], why[name]) for name in why])
     report.layers += left_matrices(
         model,
         lambda name, _: not selects(config.modules_to_not_convert, name),
         is_wanted,
-        config.quantize_embeddings,
+        config.vocabulary_format not in (None, IN_FLOATS),
     )
     check_coverage(op, report)
-    return [name for name, reason in why.items() if not reason]
+    return list(taken), recipe
 
 
-def quantized(op: str, name: str, matrix: Tensor, config: Any) -> PackedWeight:
-    """Quantizes the weight `[N, K]` of a layer as a `MarlinConfig` says. One on the meta device gets empty tensors.
+def quantized(op: str, name: str, matrix: Tensor, recipe: Recipe) -> PackedWeight:
+    """Quantizes the weight `[N, K]` of a layer as a recipe says.
 
     Raises:
         ValueError: the weight cannot be quantized; the message names the layer.
     """
-    if matrix.is_meta:
-        fmt = weight_format(config.weight_format)
-        group_size = resolve_group_size(op, fmt, config.group_size, matrix.shape[1])
-        return empty_weight(matrix, fmt, group_size, config.quantize_options.get("scale_dtype", torch.float16), name)
     try:
-        return quantize_weight(
-            matrix, config.weight_format, config.group_size, config.method, **config.quantize_options
-        )
+        return recipe.quantize(name, matrix)
     except ValueError as error:
         raise ValueError(f"{op}: layer {name!r}: {error}") from error
 
@@ -111,14 +124,12 @@ def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Map
         for name in group if staying else ():
             if why.get(name) == "":
                 other = modules[staying[0]]
-                advice = (
-                    "" if staying[0] in why or why_not_embedding(other) else "; quantize_embeddings=True packs both"
-                )
+                advice = "" if staying[0] in why or why_not_embedding(other) else "; vocabulary_format packs both"
                 why[name] = f"its weight is also that of {staying[0]} ({type(other).__name__}), which stays{advice}"
                 logger.warning(f"{name} stays in floats: {why[name]}")
 
 
-def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerReport:
+def _checked(recipe: Recipe, name: str, module: nn.Module, reason: str) -> LayerReport:
     """Returns the report of a layer.
 
     Raises ValueError if the layer should be quantized but the format does not fit it.
@@ -135,6 +146,5 @@ def _checked(config: Any, name: str, module: nn.Module, reason: str) -> LayerRep
         shape = linear_shape(module)
         sizes = [(shape.N, shape.K) if shape is not None else tuple(weights[0].shape)]  # type: ignore[list-item]
     for N, K in sizes:
-        # The constructor checks the arguments. It takes no memory, because the layer is on the meta device.
-        MarlinLinear(K, N, weight_format=config.weight_format, group_size=config.group_size, device="meta")
+        recipe.quantize(name, torch.empty(N, K, device="meta"))  # checks the arguments
     return entry

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.float_layers import is_matrix
-from torch_marlin_metal.models.report import LayerReport, Report, human_size
+from torch_marlin_metal.models.report import LayerReport, Report
+from torch_marlin_metal.sizes import human_size
 
 # Modules that look rows of their parameters up, or convolve with them, and never multiply with them as a matrix.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -46,7 +47,7 @@ def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
     packs = "Linear layers"
     if isinstance(module, TABLES):
         what, packs = "a table", "Linear layers and tables of the vocabulary in an nn.Embedding"
-    reason = f"{what} inside {kind}; only {packs} become 4 bit"
+    reason = f"{what} inside {kind}; only {packs} are packed"
     return LayerReport(name, kind, (shape[-2], shape[-1]), bytes_before=tensor.nbytes, reason=reason)
 
 

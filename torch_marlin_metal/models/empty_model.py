@@ -1,6 +1,5 @@
 """Helpers to fill a model from a checkpoint: its tensors by name, and the layer that takes a packed weight."""
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,24 +101,6 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
     transposed = is_transposed(module)
     N, K = reversed(weight.shape) if transposed else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"), transposed)
-
-
-def token_tables(model: nn.Module) -> set[int]:
-    """Returns the ids of the embeddings that hold a vocabulary.
-
-    A model of transformers names these embeddings (`get_input_embeddings`). Its other `nn.Embedding` modules hold
-    positions, queries and other tables, and the model reads many of those without a look-up. In a model that is not of
-    transformers, every `nn.Embedding` counts.
-    """
-    modules: list[Any] = list(model.modules())
-    named = [module.get_input_embeddings for module in modules if hasattr(module, "get_input_embeddings")]
-    if not named:
-        return {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = []
-    for ask in named:
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            found.append(ask())
-    return {id(module) for module in found if isinstance(module, nn.Embedding)}
 
 
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:

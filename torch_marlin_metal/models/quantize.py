@@ -1,40 +1,35 @@
 """Quantizes the Linear layers of a model, or replaces the 4-bit layers of other packages."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from torch_marlin_metal.checkpoints.options import check_choice
-from torch_marlin_metal.formats import weight_format as find_format
-from torch_marlin_metal.layers.embedding import why_not_embedding
-from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
+from torch_marlin_metal.layers.float_experts import is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.stays import staying_layers
+from torch_marlin_metal.layers.vocabulary import vocabulary_of
+from torch_marlin_metal.layers.widths import check_widths
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
 from torch_marlin_metal.models.empty_model import (
     is_candidate,
-    is_linear,
     is_transposed,
     linear_shape,
     matrix_of,
     packed_layer,
-    token_tables,
-    why_not_linear,
 )
-from torch_marlin_metal.models.experts import pack_experts, why_not_experts
+from torch_marlin_metal.models.experts import pack_experts
+from torch_marlin_metal.models.reasons import KEPT, shared_with_others, why_not_quantized
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.models.swap import Target, find_targets, swap
-from torch_marlin_metal.models.taken import taken_weights
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight, PackedWeightError
+from torch_marlin_metal.models.widths import fitted, liked, rows_of
+from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 from torch_marlin_metal.patterns import Filter, selects
-from torch_marlin_metal.quantize.weight import quantize_weight
+from torch_marlin_metal.quantize.recipe import IN_FLOATS, Recipe
 from torch_marlin_metal.repack import ZerosRule
 from torch_marlin_metal.replace.detect import (
     dtype_of,
@@ -42,7 +37,6 @@ from torch_marlin_metal.replace.detect import (
     is_packed_linear,
     read_packed_linear,
     shape_of,
-    tensors_of,
     why_unread,
 )
 from torch_marlin_metal.replace.gptq_awq import UnreadableError
@@ -65,8 +59,10 @@ def quantize_model(
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
-    embeddings: bool = False,
     vocabulary_format: str | None = None,
+    memory: str | int | None = None,
+    calibration: Tensor | None = None,
+    like: str | None = None,
     progress: bool = True,
     atomic: bool = True,
     **options: Any,
@@ -97,11 +93,19 @@ def quantize_model(
             shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are regular expressions that must
             match the full name. A pattern that matches no layer is an error.
         exclude: layers to skip, chosen by the same rules; the report omits them.
-        embeddings: whether to quantize embeddings, too. In a model of transformers, these are the ones that
-            `get_input_embeddings` names; in other models, every `nn.Embedding`. An output layer with the same weight
-            shares the packed weight. If the embedding stays in floats, so does the output layer.
         vocabulary_format: the weight format of the embeddings and of the output layer that a model of transformers
-            names, such as "uint8b128" beside layers of 4 bits. None means `weight_format`.
+            names (`get_input_embeddings`, `get_output_embeddings`), or "none", which keeps them in floats. Layers that
+            share a weight share the packed one. None means "uint8b128". In other models, a format applies to every
+            `nn.Embedding`, and None to none of them.
+        memory: the bytes that the whole model may have, such as "9 GB" (10^9 bytes), "8 GiB" or a number. Each layer
+            gets one of `quantize.fit.CANDIDATES`, `weight_format` and `vocabulary_format`, so that the model fits and
+            the error of the weights is least: the sum over the layers of the squared error relative to the weight.
+            Projections that are computed together get one format. The report's `fit` has the choice. The cache of keys
+            and values and the activations come on top.
+        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. With it, the error is that of
+            the model's predictions: the KL divergence with one group of layers quantized at a time.
+        like: a recipe of llama.cpp, such as "Q4_K_M": each layer gets the format with the structure of the type that it
+            has there; `weight_format`, `group_size` and `vocabulary_format` have no effect.
         progress: show a progress bar.
         atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
             With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
@@ -125,27 +129,39 @@ def quantize_model(
         >>> model[0]
         MarlinLinear(in_features=256, out_features=512, bias=True, weight_format=uint4, group_size=64, scales=float16)
     """
-    find_format(weight_format)
-    tables = token_tables(model) if embeddings else set()
-    vocabulary = tables | _output_layer(model) if vocabulary_format is not None else set()
+    recipe = Recipe(weight_format, group_size, method, vocabulary_format, options)
+    tables, heads = vocabulary_of(model, vocabulary_format)
 
     def is_wanted(module: nn.Module) -> bool:
         return is_candidate(module) or id(module) in tables or is_experts(module)
 
     targets = find_targets("quantize_model", model, is_wanted, include, exclude)
-    left = left_matrices(model, _chosen(include, exclude), is_wanted, embeddings)
-    reasons = _reasons(model, targets, staying_layers(model) if include is None else {})
+    left = left_matrices(model, _chosen(include, exclude), is_wanted, vocabulary_format not in (None, IN_FLOATS))
+    staying = staying_layers(model) if include is None else {}
+    if not recipe.packs_vocabulary:
+        staying |= dict.fromkeys(heads, KEPT)
+    reasons = why_not_quantized(model, targets, staying)
+    words = {name for target in targets if id(target.module) in tables | heads for name in target.names}
+    recipe = recipe.with_vocabulary(words)
     shared = _shared_weights(targets)
+    check_widths("quantize_model", memory, like, calibration)
+    fit = None
+    if memory is not None or like is not None:
+        modules = {target.name: target.module for target in targets if not reasons.get(id(target.module))}
+        ties = _ties(modules)
+        if like is not None:
+            outputs = {name for name, module in modules.items() if id(module) in heads}
+            outputs |= {name for name, first in ties.items() if {name, first} & outputs} | {
+                first for name, first in ties.items() if name in outputs
+            }
+            recipe = liked("quantize_model", model, modules, recipe, like, outputs)
+        elif memory is not None:
+            recipe, fit = fitted("quantize_model", model, modules, recipe, memory, rows_of, ties, calibration)
     done: dict[tuple[int, bool], tuple[PackedWeight, float]] = {}
 
-    def quantized(name: str, weight: Tensor, of_vocabulary: bool = False) -> PackedWeight:
-        chosen, size, given = weight_format, group_size, options
-        if of_vocabulary and vocabulary_format is not None:
-            chosen, fmt = vocabulary_format, find_format(vocabulary_format)
-            size = None if fmt.fixed_group_size or find_format(weight_format).fixed_group_size else group_size
-            given = {key: value for key, value in options.items() if key != "lut" or fmt.has_lut}
+    def quantized(name: str, weight: Tensor) -> PackedWeight:
         try:
-            return quantize_weight(weight, chosen, size, method, **given)
+            return recipe.quantize(name, weight)
         except ValueError as problem:
             raise ValueError(f"quantize_model: layer {name}: {problem}") from problem
 
@@ -178,14 +194,14 @@ def quantize_model(
         key = id(linear.weight), is_transposed(linear)
         packed, error = done.get(key, (None, 0.0))
         if packed is None:
-            packed = quantized(target.name, weight, id(linear) in vocabulary)
+            packed = quantized(target.name, weight)
             error = _relative_error(*_error_and_size(packed, weight))
             if id(linear.weight) in shared:
                 done[key] = packed, error
         layer = packed_layer(linear, packed, weight.dtype)
         return layer, _converted(entry, layer, error)
 
-    title = f"quantize to {weight_format}"
+    title = f"quantize to {weight_format if like is None else like}" if fit is None else f"quantize to {memory}"
     # Warnings may be errors. The model is therefore changed only after the last one.
     plan = [replace(_entry(target, None), reason=reasons.get(id(target.module), "")) for target in targets] + left
     if plan or (include is None and exclude is None):
@@ -193,6 +209,7 @@ def quantize_model(
     let_it_save("quantize_model", model)
     report = swap(model, targets, convert, title, atomic=atomic, progress=progress)
     report.layers += left
+    report.fit = fit
     return report
 
 
@@ -208,16 +225,17 @@ def replace_linear_layers(
     checkpoint_version: int | None = None,
     rule: ZerosRule | None = None,
 ) -> Report:
-    """Replaces the 4-bit layers of other packages in a loaded model, in place and without loss.
+    """Replaces the packed layers of other packages in a loaded model, in place and without loss.
 
-    Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
-    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
-    transformers' MetalLinear, and diffusers' GGUFLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any
-    other int4 layer uint4. A layer that cannot be read, or whose tensors another module also uses, is not replaced, and
-    the report gives the reason. The report also lists layers with packed weights of other kinds, such as those of
-    torchao and quanto, and the experts of mixtures, which are not replaced. `quantize_model` packs those in floats,
-    before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
-    checkpoint with `load_quantized`, or import `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
+    Layers are recognised by their tensors, shapes and class names: GPTQ of 2 to 8 bits (GPTQModel, AutoGPTQ, optimum),
+    AWQ gemm of 4 and 8 bits, gemv and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (integers, NVFP4, MXFP4),
+    bitsandbytes Linear4bit, HQQLinear, transformers' MetalLinear, and diffusers' GGUFLinear. Integers whose zero points
+    are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer that cannot be read, or whose
+    tensors another module also uses, is not replaced, and the report gives the reason. The report also lists layers
+    with packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
+    replaced. `quantize_model` packs those in floats, before or after this call. If another package has packed them, as
+    transformers does with gpt-oss, load the checkpoint with `load_quantized`, or import
+    `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
     Args:
         model: changed in place.
@@ -250,7 +268,7 @@ def replace_linear_layers(
     check_choice("replace_linear_layers: gptq_zeros_rule", gptq_zeros_rule, get_args(ZerosRule))
     targets = find_targets("replace_linear_layers", model, is_packed_linear, include, exclude)
     config = _quantization_config(model)
-    reasons = _shared_with_others(model, targets)
+    reasons = shared_with_others(model, targets)
 
     def convert(target: Target) -> tuple[nn.Module, LayerReport] | LayerReport:
         entry = _entry(target, shape_of(target.module))
@@ -278,16 +296,9 @@ def replace_linear_layers(
         if chosen(name, module) and (reason := why_unread(module))
     ]
     let_it_save("replace_linear_layers", model)
-    report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
+    report = swap(model, targets, convert, "replace packed layers", atomic=atomic, progress=progress)
     report.layers += experts + unread
     return report
-
-
-def _output_layer(model: nn.Module) -> set[int]:
-    """Returns the id of the output layer that a model of transformers names."""
-    named = getattr(model, "get_output_embeddings", None)
-    layer = named() if callable(named) else None
-    return set() if layer is None else {id(layer)}
 
 
 def _chosen(include: Filter | None, exclude: Filter | None) -> Callable[[str, nn.Module], bool]:
@@ -311,81 +322,6 @@ def _converted(entry: LayerReport, layer: PackedLayer, error: float | None) -> L
     )
 
 
-def _reasons(model: nn.Module, targets: list[Target], staying: dict[int, str]) -> dict[int, str]:
-    """Returns the reasons why modules are not quantized, by the module's id; `staying` are defaults."""
-    taken = taken_weights(model)
-    why = {
-        id(target.module): taken.get(id(target.module))
-        or (why_not_experts if is_experts(target.module) else _why_not)(target.module)
-        for target in targets
-    }
-    for target in targets:
-        if default := staying.get(id(target.module)):
-            why[id(target.module)] = f"{default}; name it in include to quantize it"
-    reasons = {module: reason for module, reason in why.items() if reason}
-    users: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[id(parameter)].append((name, module))
-    quantizable = {id(target.module) for target in targets} - reasons.keys()
-    for target in targets:
-        if id(target.module) not in quantizable:
-            continue
-        names = WEIGHTS if is_experts(target.module) else ("weight",)
-        for weight in (getattr(target.module, name) for name in names):
-            for name, module in users[id(weight)]:
-                if id(module) not in quantizable:
-                    advice = "" if id(module) in why or why_not_embedding(module) else "; embeddings=True packs both"
-                    reasons[id(target.module)] = (
-                        f"its weight is also that of {name} ({type(module).__name__}), which stays{advice}"
-                    )
-    return reasons
-
-
-def _why_not(linear: nn.Module) -> str:
-    """Returns why a Linear layer or an embedding cannot be quantized, or an empty text."""
-    if parametrize.is_parametrized(linear):
-        return "it is parametrized"
-    is_table = isinstance(linear, nn.Embedding)
-    if not is_table and not is_linear(linear):
-        return why_not_linear(linear)
-    if "forward" in linear.__dict__:
-        return "its forward was replaced on the instance"
-    if linear._parameters.keys() != ({"weight"} if is_table else {"weight", "bias"}):
-        return f"its parameters are {', '.join(linear._parameters)} (weight_norm, spectral_norm?)"
-    weight, bias = linear.weight, linear._parameters.get("bias")
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}"
-    if weight.is_meta:
-        return "its weight is on the meta device"
-    if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype not in FLOAT_DTYPES):
-        return f"its weight is {weight.dtype}; expected float16, bfloat16 or float32"
-    if reason := why_not_embedding(linear) if is_table else why_not_linear(linear):
-        return reason
-    if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(weight.detach())):
-        return "its weight is not finite"
-    return ""
-
-
-def _shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns `{id(module): reason}` for the modules that stay in floats because another module uses their tensors."""
-    taken = {id(target.module) for target in targets}
-    users = {
-        id(tensor): f"{name} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if id(module) not in taken
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    }
-    return {
-        id(target.module): f"a tensor of its weight is also that of {users[id(tensor)]}, which stays"
-        for target in targets
-        for tensor in tensors_of(target.module)
-        if id(tensor) in users
-    }
-
-
 def _shared_weights(targets: list[Target]) -> set[int]:
     """Returns the ids of weights that several targets share."""
     seen: set[int] = set()
@@ -394,6 +330,13 @@ def _shared_weights(targets: list[Target]) -> set[int]:
         weight = target.module._parameters.get("weight")
         (shared if id(weight) in seen else seen).add(id(weight))
     return shared
+
+
+def _ties(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Returns the modules that share the weight of an earlier one: name -> name of that module."""
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(id(module._parameters.get("weight")), name) for name, module in modules.items()}
+    return {name: owner for name, owner in owners.items() if name != owner and "weight" in modules[name]._parameters}
 
 
 def _error_and_size(packed: PackedWeight, weight: Tensor) -> tuple[float, float]:

@@ -6,6 +6,8 @@ from rich.table import Table
 from torch import nn
 
 from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.quantize.fit import Fit
+from torch_marlin_metal.sizes import human_size
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class LayerReport:
         group_size: group size of the new layer; 0 if the layer was not converted.
         bytes_before: bytes of the original layer's parameters and buffers.
         bytes_after: bytes of the new layer's parameters and buffers.
-        error: ||w - w4|| / ||w|| in Frobenius norms, where w4 is the packed weight. None if the layer had 4-bit weights
+        error: ||w - p|| / ||w|| in Frobenius norms, where p is the packed weight. None if the layer had packed weights
             already, because these are unchanged.
         reason: why the layer was not converted; "" if it was.
     """
@@ -45,12 +47,14 @@ class Report(RichText):
         layers: every layer that was considered, in the model's order.
         bytes_before: bytes of the whole model's parameters and buffers before the conversion.
         bytes_after: the same after the conversion.
+        fit: the choice of formats, if it was made by a limit of memory.
     """
 
     title: str
     layers: list[LayerReport] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
+    fit: Fit | None = None
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -100,18 +104,10 @@ class Report(RichText):
         )
         if self.left:
             text += f"; {human_size(self.left_bytes)} of floats left ({1 - self.quantized_share:.0%} of what could be)"
-        return text + (f"; error mean {sum(errors) / len(errors):.2%}, worst {max(errors):.2%}" if errors else "")
+        text += f"; error mean {sum(errors) / len(errors):.2%}, worst {max(errors):.2%}" if errors else ""
+        return text if self.fit is None else f"{text}\n{self.fit.summary()}"
 
 
 def module_bytes(module: nn.Module) -> int:
     """Returns the bytes of the parameters and buffers of a module and its children, shared tensors once."""
     return sum(tensor.nbytes for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
-
-
-def human_size(count: int) -> str:
-    """Returns a number of bytes with its unit."""
-    value, units = float(count), ["B", "kB", "MB", "GB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"

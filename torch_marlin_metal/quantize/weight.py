@@ -2,14 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import E2M1_VALUES, NF4_VALUES, WeightFormat, resolve_group_size
+from torch_marlin_metal.formats import (
+    E2M1_VALUES,
+    NF4_VALUES,
+    TWO_LEVELS,
+    WeightFormat,
+    default_group_size,
+    resolve_group_size,
+)
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.huge_pages import prefer_huge_pages
-from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, PackedWeight, has_values
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, MAX_SCALE, SUPER_BLOCK, PackedWeight, has_values
 from torch_marlin_metal.quantize.scale_coding import (
     E2M1,
     E4M3,
@@ -22,6 +30,7 @@ from torch_marlin_metal.quantize.scale_coding import (
     ScaleCoding,
     Table,
 )
+from torch_marlin_metal.quantize.two_levels import Level
 from torch_marlin_metal.repack import pack_planes
 
 METHODS = ("rtn", "mse")
@@ -38,6 +47,7 @@ def quantize_weight(
     group_size: int | None = None,
     method: str = "rtn",
     *,
+    two_levels: bool | None = None,
     scale_dtype: torch.dtype = torch.float16,
     lut: Tensor | None = None,
     mx_rounding: str = "floor",
@@ -57,12 +67,17 @@ def quantize_weight(
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
-        weight_format: a name of `WEIGHT_FORMATS` or an alias; "nf4" is lut4 with NF4's table.
+        weight_format: a name of `WEIGHT_FORMATS` or an alias. "nf4" is lut4 with NF4's table. "q4_k", "q5_k" and
+            "q6_k" have scales of two levels: uint4_bias and uint5_bias in groups of 32, uint6b32 in groups of 16, which
+            take 4.625, 5.625 and 6.5625 bits a weight.
         group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None means the format's fixed size,
             or 128 if it has none.
         method: "rtn" or "mse".
-        scale_dtype: dtype of floating scales, and of biases. The default is float16 for every dtype of
-            `w`, because float16 has more significant bits than bfloat16. A scale above the dtype's range is an error.
+        two_levels: whether the scales, and the biases, have two levels. None means what the format's name says. Only
+            for formats with floating scales, and group sizes of at most 256.
+        scale_dtype: dtype of floating scales, of biases, and of the values of two levels. The default is float16 for
+            every dtype of `w`, because float16 has more significant bits than bfloat16. A scale above the dtype's range
+            is an error.
         lut: float32 `[16]`, the table of lut4; None means NF4's table.
         mx_rounding: how mxfp4 and mxfp8 round a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first
             rounded to the mantissa bits of a code: one of E2M1, three of E4M3) or "rceil" (up, so that no weight
@@ -87,9 +102,16 @@ def quantize_weight(
     _check(w, fmt, method, scale_dtype, lut, mx_rounding)
     w = w.detach()
     N, K = w.shape
-    group_size = resolve_group_size("quantize_weight", fmt, group_size, K)
+    size = default_group_size(weight_format) if group_size is None else group_size
+    group_size = resolve_group_size("quantize_weight", fmt, size, K)
+    two_levels = weight_format in TWO_LEVELS if two_levels is None else two_levels
+    if two_levels and (fmt.has_coded_scales or group_size > SUPER_BLOCK):
+        kinds = (
+            f"False for {fmt.name}" if fmt.has_coded_scales else f"groups of at most {SUPER_BLOCK}, got {group_size}"
+        )
+        raise ValueError(f"quantize_weight: two_levels: expected {kinds}")
     if not has_values(w):
-        return empty_weight(w, fmt, group_size, scale_dtype, name)
+        return empty_weight(w, fmt, group_size, scale_dtype, name, two_levels)
     low, high = (float(extreme) for extreme in torch.aminmax(w))
     if not -torch.inf < low <= high < torch.inf:
         raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
@@ -97,7 +119,8 @@ def quantize_weight(
     if amax is not None and not (fmt.has_global_scale and largest <= amax < torch.inf):
         expected = f"a finite number of at least {largest:.9g}" if fmt.has_global_scale else f"None for {fmt.name}"
         raise ValueError(f"quantize_weight: amax: expected {expected}, got {amax}")
-    coding: ScaleCoding = FloatScale(scale_dtype)
+    found_dtype = torch.float32 if two_levels else scale_dtype
+    coding: ScaleCoding = FloatScale(found_dtype)
     global_scale = None
     if fmt.scale_coding == "e4m3":
         coding = E4M3Scale(largest if amax is None else amax, w.device)
@@ -106,53 +129,64 @@ def quantize_weight(
         coding = E8M0Scale(mx_rounding, E2M1 if fmt.code_kind == "e2m1" else E4M3)
         coding.check(largest)
     table = _code_table(fmt, lut, w.device)
-    search = _Search(fmt, coding, scale_dtype, table, method)
+    search = _Search(fmt, coding, found_dtype, table, method, two_levels)
 
     b_packed = prefer_huge_pages(torch.empty(K // fmt.codes_per_word, N, dtype=torch.int32, device=w.device))
     b_high = None
     if fmt.high_bits:
         b_high = prefer_huge_pages(torch.empty(-(-K // fmt.k_per_high_word), N, dtype=torch.int32, device=w.device))
-    grouped = (-(-K // group_size), N)
-    scales = torch.empty(grouped, dtype=coding.dtype, device=w.device)
-    zeros = None
-    if fmt.zeros_role != "none":
-        zeros_dtype = torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype
-        zeros = torch.empty(grouped, dtype=zeros_dtype, device=w.device)
+    held: dict[str, list[Tensor]] = {}
     whole = K - K % group_size
+    parts = [(k, g) for k, g in ((slice(0, whole), group_size), (slice(whole, K), K - whole)) if k.start < k.stop]
     rows = max(1, CHUNK_ELEMENTS // K)
     for n in (slice(start, min(start + rows, N)) for start in range(0, N, rows)):
         chunk = w[n]
+        groups = [chunk[:, k].float().reshape(-1, g) for k, g in parts]
+        best = [search.best(x) for x in groups]
+        scale = torch.cat([one.view(len(chunk), -1) for one, _ in best], 1)
+        zeros = [zero.view(len(chunk), -1) for _, zero in best if zero is not None]
+        zero = torch.cat(zeros, 1) if zeros else None
+        stored = {"scales": scale} if zero is None else {"scales": scale, "zeros": zero}
+        effective = coding.effective(scale)
+        if two_levels:
+            # Only formats without zeros gain from negative scales, which "mse" tries.
+            level = Level.of(effective, group_size, scale_dtype, signed=method != "rtn" and zero is None)
+            stored |= {"scales": level.codes, "super_scales": level.values}
+            effective = level.products()
+            if zero is not None and fmt.zeros_role == "bias":
+                level = Level.of(zero, group_size, scale_dtype, signed=False)
+                stored |= {"zeros": level.codes, "super_zeros": level.values}
+                zero = level.products()
         codes = torch.empty(chunk.shape, dtype=torch.uint8, device=w.device)
-        for k, g in ((slice(0, whole), group_size), (slice(whole, K), K - whole)):
-            if k.start == k.stop:
-                continue
-            x = chunk[:, k].float().reshape(-1, g)
-            scale, zero = search.best(x)
-            codes[:, k] = search.encode(x, coding.effective(scale), zero).view(len(chunk), -1)
-            groups = slice(k.start // group_size, -(-k.stop // group_size))
-            scales[groups, n] = scale.view(len(chunk), -1).T
-            if zeros is not None and zero is not None:
-                zeros[groups, n] = zero.view(len(chunk), -1).T.to(zeros.dtype)
+        for x, (k, _) in zip(groups, parts, strict=True):
+            of = slice(k.start // group_size, -(-k.stop // group_size))
+            offset = None if zero is None else zero[:, of].flatten()
+            codes[:, k] = search.encode(x, effective[:, of].flatten(), offset).view(len(chunk), -1)
         b_packed[:, n], upper = pack_planes(codes.T, fmt.code_bits)
         if b_high is not None and upper is not None:
             b_high[:, n] = upper
+        for key, tensor in stored.items():
+            held.setdefault(key, []).append(tensor.T)
+    tensors: dict[str, Any] = {key: torch.cat(pieces, 1).contiguous() for key, pieces in held.items()}
+    if fmt.zeros_role == "zero_point":
+        tensors["zeros"] = tensors["zeros"].to(torch.uint8)
+    elif fmt.zeros_role == "bias" and not two_levels:
+        tensors["zeros"] = tensors["zeros"].to(scale_dtype)
     if not fmt.has_coded_scales:
-        _check_range("scale", scales)
-        bias = zeros if fmt.zeros_role == "bias" else None
-        if bias is not None:
-            _check_range("bias", bias)
+        floating = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
+        for key, tensor in floating.items():
+            _check_range("scale" if "scale" in key else "bias", tensor)
         if low or high:
-            _check_not_lost(scales, bias)
+            _check_not_lost(list(floating.values()))
     return PackedWeight(
         b_packed=b_packed,
-        scales=scales,
         weight_format=fmt.name,
         group_size=group_size,
-        zeros=zeros,
         global_scale=global_scale,
         lut=table.values if fmt.has_lut and isinstance(table, CodeTable) else None,
         b_high=b_high,
         name=name,
+        **tensors,
     )
 
 
@@ -165,6 +199,7 @@ class _Search:
     bias_dtype: torch.dtype
     table: Table | None  # None if the codes are integers
     method: str
+    biases_below_0: bool  # the codes of a block's biases have one sign
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Returns the nearest codes, uint8 [R, g]; a scale of 0 gives the code nearest to 0."""
@@ -215,9 +250,13 @@ class _Search:
         return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
 
     def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the range that the codes must cover; it includes 0 unless the format has a bias."""
+        """Returns the ends of the range that the codes must cover; it includes 0 unless the format has a free bias."""
         low, high = x.amin(1), x.amax(1)
-        return (low, high) if self.fmt.zeros_role == "bias" else (low.clamp(max=0), high.clamp(min=0))
+        is_free = self.fmt.zeros_role == "bias" and not self.biases_below_0
+        return (low, high) if is_free else (low.clamp(max=0), high.clamp(min=0))
+
+    def _bias(self, exact: Tensor) -> Tensor:
+        return (exact.clamp(max=0) if self.biases_below_0 else exact).to(self.bias_dtype).float()
 
     @property
     def _reach(self) -> float:
@@ -235,7 +274,7 @@ class _Search:
     def _from_extremes(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         low, high = self._span(x)
         if self.fmt.zeros_role == "bias":
-            zero = low.to(self.bias_dtype).float()
+            zero = self._bias(low)
             return self.coding.from_amax((high - zero).clamp(min=0), self._reach), zero
         scale = self.coding.from_amax(self._extent(x), self._reach)
         if self.fmt.zeros_role == "zero_point":
@@ -255,7 +294,7 @@ class _Search:
             shrunk = self.coding.from_amax(extent * (percent / 100), self._reach)
             if self.fmt.zeros_role == "bias":
                 centred = (low + high) / 2 - self.coding.effective(shrunk) * (self._reach / 2)
-                yield shrunk, centred.to(self.bias_dtype).float()
+                yield shrunk, self._bias(centred)
             elif zero is not None:
                 for step in (0, -1, 1):
                     yield shrunk, (zero + step).clamp_(0, self.fmt.largest_code)
@@ -272,7 +311,7 @@ class _Search:
             q_mean, x_mean = q.mean(1, keepdim=True), x.mean(1, keepdim=True)
             slope = _ratio(((q - q_mean) * (x - x_mean)).sum(1), (q - q_mean).square().sum(1)).to(self.coding.dtype)
             intercept = x_mean.squeeze(1) - self.coding.effective(slope) * q_mean.squeeze(1)
-            return slope, intercept.to(self.bias_dtype).float()
+            return slope, self._bias(intercept)
         levels = self._levels(codes, zero)
         return _ratio((levels * x).sum(1), levels.square().sum(1)).to(self.coding.dtype), zero
 
@@ -281,19 +320,24 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, numerator / denominator)
 
 
-def empty_weight(w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str) -> PackedWeight:
+def empty_weight(
+    w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str, two_levels: bool = False
+) -> PackedWeight:
     """Returns the result for a weight without values: tensors of the right shapes and dtypes."""
     N, K = w.shape
     grouped = (-(-K // group_size), N)
-    coded = fmt.has_coded_scales
-    kinds = {"none": None, "zero_point": torch.uint8, "bias": scale_dtype}
-    zeros_dtype = kinds[fmt.zeros_role]
+    coded = fmt.has_coded_scales or two_levels
+    has_biases = fmt.zeros_role == "bias"
+    blocks = w.new_empty((-(-K // SUPER_BLOCK), N), dtype=scale_dtype) if two_levels else None
+    zeros_dtype = scale_dtype if has_biases and not two_levels else torch.uint8
     return PackedWeight(
         b_packed=w.new_empty((K // fmt.codes_per_word, N), dtype=torch.int32),
         scales=w.new_empty(grouped, dtype=torch.uint8 if coded else scale_dtype),
         weight_format=fmt.name,
         group_size=group_size,
-        zeros=None if zeros_dtype is None else w.new_empty(grouped, dtype=zeros_dtype),
+        zeros=None if fmt.zeros_role == "none" else w.new_empty(grouped, dtype=zeros_dtype),
+        super_scales=blocks,
+        super_zeros=blocks.clone() if blocks is not None and has_biases else None,
         global_scale=w.new_empty(1, dtype=torch.float32) if fmt.has_global_scale else None,
         lut=w.new_empty(16, dtype=torch.float32) if fmt.has_lut else None,
         b_high=w.new_empty((-(-K // fmt.k_per_high_word), N), dtype=torch.int32) if fmt.high_bits else None,
@@ -321,15 +365,15 @@ def _check_range(role: str, stored: Tensor) -> None:
         )
 
 
-def _check_not_lost(scales: Tensor, bias: Tensor | None) -> None:
+def _check_not_lost(stored: list[Tensor]) -> None:
     """Refuses scales that are all so small that their dtype keeps few of their bits, or none."""
-    numbers = torch.finfo(scales.dtype)
+    numbers = torch.finfo(stored[0].dtype)
     expected = max(32 * numbers.tiny * numbers.eps, SMALLEST_SCALE)  # a scale then has an error of at most 1/64
-    largest = max(float(stored.abs().amax()) for stored in (scales, bias) if stored is not None)
+    largest = max(float(one.abs().amax()) for one in stored)
     if largest < expected:
         raise ValueError(
-            f"quantize_weight: scale_dtype: the largest scale of this weight became {largest:.3g} in {scales.dtype}; "
-            f"expected at least {expected:.3g}: use a wider scale_dtype or larger weights"
+            f"quantize_weight: scale_dtype: the largest scale of this weight became {largest:.3g} in "
+            f"{stored[0].dtype}; expected at least {expected:.3g}: use a wider scale_dtype or larger weights"
         )
 
 

@@ -1,6 +1,5 @@
 """`torch-marlin-metal fit`: the memory that a model would take in each weight format, without loading it."""
 
-import re
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_marlin_metal.cli.arguments import floating
 from torch_marlin_metal.cli.models import opened
-from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, human_bytes, show, table
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show, table
 from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, open_reader
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.load.door import Door
@@ -24,9 +23,9 @@ from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.models.report import module_bytes
+from torch_marlin_metal.sizes import human_size, parse_size
 
 LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
-UNITS = {"GB": 2**30, "MB": 2**20}  # as Apple counts memory
 PROMPT = 512
 
 
@@ -51,7 +50,7 @@ def fit(
         try:
             reader = open_reader(model, gguf_names="hf", on_unsupported="dequantize")
         except NotQuantized:
-            made = {"floats": empty.model(), **{name: empty.quantized(name) for name in WEIGHT_FORMATS}}
+            made = {name: empty.model(name) for name in ("floats", *WEIGHT_FORMATS)}
         else:
             made = {"as packed": empty.loaded(reader)}
         cache, activations = measured(str(model), list(made.values())[-1], context, min(prompt_tokens, context))
@@ -76,10 +75,7 @@ def gpu_memory(memory: str | None) -> int:
     """
     if memory is None and torch.backends.mps.is_available():
         return torch.mps.recommended_max_memory()
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|MB)", memory or "", re.IGNORECASE)
-    if memory is not None and not found:
-        raise ValueError(f"--memory: expected a number with GB or MB, such as 16GB, got {memory!r}")
-    size = float(found[1]) * UNITS[found[2].upper()] if found else opened.physical_memory()
+    size = opened.physical_memory() if memory is None else parse_size("--memory", memory, binary=True)
     return int(size * 2 / 3 if size <= LARGE_MAC else size * 3 / 4)
 
 
@@ -89,23 +85,11 @@ class _Empty:
     def __init__(self, place: Path, file: dict[str, Any], dtype: str | None) -> None:
         from transformers import AutoConfig
 
-        from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
-
         self._config = AutoConfig.from_pretrained(place, local_files_only=True, **file)
         self._dtype = self._config.dtype or torch.float32 if dtype is None else floating(dtype)
-        self._quantizer: Any = lambda name: MarlinQuantizer(MarlinConfig(name), pre_quantized=False)
 
-    def model(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self._config, dtype=self._dtype).eval()
-
-    def quantized(self, weight_format: str) -> Any:
-        """Returns the model as `from_pretrained` would quantize it."""
-        model = self.model()
-        self._quantizer(weight_format).quantize_empty(model)
-        return model
+    def model(self, weight_format: str = "floats") -> Any:
+        return empty_model(self._config, self._dtype, weight_format)
 
     def loaded(self, reader: CheckpointReader) -> Any:
         """Returns the model as the loader would fill it. Of layers with the same sizes, only one is read."""
@@ -138,6 +122,19 @@ class _Empty:
         loader.place()
         loader.fill()
         return model
+
+
+def empty_model(config: Any, dtype: torch.dtype, weight_format: str) -> Any:
+    """Returns a model of transformers on the meta device, as `from_pretrained` would quantize it, or in "floats"."""
+    from transformers import AutoModelForCausalLM
+
+    from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if weight_format != "floats":
+        MarlinQuantizer(MarlinConfig(weight_format), pre_quantized=False).quantize_empty(model)
+    return model
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -209,10 +206,10 @@ def _tensors(cache: Any) -> list[Tensor]:
 
 def _table(value: dict[str, Any]) -> Any:
     numbers = ("weights", f"cache of {value['context']}", "activations", "in all")
-    title = f"{value['model']} on a GPU with {human_bytes(value['gpu_bytes'])}"
+    title = f"{value['model']} on a GPU with {human_size(value['gpu_bytes'])}"
     shown = table(title, "format", *numbers, "fits", right=numbers)
     for row in value["formats"]:
         sizes = (row["weight_bytes"], value["cache_bytes"], value["activation_bytes"], row["total_bytes"])
-        shown.add_row(row["format"], *map(human_bytes, sizes), "yes" if row["fits"] else "no")
+        shown.add_row(row["format"], *map(human_size, sizes), "yes" if row["fits"] else "no")
     shown.caption = f"activations: of {value['prompt_tokens']} tokens of a prompt at once; 1 GB has 10^9 bytes"
     return shown

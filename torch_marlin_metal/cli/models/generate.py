@@ -11,8 +11,9 @@ import typer
 
 from torch_marlin_metal.cli.arguments import Device, device_of
 from torch_marlin_metal.cli.models import opened
-from torch_marlin_metal.cli.output import DONE, Json, human_bytes, show, stream
+from torch_marlin_metal.cli.output import DONE, Json, show, stream
 from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.sizes import human_size
 
 
 def generate(
@@ -74,7 +75,7 @@ def _numbers(answer: dict[str, Any]) -> str:
         f"prompt: {answer['prompt_tokens']} tokens, {opened.rate(answer['prompt_tokens_per_second'])}; first token "
         f"after {answer['first_token_seconds']:.3g} s; generated: {answer['new_tokens']} tokens"
         f"{'' if decode is None else f', {opened.rate(decode)}'}; peak memory "
-        f"{human_bytes(answer['peak_memory_bytes'])}"
+        f"{human_size(answer['peak_memory_bytes'])}"
     )
 
 

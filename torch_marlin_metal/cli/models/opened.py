@@ -1,5 +1,6 @@
 """Loads a language model and its tokenizer for the commands that run one, and describes what was loaded."""
 
+import contextlib
 import inspect
 import os
 import resource
@@ -17,10 +18,10 @@ import typer
 from torch import nn
 
 from torch_marlin_metal.cli.arguments import floating
-from torch_marlin_metal.cli.output import human_bytes
-from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.convert import CheckpointError, NotQuantized, open_reader
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.models.report import module_bytes
+from torch_marlin_metal.sizes import human_size
 
 Model = Annotated[Path, typer.Argument(help="A directory of transformers, or a .gguf file.", show_default=False)]
 ModelDtype = Annotated[str | None, typer.Option("--dtype", help="Dtype of the floats; without it, the model's own.")]
@@ -53,14 +54,19 @@ class Opened:
 
         Raises:
             CheckpointError: there is no such model, or it is damaged.
+            ValueError: `weight_format` names a format, but the model is packed already.
             ImportError: transformers is missing.
             MemoryError: its files are larger than this machine's memory.
         """
         place, file = locate(path)
+        if weight_format is not None:
+            with contextlib.suppress(NotQuantized):
+                packed = open_reader(path, gguf_names="hf", on_unsupported="dequantize").format.title
+                raise ValueError(f"--weight-format: expected a model of floats, got {path}, which has {packed} already")
         size, memory = sum(part.stat().st_size for part in weight_files(path)), physical_memory()
         if weight_format is None and size > memory:
             raise MemoryError(
-                f"{path}: its weights have {human_bytes(size)}, this machine has {human_bytes(memory)} of memory; "
+                f"{path}: its weights have {human_size(size)}, this machine has {human_size(memory)} of memory; "
                 "`torch-marlin-metal fit` lists smaller formats"
             )
         from transformers import AutoModelForCausalLM
@@ -73,7 +79,7 @@ class Opened:
             file["quantization_config"] = MarlinConfig(weight_format, **options)
         take_over(**options)
         try:
-            with quiet(), memory_errors(str(path), f"the weights have {human_bytes(size)}"):
+            with quiet(), memory_errors(str(path), f"the weights have {human_size(size)}"):
                 model = AutoModelForCausalLM.from_pretrained(
                     place,
                     local_files_only=True,
@@ -118,7 +124,7 @@ class Opened:
 def in_words(found: dict[str, Any]) -> str:
     """Returns the line that says what `Opened.described` found."""
     kinds = ", ".join(f"{count} layers of {kind}" for kind, count in found["packed"].items()) or "no packed layer"
-    sizes = f"{human_bytes(found['packed_bytes'])} of the model's {human_bytes(found['model_bytes'])}"
+    sizes = f"{human_size(found['packed_bytes'])} of the model's {human_size(found['model_bytes'])}"
     return f"{kinds}: {sizes}; loaded in {found['load_seconds']:.3g} s on {found['device']}"
 
 

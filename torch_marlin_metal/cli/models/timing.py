@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.cli.models.opened import Opened, in_words, last_logits, memory_errors, peak_memory, quiet
-from torch_marlin_metal.cli.output import human_bytes, progress_bar, table
+from torch_marlin_metal.cli.output import progress_bar, table
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.chains import synchronize
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.sizes import human_size
 
 PROMPT, NEW, BATCH, ROUNDS = 512, 128, 1, 5
 
@@ -57,7 +58,7 @@ def measure_model(
                 rates.append(batch * count / (time.perf_counter() - begin))
                 bar.update()
             steps, rows = (1, batch * count) if run is _prompt else (count, batch)
-            seconds = _predicted(loaded, rows)
+            seconds = _predicted(loaded, rows, batch)
             results.append(
                 {
                     "test": name,
@@ -83,16 +84,26 @@ def _one_by_one(model: Callable[..., Any], ids: Tensor) -> None:
         synchronize(ids.device)
 
 
-def _predicted(loaded: Opened, M: int) -> float | None:
-    """Returns the planner's seconds for all packed products of M rows, or None if it predicts only a part of them."""
+def _predicted(loaded: Opened, rows: int, sequences: int) -> float | None:
+    """Returns the planner's seconds for all packed products of so many rows, or None if it predicts only some of them.
+
+    The output layer computes the last token of each sequence, if the model can leave out the others.
+    """
     modules = list(loaded.model.modules())
     if loaded.device != "mps" or any(isinstance(module, MarlinExperts) for module in modules):
         return None
     layers = [one for one in modules if isinstance(one, MarlinLinear) and not isinstance(one, MarlinEmbedding)]
-    kinds = Counter((one.out_features, one.in_features, one.weight_format, one.group_size, one.dtype) for one in layers)
+    head = loaded.model.get_output_embeddings() if last_logits(loaded.model) else None
+    kinds = Counter(
+        (
+            *(sequences if one is head else rows, one.out_features, one.in_features),
+            *(one.weight_format, one.group_size, one.dtype),
+        )
+        for one in layers
+    )
     return sum(
         count * plan(M, N, K, weight_format=name, group_size=group_size, dtype=dtype).chosen.seconds
-        for (N, K, name, group_size, dtype), count in kinds.items()
+        for (M, N, K, name, group_size, dtype), count in kinds.items()
     )
 
 
@@ -103,7 +114,7 @@ def model_table(machine: dict[str, str], described: dict[str, Any], results: lis
     shown = table(f"{described['model']} on {title}", "test", *numbers, right=tuple(numbers))
     for row in results:
         rates = (f"{value:.2f}" for value in (row["tokens_per_second"], row["spread"]))
-        cells = [row["test"], str(row["batch"]), *rates, human_bytes(row["peak_memory_bytes"])]
+        cells = [row["test"], str(row["batch"]), *rates, human_size(row["peak_memory_bytes"])]
         shown.add_row(*cells, *([f"{row['predicted_tokens_per_second']:.2f}"] if has_plans else []))
     shown.caption = in_words(described)
     if has_plans:

@@ -34,6 +34,7 @@ from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
+from torch_marlin_metal.quantize.recipe import Recipe
 
 OP = "from_pretrained"
 logger = logging.get_logger(__name__)
@@ -50,6 +51,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._reader: CheckpointReader | None = None
         self._loader: Loader | None = None
         self._chosen: set[str] = set()
+        self._recipe: Recipe | None = None
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._saved: nn.Module | None = None
         self._dtype: torch.dtype | None = None
@@ -60,6 +62,12 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         require(OP)
         if self.quantization_config.fuse == "layers":
             raise ValueError(f"{OP}: fuse: expected True or False for a model of diffusers, got 'layers'")
+        for name in ("memory", "like"):
+            if (value := getattr(self.quantization_config, name)) is not None:
+                raise ValueError(
+                    f"{OP}: {name}: expected None for a model of diffusers, got {value!r}: load it without, and call "
+                    "quantize_model"
+                )
         if isinstance(device_map, dict):
             check_devices(OP, device_map)
 
@@ -119,7 +127,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         def stays(name: str) -> str:
             return "diffusers keeps this part in float32" if wide & set(name.split(".")) else ""
 
-        chosen = choose_layers(self._op, model, self.quantization_config, stays)
+        chosen, self._recipe = choose_layers(self._op, model, self.quantization_config, stays)
         self._chosen = {f"{name}.weight" for name in chosen}
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -169,7 +177,8 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     ) -> None:
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        packed = quantized(self._op, name, param_value, self.quantization_config)
+        assert self._recipe is not None
+        packed = quantized(self._op, name, param_value, self._recipe)
         # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)

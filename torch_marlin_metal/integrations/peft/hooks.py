@@ -84,7 +84,7 @@ def _check_tuner(tuner: BaseTuner, config: Any, name: str, layer: nn.Module) -> 
     if config.peft_type != PeftType.LORA:
         raise ValueError(
             f"{type(tuner).__name__}: layer {name!r}: expected a float layer for peft_type "
-            f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
+            f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed {type(layer).__name__}, "
             "which takes LoRA and DoRA adapters (LoraConfig) only"
         )
 
@@ -201,7 +201,8 @@ def _include_all_linear(model: Any, config: Any) -> None:
     packed = {  # fused projections too, so that check_targets refuses them
         name
         for name, module in model.named_modules()
-        if isinstance(module, MarlinLinear | FusedLinear) and module is not head and not name.startswith(inside)
+        if isinstance(module, MarlinLinear | FusedLinear) and not isinstance(module, MarlinEmbedding)
+        if module is not head and not name.startswith(inside)
     }
     config.target_modules = packed | set(_maybe_include_all_linear_layers(config, model).target_modules)
 

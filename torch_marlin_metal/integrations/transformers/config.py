@@ -10,7 +10,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.layers.widths import check_widths
 from torch_marlin_metal.patterns import parts_of_names
+from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.repack import ZerosRule
 
 # Arguments that a caller may set for a checkpoint that is already quantized. Those of `READING` are of `ReadOptions`.
@@ -43,10 +45,11 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A name without
             wildcards stands for every layer that has it as a part ("o_proj", "layers.0"), as in transformers' configs.
             A pattern that matches no layer is an error.
-        quantize_head: whether a model that is quantized while it loads gets a 4-bit output layer, or a 4-bit head if it
-            is a classifier, too.
-        quantize_embeddings: whether to quantize the tables of the vocabulary, too. They become `MarlinEmbedding`. An
-            output layer that shares the weight of a table then shares the packed weight, whatever `quantize_head` says.
+        vocabulary_format: the format of embeddings and output layers, as in `quantize_model`; "none" keeps them in
+            floats.
+        memory: as in `quantize_model`; only in models of transformers. It reads the weights twice.
+        like: as in `quantize_model`; only in models of transformers.
+        quantize_head: whether the head of a classifier is quantized, too.
         fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
@@ -74,8 +77,10 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         method: str = "rtn",
         *,
         modules_to_not_convert: str | Sequence[str] | None = None,
+        vocabulary_format: str | None = None,
+        memory: str | int | None = None,
+        like: str | None = None,
         quantize_head: bool = False,
-        quantize_embeddings: bool = False,
         fuse: bool | Literal["layers"] = False,
         prepare: bool = False,
         ignore: str | Sequence[str] | None = None,
@@ -90,16 +95,16 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise ValueError(f"MarlinConfig: on_unsupported: expected 'error' or 'dequantize', got {on_unsupported!r}")
         if not (fuse is True or fuse is False or fuse == "layers"):
             raise ValueError(f"MarlinConfig: fuse: expected True, False or 'layers', got {fuse!r}")
-        if method not in ("rtn", "mse"):
-            raise ValueError(f"MarlinConfig: method: expected 'rtn' or 'mse', got {method!r}")
         self.quant_method = Method.NATIVE
         self.weight_format = find_format(weight_format).name
         self.group_size = group_size
         self.method = method
         names = _patterns(modules_to_not_convert)
         self.modules_to_not_convert = None if names is None else parts_of_names(names)
+        self.vocabulary_format = vocabulary_format
+        self.memory, self.like = memory, like
+        check_widths("MarlinConfig", memory, like)
         self.quantize_head = quantize_head
-        self.quantize_embeddings = quantize_embeddings
         self.fuse = fuse
         self.prepare = prepare
         self.ignore = _patterns(ignore)
@@ -110,6 +115,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.read_options()
         self.layers = layers
         self.quantize_options = dict(quantize_options or {})
+        self.recipe()
         self.source: dict[str, Any] = {}
 
     @classmethod
@@ -132,13 +138,34 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         fields = {name: getattr(self, name) for name in READING if getattr(self, name) is not None}
         return ReadOptions.of(None, fields)
 
+    def recipe(self) -> Recipe:
+        """Returns the formats to which the layers of a model of floats are quantized.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        options = self.quantize_options
+        try:
+            return Recipe(self.weight_format, self.group_size, self.method, self.vocabulary_format, options)
+        except ValueError as error:
+            raise ValueError(f"MarlinConfig: {error}") from error
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings of docs/formats/formats.md, or those of the checkpoint if no layers are known."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
             return copy.deepcopy(self.source)
-        shown = ("weight_format", "group_size", "method", "quantize_head", "quantize_embeddings", *LOADING)
+        shown = (
+            "weight_format",
+            "group_size",
+            "method",
+            "vocabulary_format",
+            "memory",
+            "like",
+            "quantize_head",
+            *LOADING,
+        )
         return {"quant_method": METHOD} | {name: copy.deepcopy(getattr(self, name)) for name in shown}
 
 

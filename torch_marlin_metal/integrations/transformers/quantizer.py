@@ -31,11 +31,12 @@ from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
 )
 from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
 from torch_marlin_metal.integrations.transformers.stored import decode_stacks, empty_model, stored_layers
-from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading
+from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading, samples_of
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.layers.stays import IN_HEAD, staying_layers
+from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.model_tensors import initialized
 from torch_marlin_metal.load.unset import watch
@@ -44,6 +45,7 @@ from torch_marlin_metal.models.experts import NamedExperts
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.quantize.recipe import Recipe
 
 logger = logging.get_logger(__name__)
 
@@ -59,6 +61,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         self._packed: PackedCheckpoint | None = None
         self._device_map: dict[str, Any] | None = None
         self._chosen: set[str] = set()
+        self._recipe: Recipe | None = None
         self._conversions: list[Any] = []
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._failure: Exception | None = None
@@ -87,16 +90,16 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         watch(model, OP)
         has_parts = check_sizes(OP, model, self.pre_quantized)
         if self.pre_quantized:
-            self._open(checkpoint_files)
-            if self._packed is not None and not has_parts:
+            self._open(checkpoint_files, has_parts)
+            if self._packed is not None:
                 self._packed.read_ahead()
         else:
-            self._choose(model)
+            self._choose(model, checkpoint_files)
 
-    def _open(self, checkpoint_files: list[str] | None) -> None:
+    def _open(self, checkpoint_files: list[str] | None, has_parts: bool) -> None:
         """Opens the directory that transformers found."""
         if not checkpoint_files:
-            raise UnsupportedFormat(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+            raise UnsupportedFormat(f"{OP}: a packed checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
         try:
             reader = open_reader(directory, self.quantization_config.read_options())
@@ -104,7 +107,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if names_no_layer(self.quantization_config.source):
                 return  # transformers loads the floats
             raise
-        self._packed = PackedCheckpoint(reader, self.quantization_config)
+        self._packed = PackedCheckpoint(reader, self.quantization_config, has_parts)
         check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
@@ -116,18 +119,23 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             self._conversions = [MergedOneByOne.instead_of(conversion) for conversion in self._conversions]
         return self._conversions
 
-    def _choose(self, model: Any) -> None:
+    def _choose(self, model: Any, checkpoint_files: list[str] | None = None) -> None:
         """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
         config = self.quantization_config
+        words = set().union(*vocabulary_of(model, config.vocabulary_format))
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
         staying = staying_layers(model, heads=not config.quantize_head)
 
         def stays(name: str) -> str:
-            if reason := staying.get(id(model.get_submodule(name))):
+            module = model.get_submodule(name)
+            if reason := staying.get(id(module)):
                 return f"{reason}, unless quantize_head=True" if reason == IN_HEAD else reason
-            return "" if should_convert_module(name, kept) else "the output layer, unless quantize_head=True"
+            is_free = id(module) in words or should_convert_module(name, kept)
+            return "" if is_free else "it is one of the last layers, unless quantize_head=True"
 
-        chosen = choose_layers(OP, model, config, stays, tied_modules(model.all_tied_weights_keys))
+        ties = tied_modules(model.all_tied_weights_keys)
+        samples = None if config.memory is None else samples_of(model, checkpoint_files, config.allow_pickle)
+        chosen, self._recipe = choose_layers(OP, model, config, stays, ties, samples)
         experts = {name for name in chosen if is_experts(model.get_submodule(name))}
         self.float_experts = FloatExperts(OP, model, experts, self._packed_weight)
         self._chosen = {f"{name}.weight" for name in chosen if name not in experts} | self.float_experts.parameters()
@@ -138,6 +146,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         for name in sorted(self._chosen):
             self._quantize(model, name.removesuffix(".weight"), model.get_parameter(name))
         self._install(model)
+        model.tie_weights()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether a weight is quantized while loading.
@@ -182,7 +191,8 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
-        return quantized(OP, name, matrix, self.quantization_config)
+        assert self._recipe is not None
+        return quantized(OP, name, matrix, self._recipe)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.

@@ -1,14 +1,22 @@
 """The operation by which transformers quantizes weights while it loads a checkpoint of floats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
+
+from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
+from torch_marlin_metal.checkpoints.float_layers import layers_by_module, read_matrix
+from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP
+from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS
+from torch_marlin_metal.models.widths import Samples
+from torch_marlin_metal.quantize.fit import sample
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """A transformers conversion that turns weights into 4-bit layers of the model instead of parameters."""
+    """A transformers conversion that turns weights into packed layers of the model instead of parameters."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
         self._quantize = quantize
@@ -47,3 +55,37 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
             elif self._quantize(model, name.removesuffix(".weight"), weight) and missing_keys is not None:
                 missing_keys.discard(name)
         return others
+
+
+def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: bool) -> Samples:
+    """Returns a function that reads rows of the weights of a model from the files from which it will be loaded.
+
+    Args:
+        model: the model on the meta device.
+        checkpoint_files: the files that transformers found.
+        allow_pickle: see `MarlinConfig`.
+
+    Raises:
+        ValueError: there are no files. The function raises it for a layer that is not a tensor of its own there.
+    """
+    if not checkpoint_files:
+        raise ValueError(f"{OP}: memory: expected files, from which the weights are read twice, got a state_dict")
+    checkpoint = open_checkpoint(Path(checkpoint_files[0]).parent, allow_pickle, quantized=False)
+    layers = layers_by_module(model, checkpoint)
+
+    def samples(name: str, module: nn.Module, kind: str) -> Iterable[Tensor]:
+        is_down = kind == "down_proj"
+        found = [one for one in layers.get(name, ()) if not one.experts or _is_down(one.name) == is_down]
+        if not found:
+            raise ValueError(
+                f"{OP}: memory: expected a tensor of layer {name!r} in {checkpoint.path}, which has none of its own: "
+                "load the model, and call quantize_model"
+            )
+        for layer in found[:: -(-len(found) // SAMPLE_EXPERTS)]:
+            yield sample(read_matrix(checkpoint, layer))
+
+    return samples
+
+
+def _is_down(name: str) -> bool:
+    return any(part in ("down_proj", "w2") for part in name.split("."))

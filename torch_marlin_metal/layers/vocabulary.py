@@ -1,0 +1,36 @@
+"""Finds the embeddings and the output layers of a model, which are quantized to a format of their own."""
+
+import contextlib
+from typing import Any
+
+from torch import nn
+
+from torch_marlin_metal.quantize.recipe import IN_FLOATS
+
+
+def vocabulary_of(model: nn.Module, vocabulary_format: str | None) -> tuple[set[int], set[int]]:
+    """Returns the ids of the embeddings that are to be packed, and of the output layers.
+
+    A model of transformers names these modules (`get_input_embeddings`, `get_output_embeddings`). Its other
+    `nn.Embedding` modules hold positions, queries and other tables, and the model reads many of those without a
+    look-up. In a model that is not of transformers, every `nn.Embedding` counts if a format is given.
+
+    Args:
+        model: the model, which may be on the meta device.
+        vocabulary_format: a format, None for the default of models of transformers, or "none" for no embeddings.
+    """
+    modules: list[Any] = list(model.modules())
+    if not any(hasattr(module, "get_input_embeddings") for module in modules):
+        every = {id(module) for module in modules if isinstance(module, nn.Embedding)}
+        return (set() if vocabulary_format in (None, IN_FLOATS) else every), set()
+    found: dict[str, list[Any]] = {"get_input_embeddings": [], "get_output_embeddings": []}
+    for module in modules:
+        for name, named in found.items():
+            with contextlib.suppress(NotImplementedError, AttributeError):
+                named.append(getattr(module, name)())
+    tables, heads = found.values()
+    is_packed = vocabulary_format != IN_FLOATS
+    return (
+        {id(table) for table in tables if is_packed and isinstance(table, nn.Embedding)},
+        {id(head) for head in heads if head is not None},
+    )

@@ -1,0 +1,238 @@
+"""Chooses a format for each layer of a model, so that the model's bytes stay below a limit and its error is least."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
+from torch_marlin_metal.sizes import human_size
+
+# The formats from which a format is chosen, beside those of the recipe.
+CANDIDATES: tuple[LayerFormat, ...] = (
+    *(("uint4b8", 128), ("q4_k", 32), ("uint5b16", 128), ("q5_k", 32)),
+    *(("uint6b32", 128), ("q6_k", 16), ("uint8b128", 128)),
+)
+SAMPLE_ROWS = 256  # of each matrix, on which the error of a format is measured
+CURVE_POINTS = 12
+STEPS = 1 << 16
+
+
+@dataclass
+class Unit:
+    """Layers that take one format: those that are computed together, and those that share a weight.
+
+    Attributes:
+        names: the names of the layers.
+        sizes: the bytes of their weights in each candidate.
+        errors: their error in each candidate: the sum over the weights of the squared error relative to the weight.
+            With calibration, an estimate of the KL divergence of the model's predictions.
+        weights: the number of their weights.
+    """
+
+    names: list[str]
+    sizes: list[int]
+    errors: list[float]
+    weights: int
+
+    def join(self, other: "Unit") -> None:
+        """Adds the layers of another unit."""
+        self.names += other.names
+        self.sizes = [a + b for a, b in zip(self.sizes, other.sizes, strict=True)]
+        self.errors = [a + b for a, b in zip(self.errors, other.errors, strict=True)]
+        self.weights += other.weights
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A choice of formats.
+
+    Attributes:
+        candidates: the formats and group sizes that could be chosen.
+        units: the layers that could choose.
+        choice: the index of a candidate for each unit.
+        fixed: bytes of the model that no choice changes.
+    """
+
+    candidates: tuple[LayerFormat, ...]
+    units: list[Unit]
+    choice: list[int]
+    fixed: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Returns the bytes of the model."""
+        return self.fixed + sum(unit.sizes[index] for unit, index in zip(self.units, self.choice, strict=True))
+
+    @property
+    def error(self) -> float:
+        """Returns the sum of the errors of all units."""
+        return sum(unit.errors[index] for unit, index in zip(self.units, self.choice, strict=True))
+
+    def chosen(self) -> dict[str, LayerFormat]:
+        """Returns the format and group size of each layer by its name."""
+        pairs = zip(self.units, self.choice, strict=True)
+        return {name: self.candidates[index] for unit, index in pairs for name in unit.names}
+
+    @property
+    def bits(self) -> float:
+        """Returns the bits of a weight, with its part of the scales, in the layers that could choose."""
+        return 8 * (self.total_bytes - self.fixed) / max(sum(unit.weights for unit in self.units), 1)
+
+    def curve(self) -> list["Fit"]:
+        """Returns about a dozen choices with the least error, from the fewest bytes to the most."""
+        low, high = _bounds(self.units)
+        steps = {low + (high - low) * step // CURVE_POINTS for step in range(CURVE_POINTS + 1)}
+        best = _Best(self.units)
+        return [replace(self, choice=best.choice(limit)) for limit in sorted(steps)]
+
+    def plot(self) -> str:
+        """Returns a line for each choice of the curve: bits, bytes, error, and a bar that grows with log(error)."""
+        fits = sorted([*self.curve(), self], key=lambda fit: fit.total_bytes)
+        logs = [math.log10(max(fit.error, 1e-12)) for fit in fits]
+        low, span = min(logs), max(max(logs) - min(logs), 1e-12)
+        lines = [
+            f"{fit.bits:5.2f} bits {human_size(fit.total_bytes):>8}  error {fit.error:8.2e} "
+            f"{'#' * round(1 + 39 * (log - low) / span)}{' < chosen' if fit is self else ''}"
+            for fit, log in zip(fits, logs, strict=True)
+        ]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Returns one line: the layers of each format, the bytes and the error."""
+        counts: dict[str, int] = {}
+        for name, size in self.chosen().values():
+            counts[f"{name} g{size}"] = counts.get(f"{name} g{size}", 0) + 1
+        kinds = ", ".join(f"{count} in {kind}" for kind, count in counts.items())
+        return f"{kinds}: {human_size(self.total_bytes)}, {self.bits:.2f} bits a weight, error {self.error:.4g}"
+
+
+def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
+    """Returns the formats to choose from: `CANDIDATES`, and those of the recipe."""
+    own = [recipe.format_of("")]
+    if recipe.vocabulary:
+        own.append(recipe.format_of(next(iter(recipe.vocabulary))))
+    return tuple(dict.fromkeys((*own, *CANDIDATES)))
+
+
+def measured(
+    name: str,
+    shape: tuple[int, int],
+    samples: Iterable[Tensor],
+    copies: int,
+    recipe: Recipe,
+    candidates: tuple[LayerFormat, ...],
+) -> Unit:
+    """Measures what a layer costs in each candidate.
+
+    Args:
+        name: the layer's name.
+        shape: `(N, K)` of its weight.
+        samples: rows `[R, K]` of one or several of its matrices.
+        copies: how many matrices of this shape it has: its experts, or 1.
+        recipe: gives the method and its options.
+        candidates: the formats.
+
+    Raises:
+        ValueError: a candidate cannot hold the layer.
+    """
+    recipes = [recipe.in_format(chosen, size) for chosen, size in candidates]
+    empty = torch.empty(shape, device="meta")
+    sizes = [copies * sum(one.nbytes for one in each.quantize(name, empty).tensors().values()) for each in recipes]
+    differences, norm = [0.0] * len(candidates), 0.0
+    for rows in samples:
+        exact = rows.detach().float()
+        norm += float(exact.square().sum())
+        for index, each in enumerate(recipes):
+            differences[index] += float((each.quantize(name, exact).dequantize().T - exact).square().sum())
+    errors = [difference / norm if norm else 0.0 for difference in differences]
+    return Unit([name], sizes, errors, copies * shape[0] * shape[1])
+
+
+def sample(matrix: Tensor) -> Tensor:
+    """Returns at most `SAMPLE_ROWS` rows of a matrix, evenly spaced."""
+    return matrix[:: -(-matrix.shape[0] // SAMPLE_ROWS)]
+
+
+def choose(
+    op: str,
+    candidates: tuple[LayerFormat, ...],
+    units: list[Unit],
+    vocabulary: frozenset[str],
+    fixed: int,
+    limit: int,
+) -> Fit:
+    """Returns the choice with the least error among those that need at most `limit` bytes.
+
+    It is at least as good as one candidate for all units, and as one for the vocabulary and another for all others.
+
+    Raises:
+        ValueError: the least possible is more; the message says how much it is.
+    """
+    least = fixed + _bounds(units)[0]
+    if least > limit:
+        raise ValueError(
+            f"{op}: memory: expected at least {human_size(least)} ({least} bytes), which the model takes in the "
+            f"smallest formats, of which {human_size(fixed)} stay as they are; got {human_size(limit)}"
+        )
+    found = [_Best(units).choice(limit - fixed)]
+    for most in range(len(candidates)):
+        for words in range(len(candidates)):
+            found.append([words if vocabulary.intersection(unit.names) else most for unit in units])
+    fits = [Fit(candidates, units, choice, fixed) for choice in found]
+    return min((fit for fit in fits if fit.total_bytes <= limit), key=lambda fit: fit.error)
+
+
+def _bounds(units: list[Unit]) -> tuple[int, int]:
+    return sum(min(unit.sizes) for unit in units), sum(max(unit.sizes) for unit in units)
+
+
+class _Best:
+    """The best choice for every limit, by dynamic programming over the units and the bytes that they may have.
+
+    Bytes are counted in at most `STEPS` steps, rounded up; what the rounding leaves is spent at the end.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units, self._low = units, _bounds(units)[0]
+        self._step = max(1, -(-(_bounds(units)[1] - self._low) // STEPS))
+        best = torch.zeros((_bounds(units)[1] - self._low) // self._step + 1, dtype=torch.float64, device="cpu")
+        self._picks: list[tuple[Tensor, list[int]]] = []  # of each unit: the candidate and its steps, by what is left
+        for unit in units:
+            extra = [-(-(size - min(unit.sizes)) // self._step) for size in unit.sizes]
+            errors = best.new_full((len(extra), len(best)), torch.inf)
+            for at, (steps, error) in enumerate(zip(extra, unit.errors, strict=True)):
+                if steps < len(best):
+                    errors[at, steps:] = best[: len(best) - steps] + error
+            best, picks = errors.min(0)
+            self._picks.append((picks.to(torch.uint8), extra))
+
+    def choice(self, limit: int) -> list[int]:
+        """Returns the index of a candidate for each unit, for a limit of at least the fewest bytes."""
+        left = min((limit - self._low) // self._step, len(self._picks[0][0]) - 1 if self._picks else 0)
+        found = []
+        for picks, extra in reversed(self._picks):
+            found.append(int(picks[left]))
+            left -= extra[found[-1]]
+        return _filled(self._units, found[::-1], limit)
+
+
+def _filled(units: list[Unit], choice: list[int], limit: int) -> list[int]:
+    """Returns a choice that spends what is left of the bytes, where they lower the error most per byte."""
+    choice = list(choice)
+    left = limit - sum(unit.sizes[at] for unit, at in zip(units, choice, strict=True))
+    while True:
+        steps = []
+        for place, unit in enumerate(units):
+            now = choice[place]
+            for at, (size, error) in enumerate(zip(unit.sizes, unit.errors, strict=True)):
+                more, gain = size - unit.sizes[now], unit.errors[now] - error
+                if gain > 0 and more <= left:
+                    steps.append((gain / more if more > 0 else float("inf"), place, at))
+        if not steps:
+            return choice
+        _, place, at = max(steps)
+        left -= units[place].sizes[at] - units[place].sizes[choice[place]]
+        choice[place] = at
