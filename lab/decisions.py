@@ -47,6 +47,7 @@ REASONS = {
     "fused": "shares what it decodes between 8 rows of a matrix product",
     "integer": "integer codes become floats by masks",
     "e2m1": "E2M1 codes become floats by shifts and masks",
+    "e4m3": "E4M3 codes become floats by shifts and masks",
     "table": "each code is looked up",
     "half": "",
     "emulated_bfloat": "; this GPU computes bfloat by integer instructions",
@@ -135,8 +136,8 @@ def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
 
 
 def _formats() -> list[WeightFormat]:
-    """Returns the formats whose kernels have been counted."""
-    counted = {row.weight_format for row in rows()}
+    """Returns the formats that have been counted with all activations. Others take the nearest row of the table."""
+    counted = {row.weight_format for row in rows() if row.activations == "float32"}
     return [row for name, row in WEIGHT_FORMATS.items() if name in counted]
 
 
@@ -299,8 +300,8 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
     return Tiling(variant, first["kernel"], tile, 0, simdgroups, int(slices[1]), first["grid"][2], rest)  # type: ignore[arg-type]
 
 
-def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
-    """Returns the planner's choice for a product, compared with the model's best of all tilings and splits."""
+def chosen(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Tiling:
+    """Returns the planner's choice for a product."""
     product = problem.product if isinstance(problem, ExpertsProblem) else problem
     weight = {
         "chip": gpu.name, "cores": gpu.cores, "N": product.N, "K": product.K, "weight_format": product.weight_format,
@@ -312,12 +313,17 @@ def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
             rows_by_slot=problem.rows_by_slot, reduce=problem.reduce,
         )  # fmt: skip
     else:
-        rows_of_plans, chosen, _ = native.gemm_plans(
+        rows_of_plans, index, _ = native.gemm_plans(
             **weight, half_subnormals=True, M=problem.M, scales=problem.scales_type, zeros=problem.zeros_type,
             has_perm=False, has_global_scale=False, has_bias=False, tuned=False, own_system=False,
         )  # fmt: skip
-        name, _, _, _, dispatches = rows_of_plans[chosen]
-    tiling = planned(name, product.M, dispatches)
+        name, _, _, _, dispatches = rows_of_plans[index]
+    return planned(name, product.M, dispatches)
+
+
+def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
+    """Returns the planner's choice for a product, compared with the model's best of all tilings and splits."""
+    tiling = chosen(gpu, problem)
     seconds = float(predict(problem, tiling, gpu))
     best, least = tiling, seconds
     for family in families(problem, gpu, "auto"):

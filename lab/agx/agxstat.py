@@ -1,14 +1,28 @@
 """Compiles one Metal kernel for the M1's GPU with Mesa's offline compiler, and prints what it counts as JSON."""
 
 import argparse
+import hashlib
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
-from chain import DEFAULT_DIR, Chain, Fail, compile_kernel
+from chain import DEFAULT_DIR, Chain, Fail, compile_kernel, rewritten
 from counts import blob, checked, listing, report, shaderdb
 from metal_to_opencl import parse_threads
 from metal_tokens import Err
+
+
+def stored(chain: Chain, text: str, opt: int) -> Path:
+    """Returns the file of an earlier count of the same text by the same compilers and the same code of this folder."""
+    parts = [re.sub(r'(?m)^# \d+ "[^"]*"$', "", text), str(opt)]
+    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.[hp]*"))]
+    compiler = os.stat(chain.root + "/usr/local/bin/asahi_clc")
+    parts += [str(compiler.st_size), str(compiler.st_mtime_ns)]
+    folder = Path(chain.root, "counted")
+    folder.mkdir(exist_ok=True)
+    return folder / hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def main() -> int:
@@ -40,7 +54,12 @@ def main() -> int:
         except ValueError:
             raise Fail("arguments", "--tg wants INDEX=BYTES") from None
         chain = Chain(options.dir, options.keep, options.verbose)
-        name, log = compile_kernel(chain, options, notes)
+        name, text = rewritten(chain, options, notes)
+        cache = stored(chain, text, options.opt)
+        if cache.exists() and not (options.asm or options.keep):
+            print(cache.read_text())
+            return 0
+        log = compile_kernel(chain, options, text)
         statistics = shaderdb(log)
         binary = blob(chain.path("k.c"))
         instructions = checked(listing(log, "main"), statistics, binary)
@@ -48,7 +67,10 @@ def main() -> int:
         found |= {"entry": name, "source": os.path.basename(options.kernel), "opt": options.opt, "notes": notes}
         if options.asm:
             print(*(f"{i.off:6x}: {i.text}" for i in instructions), sep="\n", file=sys.stderr)
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found))
+        whole = cache.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps(found))
+        whole.replace(cache)
         return 0
     except Err as error:
         print(f"agxstat: rewriter failed:\n{error}", file=sys.stderr)

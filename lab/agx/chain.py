@@ -162,8 +162,8 @@ O1 = (
 )
 
 
-def compile_kernel(ch, a, notes):
-    """Compiles the kernel that the options name. Returns its host name and what Mesa printed."""
+def rewritten(ch, a, notes):
+    """Rewrites the kernel that the options name. Returns its host name and the text that clang compiles."""
     try:
         text = flatten(a.kernel, [*a.inc, os.path.dirname(os.path.abspath(a.kernel))], notes)
         fcn = function_constants(text)
@@ -200,7 +200,12 @@ def compile_kernel(ch, a, notes):
         out, host, _ = rewrite(Path(ch.path("pp.i")).read_text(), a.entry, a.threads, a.tg, fc, notes)
     except Err as e:
         raise Fail("rewriter", str(e)) from e
-    Path(ch.path("k.clcpp")).write_text(out)
+    return host, out
+
+
+def compile_kernel(ch, a, text):
+    """Compiles what rewritten() returned. Returns what Mesa printed."""
+    Path(ch.path("k.clcpp")).write_text(text)
     shutil.copy(os.path.join(HERE, "msl_shim.h"), ch.path("msl_shim.h"))
     opt = ["-O2", "-fno-vectorize", "-fno-slp-vectorize"] if a.opt == 2 else ["-O0", "-Xclang", "-disable-O0-optnone"]
     try:
@@ -241,7 +246,7 @@ def compile_kernel(ch, a, notes):
         )
     except Fail as e:
         raise Fail(e.stage, f"{e}\n" + hints(str(e), a.opt)) from e
-    return host, log
+    return log
 
 
 # What Mesa's messages mean for the kernel. Mesa knows no source lines.

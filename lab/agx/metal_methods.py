@@ -118,7 +118,7 @@ def member(toks, j, m, cname, add, drop):
         if t.k == "id" and t.s in ("__attribute__", "decltype", "alignas"):
             k = match(toks, next_sig(toks, k), m + 1) + 1
             continue
-        if t.k == "op" and t.s == "[" and toks[k + 1].s == "[":
+        if t.k == "op" and t.s == "[":  # an attribute, or an array's length, which may call a function
             k = match(toks, k, m + 1) + 1
             continue
         if t.k == "op" and t.s in ("=", "{", ";") and not (t.s == "=" and name == "operator"):

@@ -3,7 +3,7 @@
 Nothing is executed and no Mac is needed. `sh lab/agx/setup.sh` builds the compiler once. Its counts are not
 times, and Apple's compiler may differ by 10 to 20 %; lab/agx/README.md has the limits.
 
-Counts are per 4-bit weight and lane in the innermost loop. "all" also counts the code that runs at the ends of groups
+Counts are per weight and lane in the innermost loop. "all" also counts the code that runs at the ends of groups
 and the code that adds partial sums to the totals.
 The exit code is 0 if every count is within its limit, 1 if one is not, and 2 if the compiler is missing.
 """
@@ -23,16 +23,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
+
 ROOT = Path(__file__).resolve().parents[2]
 AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"
-FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
-INTEGER, E2M1 = FORMATS[:3], FORMATS[3:6]
-ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3}
-FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+FORMATS = tuple(WEIGHT_FORMATS)
+ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3, "int8": 4}
+# Group size and type of the scale codes of formats that files have with two levels of scales: Q4_K, IQ4_XS, Q5_K, Q6_K.
+TWO_LEVELS = {
+    "uint4_bias": (32, "uint8"),
+    "lut4": (32, "int8"),
+    "uint5_bias": (32, "uint8"),
+    "uint6b32": (16, "int8"),
+}
+# Group sizes of popular files whose scales need more of fused's loop than groups of 64: Q8_0.
+SHORT_GROUPS = {"uint8b128": 32}
 # Mesa's compiler fails on this kernel, because it does not unroll the loops over the array of accumulators.
 UNCOUNTED = ("gemm_double_buffered_128x128x16", "lut4")
 # The tile of 128 x 128 needs more registers than there are. The model never prefers it.
 MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
+# The most instructions and complex-unit cycles per weight in gemv's loop for one row, by the kind of codes.
+ONE_ROW = {"int4": (1.9, 1.0), "e2m1": (3.8, 2.0), "int8": (2.3, 1.0), "e4m3": (5.1, 2.0)}
 # Iterations of fused's innermost loop per chain of sums.
 FUSED_CHAIN = 4
 FUSED_K = 64
@@ -71,11 +82,20 @@ class Case:
     rows: int = 0  # per threadgroup
     threads: int = 128
     weights: int = 64  # per lane and iteration of the innermost loop
+    levels: int = 1  # of the scales
+
+    @property
+    def traits(self) -> WeightFormat:
+        """Returns the format's row."""
+        return WEIGHT_FORMATS[self.weight_format]
 
     def constants(self) -> dict[str, int]:
         """Returns the function constants of the fastest case: aligned tensors, whole tiles, no options."""
-        scales = "uint8" if self.weight_format in FIXED_GROUPS else "float16"
-        zeros = "uint8" if self.weight_format == "uint4" else "float16"
+        scales = "uint8" if self.traits.has_coded_scales else "float16"
+        zeros = "uint8" if self.traits.zeros_role == "zero_point" else "float16"
+        if self.levels == 2:
+            scales = TWO_LEVELS[self.weight_format][1]
+            zeros = "uint8"
         return {
             "vector_columns": 1,
             "vector_activations": 1,
@@ -83,7 +103,8 @@ class Case:
             "subnormal_codes": 1,
             "scales_type": ELEMENT_TYPES[scales],
             "zeros_type": ELEMENT_TYPES[zeros],
-            "has_global_scale": int(self.weight_format == "nvfp4"),
+            "super_type": ELEMENT_TYPES["float16"],
+            "has_global_scale": int(self.traits.has_global_scale),
             "short_group_size": self.group_size if self.group_size < FUSED_K else 0,
         }
 
@@ -96,6 +117,7 @@ class Figures:
     weight_format: str
     dtype: str
     group_size: int
+    levels: int
     rows: int
     instructions: float
     instructions_all: float
@@ -114,33 +136,49 @@ class Figures:
     missed: tuple[str, ...] = ()
 
 
+def usual_group(weight_format: str) -> int:
+    """Returns the format's only group size, or 64."""
+    return WEIGHT_FORMATS[weight_format].fixed_group_size or 64
+
+
+def forms(dtype: str) -> Iterator[tuple[str, int, int]]:
+    """Yields formats with the group sizes and levels of scales that the model knows.
+
+    With bf16 and fp32 activations, wider codes than 4 bits have one format of each kind, and scales one level.
+    """
+    kinds = set()
+    for weight_format, traits in WEIGHT_FORMATS.items():
+        kind = (traits.code_kind, traits.code_bits)
+        if dtype == "float16" or traits.code_bits == 4 or kind not in kinds:
+            yield weight_format, usual_group(weight_format), 1
+        kinds.add(kind)
+        if dtype != "float16":
+            continue
+        if weight_format in SHORT_GROUPS:
+            yield weight_format, SHORT_GROUPS[weight_format], 1
+        if weight_format in TWO_LEVELS:
+            yield weight_format, TWO_LEVELS[weight_format][0], 2
+
+
 def cases() -> Iterator[Case]:
-    """Yields all formats with fp16 activations, and for gemv and fused also with bf16 and fp32 activations."""
+    """Yields all formats: gemv, fused and their forms for experts with all activations, other kernels with fp16."""
     shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
     shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
-        for weight_format in FORMATS:
-            group = FIXED_GROUPS.get(weight_format, 64)
-            yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
         for weight_format in ("uint4b8", "float4_e2m1"):
             for group in (16, 32, 128):
                 yield Case(kernel, library, weight_format, group_size=group, rows=rows, threads=threads)
-        for weight_format in FORMATS:
-            group = FIXED_GROUPS.get(weight_format, 64)
-            for dtype in ("bfloat16", "float32"):
-                yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
     experts = [("moe_gemv", "experts/moe_gemv", 1, 256), ("moe_gemv_gated", "experts/moe_gemv_gated", 1, 256)]
     experts += [("moe_gemv_reduce", "experts/moe_gemv_reduce", 1, 512)]
     experts += [("moe_gemv_blocks", "experts/moe_gemv_blocks", rows, 256) for rows in range(1, 5)]
     experts += [("moe_fused", "experts/moe_fused", rows, 128) for rows in (8, 16, 24, 32)]
-    for kernel, library, rows, threads in experts:
-        for weight_format in FORMATS:
-            group = FIXED_GROUPS.get(weight_format, 64)
-            for dtype in ("float16", "bfloat16", "float32"):
-                yield Case(kernel, library, weight_format, dtype, group_size=group, rows=rows, threads=threads)
+    for kernel, library, rows, threads in (*shapes, *experts):
+        for dtype in ("float16", "bfloat16", "float32"):
+            for weight_format, group, levels in forms(dtype):
+                yield Case(kernel, library, weight_format, dtype, group, rows, threads, levels=levels)
     for library, kernel, (m, n, k), threads in staged_kernels():
         for weight_format in FORMATS:
-            group = FIXED_GROUPS.get(weight_format, 64)
+            group = usual_group(weight_format)
             weights = n * k // threads
             yield Case(kernel, library, weight_format, group_size=group, rows=m, threads=threads, weights=weights)
 
@@ -288,6 +326,7 @@ def figures(case: Case, counted: dict[str, Any], most_instructions: float | None
         weight_format=case.weight_format,
         dtype=case.dtype,
         group_size=case.group_size,
+        levels=case.levels,
         rows=case.rows,
         instructions=hot["instructions"] / case.weights,
         instructions_all=whole("instructions"),
@@ -309,18 +348,19 @@ def figures(case: Case, counted: dict[str, Any], most_instructions: float | None
 
 def missed_bars(case: Case, got: Figures, most_instructions: float | None) -> Iterator[str]:
     """Yields the limits that a case exceeds. Limits of gemv apply only to fp16 in groups of 64 or of the fixed size."""
-    kind = "int4" if case.weight_format in INTEGER else "e2m1" if case.weight_format in E2M1 else "table"
+    kind = {"integer": f"int{case.traits.code_bits}"}.get(case.traits.code_kind, case.traits.code_kind)
     bars: dict[str, tuple[float, Callable[[Figures], float]]] = {
         "spills": (MOST_SPILLS.get(case.kernel, 0), lambda f: f.spills)
     }
     if most_instructions is not None:
         bars["instructions"] = (most_instructions, lambda f: f.instructions)
-    is_usual = case.dtype == "float16" and case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
-    if case.kernel == "gemv" and kind != "table" and is_usual:
+    is_usual = case.dtype == "float16" and case.group_size == usual_group(case.weight_format)
+    if case.kernel == "gemv" and kind in ONE_ROW and is_usual:
+        most, complex_cycles = ONE_ROW[kind]
         bars["converts"] = (0, lambda f: f.converts)
         if case.rows == 1:
-            bars["instructions"] = ({"int4": 1.9, "e2m1": 3.8}[kind], lambda f: f.instructions)
-            bars["complex-unit cycles"] = ({"int4": 1.0, "e2m1": 2.0}[kind], lambda f: f.complex_cycles)
+            bars["instructions"] = (most, lambda f: f.instructions)
+            bars["complex-unit cycles"] = (complex_cycles, lambda f: f.complex_cycles)
             bars["half-registers"] = (104, lambda f: f.half_registers)
         if case.rows == 4 and kind == "int4":
             bars["instructions"] = (5.2, lambda f: f.instructions)
@@ -340,6 +380,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "format": lambda f: f.weight_format,
     "activations": lambda f: f.dtype,
     "group": lambda f: str(f.group_size),
+    "levels": lambda f: str(f.levels),
     "rows": lambda f: str(f.rows),
     "instr.": lambda f: f"{f.instructions:.2f}",
     "instr. all": lambda f: f"{f.instructions_all:.2f}",

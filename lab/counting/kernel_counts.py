@@ -6,10 +6,10 @@
 
 tensor_instructions.py counts the rows of gemm_tensor.
 
-All kernels are counted with fp16 activations and one format of each code kind. gemv, fused and their forms for experts
-are also counted with bf16 and fp32 activations and all formats, because their registers, and so the threadgroups on a
-core, differ by format.
-Groups have 64 codes or the fixed size of the format, tensors are aligned, and there are no options. A kernel that the
+gemv, fused and their forms for experts are counted with all formats and activations, because their registers, and so
+the threadgroups on a core, differ by format; other kernels with fp16 activations and one format of each code kind.
+Groups have 64 codes or the fixed size of the format, and in forms() of instructions.py the sizes of popular files.
+Tensors are aligned, and there are no options. A kernel that the
 tool cannot compile (UNCOUNTED of instructions.py) gets the counts of single_stage.
 
 moe_gemv_blocks has a loop for each number of rows, and moe_fused one for each number of row blocks. A row of the table
@@ -25,20 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from lab.counting.instructions import (
-    FIXED_GROUPS,
-    FORMATS,
     FUSED_K,
+    SHARED_BODIES,
     Case,
     Loops,
     cases,
+    forms,
     is_set_up,
     measure,
     measure_all,
     readable_copy,
 )
 from lab.model.counts import DTYPES, KernelCounts, differences, rows, store
+from torch_marlin_metal.formats import WEIGHT_FORMATS
 
-FORMATS_OF_KINDS = ("uint4b8", "float4_e2m1", "lut4")
+BY_FORMAT = {"gemv", "gemm_fused", *SHARED_BODIES}
+FORMATS_OF_KINDS = tuple(
+    {(row.code_kind, row.code_bits): name for name, row in reversed(WEIGHT_FORMATS.items())}.values()
+)
 FUSED_CHAIN_K = 256
 # The kernels with several loops, and the conditions that choose a loop.
 LARGEST_LOOPS = {"moe_gemv_blocks": r"rows\.count == \d", "moe_fused": r"rows\.count > (?:\d \* )?kBlock"}
@@ -46,9 +50,10 @@ LARGEST_LOOPS = {"moe_gemv_blocks": r"rows\.count == \d", "moe_fused": r"rows\.c
 
 def counted_cases(dtype: str) -> Iterator[Case]:
     """Yields the cases of one dtype that the planner can ask for, in the order of the table."""
+    usual = set(forms(dtype))
     for case in cases():
-        is_listed = case.weight_format in (FORMATS_OF_KINDS if dtype == "float16" else FORMATS)
-        is_usual = case.group_size == FIXED_GROUPS.get(case.weight_format, 64)
+        is_listed = case.kernel in BY_FORMAT or case.weight_format in FORMATS_OF_KINDS
+        is_usual = (case.weight_format, case.group_size, case.levels) in usual
         if case.kernel == "moe_gemv_gated":  # the planner takes the counts of moe_gemv for it
             continue
         if is_listed and is_usual and case.dtype == dtype:
@@ -93,6 +98,8 @@ def row(case: Case, counted: dict[str, Any], once: int) -> KernelCounts:
         case.dtype,
         case.kernel,
         case.weight_format,
+        case.group_size,
+        case.levels,
         *tile(case),
         issue=hot["issue"],
         complex=hot["ic_cycles"],

@@ -154,14 +154,14 @@ def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int) -> 
 
 def ours(folder: Path, weight_format: str) -> Counts:
     """Counts gemm_tensor with fp16 activations."""
-    group = instructions.FIXED_GROUPS.get(weight_format, 32 if weight_format == "float4_e2m1" else 64)
+    group = 32 if weight_format == "float4_e2m1" else instructions.usual_group(weight_format)
     found = stat_ours(folder, weight_format, "float16", group)
     return counts(found, 2, calls_of(weight_format), 128 if weight_format == "nvfp4" else group)
 
 
 def model_row(folder: Path, weight_format: str, dtype: str) -> KernelCounts:
     """Returns a row of the model's table. The step is 32 rows, 32 columns and 32 k, which every tile has."""
-    group = instructions.FIXED_GROUPS.get(weight_format, 64)
+    group = instructions.usual_group(weight_format)
     found = stat_ours(folder, weight_format, COUNTED_AS[dtype], group)
     loops = instructions.Loops.of(found)
     hot, outer = loops.hot, loops.outer
@@ -169,6 +169,8 @@ def model_row(folder: Path, weight_format: str, dtype: str) -> KernelCounts:
         dtype,
         "gemm_tensor",
         weight_format,
+        group,
+        1,
         *(32, 32, 32),
         issue=hot["issue"] - 16 * calls_of(weight_format),
         complex=hot["ic_cycles"],

@@ -11,6 +11,7 @@ code in which other instructions replace each product and are subtracted again; 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from functools import cache
@@ -22,6 +23,8 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 TABLE = Path(__file__).with_name("counts.csv")
+# Longer groups need no other loop than groups of 64.
+MODELLED_GROUP = 64
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -36,6 +39,8 @@ class KernelCounts:
         activations: dtype of the activations.
         kernel: the kernel's name.
         weight_format: the counted format; formats with the same codes that have no row use this one.
+        group_size: the counted group size; other group sizes use the nearest.
+        levels: levels of the scales.
         M: rows of the tile.
         N: columns of the tile.
         K: k of a step.
@@ -52,6 +57,8 @@ class KernelCounts:
     activations: str
     kernel: str
     weight_format: str
+    group_size: int
+    levels: int
     M: int
     N: int
     K: int
@@ -119,18 +126,26 @@ def differences(counted: Iterable[KernelCounts], stored: Iterable[KernelCounts])
 
 
 @cache
-def _find(activations: str, kernel: str, weight_format: str, tile: tuple[int, int, int]) -> KernelCounts | None:
-    """Returns the row of the format, or else of another format with the same codes."""
+def _find(
+    activations: str, kernel: str, weight_format: str, tile: tuple[int, int, int], group_size: int, levels: int
+) -> KernelCounts | None:
+    """Returns the row of the format with the nearest group size, or else of another format with the same codes."""
     wanted = WEIGHT_FORMATS[weight_format]
-    found = [row for row in rows() if (row.activations, row.kernel, row.tile) == (activations, kernel, tile)]
-    exact = [row for row in found if row.weight_format == weight_format]
+
+    def distance(row: KernelCounts) -> tuple[bool, bool, float]:
+        other = WEIGHT_FORMATS[row.weight_format]
+        scales = (other.scale_coding, other.zeros_role) == (wanted.scale_coding, wanted.zeros_role)
+        return row.weight_format != weight_format, not scales, abs(math.log2(row.group_size / group_size))
+
     alike = [
         row
-        for row in found
-        if (WEIGHT_FORMATS[row.weight_format].code_kind, WEIGHT_FORMATS[row.weight_format].code_bits)
+        for row in rows()
+        if (row.activations, row.kernel, row.tile) == (activations, kernel, tile)
+        and (WEIGHT_FORMATS[row.weight_format].code_kind, WEIGHT_FORMATS[row.weight_format].code_bits)
         == (wanted.code_kind, wanted.code_bits)
     ]
-    return next(iter((*exact, *alike)), None)
+    own_levels = [row for row in alike if row.levels == levels and row.weight_format == weight_format]
+    return min(own_levels or [row for row in alike if row.levels == 1], key=distance, default=None)
 
 
 def counts_of(tiling: Tiling, rows_of_tile: int, problem: Problem, gpu: AppleSiliconGPU) -> KernelCounts:
@@ -141,14 +156,15 @@ def counts_of(tiling: Tiling, rows_of_tile: int, problem: Problem, gpu: AppleSil
     Raises:
         NotCounted: the kernel has not been counted.
     """
+    form = (min(problem.group, MODELLED_GROUP), 2 if problem.has_two_levels else 1)
     if tiling.variant == "tensor":
-        found = _find(problem.activations, "gemm_tensor", problem.weight_format, (32, 32, 32))
+        found = _find(problem.activations, "gemm_tensor", problem.weight_format, (32, 32, 32), *form)
     else:
         tile = (rows_of_tile, *tiling.tile[1:])
         emulated = problem.activations == "bfloat16" and not gpu.has_bfloat
         own = problem.activations if problem.activations == "float32" or emulated else "float16"
-        found = _find(own, tiling.kernel, problem.weight_format, tile) or _find(
-            "float16", tiling.kernel, problem.weight_format, tile
+        found = _find(own, tiling.kernel, problem.weight_format, tile, *form) or _find(
+            "float16", tiling.kernel, problem.weight_format, tile, *form
         )
     if found is None:
         raise NotCounted(

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lab.model.problems import Problem
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1, "int8": 1}
+CODE_TYPES = ("uint8", "int8")
+SUPER_BLOCK = 256  # k that share a value of super_scales
 SIMD_WIDTH = 32
 BLOCK = 8  # rows and columns of a simdgroup_matrix
 MAX_THREADGROUP_BYTES = 32 * 1024

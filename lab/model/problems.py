@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.model import geometry
-from lab.model.geometry import ELEMENT_BYTES, ceil_divide
+from lab.model.geometry import CODE_TYPES, ELEMENT_BYTES, SUPER_BLOCK, ceil_divide
 from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 
 Ints = int | NDArray[np.int64]
@@ -30,9 +30,11 @@ class Problem:
         weight_format: name of the weight's format; its traits are those of `torch_marlin_metal.WEIGHT_FORMATS`.
         group_size: group size of the weight; if larger than K, it counts as K.
         activations: "float16", "bfloat16" or "float32".
-        scales: dtype of the scales; None means that of the activations, or a byte if the format stores codes.
+        scales: dtype of the scales; None means that of the activations, or a byte if the format stores codes. Of a
+            format with floating scales, "uint8" and "int8" are the codes of two levels.
         zeros: dtype of zero points or biases, ignored if the format has none; None means a byte for zero points, and
             the dtype of the scales for biases.
+        super_scales: dtype of what multiplies the codes of two levels.
         has_perm: whether the weight has an act-order permutation.
     """
 
@@ -44,6 +46,7 @@ class Problem:
     activations: str = "float16"
     scales: str | None = None
     zeros: str | None = None
+    super_scales: str = "float16"
     has_perm: bool = False
 
     @cached_property
@@ -72,11 +75,19 @@ class Problem:
     def weight_bytes(self) -> float:
         """Returns the bytes of the weight with its scales, zero points and permutation."""
         per_group = ELEMENT_BYTES[self.scales_type]
+        per_block = ELEMENT_BYTES[self.super_scales] if self.has_two_levels else 0
         if self.traits.zeros_role != "none":
             per_group += ELEMENT_BYTES[self.zeros_type]
-        groups = -(-self.K // self.group)
+        if self.traits.zeros_role == "bias" and self.zeros_type in CODE_TYPES:
+            per_block += ELEMENT_BYTES[self.super_scales]
         codes = self.traits.code_bits / 8 * self.K * self.N
-        return codes + groups * self.N * per_group + (4 * self.K if self.has_perm else 0)
+        of_scales = -(-self.K // self.group) * per_group + -(-self.K // SUPER_BLOCK) * per_block
+        return codes + of_scales * self.N + (4 * self.K if self.has_perm else 0)
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Returns whether scales are codes that super_scales multiply."""
+        return not self.traits.has_coded_scales and self.scales_type in CODE_TYPES
 
     @property
     def has_tensor_kernel(self) -> bool:

@@ -4,13 +4,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "lab" / "agx"))
 
+import agxstat  # noqa: E402
 import counts  # noqa: E402
 from metal_to_opencl import rewrite  # noqa: E402
 from metal_tokens import Err, flatten  # noqa: E402
@@ -82,13 +83,35 @@ def test_the_rewriter_keeps_only_the_functions_that_the_kernel_calls() -> None:
         rewrite(source, "other", (64, 1, 1))
 
 
+def test_an_arrays_length_that_calls_a_function_makes_no_member_function() -> None:
+    source = (
+        "constexpr uint words() { return 2; }\n"
+        "struct Block { uint word[words()]; };\n"
+        "kernel void first(device uint* out [[buffer(0)]]) { Block b; b.word[1] = 3; out[0] = b.word[1]; }\n"
+    )
+    text, _, _ = rewrite(source, "first", (64, 1, 1))
+    assert "uint word[words()];" in text
+
+
+def test_a_count_is_stored_by_text_and_options_not_by_lines(tmp_path: Path) -> None:
+    compiler = tmp_path / "usr/local/bin/asahi_clc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text("")
+    chain = SimpleNamespace(root=str(tmp_path))
+    first = agxstat.stored(chain, '# 1 "a.metal"\nint x;', 1)
+    assert agxstat.stored(chain, '# 7 "b.metal"\nint x;', 1) == first
+    compiler_changed = [agxstat.stored(chain, "\nint y;", 1), agxstat.stored(chain, '# 1 "a.metal"\nint x;', 2)]
+    compiler.write_text("another")
+    assert len({first, *compiler_changed, agxstat.stored(chain, '# 1 "a.metal"\nint x;', 1)}) == 4
+
+
 def test_the_check_finds_every_number_of_a_row_that_differs() -> None:
     stored = model_counts.rows()
     assert model_counts.differences(reversed(stored), stored) == []
     for changed in ({"issue": 119}, {"half_registers": 94}):
         counted, expected = model_counts.differences([replace(stored[0], **changed), *stored[1:]], stored)
-        assert counted.startswith("counted float16,gemv,uint4b8,1,128,16,")
-        assert expected == "stored float16,gemv,uint4b8,1,128,16,118,32,0,110,0,139,93,3"
+        assert counted.startswith("counted float16,gemv,uint4b8,64,1,1,128,16,")
+        assert expected == "stored float16,gemv,uint4b8,64,1,1,128,16,118,32,0,110,0,139,93,3"
 
 
 def test_a_stored_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import torch_marlin_metal as tmm
 from lab import model
@@ -171,6 +172,27 @@ def test_a_format_with_the_same_codes_uses_the_counted_ones_row() -> None:
     emulated = counts.counts_of(row, 1, model.Problem(1, 128, 64, "uint4", activations="bfloat16"), M1)
     assert (emulated.weight_format, emulated.activations) == ("uint4", "bfloat16")
     assert counts.counts_of(row, 1, model.Problem(1, 128, 64, "uint4", activations="bfloat16"), M5) == found[1]
+
+
+def test_scales_of_two_levels_take_the_bits_of_their_codes() -> None:
+    """Q4_K and IQ4_XS: codes of scales in bytes, and fp16 for 256 k."""
+    for fmt, scales, bits in (("uint4_bias", "uint8", 4.625), ("lut4", "int8", 4.3125), ("uint4b8", None, 4.5)):
+        problem = model.Problem(1, 4096, 14336, fmt, 32, scales=scales)
+        assert problem.weight_bytes * 8 / (4096 * 14336) == bits, fmt
+        one = tmm.profiling.plan(
+            1, 4096, 14336, weight_format=fmt, group_size=32, scales_dtype=getattr(torch, str(scales), None), gpu="M1"
+        ).chosen.seconds
+        assert one == pytest.approx(6e-6 + problem.weight_bytes / 60.06e9, rel=0.03), fmt
+
+
+def test_a_row_of_two_levels_and_of_bytes_is_its_own() -> None:
+    tiling = model.Tiling("fused", "gemm_fused", (8, 32, 64))
+    two_levels = model.Problem(8, 128, 256, "uint4_bias", 32, scales="uint8")
+    found = counts.counts_of(tiling, 8, two_levels, M1)
+    assert (found.weight_format, found.group_size, found.levels) == ("uint4_bias", 32, 2)
+    for fmt, row in (("uint8_bias", "uint8b128"), ("mxfp8", "float8_e4m3"), ("float8_e4m3", "float8_e4m3")):
+        found = counts.counts_of(tiling, 8, model.Problem(8, 128, 256, fmt, 32), M1)
+        assert (found.weight_format, found.levels) == (row, 1)
 
 
 def test_constants_are_those_of_the_kernels() -> None:

@@ -17,7 +17,9 @@ from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.gpu.occupancy import Occupancy, occupancy_of
 from torch_marlin_metal.printing import RichText
 
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "uint8"}
+_FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_CODES = {torch.uint8: "uint8", torch.int8: "int8"}
+_DTYPES = _FLOATS | _CODES
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,9 @@ def plan(
         weight_format: a weight format or an alias of one.
         group_size: group size of the weight, as in `quantize_weight`.
         dtype: dtype of the activations: float16, bfloat16 or float32.
-        scales_dtype: dtype of floating scales; None means `dtype`.
-        zeros_dtype: dtype of uint4's zero points. The biases of uint4_bias always have `scales_dtype`.
+        scales_dtype: dtype of the scales of a format without coded scales; None means `dtype`. With uint8 or int8, the
+            scales have two levels.
+        zeros_dtype: dtype of zero points. Biases have `scales_dtype`, or are uint8 if the scales have two levels.
         has_perm: whether the weight has an act-order permutation.
         has_global_scale: whether the weight has a global scale (nvfp4).
         has_bias: whether a bias is added.
@@ -182,7 +185,9 @@ def plan(
     if variant not in variants:
         raise ValueError(f"plan: variant: expected one of {', '.join(variants)}, got {variant!r}")
     scales = torch.uint8 if row.has_coded_scales else scales_dtype or dtype
-    zeros = scales if row.zeros_role == "bias" else zeros_dtype
+    zeros = zeros_dtype
+    if row.zeros_role == "bias":
+        zeros = torch.uint8 if scales in _CODES else scales
     found = as_gpu("plan", gpu)
     rows, chosen, reason = native.gemm_plans(
         chip=found.name,
@@ -214,9 +219,9 @@ def element_name(function: str, dtype: torch.dtype) -> str:
     Raises:
         ValueError: the dtype is not float16, bfloat16 or float32; the message names the function.
     """
-    if dtype == torch.uint8 or dtype not in _DTYPES:
+    if dtype not in _FLOATS:
         raise ValueError(f"{function}: dtype: expected float16, bfloat16 or float32, got {dtype}")
-    return _DTYPES[dtype]
+    return _FLOATS[dtype]
 
 
 def _check(
@@ -228,11 +233,13 @@ def _check(
             raise ValueError(f"plan: {name}: expected 1 to {largest}, got {value}")
     if K % 8 != 0:
         raise ValueError(f"plan: K: expected a multiple of 8, got {K}")
-    floating = (torch.float16, torch.bfloat16, torch.float32)
     element_name("plan", dtype)
-    if scales_dtype is not None and scales_dtype not in floating:
-        raise ValueError(f"plan: scales_dtype: expected float16, bfloat16 or float32, got {scales_dtype}")
-    if zeros_dtype not in _DTYPES:
+    if scales_dtype is not None and scales_dtype not in _DTYPES:
+        raise ValueError(
+            "plan: scales_dtype: expected float16, bfloat16, float32, or uint8 or int8 for two levels, "
+            f"got {scales_dtype}"
+        )
+    if zeros_dtype not in (*_FLOATS, torch.uint8):
         raise ValueError(f"plan: zeros_dtype: expected uint8, float16, bfloat16 or float32, got {zeros_dtype}")
 
 

@@ -1,0 +1,1 @@
+"""Other projects' kernels for few rows, and our predicted times beside theirs."""
