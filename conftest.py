@@ -52,7 +52,7 @@ def pytest_configure(config):
         "markers",
         "each_value_on_mps: on mps so few cases that each value of each argument occurs; --everything runs all cases",
     )
-    config.addinivalue_line("markers", "beyond_sample_on_mps: on mps only with --everything")
+    config.addinivalue_line("markers", "beyond_sample: on mps only with --everything")
     config.addinivalue_line(
         "markers",
         "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
             functions[item.getparent(pytest.Module).nodeid, item.originalname].append(item)
     beyond = {item for item in items if item.get_closest_marker("whole")}
     on_mps = (item for item in items if hasattr(item, "callspec") and item.callspec.params.get("device") == "mps")
-    beyond |= {item for item in on_mps if item.get_closest_marker("beyond_sample_on_mps")}
+    beyond |= {item for item in on_mps if item.get_closest_marker("beyond_sample")}
     for cases in functions.values():
         sample = covering([{(name, repr(value)) for name, value in item.callspec.params.items()} for item in cases])
         beyond |= {item for i, item in enumerate(cases) if i not in sample}

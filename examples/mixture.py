@@ -152,7 +152,7 @@ def write(model: nn.Module, alphabet: list[str], count: int) -> str:
 def pack(dense: nn.Module, weight_format: str, group_size: int) -> tuple[nn.Module, Report]:
     """Returns a packed copy of a model, and checks that its experts are in 4 bit and its routers unchanged."""
     model = copy.deepcopy(dense)
-    report = tmm.quantize_model(model, weight_format, group_size, "mse", exclude="lm_head", progress=False)
+    report = tmm.quantize_model(model, weight_format, group_size, "mse", vocabulary_format="none", progress=False)
     for experts, layer, old in zip(experts_of(model), model.model.layers, dense.model.layers, strict=True):
         if not isinstance(experts, tmm.MarlinExperts):
             raise SystemExit(f"experts are not packed: {experts}")

@@ -30,7 +30,7 @@ OPS = torch.ops.torch_marlin_metal
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BLOCK = 32
 Q4_0 = np.dtype([("scale", np.float16), ("codes", np.uint8, (BLOCK // 2,))])
-GGML_TYPE_F32, GGML_TYPE_Q4_0 = 0, 2
+GGML_TYPE_F32, GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K = 0, 2, 8, 12
 
 
 class InitParams(ctypes.Structure):
@@ -125,13 +125,18 @@ class Ggml:
 class Product:
     """Copies of one weight in one of ggml's layouts, and its products with activations."""
 
-    def __init__(self, ggml: Ggml, kind: int, blocks: np.ndarray, K: int, N: int, copies: int) -> None:
+    def __init__(
+        self, ggml: Ggml, kind: int, blocks: np.ndarray, K: int, N: int, copies: int, of_type: int = GGML_TYPE_Q4_0
+    ) -> None:
         self.ggml, self.K, self.N = ggml, K, N
         context = ggml.context()
-        self.weights = [ggml.call("new_tensor_2d", context, GGML_TYPE_Q4_0, K, N) for _ in range(copies)]
+        self.weights = [ggml.call("new_tensor_2d", context, of_type, K, N) for _ in range(copies)]
         if not ggml.call("backend_alloc_ctx_tensors_from_buft", context, kind):
             raise MemoryError("ggml: no memory for the weights")
-        for weight in self.weights:
+        x = ggml.call("new_tensor_2d", context, GGML_TYPE_F32, K, 1)
+        product = ggml.call("mul_mat", context, self.weights[0], x)
+        self.is_supported = bool(ggml.call("backend_dev_supports_op", ggml.device(), product))
+        for weight in self.weights if self.is_supported else ():
             ggml.call("backend_tensor_set", weight, blocks.ctypes.data, 0, blocks.nbytes)
 
     def of(self, a: np.ndarray) -> tuple[Call, Callable[[], np.ndarray]]:
@@ -154,12 +159,18 @@ class Product:
         return lambda index: ggml.call("backend_graph_compute", ggml.backend, graphs[index % len(graphs)]), read
 
 
-def quantize(ggml: Ggml, weight: np.ndarray) -> np.ndarray:
-    """Quantizes fp32 [N, K] to Q4_0 blocks [N, K / 32] with ggml's own function."""
+def quantize(ggml: Ggml, weight: np.ndarray, of_type: int, row_bytes: int) -> np.ndarray:
+    """Quantizes fp32 [N, K] to blocks, as bytes [N, row_bytes], with ggml's own function."""
     N, K = weight.shape
-    blocks = np.empty((N, K // BLOCK), Q4_0)
-    ggml.call("quantize_chunk", GGML_TYPE_Q4_0, weight.ctypes.data, blocks.ctypes.data, 0, N, K, None)
+    blocks = np.empty((N, row_bytes), np.uint8)
+    ggml.call("quantize_chunk", of_type, weight.ctypes.data, blocks.ctypes.data, 0, N, K, None)
     return blocks
+
+
+def layouts(ggml: Ggml, blocks: np.ndarray, K: int, N: int, copies: int, of_type: int) -> dict[str, Product]:
+    """Returns the products in every layout that has one for the type of the weight."""
+    products = {name: Product(ggml, kind, blocks, K, N, copies, of_type) for name, kind in ggml.buffer_types().items()}
+    return {name: product for name, product in products.items() if product.is_supported}
 
 
 def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,10 +217,11 @@ def error(result: np.ndarray, a: np.ndarray, weight: np.ndarray) -> str:
 
 def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
     """Compares this package, for one shape, with every layout of ggml that supports the weight."""
-    blocks = quantize(ggml, np.random.default_rng(0).standard_normal((N, K), np.float32))
+    weight = np.random.default_rng(0).standard_normal((N, K), np.float32)
+    blocks = quantize(ggml, weight, GGML_TYPE_Q4_0, K // BLOCK * Q4_0.itemsize)
     number = max(2, cold_bytes() // blocks.nbytes)
-    layouts = {name: Product(ggml, kind, blocks, K, N, number) for name, kind in ggml.buffer_types().items()}
-    words, scales = from_blocks(blocks)
+    rivals = layouts(ggml, blocks, K, N, number, GGML_TYPE_Q4_0)
+    words, scales = from_blocks(blocks.view(Q4_0))
     weights = {32: scales, 128: scales[::4].contiguous()}
     copies = {group: [(words.clone(), scales.clone()) for _ in range(number)] for group, scales in weights.items()}
     exact = {
@@ -220,12 +232,12 @@ def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
     own = [str(kind) for kind in KINDS]
     table(
         f"K x N = {K} x {N}. Ratios above 1: this package is faster, at the group size and with the activations named.",
-        ["M", *(f"us {name}" for name in (*layouts, *own)), *(f"{name} / {key}" for name in layouts for key in own),
-         *(f"error {name}" for name in (*layouts, *own))],
+        ["M", *(f"us {name}" for name in (*rivals, *own)), *(f"{name} / {key}" for name in rivals for key in own),
+         *(f"error {name}" for name in (*rivals, *own))],
     )  # fmt: skip
     for M in rows:
         a = np.random.default_rng(M).standard_normal((M, K), np.float32)
-        products = {name: layout.of(a) for name, layout in layouts.items()}
+        products = {name: rival.of(a) for name, rival in rivals.items()}
         gemms = {
             str(kind): partial(ours, copies[kind.group_size], kind, torch.from_numpy(a).to(kind.dtype))
             for kind in KINDS
@@ -233,8 +245,8 @@ def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
         calls: dict[str, Call] = {name: call for name, (call, _) in products.items()} | gemms
         times = time_calls(calls, budget)
         row(
-            M, *(f"{statistics.median(times[name]) * 1e6:.0f}" for name in (*layouts, *own)),
-            *(ratio(times, name, key) for name in layouts for key in own),
+            M, *(f"{statistics.median(times[name]) * 1e6:.0f}" for name in (*rivals, *own)),
+            *(ratio(times, name, key) for name in rivals for key in own),
             *(error(read(), a, exact[32]) for _, read in products.values()),
             *(error(gemms[str(kind)](0).float().numpy(), a, exact[kind.group_size]) for kind in KINDS),
         )  # fmt: skip

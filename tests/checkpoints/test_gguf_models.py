@@ -32,7 +32,7 @@ WARNINGS = {
 }
 
 # llama.cpp stores the columns of one half of this matrix as rows.
-LATENT = r".* of its matrices have no weight format and became floats: Q4_0 of attn_k_b \(\d+%\)\. .*"
+LATENT = r".* of its matrices have no weight format and become floats: Q4_0 of attn_k_b \(\d+%\)\. .*"
 WARNINGS |= {family: [re.compile(LATENT)] for family in ("deepseek2", "deepseek_v2", "mistral4", "glm-dsa")}
 for family, mixer, blocks in (
     ("mamba", "backbone.layers.{}.mixer.dt_proj is decoded to floats: MambaMixer", (0, 1)),
@@ -148,7 +148,7 @@ def test_only_the_stack_that_is_not_read_becomes_floats(architecture, family, tm
         tmp_path / "m.gguf", architecture, model, lambda name: "Q8_0" if "blk.1.ffn_down_exps" in name else "Q4_0"
     )
     loaded = model_of(family)
-    with pytest.warns(UserWarning, match=r"became floats: Q8_0 \(\d+%\)\. They"):
+    with pytest.warns(UserWarning, match=r"become floats: Q8_0 \(\d+%\)\. They"):
         report = load_quantized(loaded, path, progress=False)
     assert not [layer for layer in report.left if "experts" in layer.name]
     packed, mixed = (layer.mlp.experts for layer in loaded.model.layers)
@@ -210,7 +210,7 @@ def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(packed_checkpoint.logger, "warning", told.append)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float16)
-    assert len(told) == 1 and "of its matrices have no weight format and became floats: Q8_0 (" in told[0]
+    assert len(told) == 1 and "of its matrices have no weight format and become floats: Q8_0 (" in told[0]
     table = model.model.embed_tokens
     assert type(table) is torch.nn.Embedding and table.weight.dtype == torch.float16
     assert torch.equal(table.weight, torch.from_numpy(weights["model.embed_tokens"]).half())

@@ -109,13 +109,14 @@ def test_a_bias_that_fp32_cannot_hold_is_refused_or_decoded(tmp_path) -> None:
     np.testing.assert_allclose(decoded.weight.numpy(), exact, rtol=2e-7)
 
 
-@pytest.mark.parametrize("group_size", [64, 128])
-def test_modelopt_int4(group_size, tmp_path) -> None:
+@pytest.mark.parametrize(("group_size", "algorithm"), [(64, "W4A16_AWQ"), (128, "MIXED_PRECISION")])
+def test_modelopt_int4(group_size, algorithm, tmp_path) -> None:
     rng, K, N = np.random.default_rng(4), 256, 24
     codes, scales = random_codes(rng, N, K) - 8, random_floats(rng, (N, K // group_size), "fp32")
     low, high = codes[0::2] & 15, codes[1::2] & 15
     tensors = {f"{LAYER}.weight": (low | (high << 4)).astype(np.uint8), f"{LAYER}.weight_scale": scales}
-    settings = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": group_size}
+    settings = {"quant_method": "modelopt", "quant_algo": algorithm}
+    settings |= {"group_size": group_size} if algorithm == "W4A16_AWQ" else {"quantized_layers": {LAYER: {}}}
     save(tmp_path, tensors, {"quantization_config": settings})
     layer = one(tmp_path)
     assert (layer.weight_format, layer.group_size, layer.source) == ("uint4b8", group_size, "modelopt int4")
@@ -131,15 +132,3 @@ def test_modelopt_int4(group_size, tmp_path) -> None:
     save(tmp_path, tensors, {"quantization_config": settings | {"quant_algo": "W4A8_AWQ"}})
     with pytest.raises(UnsupportedFormat, match="quant_algo 'W4A8_AWQ' is not read"):
         one(tmp_path)
-
-
-def test_int4_layers_of_modelopts_mixed_precision_are_named(tmp_path) -> None:
-    """Only the settings of W4A16_AWQ say that such a layer holds int4."""
-    tensors = {f"{LAYER}.weight": np.zeros((12, 256), np.uint8), f"{LAYER}.weight_scale": torch.ones(24, 4)}
-    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
-    save(tmp_path, tensors, {"quantization_config": settings})
-    named = r"without weight_scale_2; the int4 of W4A16_AWQ is read only if quant_algo is W4A16_AWQ"
-    with pytest.raises(UnsupportedFormat, match=named):
-        one(tmp_path)
-    with pytest.raises(UnsupportedFormat, match=named):  # two int4 in a byte are not decoded as int8
-        one(tmp_path, on_unsupported="dequantize")

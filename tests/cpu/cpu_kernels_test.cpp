@@ -298,7 +298,8 @@ void run_tests(const Machine& machine, int rounds) {
   test_non_finite(machine);
   test_range(machine);
   test_small_codes(machine);
-  test_every_coded_scale(machine);
+  for (const WeightFormat format : {WeightFormat::mxfp4, WeightFormat::mxfp8})
+    test_every_coded_scale(machine, format);
   test_non_finite_codes(machine);
   test_outliers(machine);
   test_largest_bytes(machine);

@@ -1,5 +1,6 @@
 // Tests the CPU planner with a table of expected choices and with rules that hold for every plan. Uses no torch and
 // runs no kernels.
+#include <initializer_list>
 #include <string>
 
 #include "cpu_plan_support.h"
@@ -99,6 +100,16 @@ void test_choices() {
       {kXeon, coded(5, WeightFormat::uint4b8, 16), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(16, WeightFormat::mxfp4, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(17, WeightFormat::mxfp4, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(4, WeightFormat::uint8b128, 128), "byte_split parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(5, WeightFormat::uint6b32, 128), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(5, WeightFormat::uint8b128, 128), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(4, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, coded(16, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, coded(17, WeightFormat::mxfp8, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
+      {kZen4, coded(1, WeightFormat::uint8b128, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
+      {{Isa::avx512, false, 2, true},
+       coded(1, WeightFormat::uint8b128, 32),
+       "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kXeon, problem(64, 4096, 4096, float16), "amx parts=2 strip=32 tasks=1x16x1"},
       {kXeon, problem(64, 4096, 4096, float32), "amx parts=3 strip=32 tasks=1x16x1"},
       {kXeon, reduced(64), "amx parts=2 strip=32 tasks=1x16x1"},
@@ -136,8 +147,8 @@ void test_choices() {
   }
 }
 
-// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, and in no
-// other case.
+// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, for one
+// row and codes of 8 bits, except in byte_split with many threads, and in no other case.
 void test_chunks() {
   using enum ElementType;
   const auto check = [](const Machine& machine, const CpuProblem& problem, int64_t expected) {
@@ -152,6 +163,13 @@ void test_chunks() {
   check({Isa::avx512, false, 2, true}, problem(1, 4096, 4096, bfloat16), kChunk);
   check(kAppleM2, problem(1, 4096, 4096, bfloat16), kChunk);
   check(kXeon, problem(1, 4096, 4096, bfloat16), kChunk);
+  CpuProblem bytes = problem(1, 512, 4096, bfloat16);
+  bytes.format = WeightFormat::uint8b128;
+  check({Isa::avx2, false, 16}, bytes, kChunk / 2);
+  check({Isa::avx512, false, 4, true}, bytes, kChunk / 2);
+  check(kXeon, bytes, kChunk);
+  bytes.M = 2;
+  check({Isa::avx2, false, 16}, bytes, kChunk);
 }
 
 // If bf16 cannot represent a scaled code, amx_scaled falls back to amx. If bf16 cannot represent an activation, amx
@@ -209,11 +227,10 @@ void test_invariants() {
 }
 
 void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const std::string& name,
-                  bool with_tables = true) {
+                  std::initializer_list<Codes> all = {Codes::integer, Codes::e2m1, Codes::table}) {
   expect(kernel.strip == shape.strip && kernel.max_rows == shape.max_rows && kernel.row_unit == shape.row_unit,
          name + ": the planner's shape is not the kernel's");
-  for (const Codes codes : {Codes::integer, Codes::e2m1, Codes::table}) {
-    if (codes == Codes::table && !with_tables) continue;
+  for (const Codes codes : all) {
     const auto& steps = kernel.step[static_cast<size_t>(codes)];
     for (int rows = kernel.min_rows; rows <= kernel.max_rows; ++rows) {
       expect(steps[static_cast<size_t>(rows)] != nullptr, name + ": no kernel for " + std::to_string(rows) + " rows");
@@ -225,12 +242,17 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
 }
 
 void test_shapes() {
+  static constexpr std::initializer_list<Codes> kSplit = {Codes::integer, Codes::e2m1};
+  static constexpr std::initializer_list<Codes> kEvery = {Codes::integer, Codes::e2m1, Codes::table,
+                                                          Codes::byte,    Codes::e4m3, Codes::planes};
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
     const KernelSet* kernels = kernels_of(isa);
     if (kernels == nullptr) continue;
     std::printf("%s: shapes\n", isa_name(isa));
-    check_kernel(kernels->small_m, kernel_shape(isa, CpuKernel::small_m), std::string(isa_name(isa)) + " small_m");
-    check_kernel(kernels->large_m, kernel_shape(isa, CpuKernel::large_m), std::string(isa_name(isa)) + " large_m");
+    check_kernel(kernels->small_m, kernel_shape(isa, CpuKernel::small_m), std::string(isa_name(isa)) + " small_m",
+                 kEvery);
+    check_kernel(kernels->large_m, kernel_shape(isa, CpuKernel::large_m), std::string(isa_name(isa)) + " large_m",
+                 kEvery);
     expect(kernels->large_m.min_rows <= kernels->small_m.max_rows + 1,
            std::string(isa_name(isa)) + ": no kernel for the rows between small_m and large_m");
   }
@@ -241,19 +263,20 @@ void test_shapes() {
     check_kernel(dot->large_m, kernel_shape(dotting, CpuKernel::bf16_dot), "bf16_dot");
   }
   if (const MatrixKernel* kernel = avx2_byte_split_kernel()) {
-    check_kernel(*kernel, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", false);
+    check_kernel(*kernel, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", kSplit);
   }
   if (const ByteSplitKernels* split = byte_split_kernels()) {
-    check_kernel(split->small_m, kernel_shape(dotting, CpuKernel::byte_split_small_m), "byte_split_small_m", false);
-    check_kernel(split->large_m, kernel_shape(dotting, CpuKernel::byte_split), "byte_split", false);
+    check_kernel(split->small_m, kernel_shape(dotting, CpuKernel::byte_split_small_m), "byte_split_small_m", kSplit);
+    check_kernel(split->large_m, kernel_shape(dotting, CpuKernel::byte_split), "byte_split", kSplit);
   }
   if (const MatrixKernel* kernel = byte_matrix_kernel()) {
-    check_kernel(*kernel, kernel_shape(Isa::neon, CpuKernel::byte_matrix), "byte_matrix", false);
+    check_kernel(*kernel, kernel_shape(Isa::neon, CpuKernel::byte_matrix), "byte_matrix", kSplit);
   }
   for (int parts = 1; parts <= 3; ++parts) {
     if (const AmxKernels* tiles = amx_kernels(parts)) {
-      check_kernel(tiles->exact, kernel_shape(Isa::amx, CpuKernel::amx), "amx");
-      check_kernel(tiles->scaled, kernel_shape(Isa::amx, CpuKernel::amx_scaled), "amx_scaled");
+      check_kernel(tiles->exact, kernel_shape(Isa::amx, CpuKernel::amx), "amx", kEvery);
+      check_kernel(tiles->scaled, kernel_shape(Isa::amx, CpuKernel::amx_scaled), "amx_scaled",
+                   {Codes::integer, Codes::e2m1, Codes::table, Codes::e4m3});
       check_kernel(tiles->table, kernel_shape(Isa::amx, CpuKernel::amx_table), "amx_table");
     }
   }

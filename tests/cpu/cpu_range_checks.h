@@ -98,13 +98,13 @@ inline void test_non_finite_codes(const Machine& machine) {
   }
 }
 
-// Tests scale codes over the whole range of mxfp4, with activations that are too small for AMX tiles and with larger
-// ones.
-inline void test_every_coded_scale(const Machine& machine) {
+// Tests scale codes over the whole range of mxfp4 or mxfp8, with activations that are too small for AMX tiles and with
+// larger ones.
+inline void test_every_coded_scale(const Machine& machine, WeightFormat format) {
   for (const Activations& activations : kActivations) {
     for (int code = 0; code < 255; code += code < 240 ? 6 : 1) {
-      for (const int exponent : {-99, std::clamp(26 - code, -76, 90)}) {
-        Case c = case_of(WeightFormat::mxfp4, 33, activations.type);
+      for (const int exponent : {-99, std::clamp(26 - code, -68, 90)}) {
+        Case c = case_of(format, 33, activations.type);
         c.K = 72;
         Tensors t = make(c);
         const double size = c.a_type == ElementType::float16 ? 0x1p-12 : std::ldexp(1.0, exponent);

@@ -24,7 +24,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
 
 RECORDS = [
     *PAGES,
-    *(ROOT / name for name in ("CHANGELOG.md", "lab/README.md", "lab/cpu/cpu_peers.md", "tests/features.md")),
+    *(
+        ROOT / name
+        for name in (
+            "CHANGELOG.md",
+            "lab/README.md",
+            "lab/cpu/cpu_peers.md",
+            "lab/cpu/cpu_wide.md",
+            "tests/features.md",
+        )
+    ),
 ]
 
 

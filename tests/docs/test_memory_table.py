@@ -1,9 +1,11 @@
-"""The README's table of models and Macs agrees with the program that writes it."""
+"""The tables of memory and of FLUX's products agree with the programs that write them."""
 
 import runpy
 from pathlib import Path
 
 import pytest
+
+from lab.predictions import many_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,3 +20,12 @@ def test_a_row_of_the_table_is_what_the_program_computes() -> None:
         (size, mac), (own_size, own_mac) = (cell.split(" GB, ") for cell in (stated, computed))
         assert float(size) == pytest.approx(float(own_size), rel=0.03)  # PyTorch's attention may need other memory
         assert mac == own_mac
+
+
+def test_the_tables_of_diffusion_models_are_what_their_programs_compute() -> None:
+    pytest.importorskip("diffusers")
+    page = (ROOT / "docs/use/diffusion.md").read_text()
+    sizes = runpy.run_path(str(ROOT / "scripts/diffusion_table.py"))
+    assert sizes["BEGIN"] + sizes["table"]() + sizes["END"] in page
+    for chip in ("M1", "M5 Max"):
+        assert many_rows.row(chip) in page

@@ -3,10 +3,14 @@
 Each family of models is read once from a GGUF file of two types, and once from another kind of file.
 """
 
+import runpy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import accelerate
 import diffusers.loaders.single_file_model as single_file
+import peft
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
@@ -130,8 +134,13 @@ def test_a_file_makes_the_image_on_mps(name, kind, tmp_path, mps) -> None:
     exact = file.reference(family)
     model = by_single_file(family, file, device=mps)
     checked = Checked(model, exact)
-    assert psnr(image(family, model, mps), image(family, exact)) > LEAST
+    got = image(family, model, mps)
+    assert psnr(got, image(family, exact)) > LEAST
     assert checked.products
+    model, hook = accelerate.cpu_offload_with_hook(model.to("cpu"), mps)  # as enable_model_cpu_offload does it
+    assert torch.equal(image(family, model, mps), got)
+    hook.offload()
+    assert {held.device.type for layer in packed(model).values() for held in layer.buffers()} == {"cpu"}
 
 
 def test_layers_of_diffusers_are_taken_over_in_memory(tmp_path) -> None:
@@ -233,3 +242,49 @@ def test_a_file_of_another_class_and_a_damaged_one_are_named(tmp_path) -> None:
     file.path.write_bytes(file.path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         by_single_file(FAMILIES["ltx"], file, quantization_config=MarlinConfig())
+
+
+def test_adapters_of_diffusers_go_on_packed_layers_and_off_again(tmp_path) -> None:
+    family, file = write(tmp_path, "flux", ("Q4_K", "Q8_0"))
+    model, exact = by_single_file(family, file), file.reference(family)
+    before = image(family, model)
+    targets = ["to_q", "proj_mlp", "ff.net.2"]
+    torch.manual_seed(0)
+    exact.add_adapter(peft.LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False))
+    weights = peft.get_peft_model_state_dict(exact)
+    model.load_lora_adapter({f"transformer.{name}": value for name, value in weights.items()}, prefix="transformer")
+    changed = image(family, model)
+    assert psnr(changed, image(family, exact)) > LEAST
+    assert psnr(changed, before) < 40
+    model.fuse_lora()
+    assert 30 < psnr(image(family, model), changed) < LEAST
+    model.unfuse_lora()
+    assert torch.equal(image(family, model), changed)
+    model.unload_lora()
+    assert torch.equal(image(family, model), before)
+    with pytest.raises(AttributeError, match=r"got the weight of a packed .* layer"):
+        model.fuse_qkv_projections()
+
+
+def test_layerwise_casting_and_compiled_blocks_leave_packed_layers(tmp_path) -> None:
+    family, file = write(tmp_path, "flux", ("Q4_K", "Q8_0"))
+    model, cast = by_single_file(family, file), by_single_file(family, file)
+    held = {name: layer.state_dict() for name, layer in packed(model).items()}
+    want = image(family, model)
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    assert psnr(image(family, model), want) > LEAST
+    cast.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    assert cast.x_embedder.weight.dtype == torch.float8_e4m3fn
+    assert packed(cast).keys() == held.keys()
+    assert all(same(layer.state_dict(), held[name]) for name, layer in packed(cast).items())
+    assert 30 < psnr(image(family, cast), want) < LEAST
+
+
+def test_the_example_makes_an_image(capsys) -> None:
+    program = runpy.run_path(str(Path(__file__).parents[2] / "examples/diffusion.py"))
+    made = program["main"]([])
+    assert "28 packed layers" in capsys.readouterr().out
+    assert made.shape == (32, 32, 3)
+    assert made.min() >= 0
+    assert made.max() <= 1
+    assert made.std() > 0.001

@@ -129,7 +129,9 @@ def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None
     model.save_pretrained(tmp_path)
     empty = empty_model(model.config, torch.float32, "uint4")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4"))
-    assert module_bytes(empty) == pytest.approx(module_bytes(loaded), abs=16)  # the note of a format is one tensor or two
+    assert module_bytes(empty) == pytest.approx(
+        module_bytes(loaded), abs=16
+    )  # the note of a format is one tensor or two
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import torch_marlin_metal as tmm
@@ -14,6 +16,8 @@ from tests.support.mixtures import SIZES
 from tests.support.models import tensors
 from torch_marlin_metal.integrations.peft import MarlinLoraExperts
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, silu_gate
+from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights
+from torch_marlin_metal.parallel.styles import MarlinExpertParallel
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES = {"mixtral": (MixtralConfig, MixtralForCausalLM), "gpt_oss": (GptOssConfig, GptOssForCausalLM)}
@@ -43,17 +47,48 @@ def dense_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
+def with_down_in_floats(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        down = layer.mlp.experts.down
+        bias = None if down.bias is None else down.bias.detach()
+        layer.mlp.experts.down = FloatExpertWeights(down.dequantize(torch.float32), bias, down.sizes)
+
+
+def test_a_stack_in_floats_is_refused_as_a_target():
+    base = mixture()
+    with_down_in_floats(base)
+    with pytest.raises(ValueError, match="down_proj: expected one packed stack for an adapter, got FloatExpertWeights"):
+        get_peft_model(base, settings())
+
+
+def test_experts_with_a_stack_in_floats_are_not_split():
+    base = mixture()
+    with_down_in_floats(base)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(TypeError, match="expected packed experts, got experts with a stack in floats"):
+            MarlinExpertParallel()._apply(base.model.layers[0].mlp.experts, init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
 def wrappers_of(model: nn.Module) -> list[MarlinLoraExperts]:
     return [module for module in model.modules() if isinstance(module, MarlinLoraExperts)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "rank_pattern": {"down_proj": 5}}], ids=["lora", "ranks"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True, "rank_pattern": {"down_proj": 5}}, {"target_parameters": STACKS[:1]}],
+    ids=["lora", "ranks", "beside floats"],
+)
 def test_results_and_gradients_are_those_of_peft_on_the_decoded_experts(family, options):
-    base = mixture(family)
+    base, stacks = mixture(family), len(options.get("target_parameters", STACKS))
+    if stacks == 1:
+        with_down_in_floats(base)
     dense = get_peft_model(dense_twin(base), settings(**options))
     packed = get_peft_model(base, settings(**options))
-    assert len(wrappers_of(packed)) == 4 and not wrappers_of(dense)
+    assert len(wrappers_of(packed)) == 2 * stacks and not wrappers_of(dense)
     results = []
     for model in (packed, dense):
         fill(model)
@@ -62,7 +97,7 @@ def test_results_and_gradients_are_those_of_peft_on_the_decoded_experts(family, 
         results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
     (loss, grads), (expected, expected_grads) = results
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert grads.keys() == expected_grads.keys() and len(grads) == 12
+    assert grads.keys() == expected_grads.keys() and len(grads) == 4 * (1 + stacks)
     for name, grad in grads.items():
         assert expected_grads[name].abs().max() > 0
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-4, atol=1e-5)

@@ -65,7 +65,7 @@ def test_every_other_adapter_of_a_packed_layer_is_refused(kind):
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
     settings = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**{name: value for name, value in options.items() if name in known})
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[kind].__name__
-    message = rf"^{tuner}: layer '.*k_proj': .*peft_type {kind.value}, got a packed 4-bit MarlinLinear.*LoRA and DoRA"
+    message = rf"^{tuner}: layer '.*k_proj': .*peft_type {kind.value}, got a packed MarlinLinear.*LoRA and DoRA"
     refused(packed_model(), settings, message)
 
 

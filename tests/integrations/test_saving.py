@@ -158,7 +158,9 @@ def test_layers_of_two_packages_are_not_saved_together(tmp_path) -> None:
     other = model.model.layers[0].mlp.up_proj
     other.register_buffer("qweight", torch.zeros(8, 128, dtype=torch.int32))
     other.register_buffer("scales", torch.ones(2, 128))
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj' and 0 more layers are those of another 4-bit"):
+    with pytest.raises(
+        ValueError, match=r"'model.layers.0.mlp.up_proj' and 0 more layers are packed layers of another"
+    ):
         model.save_pretrained(tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
 

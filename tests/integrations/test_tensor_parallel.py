@@ -24,7 +24,7 @@ WORLD = 2
 
 def save(folder: Path) -> None:
     divisible_llama(1).save_pretrained(folder / "floats")
-    for name, options in (("layers", {}), ("all", {"vocabulary_format": "uint4"})):
+    for name, options in (("layers", {"vocabulary_format": "none"}), ("all", {"vocabulary_format": "uint4"})):
         options = MarlinConfig("uint4", 32, **options)
         model = AutoModelForCausalLM.from_pretrained(folder / "floats", quantization_config=options)
         model.save_pretrained(folder / name)

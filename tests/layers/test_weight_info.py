@@ -14,7 +14,7 @@ from torch_marlin_metal.layers.weight_info import WeightInfo
 
 N, K = 32, 64
 ANSWERED = {"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad"}
-WHAT_TO_DO = r"got the weight of a packed 4-bit layer.*layer\.dequantize\(\) for the values"
+WHAT_TO_DO = r"got the weight of a packed layer.*layer\.dequantize\(\) for the values"
 
 
 def packed_layer() -> MarlinLinear:

@@ -108,7 +108,7 @@ def drop_float(made: Saved) -> None:
 NO_ARGUMENT = {"sentence-transformers": NONE}
 NO_DEVICE = NO_ARGUMENT | {"inspect --model": NONE}
 MAPPED = {"*": NONE, "from_pretrained": STOPS, "diffusers": STOPS}
-LOST = r"has no place for block.mtp \(4-bit layer\); its own Linear layers are for example .*WAY(ignore='block.mtp') leaves"
+LOST = r"has no place for block.mtp \(packed layer\); its own Linear layers are for example .*WAY(ignore='block.mtp') leaves"
 CONFIG = "quantization_config=MarlinConfig({})"
 WAYS = {
     "from_pretrained": CONFIG,
@@ -138,7 +138,7 @@ CASES = {
             )
         ),
         "The load stops and names layers of both sides.",
-        r"has no place for .*blk.down \(4-bit layer\).*its own Linear layers are for example",
+        r"has no place for .*blk.down \(packed layer\).*its own Linear layers are for example",
         {"*": STOPS},
     ),
     "further block": Case(
@@ -159,7 +159,7 @@ CASES = {
         "a layer of a part that the model's class lacks, such as another head",
         lambda made: made.pack("score", 8, 64),
         "Libraries with several classes for one checkpoint leave it out, with a warning; elsewhere the load stops.",
-        r"has no place for score \(4-bit layer\)",
+        r"has no place for score \(packed layer\)",
         {"*": STOPS, "from_pretrained": LOADS, "diffusers": LOADS},
     ),
     "lost layer": Case(

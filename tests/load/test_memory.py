@@ -15,8 +15,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from tests.integrations.test_beside_transformers import scheme
 from torch_marlin_metal import load_quantized
-from torch_marlin_metal.checkpoints import grouped
+from torch_marlin_metal.checkpoints import float_rows, grouped
 from torch_marlin_metal.checkpoints.files import safetensors
 from torch_marlin_metal.checkpoints.formats import gguf_blocks
 
@@ -29,6 +30,7 @@ RNG = np.random.default_rng(0)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 MLX = {"bits": 4, "group_size": 64, "mode": "affine"}
+FP8 = scheme("float-quantized", kind="float")
 BLOCKS = {"Q6_K": (256, 210)}
 
 
@@ -47,6 +49,10 @@ def awq(N: int, K: int) -> dict[str, torch.Tensor]:
 def mlx(N: int, K: int, bits: int = 4) -> dict[str, torch.Tensor]:
     scales = {role: torch.rand(N, K // 64).half() for role in ("scales", "biases")}
     return {"weight": words(N, K * bits // 32).view(torch.uint32), **scales}
+
+
+def e5m2(N: int, K: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.rand(N, K).to(torch.float8_e5m2), "weight_scale": torch.rand(N, 1)}
 
 
 def directory(part: Callable[[int, int], dict[str, torch.Tensor]], settings: dict, mixture: bool = False):
@@ -107,13 +113,17 @@ def of_gguf(kind: str):
     return write
 
 
+# What writes the files, and arguments of the load.
 CASES = {
-    "as it is stored": directory(gptq, GPTQ),
-    "words along N": directory(awq, AWQ),
-    "transposed": directory(mlx, MLX),
-    "6 bits in planes": directory(partial(mlx, bits=6), MLX | {"bits": 6}),
-    "a mixture": directory(gptq, GPTQ, mixture=True),
-    "GGUF Q6_K": of_gguf("Q6_K"),
+    "as it is stored": (directory(gptq, GPTQ), {}),
+    "words along N": (directory(awq, AWQ), {}),
+    "transposed": (directory(mlx, MLX), {}),
+    "6 bits in planes": (directory(partial(mlx, bits=6), MLX | {"bits": 6}), {}),
+    "a mixture": (directory(gptq, GPTQ, mixture=True), {}),
+    "GGUF Q6_K": (of_gguf("Q6_K"), {}),
+    "no weight format": (directory(e5m2, FP8), {}),
+    "excluded experts": (directory(gptq, GPTQ, mixture=True), {"exclude": "*.experts"}),
+    "an excluded table": (of_gguf("Q6_K"), {"exclude": "*.embed_tokens"}),
 }
 
 
@@ -150,17 +160,19 @@ def test_the_peak_is_little_above_what_stays(name, tmp_path, monkeypatch) -> Non
     monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)  # as small beside this model as it is beside a real one
     monkeypatch.setattr(grouped, "PIECE", 1 << 14)
     monkeypatch.setattr(safetensors, "POOLED_BYTES", 1 << 40)  # or a tensor could be in memory of the load before
-    path = CASES[name](tmp_path)
-    load_quantized(empty(path), path, progress=False)  # what is made once and kept does not count
+    monkeypatch.setattr(float_rows, "PIECE", 1 << 14)
+    write, choices = CASES[name]
+    path = write(tmp_path)
+    load_quantized(empty(path), path, **choices, progress=False)  # what is made once and kept does not count
     model = empty(path)
-    peak = peak_of(lambda: load_quantized(model, path, progress=False))
+    peak = peak_of(lambda: load_quantized(model, path, **choices, progress=False))
     assert held_by(model) <= peak < MOST * held_by(model)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["transposed", "a mixture", "GGUF Q6_K"])
 def test_the_peak_on_the_device_is_little_above_what_stays(name, tmp_path, mps) -> None:
-    path = CASES[name](tmp_path)
+    path = CASES[name][0](tmp_path)
     model = empty(path)
     gc.collect()
     torch.accelerator.reset_peak_memory_stats()

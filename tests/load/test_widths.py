@@ -1,8 +1,7 @@
-"""Weights of 5 to 8 bits stay packed in every format. What no weight format holds becomes floats, with one warning."""
+"""Weights of 5 to 8 bits stay packed in every format; layers that no weight format holds are decoded or refused by name."""
 
 import json
 import re
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +9,13 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import save_file
 
-from tests.integrations.test_beside_transformers import blocks, e5m2, fp8, gptq, packed, scheme, words, write
-from tests.support.models import IDS, SIZES
-from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from tests.integrations.test_beside_transformers import scheme
+from torch_marlin_metal import convert
 from torch_marlin_metal.checkpoints.errors import NothingPacked
 from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.part import Part
-from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 from torch_marlin_metal.packed_weight import PackedWeight
 
 N, K = 40, 96
@@ -94,6 +90,16 @@ def cases() -> dict[str, tuple]:
         "modelopt FP8_PB_WO": (
             {"weight": E4M3, "weight_scale": one.reshape(1, 1, 1, 1)}, MODELOPT | {"quant_algo": "FP8_PB_WO"},
             wide(E4M3) * float(one),
+        ),
+        "auto-round FP8": (
+            {"weight": E4M3, "weight_scale": ROWS[:, 0], "input_scale": one.reshape(1)},
+            {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static", "bits": 8, "data_type": "fp"},
+            wide(E4M3) * wide(ROWS),
+        ),
+        "auto-round FP8 in blocks": (
+            {"weight": E4M3, "weight_scale_inv": tiles},
+            {"quant_method": "auto-round", "bits": 8, "data_type": "fp", "group_size": [32, 32]},
+            wide(E4M3) * by_block(tiles, 32, 32),
         ),
         "fp8 in blocks": (
             {"weight": E4M3, "weight_scale_inv": tiles},
@@ -289,149 +295,6 @@ def test_floats_beside_scales_of_fp8_stay_floats(tmp_path) -> None:
     one_layer(tmp_path, {"weight": torch.ones(N, K), "weight_scale_inv": torch.ones(1, 1)}, {"quant_method": "fp8"})
     with pytest.raises(NothingPacked, match="all its weights are floats"):
         convert.open_reader(tmp_path)
-
-
-def test_codes_outside_the_layers_are_not_taken_for_values(tmp_path) -> None:
-    write(tmp_path, fp8, MODELOPT | {"quant_algo": "FP8"})
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors[f"{OTHER}_weight_scale"] = tensors.pop(f"{OTHER}.weight_scale")
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(
-        ValueError, match=rf"{OTHER}.weight' holds codes \(F8_E4M3\) with the scales '{OTHER}_weight_scale'"
-    ):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_codes_of_a_method_that_transformers_ignores_are_no_weights(tmp_path) -> None:
-    write(tmp_path, fp8, MODELOPT | {"quant_algo": "FP8_OF_TOMORROW"})
-    with pytest.raises(convert.UnsupportedFormat, match="FP8_OF_TOMORROW"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """GPTQ of 4 bit, one group, version 1."""
-    scale = weight.abs().amax(1, keepdim=True) / 7
-    return {
-        "qweight": words((weight / scale).round() + 8, 4).T.contiguous(),
-        "qzeros": words(torch.full((1, len(weight)), 7), 4),
-        "scales": scale.T.half().contiguous(),
-        "g_idx": torch.zeros(weight.shape[1], dtype=torch.int32),
-    }
-
-
-GPTQ = {"bits": 4, "group_size": -1, "sym": True, "desc_act": False}
-# The part of a matrix of 8 bit, that of one of 4 bit, the settings, and the weight format of 8 bit.
-MIXTURES = {
-    "GPTQ's dynamic": (
-        gptq,
-        four,
-        GPTQ | {"quant_method": "gptq", "dynamic": {"+:.*down.*": {"bits": 8}}},
-        "uint8b128",
-    ),
-    "AutoRound": (
-        gptq,
-        four,
-        GPTQ
-        | {"quant_method": "auto-round", "extra_config": {OTHER: {"bits": 8}}, "packing_format": "auto_round:gptq"},
-        "uint8b128",
-    ),
-    "mixed-precision": (fp8, lambda weight: packed(weight, 4), scheme("mixed-precision", 4), "float8_e4m3"),
-}
-
-
-def mixture(path: Path, eight, other, settings) -> LlamaForCausalLM:
-    """Writes a Llama whose down projections have 8 bits and whose other projections have 4. Returns its floats."""
-    return write(
-        path, lambda weight: (eight if weight.shape[1] == SIZES["intermediate_size"] else other)(weight), settings
-    )
-
-
-def by_load_quantized(path: Path, **options) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-    load_quantized(model, path, progress=False, **options)
-    return model
-
-
-def by_from_pretrained(path: Path, **options) -> LlamaForCausalLM:
-    config = {"quantization_config": MarlinConfig(**options)} if options else {}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **config)
-
-
-@pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_of_widths_stays_packed(name, load, tmp_path) -> None:
-    *parts, weight_format = MIXTURES[name]
-    whole = mixture(tmp_path, *parts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        model = load(tmp_path)
-    assert {layer.mlp.down_proj.weight_format for layer in model.model.layers} == {weight_format}
-    assert {layer.mlp.up_proj.weight_format for layer in model.model.layers} == {"uint4b8"}
-    for layer, exact in zip(model.model.layers, whole.model.layers, strict=True):
-        torch.testing.assert_close(layer.mlp.down_proj.dequantize(), exact.mlp.down_proj.weight, rtol=0.07, atol=1e-3)
-    with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=0.2, atol=0.2)
-
-
-@pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
-def test_a_mixture_with_floats_loads_with_one_warning(load, tmp_path, monkeypatch) -> None:
-    whole = mixture(tmp_path, e5m2, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
-    monkeypatch.setattr("torch_marlin_metal.integrations.transformers.packed_checkpoint.logger.warning", warnings.warn)
-    with pytest.warns(UserWarning, match="have no weight format and became floats") as caught:
-        model = load(tmp_path)
-    (told,) = [str(entry.message) for entry in caught if "weight format" in str(entry.message)]
-    down = [layer.mlp.down_proj for layer in model.model.layers]
-    assert {type(layer) for layer in down} == {torch.nn.Linear}
-    assert {type(layer.mlp.up_proj) for layer in model.model.layers} == {MarlinLinear}
-    for layer, exact in zip(model.model.layers, whole.model.layers, strict=True):
-        torch.testing.assert_close(
-            layer.mlp.down_proj.weight, exact.mlp.down_proj.weight.to(torch.float8_e5m2).float(), rtol=0, atol=0
-        )
-    state = load_file(tmp_path / "model.safetensors")
-    sizes = {name: tensor.nbytes for name, tensor in state.items() if "_proj" in name}
-    eight = sum(size for layer, size in sizes.items() if "down" in layer)
-    held = sum(layer.weight.nbytes for layer in down)
-    share = f"{eight / sum(sizes.values()):.0%}"
-    assert f": {share} of the bytes" in told and "E5M2 weights" in told and f"({share}). They take" in told
-    assert f"{held / 1e6:.3g} MB instead of {eight / 1e6:.3g} MB" in told
-    with pytest.raises(convert.UnsupportedFormat, match=f"layer '{re.escape(OTHER)}'"):
-        load(tmp_path, on_unsupported="error")
-
-
-def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
-    """As a gate that its producer stored in a way of its own."""
-    write(tmp_path, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
-    file = tmp_path / "model.safetensors"
-    state = load_file(file)
-    save_file(
-        state | {"gate.weight": torch.zeros(2, 8).to(torch.float8_e5m2), "gate.weight_scale": torch.ones(2, 1)}, file
-    )
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    model.gate = torch.nn.Linear(8, 2, bias=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report = load_quantized(model, tmp_path, progress=False)
-    (left,) = [layer for layer in report.left if layer.name == "gate"]
-    assert "E5M2 weights" in left.reason and not model.gate.weight.any()
-
-
-EIGHT = {
-    "float-quantized": (fp8, scheme("float-quantized", kind="float")),
-    "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}),
-}
-
-
-@pytest.mark.parametrize("name", EIGHT)
-def test_a_checkpoint_of_8_bit_computes_what_transformers_computes_of_its_floats(name, tmp_path) -> None:
-    write(tmp_path, *EIGHT[name])
-    with restored(), torch.no_grad():
-        want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(IDS).logits
-    for load in (by_load_quantized, by_from_pretrained):
-        model = load(tmp_path)
-        assert model.model.layers[0].mlp.up_proj.weight_format == "float8_e4m3"
-        with torch.no_grad():
-            torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_file_of_comfyui_is_read_by_its_own_name(tmp_path) -> None:

@@ -197,7 +197,7 @@ CASES = {
     "no such layer": (
         Own,
         {"rename": {"model.norm": "norm"}},
-        r"Own has no place for model.layers.3.mlp.down_proj \(4-bit layer\); its own Linear layers are for example "
+        r"Own has no place for model.layers.3.mlp.down_proj \(packed layer\); its own Linear layers are for example "
         r"net.down; ignore=.model.layers.3.mlp.down_proj. leaves",
     ),
     "more tensors": (

@@ -103,7 +103,7 @@ def test_layers_that_stay_are_listed_with_the_reason():
         "narrow": "K = 12 is not a positive multiple of 8",
         "wide": "its weight is torch.float64; expected float16, bfloat16 or float32",
         "attention.out_proj": "NonDynamicallyQuantizableLinear is never called",
-        "attention.in_proj_weight": "a matrix inside MultiheadAttention; only Linear layers become 4 bit",
+        "attention.in_proj_weight": "a matrix inside MultiheadAttention; only Linear layers are packed",
         "normed": "its parameters are bias, weight_g, weight_v (weight_norm, spectral_norm?)",
         "orthogonal": "it is parametrized",
         "infinite": "its weight is not finite",

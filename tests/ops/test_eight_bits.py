@@ -24,7 +24,7 @@ SAMPLE_OF_PLANES = ("uint5b16", "uint6_bias")
 each_wide_format = pytest.mark.parametrize(
     "weight_format",
     [
-        pytest.param(name, marks=pytest.mark.beyond_sample_on_mps)
+        pytest.param(name, marks=pytest.mark.beyond_sample)
         if name in reference.PLANES and name not in SAMPLE_OF_PLANES
         else name
         for name in reference.WIDE

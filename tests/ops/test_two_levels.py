@@ -22,6 +22,8 @@ CASES = [
     ("uint4b8", I8, None, F32, 264, 33, 16, F16),
     ("uint4", U8, U8, F16, 576, 24, 64, BF16),
     ("float4_e2m1", U8, None, BF16, 512, 24, 256, F16),
+    ("uint5_bias", U8, U8, F16, 520, 24, 32, F32),  # as Q5_K
+    ("uint6b32", I8, None, F16, 264, 41, 16, F16),  # as Q6_K
 ]
 
 
@@ -88,7 +90,7 @@ def test_gradients() -> None:
 
 
 @pytest.mark.parametrize(("weight_format", "scales", "zeros", "use_perm"), [
-    ("uint4_bias", U8, U8, True), ("lut4", I8, None, False)])  # fmt: skip
+    ("uint4_bias", U8, U8, True), ("lut4", I8, None, False), ("uint6_bias", U8, U8, True)])  # fmt: skip
 def test_experts(weight_format, scales, zeros, use_perm, device) -> None:
     options = {"scales_dtype": scales, "zeros_dtype": zeros, "super_dtype": F16}
     experts = reference_experts.make_experts(weight_format, 4, 264, 24, 32, use_perm=use_perm, **options)

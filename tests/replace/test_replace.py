@@ -49,6 +49,25 @@ def load_fixture(folder: str, device: str, cls: type[PackedLinear] = PackedLinea
     return model, reference
 
 
+@pytest.mark.parametrize(
+    ("folder", "bits", "weight_format"),
+    [
+        ("gptq/autoround-8bit-asym-g64", 8, "uint8"),
+        ("gptq/autoround-8bit-sym-g32", 8, "uint8b128"),
+        ("gptq_planar/gptqmodel-asym-3bit-g64", 3, "uint4"),
+        ("awq/gptqmodel-gemm-8bit-asym-g64", 8, "uint8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*AWQ of 8 bits")
+def test_other_widths_are_read_as_from_a_file(folder, bits, weight_format, device):
+    model, reference = load_fixture(folder, device, bits=bits)
+    report = replace_linear_layers(model, progress=False)
+    assert [entry.reason for entry in report.layers] == [""]
+    layer = model["layer"]
+    assert (layer.weight_format, layer.b_packed.device.type) == (weight_format, device)
+    assert torch.equal(layer.dequantize().cpu().half(), reference.half())
+
+
 GPTQ = [
     "gptq/autogptq-asym-g128",
     "gptq/autoround-asym-g64-v1-zero0",
@@ -189,7 +208,7 @@ def test_layers_that_cannot_be_read_are_listed_with_the_reason():
     report = replace_linear_layers(model, progress=False)
     reasons = {layer.name: layer.reason for layer in report.left}
     assert reasons == {
-        "eight_bits": "8 bits; the operators take 4",
+        "eight_bits": "state_dict: tensor 'qweight': 4 bits by the shapes do not agree with the settings' 8",
         "adapted": "it has an adapter, which the new layer would lose",
         "spread": "it has an accelerate hook (weights spread over devices)",
         "shuffled": "its package has rearranged the words for its own kernel",

@@ -133,6 +133,6 @@ def test_every_table_that_stays_is_listed():
     left = {layer.name: layer.reason for layer in report.left}
     assert left.keys() == {"positions.weight", "bag.weight"}
     assert left["bag.weight"] == (
-        "a table inside EmbeddingBag; only Linear layers and tables of the vocabulary in an nn.Embedding become 4 bit"
+        "a table inside EmbeddingBag; only Linear layers and tables of the vocabulary in an nn.Embedding are packed"
     )
     assert [layer.name for layer in quantize_model(Tables(), "uint4", 32, progress=False).left] == []

@@ -1,1 +1,1 @@
-"""Reads and writes 4-bit checkpoints. Public as `torch_marlin_metal.convert`."""
+"""Reads and writes checkpoints with packed layers. Public as `torch_marlin_metal.convert`."""

@@ -8,8 +8,8 @@ README = "README.md"
 CARD = """\
 ## Loading
 
-The weights of this model are packed in 4 bit, in the format of `torch_marlin_metal`. Without that package the model
-cannot be loaded. Install it as its README says, then:
+The weights of this model are packed, in the format of `torch_marlin_metal`. Without that package the model cannot be
+loaded. Install it as its README says, then:
 
 ```python
 import torch_marlin_metal.integrations.transformers  # or .diffusers, .sentence_transformers

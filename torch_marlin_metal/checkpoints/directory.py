@@ -213,7 +213,7 @@ def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None
 def read_layers(
     path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any
 ) -> Iterator[PackedWeight | DenseWeight]:
-    """Reads the 4-bit layers of a checkpoint, one at a time.
+    """Reads the packed layers of a checkpoint, one at a time.
 
     Args:
         path: a checkpoint directory or a .gguf file.

@@ -1,12 +1,14 @@
 """Reads weights with one number of 8 bits for each element: E4M3 or int8 `[N, K]` beside scales, in several formats."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.block_scales import MX_BLOCK, mx
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.grouped import SIGN, constant, decoded, packed, spread, unsigned, words_of_codes
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
 from torch_marlin_metal.checkpoints.settings import Settings
@@ -17,6 +19,7 @@ E4M3, E5M2, INT8 = "F8_E4M3", "F8_E5M2", "I8"
 EXPONENTS = ("U8", "F8_E8M0")
 NAN_EXPONENT = 255  # E8M0 of the OCP Microscaling specification
 INPUT_SCALE = "pre_quant_scale"  # ModelOpt: for each column of K
+SCALES_INPUT = f"it scales its input ({INPUT_SCALE}), which the operators do not"
 
 
 def read_bytes(
@@ -60,25 +63,34 @@ def read_bytes(
         codes, weight_format = codes ^ SIGN[8], "uint8b128"
         if zero in layer and not constant(zeros := layer.read(zero), 0):
             points, weight_format = _zero_points(layer, zero, zeros, group_size, (N, K)), "uint8"
-    words = words_of_codes(codes, 8)
 
-    def floats() -> Tensor:
+    def rows(which: slice) -> Tensor:
+        own, scale = codes[which], factors[:, which]
         if kind == E5M2:
-            values = codes.view(torch.float8_e5m2).float() * spread(factors.float(), K, group_size).t()
+            values = own.view(torch.float8_e5m2).float() * spread(scale.float(), K, group_size).t()
         else:
-            values = decoded(words, weight_format, K, group_size, factors, points)
-        if INPUT_SCALE in layer:
-            layer.expect(INPUT_SCALE, FLOATS, K)
-            values *= layer.read(INPUT_SCALE).float()
-        return values
+            zeros = None if points is None else points[:, which]
+            values = decoded(words_of_codes(own, 8), weight_format, K, group_size, scale, zeros)
+        return values if columns is None else values * columns
 
+    columns = input_scale(layer, K)
+    floats = partial(FloatRows, N, K, rows)
     if kind == E5M2:
         raise layer.unsupported("E5M2 weights, which have no weight format", floats)
-    if INPUT_SCALE in layer:
-        raise layer.unsupported("it scales its input (pre_quant_scale), which the operators do not", floats)
+    if columns is not None:
+        raise layer.unsupported(SCALES_INPUT, floats)
+    words = words_of_codes(codes, 8)
     if dtype in EXPONENTS and group_size == MX_BLOCK and kind == E4M3 and K % 8 == 0:
         return mx(words, stored.view(torch.uint8), "mxfp8", layer.bias(N), source)
     return packed(layer, words, weight_format, group_size, factors, points, source=source, K=K)
+
+
+def input_scale(layer: Layer, K: int) -> Tensor | None:
+    """Returns the factors of a layer's inputs `[K]` in fp32, or None."""
+    if INPUT_SCALE not in layer:
+        return None
+    layer.expect(INPUT_SCALE, FLOATS, K)
+    return layer.read(INPUT_SCALE).float()
 
 
 def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
@@ -137,7 +149,11 @@ def _stated_blocks(settings: Settings) -> list[tuple[int, int]]:
     """Returns the rows and columns that share a scale, as the settings state them; there may be several."""
     groups = settings.section("config_groups")
     weights = [groups.section(name).section("weights") for name in groups]
-    found: list[Any] = [settings.get("weight_block_size"), *(own.get("block_structure") for own in weights)]
+    found: list[Any] = [
+        settings.get("weight_block_size"),
+        settings.get("group_size"),
+        *(own.get("block_structure") for own in weights),
+    ]
     found += [[1, own.get("group_size")] for own in weights]
     sizes = [size for size in found if isinstance(size, list) and len(size) == 2]
     return [(size[0], size[1]) for size in sizes if all(type(n) is int and n > 0 for n in size)]

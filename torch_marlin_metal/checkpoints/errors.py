@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 
 
 class CheckpointError(ValueError):
@@ -21,11 +21,11 @@ class UnsupportedFormat(CheckpointError):
     """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
 
     Attributes:
-        dequantize: a function that returns the layer's weight as fp32 `[N, K]`; None if the weight cannot be decoded.
+        dequantize: a function that returns the layer's weight as floats; None if the weight cannot be decoded.
         kind: what layers that are refused for the same reason have in common, such as "Q6_K".
     """
 
-    def __init__(self, message: str, dequantize: Callable[[], Tensor] | None = None, kind: str = "") -> None:
+    def __init__(self, message: str, dequantize: Callable[[], FloatRows] | None = None, kind: str = "") -> None:
         super().__init__(message)
         self.dequantize = dequantize
         self.kind = kind

@@ -1,6 +1,5 @@
 """Converts packed layers to the formats of other programs. Refuses layers that a format cannot hold exactly."""
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -133,14 +132,13 @@ class GptqExporter:
 
     def settings(self) -> dict[str, Any]:
         """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the commonest kind."""
-        kinds = {name: (bits, size) for name, (bits, size) in self.layers.items()}  # a journal restores lists
-        bits, group_size = common = Counter(kinds.values()).most_common(1)[0][0]
+        bits, group_size = common = Counter(self.layers.values()).most_common(1)[0][0]
         settings: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
         settings |= {"pack_dtype": "int32", "desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
         settings["checkpoint_format"] = {1: "gptq", 2: "gptq_v2"}[self.version]
         others = {
             name: {"group_size": own[1]} | ({} if own[0] == bits else {"bits": own[0]})
-            for name, own in kinds.items()
+            for name, own in self.layers.items()
             if own != common
         }
         if others:
@@ -189,7 +187,7 @@ class AwqExporter:
 class CompressedTensorsExporter:
     """Converts layers to compressed-tensors' formats: integers, E4M3, MXFP8, NVFP4 or MXFP4, also mixed in a model."""
 
-    layers: dict[str, str] = field(default_factory=dict)  # layer's name -> JSON of its (format, scheme)
+    layers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # layer's name -> (format, items of its scheme)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
         """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
@@ -244,7 +242,7 @@ class CompressedTensorsExporter:
         return tensors | {"weight_scale": scales, "weight_global_scale": divisor}
 
     def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
-        self.layers[weight.name] = json.dumps([format_name, scheme])
+        self.layers[weight.name] = (format_name, tuple(scheme.items()))
 
     @property
     def has_layers(self) -> bool:
@@ -252,10 +250,10 @@ class CompressedTensorsExporter:
 
     def settings(self) -> dict[str, Any]:
         """Returns compressed-tensors' keys; the targets of each scheme are the names of its layers."""
-        names_of: dict[str, list[str]] = {}
+        names_of: dict[tuple[str, Any], list[str]] = {}
         for name, key in self.layers.items():
             names_of.setdefault(key, []).append(name)
-        groups = [(*json.loads(key), names) for key, names in names_of.items()]
+        groups = [(format_name, dict(scheme), names) for (format_name, scheme), names in names_of.items()]
         formats = {format_name for format_name, _, _ in groups}
         return {
             "quant_method": "compressed-tensors",

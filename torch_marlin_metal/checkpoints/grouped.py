@@ -4,10 +4,12 @@ Codes of 1 to 3 bits become codes of 4 bits, and those of 7 bits become codes of
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.words import transposed
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS
@@ -63,9 +65,12 @@ def packed(
     fmt = find_format(weight_format)
     K = K or len(words) * fmt.codes_per_word
 
-    def dequantize() -> Tensor:
-        values = decoded(words, weight_format, K, group_size, scales, zeros, lut=lut, high=high)
+    def rows(which: slice) -> Tensor:
+        own, upper = (None if one is None else one[:, which] for one in (zeros, high))
+        values = decoded(words[:, which], weight_format, K, group_size, scales[:, which], own, lut=lut, high=upper)
         return values if perm is None else torch.empty_like(values).index_copy_(1, perm.long(), values)
+
+    dequantize = partial(FloatRows, words.shape[1], K, rows)
 
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)

@@ -65,9 +65,9 @@ class Journal:
         self.items = line["items"]
         for name, value in line["exporter"].items():
             if isinstance(value, dict):
-                self.exporter.setdefault(name, {}).update(value)
+                self.exporter.setdefault(name, {}).update({key: _tuples(one) for key, one in value.items()})
             else:
-                self.exporter[name] = value
+                self.exporter[name] = _tuples(value)
 
     def _growth(self, exporter: Any) -> dict[str, Any]:
         """Returns the exporter's fields. Dictionaries only grow, so for them it returns only the new entries."""
@@ -101,6 +101,11 @@ class Journal:
     def close(self) -> None:
         """Releases the lock and keeps the directory."""
         self.stream.close()
+
+
+def _tuples(value: Any) -> Any:
+    """Returns a value with tuples in the place of lists: JSON has only lists, and exporters have only tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool) -> Journal:

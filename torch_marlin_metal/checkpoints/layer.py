@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import FLOAT8, Slice, TensorInfo
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 
 FLOATS = ("F16", "BF16", "F32")
 
@@ -109,6 +110,6 @@ class Layer:
         """Makes the error that names the role's tensor and its file."""
         return self.checkpoint.error(self.roles[role], message)
 
-    def unsupported(self, reason: str, dequantize: Callable[[], Tensor] | None = None) -> UnsupportedFormat:
+    def unsupported(self, reason: str, dequantize: Callable[[], FloatRows] | None = None) -> UnsupportedFormat:
         """Makes the error that refuses this layer; `dequantize` decodes the layer for callers who want floats."""
         return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize, reason)

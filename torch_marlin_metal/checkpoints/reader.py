@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.part import Part
@@ -25,7 +26,7 @@ class DenseWeight:
 
     Attributes:
         name: the layer's name in the model, without ".weight".
-        weight: fp32 `[N, K]`, as `torch.nn.Linear` holds it.
+        values: the weight, which is decoded when it is needed.
         bias: `[N]` or None.
         reason: why the layer is not a `PackedWeight`.
         kind: what layers with the same reason have in common, such as "Q6_K".
@@ -38,14 +39,27 @@ class DenseWeight:
     """
 
     name: str
-    weight: Tensor
+    values: FloatRows
     bias: Tensor | None
     reason: str
     kind: str = ""
 
+    @property
+    def weight(self) -> Tensor:
+        """Returns the weight in fp32 `[N, K]`, as `torch.nn.Linear` holds it."""
+        return self.values.values()
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight as `[K, N]`, like `PackedWeight.dequantize`."""
-        return self.weight.t().to(dtype)
+        return self.values.values(dtype).t()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a layer cannot be packed: the sentence, and `DenseWeight.kind`."""
+
+    reason: str
+    kind: str
 
 
 class CheckpointReader(ABC):
@@ -78,10 +92,11 @@ class CheckpointReader(ABC):
         self.path = path
         self.options = options
         self.metadata, self.tensors = {}, {}
+        self._tried: dict[int, PackedWeight] = {}
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Returns the names of the 4-bit layers in the order of the files."""
+        """Returns the names of the packed layers in the order of the files."""
 
     @abstractmethod
     def convert(self, index: int) -> PackedWeight:
@@ -158,8 +173,35 @@ class CheckpointReader(ABC):
             if converted is not None:
                 yield converted
 
+    def refusals(self, indexes: Iterable[int]) -> dict[int, Refusal]:
+        """Finds the layers that cannot be packed but decoded. Reads one layer of each kind, and keeps it for `read`.
+
+        Raises:
+            UnsupportedFormat: a layer can neither be packed nor decoded.
+        """
+        kinds: dict[Hashable, Refusal | None] = {}
+        found: dict[int, Refusal] = {}
+        for index in indexes:
+            kind = self.kind(index)
+            if kind not in kinds:
+                kinds[kind] = self._try(index)
+            if (refusal := kinds[kind]) is not None:
+                found[index] = refusal
+        return found
+
+    def _try(self, index: int) -> Refusal | None:
+        try:
+            self._tried[index] = self.convert(index)
+        except UnsupportedFormat as error:
+            if error.dequantize is None:
+                raise
+            return Refusal(str(error), error.kind or str(error))
+        return None
+
     def read(self, index: int) -> PackedWeight | DenseWeight | None:
         """Reads the layer at an index; returns None if it is left out (`on_unsupported="skip"`)."""
+        if (tried := self._tried.pop(index, None)) is not None:
+            return tried
         try:
             return self.convert(index)
         except UnsupportedFormat as error:
@@ -177,6 +219,6 @@ class CheckpointReader(ABC):
         return None
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) for everything outside the 4-bit layers: embeddings, norms, dense layers."""
+        """Yields (name, tensor) for everything outside the packed layers: embeddings, norms, dense layers."""
         for name, read, _ in self.others():
             yield name, read()

@@ -1,4 +1,4 @@
-"""Prepares a model with packed 4-bit weights for the training of adapters."""
+"""Prepares a model with packed weights for the training of adapters."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""An embedding whose table stays in 4 bit."""
+"""An embedding whose table stays packed."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ _embedding = torch.ops.torch_marlin_metal.embedding.default
 
 
 class MarlinEmbedding(MarlinLinear):
-    """`nn.Embedding` with a packed 4-bit table, looked up by `torch.ops.torch_marlin_metal.embedding`.
+    """`nn.Embedding` with a packed table, looked up by `torch.ops.torch_marlin_metal.embedding`.
 
     The table is stored like the weight of a `MarlinLinear` with K = `embedding_dim` inputs and N = `num_embeddings`
     outputs, so that an output head that is tied to the embedding can use the same tensors. Tensors, state_dict,

@@ -1,4 +1,4 @@
-"""The experts of a mixture with packed 4-bit weights. The host never waits for the device to tell which are used."""
+"""The experts of a mixture with packed weights. The host never waits for the device to tell which are used."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A Linear layer whose weight stays in 4 bit."""
+"""A Linear layer whose weight stays packed."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _gemm_fp32 = torch.ops.torch_marlin_metal.gemm_fp32.default
 
 
 class MarlinLinear(PackedLayer):
-    """`nn.Linear` with a packed 4-bit weight: `y = a @ w.T + bias`, computed by `torch.ops.torch_marlin_metal.gemm`.
+    """`nn.Linear` with a packed weight: `y = a @ w.T + bias`, computed by `torch.ops.torch_marlin_metal.gemm`.
 
     The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory. `from_linear` and
     `from_packed` make layers with weights. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 
 NO_TENSOR = (
-    "got the weight of a packed 4-bit layer, which has only dtype, device, shape, ndim, size(), dim(), numel() and "
+    "got the weight of a packed layer, which has only dtype, device, shape, ndim, size(), dim(), numel() and "
     "requires_grad; call the layer, or layer.dequantize() for the values"
 )
 # Python looks for these on the class, so `__getattr__` cannot answer for them.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.load.row_tensor import RowError, RowTensor, stand_ins
@@ -93,8 +94,8 @@ class ConvertedReader(CheckpointReader):
             self._latest = None
         return weight if whole else weight.columns(rows)
 
-    def _floats(self, index: int) -> Tensor:
-        return self._values(self._layers[index][1])
+    def _floats(self, index: int) -> FloatRows:
+        return FloatRows.of(self._values(self._layers[index][1]))
 
     def _values(self, tensor: RowTensor) -> Tensor:
         """Reads the rows of a stand-in as floats `[N, K]`."""
@@ -105,7 +106,7 @@ class ConvertedReader(CheckpointReader):
             except UnsupportedFormat as error:
                 if error.dequantize is None:
                     raise
-                values = error.dequantize()
+                values = error.dequantize().values()
             parts.append(values[rows])
         return torch.cat(parts)
 

@@ -70,6 +70,8 @@ class Door:
         unused: tells which tensors the model's class leaves out, for a host library.
         reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
             means False at a door without this choice.
+        parts: whether the process loads only its parts of layers. Then no whole layer is read to find out what becomes
+            floats, and the warning about it comes after the load.
         device_of: the device of a loaded module; None means that of the replaced one, or the CPU for the meta device.
         dtype: dtype of floating tensors that are not packed; None means that of the replaced ones.
         progress: whether to show a progress bar.
@@ -85,6 +87,7 @@ class Door:
     hosted: bool = False
     unused: Callable[[str], bool] = lambda name: False
     reinitializes: bool | None = None
+    parts: bool = False
     device_of: Callable[[str], torch.device | None] = lambda name: None
     dtype: torch.dtype | None = None
     progress: bool = True

@@ -1,15 +1,15 @@
 """Carries out the plan of a load: placeholders first, then packed layers one at a time."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.safetensors import keep_file_open
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.layers.experts import ExpertWeights, StackError
@@ -18,8 +18,8 @@ from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
 from torch_marlin_metal.load.placeholder import PendingExperts, PendingLinear
 from torch_marlin_metal.load.places import ExpertsPlace, Place, Spot
-from torch_marlin_metal.load.plan import EXCLUDED, plan_load
-from torch_marlin_metal.load.share import FloatShare
+from torch_marlin_metal.load.plan import EXCLUDED, SCALES, plan_load
+from torch_marlin_metal.load.share import FloatShare, planned_share
 from torch_marlin_metal.load.unset import initialize
 from torch_marlin_metal.models.decode_experts import decode_experts
 from torch_marlin_metal.models.empty_model import (
@@ -66,7 +66,22 @@ class Loader:
             warn(f"{door.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
         self.changes = Changes(model)
         self._back: list[Target] = []
-        self._share = FloatShare(reader)
+        self._planned, self._late = planned_share(self.plan, reader, door), FloatShare(reader)
+        self._warn_of_floats()
+
+    def _warn_of_floats(self) -> None:
+        """Says what will become floats other than by choice."""
+        for place in self.plan.places:
+            if place.dense and not (place.dense.endswith(EXCLUDED) or place.no_layer):
+                self._warn(f"{place.spot.name} is decoded to floats: {place.dense}")
+        for experts in self.plan.experts.values():
+            if experts.dense and experts.dense != EXCLUDED:
+                self._warn(f"{experts.target.name} is decoded to floats: {experts.dense}")
+        self._tell(self._planned)
+
+    def _tell(self, share: FloatShare) -> None:
+        if told := share.sentence():
+            self._warn(f"{self._door.op}: {told}")
 
     def place(self) -> None:
         """Puts placeholders into the model, so that a host library neither reports nor makes the packed weights."""
@@ -93,34 +108,19 @@ class Loader:
             self._begin_split(split)
         report: list[LayerReport] = []
         total = len(plan.places) + len(plan.experts)
-        bar = tqdm(total=total, desc="Loading 4-bit layers", unit="layer", disable=not self._door.progress)
-        try:
-            with bar, keep_file_open():
-                for experts in plan.experts.values():
-                    report.append(self._fill_experts(experts))
-                    bar.update()
-                for place in sorted(plan.places, key=lambda place: place.index):
-                    with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
-                        report += self._fill(place, split)
-                    bar.update()
-        except UnsupportedFormat as error:
-            raise self._all_unsupported(error, sorted(used)) from error
+        bar = tqdm(total=total, desc="Loading packed layers", unit="layer", disable=not self._door.progress)
+        with bar, keep_file_open():
+            for experts in plan.experts.values():
+                report.append(self._fill_experts(experts))
+                bar.update()
+            for place in sorted(plan.places, key=lambda place: place.index):
+                with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
+                    report += self._fill(place, split)
+                bar.update()
         self._complete()
-        if told := self._share.sentence():
-            self._warn(f"{self._door.op}: {told}")
+        self._tell(self._late)
+        report += [LayerReport(name, "", reason=why) for name, why in plan.left_out.items() if why == SCALES]
         return report
-
-    def _all_unsupported(self, first: UnsupportedFormat, indexes: Iterable[int]) -> UnsupportedFormat:
-        """Returns the error of the first layer that is refused, with the kinds of all. Reads all layers once more."""
-        share = FloatShare(self._reader)
-        for index in indexes:
-            try:
-                self._reader.convert(index)
-            except UnsupportedFormat as error:
-                share.add(index, error.kind or str(error), 0)
-            except CheckpointError:
-                continue  # the first refusal is what the caller needs to know
-        return UnsupportedFormat(f"{first}; refused are {share.refusal()}", first.dequantize, first.kind)
 
     def _complete(self) -> None:
         """Lets the classes of modules that came back into the model compute what they have beside the weight."""
@@ -186,13 +186,9 @@ class Loader:
             yield from self._reinitialize(place)
         elif isinstance(weight, DenseWeight) or place.dense:
             reason = place.dense or getattr(weight, "reason", "")
-            chosen = place.dense.endswith(EXCLUDED)
-            if place.dense and not (chosen or place.no_layer):
-                self._warn(f"{spot.name} is decoded to floats: {reason}")
             values = self._decode(place, weight, device)
-            if not chosen and (isinstance(weight, DenseWeight) or place.no_layer):
-                kind = weight.kind if isinstance(weight, DenseWeight) else type(spot.target.module).__name__
-                self._share.add(place.index, kind, values.nbytes)
+            if isinstance(weight, DenseWeight) and not place.dense.endswith(EXCLUDED):
+                self._add_late(place.index, weight.kind, values.nbytes)
             for one in place.spots():
                 why = reason if one is spot else f"its weight is that of {spot.name}"
                 yield self._report(one, one.target.module, why)
@@ -203,9 +199,15 @@ class Loader:
                 shared = replace(first.to_packed(), bias=user.target.module._parameters.get("bias"))
                 yield self._report(user, self._pack(user, shared, first.b_packed.device))
 
+    def _add_late(self, index: int, kind: str, held: int) -> None:
+        """Notes a layer that became floats although the headers did not say so."""
+        if index not in self._planned.indexes:
+            self._late.add(index, kind, held)
+
     def _has_size(self, spot: Spot, weight: PackedWeight | DenseWeight) -> bool:
         """Returns whether a weight has the size of its place, or raises an error if the door stops at other sizes."""
-        found = list(weight.weight.shape) if isinstance(weight, DenseWeight) else [weight.N, weight.K]
+        size = weight.values if isinstance(weight, DenseWeight) else weight
+        found = [size.N, size.K]
         old, shape = self._held(spot.target), spot.shape
         expected = [shape.N, shape.K] if shape is not None else found if old is None else list(old.shape)
         where = misfit(spot.name, expected, found)
@@ -265,12 +267,14 @@ class Loader:
                 f"{door.op}: layer {target.name!r}: expected a layer with a weight to decode into, got "
                 f"{type(module).__name__}"
             )
-        rows = weight.dequantize(door.dtype or old.dtype)
-        values = rows if is_transposed(module) else rows.T.contiguous()
+        rows = weight.values if isinstance(weight, DenseWeight) else FloatRows.of(weight)
         place_on, held = device or real_device(old.device), module._parameters.get("bias")
+        sizes = (rows.K, rows.N) if is_transposed(module) else (rows.N, rows.K)
+        values = torch.empty(sizes, dtype=door.dtype or old.dtype, device=place_on)
+        rows.write(values.T if is_transposed(module) else values)
         bias = fit_bias(door.op, target.name, held, weight.bias)
         self._put(target, module)
-        shared = self.changes.set_parameter(module, "weight", values.to(place_on), old)
+        shared = self.changes.set_parameter(module, "weight", values, old)
         if bias is not None and held is not None:
             self.changes.set_parameter(module, "bias", bias.to(place_on, door.dtype or held.dtype), held)
         for user in place.users:
@@ -321,7 +325,7 @@ class Loader:
         def became_floats(reason: str, inner: str, kind: str, held: int) -> None:
             reasons[inner] = reason
             if inner in experts.indexes and reason != EXCLUDED:
-                self._share.add(experts.indexes[inner], kind or reason, held)
+                self._add_late(experts.indexes[inner], kind or reason, held)
 
         with torch.inference_mode(False):
             stack = experts.layers.pack(read, door.dtype, became_floats)
@@ -348,16 +352,17 @@ class Loader:
             )
         if isinstance(weight, PackedWeight):
             return fit_weight(door.op, name, shape, weight, device=device, dtype=door.dtype)
-        if reason := misfit(name, [shape.N, shape.K], list(weight.weight.shape)):
+        if reason := misfit(name, [shape.N, shape.K], [weight.values.N, weight.values.K]):
             raise ModelMismatchError(f"{door.op}: {reason}")
         held = fit_bias(door.op, name, shape.bias, weight.bias)
-        return replace(weight, weight=weight.weight.to(device), bias=None if held is None else held.to(device))
+        return replace(weight, values=weight.values.to(device), bias=None if held is None else held.to(device))
 
     @staticmethod
     def _float_expert(name: str, experts: ExpertsPlace, inner: str) -> DenseWeight:
         """Reads a layer of an expert that the checkpoint has in floats."""
         values, bias = experts.floats[inner]
-        return DenseWeight(name, values(), None if bias is None else bias(), "floats in the checkpoint")
+        rows = FloatRows.of(values())
+        return DenseWeight(name, rows, None if bias is None else bias(), "floats in the checkpoint")
 
     def _decode_experts(self, experts: ExpertsPlace) -> None:
         """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""
@@ -365,8 +370,6 @@ class Loader:
         module, path = target.module, self._reader.path
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         dtypes = {name: door.dtype or tensor.dtype for name, tensor in held.items()}
-        if experts.dense != EXCLUDED:
-            self._warn(f"{target.name} is decoded to floats: {experts.dense}")
 
         def read(inner: str) -> PackedWeight | DenseWeight:
             if inner in experts.floats:

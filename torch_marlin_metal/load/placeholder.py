@@ -35,7 +35,7 @@ class PendingLinear(nn.Module):
 
     def forward(self, a: Tensor) -> NoReturn:
         """Raises an error, because the model is not loaded yet."""
-        raise RuntimeError("a model was used before its 4-bit layers were loaded")
+        raise RuntimeError("a model was used before its packed layers were loaded")
 
 
 class PendingExperts(nn.Module):
@@ -43,4 +43,4 @@ class PendingExperts(nn.Module):
 
     def forward(self, *args: Tensor) -> NoReturn:
         """Raises an error, because the model is not loaded yet."""
-        raise RuntimeError("a model was used before its 4-bit experts were loaded")
+        raise RuntimeError("a model was used before its packed experts were loaded")

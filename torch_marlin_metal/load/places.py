@@ -96,6 +96,7 @@ class LoadPlan:
         places: the packed layers outside mixtures.
         experts: the experts of mixtures, by the name of their module.
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
+        unused: those of them that are scales of quantized activations or caches.
         settled: modules whose ties to another module the loader carries out instead of a host library.
         floats: the tensors that this package loads, or None if a host library does it.
         unknown_settings: keys of a GGUF file whose meaning for the model is not known.
@@ -106,6 +107,7 @@ class LoadPlan:
     places: list[Place] = field(default_factory=list)
     experts: dict[str, ExpertsPlace] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)
     floats: list[FloatTensor] | None = None
     initialized: list[str] = field(default_factory=list)

@@ -29,6 +29,9 @@ from torch_marlin_metal.patterns import check_patterns, selects
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 EXCLUDED = "excluded: decoded to floats"
+# Scales of ModelOpt and compressed-tensors for a quantized cache, and of torchao for quantized activations.
+UNUSED = (".k_scale", ".v_scale", ".output_scale", ".act_quant_scale", ".output_act_quant_scale")
+SCALES = "scales of quantized activations or caches, which stay floats here"
 EXAMPLES = 3  # the model's own layers that an error names
 
 
@@ -88,15 +91,28 @@ class _Planner:
         check_patterns(self._door.op, excludable, **{self._door.exclude_argument: self._door.exclude})
         for place in plan.places:
             place.dense = self._why_dense(place)
+        self._leave_scales_out()
         if self._door.hosted:
             self._refuse_codes()
         else:
             self._float_tensors()
         return plan
 
+    def _leave_scales_out(self) -> None:
+        """Leaves out scales of quantized activations and caches, which are floats here."""
+        tensors = ModelTensors(self._model)
+        plan = self._plan
+        plan.unused = [
+            name for name, _, _ in self._others if name.endswith(UNUSED) and (self._find(name) or "") not in tensors
+        ]
+        if plan.unused:
+            endings = ", ".join(sorted({f"*.{name.rpartition('.')[2]}" for name in plan.unused}))
+            plan.left_out[f"{endings} ({len(plan.unused)} tensors)"] = SCALES
+            self._others = [other for other in self._others if other[0] not in set(plan.unused)]
+
     def _refuse_codes(self) -> None:
         """Refuses codes of 8 bits outside the layers: the host library would take them for the values."""
-        names = [name for name, _, _ in self._others]
+        names = [name for name, _, _ in self._others if "scale" in name]
         for source, _, dtype in self._others:
             if dtype not in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
                 continue
@@ -140,7 +156,7 @@ class _Planner:
         if absent and not self._plan.places and not self._plan.experts:  # then the names as a whole do not fit
             lost |= absent
         if lost:
-            raise self._no_place([f"{source} (4-bit layer)" for source in lost], next(iter(lost.values())))
+            raise self._no_place([f"{source} (packed layer)" for source in lost], next(iter(lost.values())))
         self._plan.left_out |= dict.fromkeys(absent, f"{type(self._model).__name__} has no such part")
 
     def _no_place(self, lost: list[str], example: str) -> ModelMismatchError:
@@ -260,7 +276,7 @@ class _Planner:
             weight = getattr(module, "weight", None)
             if not isinstance(weight, Tensor) or weight.dim() != 2:
                 raise self._error(
-                    f"layer {spot.name!r}: expected nn.Linear in the model for a 4-bit layer, got "
+                    f"layer {spot.name!r}: expected nn.Linear in the model for a packed layer, got "
                     f"{type(module).__name__}"
                 )
         if reason and spot is place.spot and self._reader.options.on_unsupported == "error":

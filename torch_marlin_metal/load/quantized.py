@@ -1,4 +1,4 @@
-"""Loads a checkpoint of 4-bit layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
+"""Loads a checkpoint of packed layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
 
 import os
 import warnings
@@ -41,7 +41,7 @@ def load_quantized(
 ) -> Report:
     """Loads a checkpoint into a model.
 
-    Every 4-bit layer becomes a `MarlinLinear`; every other tensor is loaded under its name.
+    Every packed layer becomes a `MarlinLinear`; every other tensor is loaded under its name.
 
     The experts of a mixture, which transformers stacks in `gate_up_proj` and `down_proj`, become one `MarlinExperts`.
     Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
@@ -103,6 +103,7 @@ def load_quantized(
         exclude=exclude,
         ignore=ignore,
         keep=keep,
+        parts=split is not None,
         device_of=lambda name: place,
         dtype=dtype,
         progress=progress,
@@ -117,7 +118,7 @@ def load_all(
 
     Arguments are those of `Loader`, of `Loader.fill` and of `load_quantized`.
     """
-    report = Report("load 4-bit layers", bytes_before=module_bytes(model))
+    report = Report("load packed layers", bytes_before=module_bytes(model))
     loader = Loader(model, reader, door, partial(warnings.warn, stacklevel=3))
     try:
         loader.place()

@@ -1,19 +1,33 @@
-"""Counts the matrices of a checkpoint that become floats, because no weight format holds them."""
+"""Finds and counts the matrices of a checkpoint that become floats, because no weight format holds them."""
 
+from collections.abc import Iterator
+from typing import Any
+
+from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.places import ExpertsPlace, LoadPlan, Spot
+from torch_marlin_metal.load.plan import EXCLUDED
+from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.patterns import selects
 
 MB = 1e6
 SMALL = 0.01  # share of the bytes that needs no warning: routers of mixtures, which mlx-lm stores in 8 bit
 
 
 class FloatShare:
-    """The layers of a checkpoint that were decoded to floats, by their kind."""
+    """The layers of a checkpoint that are decoded to floats, by their kind.
+
+    Attributes:
+        indexes: the layers' indexes in the reader.
+    """
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._stored: dict[str, int] = {}
         self._held = 0
+        self.indexes: set[int] = set()
 
     def add(self, index: int, kind: str, held: int) -> None:
         """Notes a layer.
@@ -25,15 +39,16 @@ class FloatShare:
         """
         self._stored[kind] = self._stored.get(kind, 0) + self._reader.stored_bytes(index)
         self._held += held
+        self.indexes.add(index)
 
     def sentence(self) -> str:
-        """Returns a sentence about layers that became floats, with their size; or "" if their share is small."""
+        """Returns a sentence about layers that become floats, with their size; or "" if their share is small."""
         stored, total = self._sizes()
         if stored < SMALL * total:
             return ""
         return (
             f"{self._reader.path}: {stored / total:.0%} of the bytes of its matrices have no weight format and "
-            f"became floats: {self._kinds(total)}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
+            f"become floats: {self._kinds(total)}. They take {self._held / MB:.3g} MB instead of {stored / MB:.3g} MB; "
             f"{typed('on_unsupported', 'error')} refuses them"
         )
 
@@ -49,3 +64,55 @@ class FloatShare:
 
     def _kinds(self, total: int) -> str:
         return ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))
+
+
+def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> FloatShare:
+    """Returns the layers that will become floats, before they are loaded. Reads one layer of each kind.
+
+    Layers that become floats by the caller's choice do not count.
+
+    Raises:
+        UnsupportedFormat: a layer cannot be packed, and cannot be decoded or `on_unsupported` is "error".
+    """
+    share = FloatShare(reader)
+    if door.parts or reader.options.on_unsupported == "skip":
+        return share
+    places = [place for place in plan.places if not place.dense.endswith(EXCLUDED)]
+    experts = [one for one in plan.experts.values() if not one.dense]
+    indexes = [place.index for place in places] + [index for one in experts for index in one.indexes.values()]
+    refused = reader.refusals(sorted(indexes))
+    for place in places:
+        if place.index in refused:
+            share.add(place.index, refused[place.index].kind, _float_bytes(place.spot, door))
+        elif place.no_layer:
+            share.add(place.index, type(place.spot.target.module).__name__, _float_bytes(place.spot, door))
+    for one in experts:
+        for index, kind, shape in _float_experts(one, {index: each.kind for index, each in refused.items()}, door):
+            share.add(index, kind, shape.N * shape.K * (door.dtype or shape.dtype).itemsize)
+    if refused and reader.options.on_unsupported == "error":
+        first = min(refused)
+        way = f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
+        raise UnsupportedFormat(f"{refused[first].reason}; {way}; refused are {share.refusal()}")
+    return share
+
+
+def _float_bytes(spot: Spot, door: Door) -> int:
+    """Returns the bytes of the floats in a module."""
+    if spot.shape is not None:
+        return spot.shape.N * spot.shape.K * (door.dtype or spot.shape.dtype).itemsize
+    weight: Any = spot.target.module.weight
+    return int(weight.numel() * (door.dtype or weight.dtype).itemsize)
+
+
+def _float_experts(
+    experts: ExpertsPlace, refused: dict[int, str], door: Door
+) -> Iterator[tuple[int, str, LinearShape]]:
+    """Yields the index, the kind and the shape of the layers in stacks of which one layer cannot be packed."""
+    every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
+    for names in zip(*every, strict=True):
+        indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}
+        kinds = [refused[index] for index in indexes.values() if index in refused]
+        if not kinds or any(selects(door.exclude, f"{experts.target.name}.{name}") for name in names):
+            continue
+        for name, index in indexes.items():
+            yield index, refused.get(index, f"experts beside {kinds[0]}"), experts.shapes[name]

@@ -47,7 +47,7 @@ def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
     packs = "Linear layers"
     if isinstance(module, TABLES):
         what, packs = "a table", "Linear layers and tables of the vocabulary in an nn.Embedding"
-    reason = f"{what} inside {kind}; only {packs} become 4 bit"
+    reason = f"{what} inside {kind}; only {packs} are packed"
     return LayerReport(name, kind, (shape[-2], shape[-1]), bytes_before=tensor.nbytes, reason=reason)
 
 

@@ -26,7 +26,10 @@ def decode_experts(
         StackError: a weight does not have the sizes of the model's experts.
     """
     for number, (name, shape) in enumerate(zip(WEIGHTS, layers.shapes, strict=True)):
-        values = torch.empty(layers.count, shape.N, shape.K, dtype=dtypes[name], device="cpu")
+        transposed = bool(getattr(layers.gate_module, "is_transposed", False))
+        sizes = (shape.K, shape.N) if transposed else (shape.N, shape.K)
+        stack = torch.empty(layers.count, *sizes, dtype=dtypes[name], device="cpu")
+        values = stack.mT if transposed else stack
         biases = (
             None
             if shape.bias is None
@@ -44,6 +47,6 @@ def decode_experts(
             values[index] = rows
             if biases is not None:
                 biases[index] = layers.join(number, given)
-        yield name, values.mT.contiguous() if getattr(layers.gate_module, "is_transposed", False) else values
+        yield name, stack
         if biases is not None:
             yield f"{name}_bias", biases

@@ -225,16 +225,17 @@ def replace_linear_layers(
     checkpoint_version: int | None = None,
     rule: ZerosRule | None = None,
 ) -> Report:
-    """Replaces the 4-bit layers of other packages in a loaded model, in place and without loss.
+    """Replaces the packed layers of other packages in a loaded model, in place and without loss.
 
-    Layers are recognised by their tensors, shapes and class names: GPTQ (GPTQModel, AutoGPTQ, optimum), AWQ gemm, gemv
-    and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (int4, NVFP4, MXFP4), bitsandbytes Linear4bit, HQQLinear,
-    transformers' MetalLinear, and diffusers' GGUFLinear. An int4 layer whose zero points are all 8 becomes uint4b8, any
-    other int4 layer uint4. A layer that cannot be read, or whose tensors another module also uses, is not replaced, and
-    the report gives the reason. The report also lists layers with packed weights of other kinds, such as those of
-    torchao and quanto, and the experts of mixtures, which are not replaced. `quantize_model` packs those in floats,
-    before or after this call. If another package has packed them, as transformers does with gpt-oss, load the
-    checkpoint with `load_quantized`, or import `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
+    Layers are recognised by their tensors, shapes and class names: GPTQ of 2 to 8 bits (GPTQModel, AutoGPTQ, optimum),
+    AWQ gemm of 4 and 8 bits, gemv and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (integers, NVFP4, MXFP4),
+    bitsandbytes Linear4bit, HQQLinear, transformers' MetalLinear, and diffusers' GGUFLinear. Integers whose zero points
+    are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer that cannot be read, or whose
+    tensors another module also uses, is not replaced, and the report gives the reason. The report also lists layers
+    with packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
+    replaced. `quantize_model` packs those in floats, before or after this call. If another package has packed them, as
+    transformers does with gpt-oss, load the checkpoint with `load_quantized`, or import
+    `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
     Args:
         model: changed in place.
@@ -295,7 +296,7 @@ def replace_linear_layers(
         if chosen(name, module) and (reason := why_unread(module))
     ]
     let_it_save("replace_linear_layers", model)
-    report = swap(model, targets, convert, "replace 4-bit layers", atomic=atomic, progress=progress)
+    report = swap(model, targets, convert, "replace packed layers", atomic=atomic, progress=progress)
     report.layers += experts + unread
     return report
 

@@ -22,7 +22,7 @@ class LayerReport:
         group_size: group size of the new layer; 0 if the layer was not converted.
         bytes_before: bytes of the original layer's parameters and buffers.
         bytes_after: bytes of the new layer's parameters and buffers.
-        error: ||w - w4|| / ||w|| in Frobenius norms, where w4 is the packed weight. None if the layer had 4-bit weights
+        error: ||w - p|| / ||w|| in Frobenius norms, where p is the packed weight. None if the layer had packed weights
             already, because these are unchanged.
         reason: why the layer was not converted; "" if it was.
     """

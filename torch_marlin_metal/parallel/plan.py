@@ -100,7 +100,7 @@ class SplitPlan:
                 )
             if name not in layers:
                 raise TypeError(
-                    f"{op}: split: layer {name!r}: expected a Linear layer that the checkpoint holds in 4 bit, got a "
+                    f"{op}: split: layer {name!r}: expected a Linear layer that the checkpoint holds packed, got a "
                     f"{type(module).__name__} that is not"
                 )
         check_checkpoint(op, reader, self.mesh.get_group())

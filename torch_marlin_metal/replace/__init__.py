@@ -1,1 +1,1 @@
-"""Reads the 4-bit layers of other packages from a model in memory."""
+"""Reads the packed layers of other packages from a model in memory."""

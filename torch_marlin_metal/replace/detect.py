@@ -1,4 +1,4 @@
-"""Reads 4-bit Linear modules that another package left in a loaded model.
+"""Reads packed Linear modules that another package left in a loaded model.
 
 The modules are recognised by their tensors, shapes and class names; the packages themselves are not imported.
 """
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_marlin_metal.checkpoints.formats import hqq
+from torch_marlin_metal.checkpoints.formats import awq, hqq
+from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.layers.float_experts import WEIGHTS
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.replace.from_state_dict import gemv_kind, kind_of, read_state
+from torch_marlin_metal.repack import ZerosRule
+from torch_marlin_metal.replace.from_state_dict import gemv_kind, kind_of, read_state, words_kind
 from torch_marlin_metal.replace.gguf import is_gguf_linear, read_blocks
-from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, read_words, tensor_of
+from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, find_version, read_words, tensor_of
 from torch_marlin_metal.replace.gptq_awq import shape_of as _stated_shape
 
 SIZES = ("in_features", "infeatures", "num_embeddings")
@@ -28,7 +30,7 @@ ADVICE = "; save the model, and load the checkpoint with load_quantized if `torc
 
 
 def is_packed_linear(module: nn.Module) -> bool:
-    """Returns whether a module is a 4-bit Linear of a known package."""
+    """Returns whether a module is a packed Linear of a known package."""
     kind = kind_of(module)
     if kind is not None and kind.format is hqq.FORMAT:
         return True  # it may keep the layer in floats that it was made of, as a child
@@ -75,7 +77,7 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def read_packed_linear(
-    module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
+    module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: ZerosRule, config: dict[str, Any]
 ) -> PackedWeight:
     """Reads a module's weight without rounding. Leaves out the bias and does not change the module.
 
@@ -87,7 +89,7 @@ def read_packed_linear(
         config: the model's quantization_config, or {}.
 
     Raises:
-        UnreadableError: the layout is unknown, codes do not have 4 bits, or tensors contradict each other.
+        UnreadableError: the layout is unknown, no format holds the codes, or tensors contradict each other.
     """
     if attribute(module, "adapter") is not None:
         raise UnreadableError("it has an adapter, which the new layer would lose")
@@ -95,9 +97,6 @@ def read_packed_linear(
         raise UnreadableError("it has an accelerate hook (weights spread over devices)")
     if attribute(module, "q_handle") is not None:
         raise UnreadableError("its package has rearranged the words for its own kernel")
-    bits = attribute(module, "bits", "w_bit", "wbits")
-    if bits not in (None, 4):
-        raise UnreadableError(f"{bits} bits; the operators take 4")
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise UnreadableError("its tensors are on the meta device")
     if is_gguf_linear(module):
@@ -106,6 +105,11 @@ def read_packed_linear(
         kind = kind_of(module)
         assert kind is not None
         return read_state(module, kind)
+    bits = attribute(module, "bits", "w_bit", "wbits")
+    if bits not in (None, 4):
+        kind = words_kind(module, bits, config)
+        version = None if kind.format is awq.FORMAT else gptq_version or find_version(module, config, bits)
+        return read_state(module, kind, ReadOptions(gptq_version=version, gptq_zeros_rule=gptq_zeros_rule))
     packed = read_words(module, gptq_version=gptq_version, gptq_zeros_rule=gptq_zeros_rule, config=config)
     return packed if packed is not None else read_state(module, gemv_kind(module))
 

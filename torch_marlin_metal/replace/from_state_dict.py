@@ -12,7 +12,7 @@ from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, TensorInfo
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.formats import awq, bitsandbytes, compressed_tensors, hqq, mlx
+from torch_marlin_metal.checkpoints.formats import awq, bitsandbytes, compressed_tensors, gptq, hqq, mlx
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -65,8 +65,28 @@ def gemv_kind(module: nn.Module) -> Kind:
     return Kind(awq.FORMAT, {"version": version, "group_size": -1 if stated in (None, K) else stated})
 
 
-def read_state(module: nn.Module, kind: Kind) -> PackedWeight:
-    """Reads a module's weight, without its bias, on the module's device.
+def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
+    """Returns whether a module of other widths than 4 has the layout of GPTQ, packed along K, or AWQ's, along N.
+
+    Args:
+        module: a module with `qweight` and `scales`.
+        bits: the width that it states.
+        config: the model's quantization_config, or {}.
+    """
+    qweight, scales = tensor_of(module, "qweight"), tensor_of(module, "scales")
+    assert qweight is not None
+    assert scales is not None
+    stated = attribute(module, "group_size", "q_group_size")
+    settings = {"bits": bits, "group_size": -1 if stated is None else stated}
+    if qweight.shape[-1] != scales.shape[-1]:
+        return Kind(awq.FORMAT, settings)
+    layout = config.get("checkpoint_format") or config.get("format")
+    planes = {"checkpoint_format": layout} if layout == gptq.PLANAR else {}
+    return Kind(gptq.FORMAT, settings | planes)
+
+
+def read_state(module: nn.Module, kind: Kind, options: ReadOptions | None = None) -> PackedWeight:
+    """Reads a module's weight, without its bias, on the CPU, and moves it to the module's device.
 
     Raises:
         UnreadableError: the reader refuses the layer; the message gives its reason.
@@ -83,7 +103,7 @@ def read_state(module: nn.Module, kind: Kind) -> PackedWeight:
     if len(layers) != 1:
         raise UnreadableError(f"its state_dict holds {', '.join(state)}, which is no layer of {kind.format.title}")
     try:
-        weight = kind.format.read(layers[0], checkpoint.settings, ReadOptions())
+        weight = kind.format.read(layers[0], checkpoint.settings, options or ReadOptions())
     except CheckpointError as error:
         raise UnreadableError(
             str(error).replace(f"{LAYER}.", "").replace(f"state_dict: layer {LAYER!r}: ", "")

@@ -1,4 +1,4 @@
-"""Reads GPTQ and AWQ (gemm) modules on their device. Words that do not change are not copied."""
+"""Reads GPTQ and AWQ (gemm) modules of 4 bits on their device. Words that do not change are not copied."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.checkpoints.formats.gptq import SYMMETRIC_WORDS
+from torch_marlin_metal.checkpoints.formats.gptq import SYMMETRIC_WORDS, VERSIONS
 from torch_marlin_metal.checkpoints.grouped import fit_groups
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 from torch_marlin_metal.repack import gptq_perm
@@ -15,7 +15,7 @@ _ops = torch.ops.torch_marlin_metal
 
 
 class UnreadableError(ValueError):
-    """A module looks like a packed 4-bit Linear but cannot be read; the message says why."""
+    """A module looks like a packed Linear but cannot be read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_words(
     # The shapes distinguish GPTQ, which packs along K, from AWQ, which packs along N.
     if (N, 8 * rows) == stated and columns == N:
         tensors = _gather(module, *stated)
-        return _read_gptq(tensors, gptq_version or _find_version(module, config, tensors.qzeros), gptq_zeros_rule)
+        return _read_gptq(tensors, gptq_version or find_version(module, config, 4), gptq_zeros_rule)
     if (N, rows) == stated and 8 * columns == N:
         return _read_awq(_gather(module, *stated))
     if (rows, 8 * columns) == stated:
@@ -130,13 +130,14 @@ def _packed(b_packed: Tensor, zeros: Tensor, tensors: _Tensors, perm: Tensor | N
     )
 
 
-def _find_version(module: nn.Module, config: dict[str, Any], qzeros: Tensor) -> int:
-    version = _stated_version(module, config)
-    other = 3 - version
-    if bool((qzeros == SYMMETRIC_WORDS[4][other]).all()):
+def find_version(module: nn.Module, config: dict[str, Any], bits: int) -> int:
+    """Returns the version of a module's zero points; refuses one that only the other version makes symmetric."""
+    version, qzeros = _stated_version(module, config), tensor_of(module, "qzeros")
+    other, middle = 3 - version, 1 << bits - 1
+    if qzeros is not None and bits in SYMMETRIC_WORDS and bool((qzeros == SYMMETRIC_WORDS[bits][other]).all()):
         raise UnreadableError(
-            f"read as version {version}, every zero point would be {8 + other - version}; as version {other}, 8, "
-            f"which is a symmetric weight: if that is so, gptq_version={other} reads it"
+            f"read as version {version}, every zero point would be {middle + other - version}; as version {other}, "
+            f"{middle}, which is a symmetric weight: if that is so, gptq_version={other} reads it"
         )
     return version
 
@@ -153,7 +154,8 @@ def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
     stated = getattr(module, "qzero_format", None)
     if callable(stated) and stated() == 2:
         return 2
-    return 2 if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else 1
+    layouts = (config.get("checkpoint_format"), config.get("format"))
+    return 2 if any(VERSIONS.get(str(layout)) == 2 for layout in layouts) else 1
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor | None:

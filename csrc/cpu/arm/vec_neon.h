@@ -52,6 +52,13 @@ struct Neon {
     const I code = vandq_u32(vshlq_u32(from, vdupq_n_s32(-shift)), vdupq_n_u32(15));
     return vsliq_n_u32(word, code, 4 * j);
   }
+  static F load_bytes(const uint8_t* p, bool is_signed) {
+    uint32_t four;
+    std::memcpy(&four, p, sizeof four);
+    const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
+    if (is_signed) return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(bytes)))));
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+  }
   static F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_half(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
   static I rounding(I bits) { return vaddq_u32(vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF)); }

@@ -21,13 +21,13 @@ namespace {
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_halves, 16)));
 }
 
-// Looks up the bf16 values of the four 8-bit codes of each lane. vpermi2b looks up 128 bytes by seven bits of an index,
-// so the upper and the lower bytes of the values take two look-ups each. One is enough for E4M3, whose eighth bit is
-// the sign, and for integers of at most six bits.
+// Makes bf16 values of the four 8-bit codes of each lane: pairs() sets even to codes 0 and 2, and odd to codes 1 and 3.
+// This template looks up the upper and the lower byte of a value by seven bits of a code. In E4M3 the eighth is the
+// sign; integers in two planes have at most six bits.
 template <Codes codes>
-class ByteTable {
+class BytePairs {
  public:
-  [[gnu::always_inline]] explicit ByteTable(const float* values) {
+  [[gnu::always_inline]] explicit BytePairs(const float* values) {
     for (int part = 0; part < kParts; ++part) {
       alignas(64) uint8_t upper[64], lower[64];
       for (int i = 0; i < 64; ++i) {
@@ -39,11 +39,10 @@ class ByteTable {
       lower_[part] = _mm512_load_si512(lower);
     }
   }
-  // Sets even to the pairs of codes 0 and 2, and odd to those of codes 1 and 3.
   [[gnu::always_inline]] void pairs(__m512i word, __m512i& even, __m512i& odd) const {
+    constexpr int kAOrBAndC = 0xF8, kSelect = 0xCA;
     const __m512i low = look_up(lower_, word);
     __m512i high = look_up(upper_, word);
-    constexpr int kAOrBAndC = 0xF8, kSelect = 0xCA;
     if constexpr (codes == Codes::e4m3) {
       high = _mm512_ternarylogic_epi32(high, word, _mm512_set1_epi8(static_cast<char>(0x80)), kAOrBAndC);
     }
@@ -53,16 +52,37 @@ class ByteTable {
   }
 
  private:
-  static constexpr int kParts = codes == Codes::planes ? 1 : codes == Codes::e4m3 ? 2 : 4;
+  static constexpr int kParts = codes == Codes::planes ? 1 : 2;
   [[gnu::always_inline]] static __m512i look_up(const __m512i (&table)[kParts], __m512i index) {
     if constexpr (kParts == 1) return _mm512_permutexvar_epi8(index, table[0]);
-    const __m512i first = _mm512_permutex2var_epi8(table[0], index, table[kParts > 1 ? 1 : 0]);
-    if constexpr (kParts == 2) return first;
-    const __m512i second = _mm512_permutex2var_epi8(table[kParts - 2], index, table[kParts - 1]);
-    return _mm512_mask_mov_epi8(first, _mm512_movepi8_mask(index), second);
+    return _mm512_permutex2var_epi8(table[0], index, table[kParts - 1]);
   }
-  __m512i upper_[kParts];
-  __m512i lower_[kParts];
+  __m512i upper_[kParts], lower_[kParts];
+};
+
+// The lowest bits of 2^23 in fp32 count ones, and those of 2^15 from the ninth on do so, too. A code that is put there
+// is added to that number, without a shift of every second code. The difference is exact and fits bf16.
+template <>
+class BytePairs<Codes::byte> {
+ public:
+  [[gnu::always_inline]] explicit BytePairs(const float* values)
+      : even_start_(_mm512_set1_ps(0x1p23F - values[0])), odd_start_(_mm512_set1_ps(0x1p15F - values[0])) {}
+  [[gnu::always_inline]] void pairs(__m512i word, __m512i& even, __m512i& odd) const {
+    const __m512i upper = _mm512_srli_epi32(word, 16);
+    even = joined(value(word, 0xFF, 0x4B000000, even_start_), value(upper, 0xFF, 0x4B000000, even_start_));
+    odd = joined(value(word, 0xFF00, 0x47000000, odd_start_), value(upper, 0xFF00, 0x47000000, odd_start_));
+  }
+
+ private:
+  [[gnu::always_inline]] static __m512i value(__m512i word, int mask, int number, __m512 start) {
+    constexpr int kAOrBAndC = 0xF8;
+    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi32(number), word, _mm512_set1_epi32(mask), kAOrBAndC);
+    return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(bits), start));
+  }
+  [[gnu::always_inline]] static __m512i joined(__m512i first, __m512i second) {
+    return _mm512_or_si512(_mm512_srli_epi32(first, 16), second);
+  }
+  __m512 even_start_, odd_start_;
 };
 #endif
 

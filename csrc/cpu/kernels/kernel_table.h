@@ -74,7 +74,7 @@ struct MatrixKernel {
   int max_rows;
   int row_unit;     // every row block starts at a multiple of this
   int panel_bytes;  // size of Step::panel, which `unpack` fills; 0 if the steps read words
-  int ahead_rows;   // a step with one segment and at most this many rows decodes Step::next
+  int ahead_rows;   // a step with at most this many rows decodes Step::next
   // True if `unpack` multiplies the codes by the scales of their groups. In this case, Step::scales holds the global
   // scale, and a whole chunk is one segment.
   bool scaled_panel;
@@ -119,8 +119,9 @@ struct KernelSet {
   MatrixKernel small_m;
   MatrixKernel large_m;
   void (*to_float)(const void* source, ElementType type, int64_t count, float* out);
-  // Multiplies `out` by floating values.
-  void (*multiply)(const void* source, ElementType type, int64_t count, float* out);
+  // Returns codes, which are uint8 or int8, times floating values.
+  void (*scale_codes)(const void* codes, ElementType of_codes, const void* values, ElementType type, int64_t count,
+                      float* out);
   void (*decode_scales)(const uint8_t* source, ScaleCoding coding, int64_t count, float* out);
   void (*from_float)(const float* source, ElementType type, int64_t count, void* out);
   std::array<void (*)(const DequantizeBlock&), kCodesCount> dequantize;

@@ -46,6 +46,15 @@ struct Block {
   }
 };
 
+// Prefetches the words of a Block.
+template <class V, Codes codes, int C>
+[[gnu::always_inline]] inline void prefetch_block(const uint32_t* words, int64_t ld_words) {
+  for (int row = 0; row < words_per_block(codes); ++row) {
+    for (int i = 0; i < C * V::width; i += 16)
+      __builtin_prefetch(words + row * ld_words + i, 0, 2);
+  }
+}
+
 // s.x is [k, R]: the R activations of one k are adjacent.
 template <class V, Codes codes, bool from_panel, int R, int C>
 void step(const Step& s) {
@@ -76,10 +85,7 @@ void step(const Step& s) {
         panel += 8 * C * V::width;
       } else {
         const Block<V, codes, C> block(words, s.ld_words, s.high, k);
-        for (int row = 0; row < block.kRows; ++row) {
-          for (int i = 0; i < C * V::width; i += 16)
-            __builtin_prefetch(ahead + row * s.ld_words + i, 0, 2);
-        }
+        prefetch_block<V, codes, C>(ahead, s.ld_words);
         unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
           F code[C];
           unroll<V, C>([&](auto c) __attribute__((always_inline)) { code[c] = block.template decode<j, c>(decoder); });
@@ -96,12 +102,15 @@ template <class V, Codes codes, int C>
 void unpack(const Step& s, float* panel) {
   const DecoderOf<V, codes> decoder(s.values);
   const uint32_t* words = s.words;
+  const uint32_t* ahead = s.ahead;
   for (int k = 0; k < s.k; k += 8, panel += 8 * C * V::width) {
     const Block<V, codes, C> block(words, s.ld_words, s.high, k);
+    prefetch_block<V, codes, C>(ahead, s.ld_words);
     unroll<V, 8 * C>([&](auto i) __attribute__((always_inline)) {
       V::store(panel + i * V::width, block.template decode<i / C, i % C>(decoder));
     });
     words += block.kRows * s.ld_words;
+    ahead += block.kRows * s.ld_words;
   }
 }
 
@@ -142,15 +151,18 @@ void to_float(const void* source, ElementType type, int64_t count, float* out) {
 }
 
 template <class V>
-void multiply(const void* source, ElementType type, int64_t count, float* out) {
-  constexpr int64_t kBlock = 64;
-  float values[kBlock];
-  for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t some = std::min(kBlock, count - begin);
-    to_float<V>(static_cast<const char*>(source) + begin * element_bytes(type), type, some, values);
-    for (int64_t i = 0; i < some; ++i)
-      out[begin + i] *= values[i];
+void scale_codes(const void* codes, ElementType of_codes, const void* values, ElementType type, int64_t count,
+                 float* out) {
+  const bool is_signed = of_codes == ElementType::int8;
+  const auto* code = static_cast<const uint8_t*>(codes);
+  int64_t i = 0;
+  if (type == ElementType::float16) {
+    const auto* value = static_cast<const uint16_t*>(values);
+    for (; i + V::width <= count; i += V::width)
+      V::store(out + i, V::mul(V::load_bytes(code + i, is_signed), V::load_half(value + i)));
   }
+  for (; i < count; ++i)
+    out[i] = load_element(codes, of_codes, i) * load_element(values, type, i);
 }
 
 // Converts E4M3 codes through fp16. Exponent and mantissa of a code are shifted into the same fields of an fp16. E4M3
@@ -175,8 +187,9 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
+    static constexpr auto kValues = e8m0_values();
     for (; i < count; ++i)
-      out[i] = e8m0_to_float(source[i]);
+      out[i] = kValues[source[i]];
   }
 }
 
@@ -328,7 +341,7 @@ constexpr KernelSet kernel_set() {
       matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
       matrix_kernel<V, V::large_m_from_panel, min_rows, V::large_m_rows, V::large_m_vectors>(),
       &to_float<V>,
-      &multiply<V>,
+      &scale_codes<V>,
       &decode_scales<V>,
       &from_float<V>,
       {&dequantize<V, V::template decoder_for<Codes::integer>>, &dequantize<V, V::template decoder_for<Codes::e2m1>>,

@@ -83,6 +83,9 @@ struct Portable {
       word.v[i] |= ((from.v[i] >> shift) & 15U) << (4 * j);
     return word;
   }
+  static F load_bytes(const uint8_t* p, bool is_signed) {
+    return map([&](int i) { return static_cast<float>(is_signed ? static_cast<int8_t>(p[i]) : int{p[i]}); });
+  }
   static F load_half(const uint16_t* p) {
     return map([&](int i) { return half_to_float(p[i]); });
   }

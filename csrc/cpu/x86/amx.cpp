@@ -9,7 +9,7 @@
 
 #include "csrc/cpu/x86/target.h"
 
-MARLIN_TARGET(MARLIN_AVX512 ",amx-tile,amx-bf16")
+MARLIN_TARGET(MARLIN_AVX512 ",avx512vbmi,amx-tile,amx-bf16")
 
 #include "csrc/cpu/kernels/segments.h"
 #include "csrc/cpu/x86/amx_codes.h"
@@ -67,11 +67,11 @@ void release_tiles() {
   _tile_release();
 }
 
-template <class Codes>
+template <class Decoded>
 void unpack_tiles(const Step& s, float* panel) {
-  const Codes codes(s.values);
+  const Decoded codes(s.values);
   auto* out = reinterpret_cast<__m512i*>(panel);
-  const int segment = Codes::scaled ? kChunk : s.segment;
+  const int segment = Decoded::scaled ? kChunk : s.segment;
   for (int begin = 0; begin < s.k; begin += segment) {
     const int end = std::min(begin + segment, s.k);
     for (int k = begin; k < end; k += tile_k(segment))
@@ -79,13 +79,14 @@ void unpack_tiles(const Step& s, float* panel) {
   }
 }
 
-// The smallest activation (2^-76) and the smallest scale (2^-25) for a scaled panel. Their product with the smallest
-// code, 1/2, is 2^-102. The tiles flush values below 2^-126, so a flushed value is less than 2^-24 of that product.
-constexpr uint32_t kMinScaledActivation = (127U - 76U) << 23, kMinScale = (127U - 25U) << 23;
+// The smallest activation (2^-68) and the smallest scale (2^-25) for a scaled panel. Their product with the smallest
+// code, 2^-9 in E4M3, is 2^-102. The tiles flush values below 2^-126, so a flushed value is less than 2^-24 of that
+// product. The largest scale times the largest code, 448, is less than 2^127.
+constexpr uint32_t kMinScaledActivation = (127U - 68U) << 23, kMinScale = (127U - 25U) << 23;
 
 // Returns true if every code times its scale is large enough for the tiles and cannot overflow. NaN is allowed.
 bool scales_representable(const float* scales, int64_t count) {
-  constexpr uint32_t kScaleEnd = (127U + 126U) << 23, kInfinity = 255U << 23;
+  constexpr uint32_t kScaleEnd = (127U + 119U) << 23, kInfinity = 255U << 23;
   uint32_t out_of_range = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7FFFFFFFU;
@@ -126,9 +127,9 @@ constexpr bool counts(int part, int code_part) {
 }
 
 // s.x is [tile product][part][row tile][16 rows][k], in bf16.
-template <int parts, int row_tiles, class Codes>
+template <int parts, int row_tiles, class Decoded>
 void tile_step(const Step& s) {
-  const Codes codes(s.values);
+  const Decoded codes(s.values);
   const int k_bytes = 2 * tile_k(s.segment);
   const int a_tile = kTileRows * k_bytes;
   const int b_tile = k_bytes / 4 * 64;
@@ -150,7 +151,7 @@ void tile_step(const Step& s) {
       _tile_zero(MARLIN_TILE_SUMS_11);
     }
     for (int k = begin; k < end; k += tile_k(s.segment), a += parts * row_tiles * a_tile) {
-      for (int code_part = 0; code_part < Codes::parts; ++code_part, b += 2 * b_tile) {
+      for (int code_part = 0; code_part < Decoded::parts; ++code_part, b += 2 * b_tile) {
         _tile_loadd(MARLIN_TILE_CODES_0, b, 64);
         _tile_loadd(MARLIN_TILE_CODES_1, b + b_tile, 64);
         for (int part = 0; part < parts && counts(part, code_part); ++part) {
@@ -165,7 +166,7 @@ void tile_step(const Step& s) {
           }
         }
       }
-      if constexpr (Codes::ahead_rows != 0) {
+      if constexpr (Decoded::ahead_rows != 0) {
         if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
         memory_is_read();  // keeps the decoding here, between the tile products
       }
@@ -198,8 +199,11 @@ __mmask16 outside(__m512 values) {
 template <int parts, uint32_t min>
 bool pack_tiles(const PackRow& p) {
   // Takes the upper halves of 32 lanes and orders each run of eight k like the pairs of codes (amx_codes.h).
-  const __m512i pairs = _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
-                                         31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
+  const __m512i pairs = p.byte_codes
+                            ? _mm512_set_epi16(63, 59, 61, 57, 55, 51, 53, 49, 47, 43, 45, 41, 39, 35, 37, 33,  //
+                                               31, 27, 29, 25, 23, 19, 21, 17, 15, 11, 13, 9, 7, 3, 5, 1)
+                            : _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
+                                               31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
   const int tile = tile_k(p.segment);
   const auto whole_tile = static_cast<__mmask32>((uint64_t{1} << tile) - 1);
   const auto row_tiles = static_cast<int>(ceil_divide(p.rows, kTileRows));
@@ -222,35 +226,55 @@ bool pack_tiles(const PackRow& p) {
   return bad == 0;
 }
 
-template <int parts, class Codes>
+template <int parts, class Decoded>
+constexpr void add_codes(MatrixKernel& kernel, Codes of) {
+  auto& steps = kernel.step[static_cast<size_t>(of)];
+  for (int rows = 1; rows <= 2 * kTileRows; ++rows) {
+    steps[static_cast<size_t>(rows)] =
+        rows <= kTileRows ? &tile_step<parts, 1, Decoded> : &tile_step<parts, 2, Decoded>;
+  }
+  kernel.unpack[static_cast<size_t>(of)] = &unpack_tiles<Decoded>;
+}
+
+template <int parts, class Decoded>
 constexpr MatrixKernel tile_kernel() {
   MatrixKernel kernel{};
   kernel.strip = kStrip;
   kernel.min_rows = 1;
   kernel.max_rows = 2 * kTileRows;
   kernel.row_unit = kTileRows;
-  kernel.panel_bytes = 2 * Codes::parts * kStrip * kChunk;
-  kernel.ahead_rows = Codes::ahead_rows;
-  kernel.scaled_panel = Codes::scaled;
+  kernel.panel_bytes = 2 * Decoded::parts * kStrip * kChunk;
+  kernel.ahead_rows = Decoded::ahead_rows;
+  kernel.scaled_panel = Decoded::scaled;
   kernel.representable = &scales_representable;
   kernel.row_bytes = 2 * parts * kChunk;
-  constexpr uint32_t min = Codes::scaled ? kMinScaledActivation : kMinActivation;
+  constexpr uint32_t min = Decoded::scaled ? kMinScaledActivation : kMinActivation;
   kernel.pack = &pack_tiles<parts, min>;
   kernel.begin = &load_tiles;
   kernel.end = &release_tiles;
-  for (auto& steps : kernel.step) {
-    for (int rows = 1; rows <= 2 * kTileRows; ++rows) {
-      steps[static_cast<size_t>(rows)] = rows <= kTileRows ? &tile_step<parts, 1, Codes> : &tile_step<parts, 2, Codes>;
-    }
-  }
-  for (auto& unpack : kernel.unpack)
-    unpack = &unpack_tiles<Codes>;
+  for (const Codes of : {Codes::integer, Codes::e2m1, Codes::table})
+    add_codes<parts, Decoded>(kernel, of);
   return kernel;
 }
 
 template <int parts>
-constexpr AmxKernels kTiles{tile_kernel<parts, CodesInParts<1>>(), tile_kernel<parts, ScaledCodes>(),
-                            tile_kernel<parts, CodesInParts<3>>()};
+constexpr MatrixKernel scaled_kernel() {
+  MatrixKernel kernel = tile_kernel<parts, Scaled<CodesInParts<1>>>();
+  add_codes<parts, Scaled<ByteCodes<Codes::e4m3>>>(kernel, Codes::e4m3);
+  return kernel;
+}
+
+template <int parts>
+constexpr MatrixKernel exact_kernel() {
+  MatrixKernel kernel = tile_kernel<parts, CodesInParts<1>>();
+  add_codes<parts, ByteCodes<Codes::byte>>(kernel, Codes::byte);
+  add_codes<parts, ByteCodes<Codes::e4m3>>(kernel, Codes::e4m3);
+  add_codes<parts, ByteCodes<Codes::planes>>(kernel, Codes::planes);
+  return kernel;
+}
+
+template <int parts>
+constexpr AmxKernels kTiles{exact_kernel<parts>(), scaled_kernel<parts>(), tile_kernel<parts, CodesInParts<3>>()};
 
 }  // namespace
 

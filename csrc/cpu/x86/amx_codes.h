@@ -1,10 +1,11 @@
 // Decodes packed words to tiles of bf16 codes. amx.cpp includes this after its ISA pragma, so everything here has
 // internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns], each element a
 // pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7), because shifting a word gives two codes that are
-// 4 k apart.
+// 4 k apart. For codes of 8 bits they are (0, 2), (1, 3), (4, 6), (5, 7).
 #pragma once
 
 #include "csrc/cpu/kernels/bf16_parts.h"
+#include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {
@@ -71,6 +72,12 @@ class CodesInParts {
       table = bf16_table(take_part(rest));
   }
 
+  // Decodes 8 k of 16 columns, for codes of one part.
+  [[gnu::always_inline]] void decode(const Step& s, int row, int column, __m512i (&pairs)[4]) const {
+    const __m512i word = load_words(s, row, column);
+    for (int j = 0; j < 4; ++j)
+      pairs[j] = code_pairs(word, j, tables_[0]);
+  }
   [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
     for (const __m512i table : tables_) {
       to = each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
@@ -86,27 +93,63 @@ class CodesInParts {
   __m512i tables_[parts];
 };
 
-// Decodes codes and multiplies them by the scale of their group. The product is exact in bf16: an E2M1 code has two
-// significant bits, an E4M3 scale four and an E8M0 scale one. A whole chunk is one segment. Decoding and scaling takes
-// more instructions than decoding alone. The next panel is therefore always decoded between the tile products of the
-// previous one, which was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
-class ScaledCodes {
+// Decodes codes of 8 bits, or those in two planes: their bytes are the even k, then the odd k.
+template <Codes codes>
+class ByteCodes {
+ public:
+  static constexpr int ahead_rows = 8;
+  static constexpr int parts = 1;
+  static constexpr bool scaled = false;
+
+  explicit ByteCodes(const float* values) : pairs_(values) {}
+
+  [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
+    return each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
+      __m512i pairs[4];
+      decode(s, row, column, pairs);
+      for (int j = 0; j < 4; ++j)
+        _mm512_storeu_si512(out + j, pairs[j]);
+    });
+  }
+  // Decodes 8 k of 16 columns.
+  [[gnu::always_inline]] void decode(const Step& s, int row, int column, __m512i (&pairs)[4]) const {
+    if constexpr (codes == Codes::planes) {
+      const HighWords<Avx512> high(s.high, 8 * row, column);
+      const __m512i word = load_words(s, row, column);
+      pairs_.pairs(high.template bytes<0>(word), pairs[0], pairs[2]);
+      pairs_.pairs(high.template bytes<1>(word), pairs[1], pairs[3]);
+    } else {
+      for (int word = 0; word < 2; ++word)
+        pairs_.pairs(load_words(s, 2 * row + word, column), pairs[2 * word], pairs[2 * word + 1]);
+    }
+  }
+
+ private:
+  BytePairs<codes> pairs_;
+};
+
+// Decodes codes as Decoded does and multiplies them by the scale of their group. The product is exact in bf16: an E2M1
+// code has two significant bits, an E4M3 code or scale four and an E8M0 scale one. A whole chunk is one segment.
+// Decoding and scaling takes more instructions than decoding alone. The next panel is therefore always decoded between
+// the tile products of the previous one, which was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
+template <class Decoded>
+class Scaled {
  public:
   static constexpr int ahead_rows = 32;
   static constexpr int parts = 1;
   static constexpr bool scaled = true;
 
-  explicit ScaledCodes(const float* values) : table_(bf16_table(_mm512_loadu_si512(values))) {}
+  explicit Scaled(const float* values) : decoded_(values) {}
 
   [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
     return each_word(k, end, tile_k(kChunk), to, [&](int row, int column, __m512i* out) {
-      const __m512i word = load_words(s, row, column);
       const __m512 scale = _mm512_loadu_ps(s.scales + 8 * row / s.segment * s.ld_scales + column);
+      __m512i pairs[4];
+      decoded_.decode(s, row, column, pairs);
       for (int j = 0; j < 4; ++j) {
-        const __m512i codes = code_pairs(word, j, table_);
-        const __m512 low = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)), scale);
-        const __m512 high = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(codes, upper)), scale);
+        const __m512 low = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pairs[j], 16)), scale);
+        const __m512 high = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(pairs[j], upper)), scale);
         const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
         _mm512_storeu_si512(out + j, _mm512_mask_blend_epi16(0xAAAAAAAA, low_bits, _mm512_castps_si512(high)));
       }
@@ -114,7 +157,7 @@ class ScaledCodes {
   }
 
  private:
-  __m512i table_;
+  Decoded decoded_;
 };
 
 }  // namespace

@@ -38,7 +38,7 @@ void dot_step(const Step& s) {
   // one.
   constexpr int sums = parts * R * C;
   constexpr bool bytes = is_byte_wide(codes) || codes == Codes::planes;
-  const std::conditional_t<bytes, ByteTable<codes>, NibbleTable> table(s.values);
+  const std::conditional_t<bytes, BytePairs<codes>, NibbleTable> table(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const int32_t*>(s.x);

@@ -317,7 +317,7 @@ class Pass {
     if (matrix_.panel_bytes != 0) {
       if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);
       step.panel = panels.of_this;
-      panels.decoded = next != nullptr && segment_ == chunk_k_ && x_.block(blocks.begin).size() <= matrix_.ahead_rows;
+      panels.decoded = next != nullptr && x_.block(blocks.begin).size() <= matrix_.ahead_rows;
       if (panels.decoded) {
         step.next = next;
         step.next_panel = panels.of_next;

@@ -8,13 +8,16 @@ const void* element_at(const void* data, ElementType type, int64_t index) {
   return static_cast<const char*>(data) + index * element_bytes(type);
 }
 
-// Multiplies the codes of a group's scales or zeros in `out` by the values of their block of kSuperBlock k, if there
-// are any.
-void multiply_super(const KernelSet& kernels, const PackedWeight& weight, const void* values, int64_t group,
-                    int64_t begin, int64_t count, float* out) {
-  if (values == nullptr) return;
-  const int64_t row = group * weight.group_size / kSuperBlock * weight.N + begin;
-  kernels.multiply(element_at(values, weight.super_type, row), weight.super_type, count, out);
+// Loads a group's scales or zeros. If there are values of their block of kSuperBlock k, they are codes to multiply.
+void load_floating(const KernelSet& kernels, const PackedWeight& weight, const void* data, ElementType type,
+                   const void* super_values, int64_t group, int64_t begin, int64_t count, float* out) {
+  const void* from = element_at(data, type, group * weight.N + begin);
+  if (super_values == nullptr) {
+    kernels.to_float(from, type, count, out);
+  } else {
+    const int64_t row = group * weight.group_size / kSuperBlock * weight.N + begin;
+    kernels.scale_codes(from, type, element_at(super_values, weight.super_type, row), weight.super_type, count, out);
+  }
 }
 
 }  // namespace
@@ -22,12 +25,10 @@ void multiply_super(const KernelSet& kernels, const PackedWeight& weight, const 
 void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
                        int64_t count, float* out) {
   const ScaleCoding coding = scale_coding(weight.format);
-  const void* from = element_at(weight.scales, weight.scales_type, group * weight.N + begin);
   if (coding == ScaleCoding::floating) {
-    kernels.to_float(from, weight.scales_type, count, out);
-    multiply_super(kernels, weight, weight.super_scales, group, begin, count, out);
+    load_floating(kernels, weight, weight.scales, weight.scales_type, weight.super_scales, group, begin, count, out);
   } else {
-    kernels.decode_scales(static_cast<const uint8_t*>(from), coding, count, out);
+    kernels.decode_scales(static_cast<const uint8_t*>(weight.scales) + group * weight.N + begin, coding, count, out);
   }
 }
 
@@ -51,9 +52,7 @@ void load_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t g
 
 void load_zeros(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin, int64_t count,
                 float* out) {
-  kernels.to_float(element_at(weight.zeros, weight.zeros_type, group * weight.N + begin), weight.zeros_type, count,
-                   out);
-  multiply_super(kernels, weight, weight.super_zeros, group, begin, count, out);
+  load_floating(kernels, weight, weight.zeros, weight.zeros_type, weight.super_zeros, group, begin, count, out);
 }
 
 }  // namespace marlin::cpu

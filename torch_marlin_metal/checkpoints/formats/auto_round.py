@@ -9,12 +9,15 @@ from dataclasses import replace
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.formats import awq, compressed_tensors, gptq, mlx
+from torch_marlin_metal.checkpoints.formats import awq, compressed_tensors, fp8, gptq, mlx
 from torch_marlin_metal.checkpoints.layer import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
+FP8_PACKINGS = ("auto_round:fp8", "auto_round:fp8_static")
+# AutoRound says weight_scale for one scale for each row or tensor, and weight_scale_inv for those of blocks.
+FP8 = replace(fp8.FORMAT, scaled={".weight_scale": "weight_scale_inv", **fp8.FORMAT.scaled})
 GPTQ_VERSION = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 2, "auto_round:gptqmodel": 2}
 
 
@@ -24,7 +27,8 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _delegate(settings: Settings) -> DirectoryFormat:
-    packing = settings.text("packing_format", default="auto_round:auto_gptq")
+    floats = settings.text("data_type").startswith("fp") and settings.integer("bits") == 8
+    packing = settings.text("packing_format", default=FP8_PACKINGS[0] if floats else "auto_round:auto_gptq")
     if packing in GPTQ_VERSION:
 
         def read_gptq(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
@@ -38,8 +42,10 @@ def _delegate(settings: Settings) -> DirectoryFormat:
         chosen = replace(compressed_tensors.FORMAT, read=compressed_tensors.read_without_scheme)
     elif packing == "mlx":
         chosen = mlx.FORMAT
+    elif packing in FP8_PACKINGS:
+        chosen = FP8
     else:
-        known = ", ".join((*GPTQ_VERSION, "auto_round:auto_awq", "auto_round:llm_compressor", "mlx"))
+        known = ", ".join((*GPTQ_VERSION, "auto_round:auto_awq", "auto_round:llm_compressor", *FP8_PACKINGS, "mlx"))
         raise UnsupportedFormat(f"{settings.file}: AutoRound packing_format {packing!r} is not read; known: {known}")
     return replace(chosen, name=f"auto-round ({chosen.name})", check=_check)
 
@@ -53,10 +59,11 @@ FORMAT = replace(
         ("packing_format auto_round:auto_gptq, auto_round (as GPTQ)", "uint4b8, uint4"),
         ("packing_format auto_round:auto_awq (as AWQ gemm)", "uint4, uint4b8"),
         ("packing_format auto_round:llm_compressor (NVFP4, MXFP4 as compressed-tensors)", "nvfp4, mxfp4"),
+        ("packing_format auto_round:fp8_static, auto_round:fp8 or none with 8-bit floats", "float8_e4m3"),
         ("packing_format mlx", "uint4_bias"),
     ),
     refused=(
-        ("other packing formats (FP8, NVFP4 with E5M3 scales, fake)", "not 4-bit weights with these scales"),
+        ("other packing formats (NVFP4 with E5M3 scales, MXINT4, fake)", "no weight format has such scales or codes"),
         ("rotation_config", "layers that rotate their input"),
     ),
     delegate=_delegate,

@@ -61,7 +61,8 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
     known = (4, 8) if _layout_of(settings) == "gemm" else (4,)
     if (bits := _bits(settings)) not in known:
         widths = " and ".join(map(str, known))
-        raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not read; known: {widths} bits")
+        advice = "quantize the original model with quantize_model"
+        raise UnsupportedFormat(f"{settings.file}: {bits}-bit AWQ weights are not read; known: {widths} bits; {advice}")
 
 
 def _bits(settings: Settings) -> int:
@@ -178,7 +179,7 @@ FORMAT = DirectoryFormat(
     ),
     refused=(
         ("marlin", "layout made for one GPU kernel; export the original AWQ checkpoint"),
-        ("other widths; 8 bit in gemv and gemv_fast", "each producer packs them in another way"),
+        ("other widths; 8 bit in gemv and gemv_fast", "AutoAWQ, GPTQModel and AutoRound write none"),
         ("K not a multiple of 8", "the operators decode 8 codes along K at a time"),
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),

@@ -5,6 +5,7 @@ nibble. Because the weight is flattened row by row, a block may extend over the 
 the block scales are 8-bit codes into a table of 256 values.
 """
 
+from functools import partial
 from math import gcd
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import read_bytes
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.grouped import as_words, fit_groups, swap_nibbles
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
@@ -71,10 +73,16 @@ def _read_4bit(layer: Layer) -> PackedWeight:
     absmax = _absmax(layer, state, -(-N * K // blocksize))
     lut = layer.read("quant_map")
 
-    def dequantize() -> Tensor:
-        packed = layer.read("weight").reshape(-1).view(torch.uint8)
-        codes = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[: N * K]
-        return (lut[codes.long()] * absmax.repeat_interleave(blocksize)[: N * K]).reshape(N, K)
+    stored = layer.read("weight").reshape(-1).view(torch.uint8)
+
+    def rows(which: slice) -> Tensor:
+        first, last, _ = which.indices(N)
+        first, last = first * K, last * K
+        pairs = stored[first // 2 : -(-last // 2)]
+        codes = torch.stack((pairs >> 4, pairs & 15), dim=1).reshape(-1)[first % 2 :][: last - first]
+        return (lut[codes.long()] * absmax[torch.arange(first, last, device="cpu") // blocksize]).reshape(-1, K)
+
+    dequantize = partial(FloatRows, N, K, rows)
 
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
@@ -84,9 +92,8 @@ def _read_4bit(layer: Layer) -> PackedWeight:
     if fitted is None:
         reason = f"blocks of {blocksize} over rows of K={K} change the scale every {part} weights"
         raise layer.unsupported(f"{reason}, which no group size of the operators divides", dequantize)
-    packed = layer.read("weight").reshape(-1).view(torch.uint8).reshape(N, K // 2)
     return PackedWeight(
-        b_packed=as_words(swap_nibbles(packed)),
+        b_packed=as_words(swap_nibbles(stored.reshape(N, K // 2))),
         scales=fitted[1][0].contiguous(),
         weight_format="lut4",
         group_size=fitted[0],

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnknownArchitecture, UnsupportedFormat
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, read_gguf
 from torch_marlin_metal.checkpoints.files.safetensors import Slice
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import Format
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS, in_pieces
 from torch_marlin_metal.checkpoints.formats.gguf_names import (
@@ -328,8 +329,8 @@ class GgufReader(CheckpointReader):
         values = bias.read(piece.expert)[self._rows(piece)]
         return values if order is None else values[order]
 
-    def _floats(self, index: int) -> Callable[[], Tensor]:
-        return partial(self._values, self._layers[index])
+    def _floats(self, index: int) -> Callable[[], FloatRows]:
+        return lambda: FloatRows.of(self._values(self._layers[index]))
 
     def _values(self, piece: Piece) -> Tensor:
         """Reads the weight of a layer as floats `[N, K]`."""

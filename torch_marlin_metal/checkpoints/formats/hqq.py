@@ -5,10 +5,13 @@ the first part of this matrix's rows, the next codes the next part, and so on. O
 word, and the matrix is padded to a multiple of ten rows.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.grouped import ZERO_POINT, packed, planes_of_codes, width_of
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
@@ -59,10 +62,13 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
     if axis == 0:
 
-        def dequantize_axis0() -> Tensor:
-            return ((codes.reshape(-1, groups).float() - zeros.float()) * scales.float()).reshape(N, K)
+        def rows_axis0(which: slice) -> Tensor:
+            first, last, _ = which.indices(N)
+            group = torch.arange(first * K, last * K, device="cpu") % groups
+            return ((codes[first * K : last * K].float() - zeros.float()[group]) * scales.float()[group]).reshape(-1, K)
 
-        raise layer.unsupported("its groups run along N (axis=0), the operators' along K (axis=1)", dequantize_axis0)
+        reason = "its groups run along N (axis=0), the operators' along K (axis=1)"
+        raise layer.unsupported(reason, partial(FloatRows, N, K, rows_axis0))
     group_size = N * K // groups
     if K % group_size:
         raise layer.error("scale", f"groups of {group_size} do not divide K={K}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.mlx_names import KEYS, VALUES, hf_name, hf_values, latent
 from torch_marlin_metal.checkpoints.grouped import BIAS, as_words, packed, repacked, spread, unpack, width_of
@@ -95,12 +96,12 @@ BLOCK_MODES = {
 }
 
 
-def _latent(layer: Layer, settings: Settings) -> Tensor:
-    """Decodes `kv_b_proj` to fp32: for each head the rows for keys, which are columns in the file, and for values."""
+def _latent(layer: Layer, settings: Settings) -> FloatRows:
+    """Decodes `kv_b_proj`: for each head the rows for keys, which are columns in the file, and for values."""
     keys, values = _heads(layer, settings, ""), _heads(layer, settings, "second ")
     if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
         raise layer.error("weight", f"{list(keys.shape)} does not fit {VALUES[1:]} of {list(values.shape)}")
-    return torch.cat((keys.mT, values), dim=1).flatten(0, 1)
+    return FloatRows.of(torch.cat((keys.mT, values), dim=1).flatten(0, 1))
 
 
 def _heads(layer: Layer, settings: Settings, prefix: str) -> Tensor:

@@ -4,15 +4,16 @@ In NVFP4 layers, `weight` is uint8 `[N, K/2]`, `weight_scale` holds E4M3 block s
 factor. In FP8 layers, `weight` is E4M3 `[N, K]` beside `weight_scale` alone. ModelOpt calls its int4 layers W4A16_AWQ.
 """
 
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.eight_bits import INPUT_SCALE, read_bytes
+from torch_marlin_metal.checkpoints.eight_bits import INPUT_SCALE, SCALES_INPUT, input_scale, read_bytes
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
 from torch_marlin_metal.checkpoints.grouped import SIGN, SYMMETRIC, as_words, decoded, packed, words_of_codes
 from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
@@ -22,7 +23,6 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 INT4_ALGORITHM = "W4A16_AWQ"
 EIGHT_BIT = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
-SCALES_INPUT = f"it scales its input ({INPUT_SCALE}), which the operators do not"
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -41,10 +41,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
     if "weight_scale_2" not in layer:
-        if layer.dtype("weight") == "U8":
-            only = f"the int4 of {INT4_ALGORITHM} is read only if quant_algo is {INT4_ALGORITHM}"
-            raise layer.unsupported(f"its weight is U8 without weight_scale_2; {only}")
-        return read_bytes(layer, "modelopt")
+        return _read_int4(layer, settings) if layer.dtype("weight") == "U8" else read_bytes(layer, "modelopt")
     N, half = layer.expect("weight", ("U8",), None, None)
     K = 2 * half
     layer.expect("weight_scale", ("F8_E4M3",), N, -(-K // block_scales.NVFP4_BLOCK))
@@ -58,7 +55,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     return block_scales.nvfp4(b_packed, scales, layer.read("weight_scale_2"), layer.bias(N), "modelopt nvfp4")
 
 
-def _read_int4(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
+def _read_int4(layer: Layer, settings: Settings) -> PackedWeight:
     """Reads a layer of W4A16_AWQ: bytes `[N/2, K]` of signed codes. The low nibble belongs to the even row of a pair.
 
     Source: pack_int4_in_uint8 of modelopt/torch/export/quant_utils.py (0.47). `weight_scale` is `[N, G]`.
@@ -72,21 +69,16 @@ def _read_int4(layer: Layer, settings: Settings, options: ReadOptions) -> Packed
     codes = torch.stack((stored & 15, stored >> 4), dim=1).reshape(N, K) ^ SIGN[4]  # they are two's complement
     words = words_of_codes(codes)
 
-    def dequantize() -> Tensor:
-        layer.expect(INPUT_SCALE, FLOATS, K)
-        return decoded(words, SYMMETRIC[4], K, group_size, scales) * layer.read(INPUT_SCALE).float()
+    if (columns := input_scale(layer, K)) is not None:
 
-    if INPUT_SCALE in layer:
-        raise layer.unsupported(SCALES_INPUT, dequantize)
+        def rows(which: slice) -> Tensor:
+            return decoded(words[:, which], SYMMETRIC[4], K, group_size, scales[:, which]) * columns
+
+        raise layer.unsupported(SCALES_INPUT, partial(FloatRows, N, K, rows))
     return packed(layer, words, SYMMETRIC[4], group_size, scales, K=K, source="modelopt int4")
 
 
-def _of_algorithm(settings: Settings) -> DirectoryFormat:
-    stated = settings.section("quantization") or settings
-    return INT4 if stated.text("quant_algo").upper() == INT4_ALGORITHM else NVFP4
-
-
-NVFP4 = DirectoryFormat(
+FORMAT = DirectoryFormat(
     name="modelopt",
     title="NVIDIA ModelOpt",
     methods=("modelopt", "modelopt_fp4"),
@@ -94,12 +86,11 @@ NVFP4 = DirectoryFormat(
         ("NVFP4; the NVFP4 layers of MIXED_PRECISION", "nvfp4"),
         ("FP8, FP8_PB_WO, FP8_PER_CHANNEL_PER_TOKEN; such layers of MIXED_PRECISION", "float8_e4m3"),
         ("MXFP8", "mxfp8"),
-        ("W4A16_AWQ", "uint4b8"),
+        ("W4A16_AWQ; such layers of MIXED_PRECISION", "uint4b8"),
     ),
     refused=(
         ("NVFP4_AWQ layers with pre_quant_scale", "the layer scales its input"),
         ("W4A16_AWQ and FP8 layers with pre_quant_scale", "the layer scales its input; dequantized on request"),
-        ("W4A16_AWQ layers of MIXED_PRECISION", "only whole checkpoints of W4A16_AWQ are read"),
         ("W4A8_AWQ", "its activations have 8 bits"),
         ("K not a multiple of 8", "the operators decode 8 codes along K at a time"),
     ),
@@ -112,12 +103,3 @@ NVFP4 = DirectoryFormat(
     extras=(".input_scale",),
     scaled={".weight_scale": "weight_scale"},
 )
-INT4 = replace(
-    NVFP4,
-    anchors={".weight_scale": "weight_scale"},
-    fields={"b_packed": "weight", "scales": "weight_scale", "bias": "bias"},
-    roles=endings("weight", "pre_quant_scale", "bias"),
-    read=_read_int4,
-    scaled={},
-)
-FORMAT = replace(NVFP4, delegate=_of_algorithm)

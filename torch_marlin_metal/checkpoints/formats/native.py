@@ -28,7 +28,7 @@ FORMAT_NAMES = tuple(WEIGHT_FORMATS)
 LAYER_TENSORS = ("bias", "packed_format", GUARD)  # of a layer, beside its weight
 # A loader that lacks this package shows this advice in its error; see `NativeExporter.settings`.
 ADVICE = (
-    "This model has packed 4-bit weights: install the package torch_marlin_metal and write "
+    "This model has packed weights: install the package torch_marlin_metal and write "
     "'import torch_marlin_metal.integrations.transformers' before from_pretrained "
     "(integrations.diffusers for a model of diffusers); 'python -m torch_marlin_metal.run' starts other programs so"
 )

@@ -125,7 +125,9 @@ def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     if layer.dtype("qdata").startswith("F8"):
         return _read_mx_bytes(layer)
     if "float4_e2m1fn" not in element or block != str(block_scales.MX_BLOCK):
-        raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; read is float4_e2m1 in blocks of 32")
+        known = "read are float4_e2m1, float8_e4m3 and float8_e5m2 in blocks of 32"
+        advice = "quantize the original model with quantize_model"
+        raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; {known}; {advice}")
     N, K = _packed_rows(layer)
     scales = _block_scales(layer, N, -(-K // block_scales.MX_BLOCK), ("U8", "F8_E8M0"))
     return block_scales.mx(as_words(layer.read("qdata")), scales, "mxfp4", layer.bias(N), "torchao MXTensor")

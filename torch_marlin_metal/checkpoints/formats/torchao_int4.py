@@ -7,10 +7,12 @@ Int4PlainInt32Tensor on XPU.
 
 import re
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.grouped import (
     BIAS,
     SIGN,
@@ -106,12 +108,14 @@ def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros
     exact = zeros.double() - SIGN[4] * scales.double()
     biases = exact.float()
     if not torch.equal(biases.double(), exact):
+        K = 8 * words.shape[0]
 
-        def dequantize() -> Tensor:
-            K = 8 * words.shape[0]
-            return decoded(words, SYMMETRIC[4], K, group_size, scales) + spread(zeros.float(), K, group_size).t()
+        def rows(which: slice) -> Tensor:
+            values = decoded(words[:, which], SYMMETRIC[4], K, group_size, scales[:, which])
+            return values + spread(zeros[:, which].float(), K, group_size).t()
 
-        raise layer.unsupported("a zero point minus eight scales is no fp32 number", dequantize)
+        reason = "a zero point minus eight scales is no fp32 number"
+        raise layer.unsupported(reason, partial(FloatRows, words.shape[1], K, rows))
     return packed(layer, words, BIAS[4], group_size, scales, biases, source=f"torchao {kind}")
 
 

@@ -84,7 +84,7 @@ def _check_tuner(tuner: BaseTuner, config: Any, name: str, layer: nn.Module) -> 
     if config.peft_type != PeftType.LORA:
         raise ValueError(
             f"{type(tuner).__name__}: layer {name!r}: expected a float layer for peft_type "
-            f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed 4-bit {type(layer).__name__}, "
+            f"{getattr(config.peft_type, 'value', config.peft_type)}, got a packed {type(layer).__name__}, "
             "which takes LoRA and DoRA adapters (LoraConfig) only"
         )
 

@@ -1,4 +1,4 @@
-"""transformers' `from_pretrained(dir, gguf_file=...)`: 4-bit tensors stay packed, the others are loaded as floats."""
+"""transformers' `from_pretrained(dir, gguf_file=...)`: packed tensors stay packed, others are loaded as floats."""
 
 import functools
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         others = self._packed.reader.others()
         return {name: read() for name, read, _ in others if not (selects(COMPUTED, name) or _is_of_expert(name))}
 
-    def _open(self, checkpoint_files: list[str] | None) -> None:
+    def _open(self, checkpoint_files: list[str] | None, has_parts: bool) -> None:
         """Does nothing, because `read_header` has already opened the file."""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -36,18 +36,20 @@ class PackedCheckpoint:
     Args:
         reader: reads the packed layers.
         config: the settings of the load.
+        parts: see `Door`.
     """
 
-    def __init__(self, reader: CheckpointReader, config: MarlinConfig) -> None:
+    def __init__(self, reader: CheckpointReader, config: MarlinConfig, parts: bool = False) -> None:
         self.reader = reader
-        self._config = config
+        self._config, self._parts = config, parts
         self._loader: Loader | None = None
         self._device_map: dict[str, Any] | None = None
         self._added: list[Any] = []
 
     def read_ahead(self) -> None:
-        """Starts to read the layers in threads while transformers prepares the model."""
-        read_ahead(self.reader)
+        """Starts to read whole layers in threads while transformers prepares the model."""
+        if not self._parts:
+            read_ahead(self.reader)
 
     def place(self, model: Any, conversions: list[Any], reinitializes: bool) -> list[Any]:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.
@@ -79,13 +81,14 @@ class PackedCheckpoint:
             hosted=True,
             unused=lambda source: any(one.search(names.tensor(f"{source}.weight")) for one in unused),
             reinitializes=reinitializes,
+            parts=self._parts,
             device_of=lambda name: device_of(self._device_map, name),
             progress=logging.is_progress_bar_enabled(),
         )
         self._loader = Loader(model, self.reader, door, logger.warning)
         plan = self._loader.plan
         for source, reason in plan.left_out.items():
-            logger.warning(f"{self.reader.path}: layer {source} is left out: {reason}")
+            logger.warning(f"{self.reader.path}: {source} is left out: {reason}")
         if plan.prefix:
             logger.warning(f"{self.reader.path}: names begin with {plan.prefix!r}, which is removed")
             prefix = PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))
@@ -101,6 +104,7 @@ class PackedCheckpoint:
         packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number
         # transformers merges experts' floats, which the loader reads itself.
         packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
+        packed |= {name.removeprefix(plan.prefix) for name in plan.unused}
         reported = packed | loaded_names(packed, conversions)
         model._keys_to_ignore_on_load_unexpected |= {
             "^" + re.sub(r"\d+", r"\\d+", re.escape(n)) + "$" for n in reported

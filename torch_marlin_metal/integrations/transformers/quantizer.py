@@ -90,16 +90,16 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         watch(model, OP)
         has_parts = check_sizes(OP, model, self.pre_quantized)
         if self.pre_quantized:
-            self._open(checkpoint_files)
-            if self._packed is not None and not has_parts:
+            self._open(checkpoint_files, has_parts)
+            if self._packed is not None:
                 self._packed.read_ahead()
         else:
             self._choose(model, checkpoint_files)
 
-    def _open(self, checkpoint_files: list[str] | None) -> None:
+    def _open(self, checkpoint_files: list[str] | None, has_parts: bool) -> None:
         """Opens the directory that transformers found."""
         if not checkpoint_files:
-            raise UnsupportedFormat(f"{OP}: a 4-bit checkpoint is read from files; got a state_dict")
+            raise UnsupportedFormat(f"{OP}: a packed checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
         try:
             reader = open_reader(directory, self.quantization_config.read_options())
@@ -107,7 +107,7 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
             if names_no_layer(self.quantization_config.source):
                 return  # transformers loads the floats
             raise
-        self._packed = PackedCheckpoint(reader, self.quantization_config)
+        self._packed = PackedCheckpoint(reader, self.quantization_config, has_parts)
         check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:

@@ -43,7 +43,7 @@ def attach(model: Any) -> None:
     """Gives a model with packed layers the quantizer that saves them, and takes it from a model without any.
 
     Raises:
-        ValueError: the model has 4-bit layers of another package, which no format stores together with packed layers.
+        ValueError: the model has packed layers of another package, which no format stores together with packed layers.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, MarlinQuantizer):
@@ -54,7 +54,7 @@ def attach(model: Any) -> None:
     theirs = [name for name, module in model.named_modules() if is_packed_linear(module)]
     if theirs:
         raise ValueError(
-            f"save_pretrained: {theirs[0]!r} and {len(theirs) - 1} more layers are those of another 4-bit package, "
+            f"save_pretrained: {theirs[0]!r} and {len(theirs) - 1} more layers are packed layers of another package, "
             "others are MarlinLinear, and no checkpoint holds both. Replace them too (replace_linear_layers reports "
             "why it left them), or load the checkpoint with torch_marlin_metal.integrations.transformers imported"
         )

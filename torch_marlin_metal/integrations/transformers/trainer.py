@@ -46,8 +46,7 @@ def say_what_stays(model: Any) -> None:
         return
     trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
     what = (
-        "packed 4-bit weights are constant; to train them, add adapters of peft "
-        "(import torch_marlin_metal.integrations.peft)"
+        "packed weights are constant; to train them, add adapters of peft (import torch_marlin_metal.integrations.peft)"
     )
     if not trained:
         raise ValueError(f"Trainer: model: expected a parameter to train, got none: its {packed:,} {what}")

@@ -16,7 +16,7 @@ from torch_marlin_metal.quantize.fit import sample
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """A transformers conversion that turns weights into 4-bit layers of the model instead of parameters."""
+    """A transformers conversion that turns weights into packed layers of the model instead of parameters."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
         self._quantize = quantize
