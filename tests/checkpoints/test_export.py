@@ -210,8 +210,6 @@ REFUSED = {
     "gptq, bias format": ("gptq", lambda: named("l", "uint4_bias"), "uint4_bias is not integer codes"),
     "gptq, N": ("gptq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
     "gptq, bias of 5 bit": ("gptq", lambda: eight("l", "gguf/Q5_1"), "uint5_bias is not integer codes"),
-    "gptq, 5 bit": ("gptq", lambda: named("l", "uint5b16"), "uint5b16 has 5 bits, only 4 and 8 are written"),
-    "compressed-tensors, 6 bit": ("compressed-tensors", lambda: named("l", "uint6"), "uint6 has 6 bits, only 4 and 8"),
     "awq, 8 bit": ("awq", lambda: eight("l", "gguf/Q8_0"), "uint8b128 has 8 bits, AWQ's layout has 4"),
     "awq, N": ("awq", lambda: named("l", N=20), "N=20 is not a multiple of 8"),
     "compressed-tensors, table": ("compressed-tensors", lambda: named("l", "lut4"), "lut4 is not integer codes"),
