@@ -114,7 +114,8 @@ def run_formats(device: str, method: str, console: Console) -> tuple[list[Result
 
 
 def linear_bytes(model: nn.Module) -> int:
-    return sum(module_bytes(module) for module in model.modules() if isinstance(module, nn.Linear | tmm.MarlinLinear))
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear | tmm.MarlinLinear)]
+    return sum(module_bytes(module) for module in linears if not isinstance(module, tmm.MarlinEmbedding))
 
 
 def formats_table(results: list[Result]) -> Table:
@@ -228,9 +229,9 @@ def draw_similarities(axes: list[Axes], results: list[Result], topics: list[str]
 def draw_errors(axis: Axes, results: list[Result]) -> None:
     reports = [result.report for result in results if result.report is not None]
     for report, result, marker in zip(reports, results, "osD", strict=True):
-        errors = [100 * (layer.error or 0.0) for layer in report.converted]
+        errors = [100 * (layer.error or 0.0) for layer in report.converted if layer.kind == "Linear"]
         axis.plot(errors, marker=marker, markersize=4, linewidth=1, label=result.label)
-    layers = [layer.name.split(".") for layer in reports[0].converted]
+    layers = [layer.name.split(".") for layer in reports[0].converted if layer.kind == "Linear"]
     short = {"query": "q", "key": "k", "value": "v", "intermediate": "up"}
     for index, parts in enumerate(layers):
         if index and parts[2] != layers[index - 1][2]:

@@ -76,7 +76,7 @@ def main() -> None:
     print(
         f"a Llama of {model.num_parameters()} parameters, {len(losses)} steps: loss {losses[0]:.2f}, {losses[-1]:.2f}"
     )
-    print(tmm.quantize_model(model.eval(), "uint4", 64, "mse", exclude="lm_head", progress=False).summary())
+    print(tmm.quantize_model(model.eval(), "uint4", 64, "mse", progress=False).summary())
     model.save_pretrained(options.folder)
     tokenizer.save_pretrained(options.folder)
     command = ["generate", str(options.folder), PROMPT, "--tokens", str(options.tokens), "--temperature", "0.6"]

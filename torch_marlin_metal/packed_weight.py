@@ -151,11 +151,13 @@ class PackedWeight:
     def columns(self, which: slice | Tensor) -> "PackedWeight":
         """Returns a weight of some columns, in the given order, in contiguous copies."""
         cut: dict[str, Any] = {
-            name: _own(tensor.detach()[..., which])
+            name: tensor.detach()[..., which]
             for name, tensor in self.tensors().items()
             if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
         }
-        return replace(self, **cut)
+        if isinstance(which, slice):  # a view would keep the whole tensor in memory
+            cut = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in cut.items()}
+        return replace(self, **{name: tensor.contiguous() for name, tensor in cut.items()})
 
     def one_level(self) -> "PackedWeight":
         """Returns the same weight with fp32 scales and biases of one level, or itself if it has no `super_scales`."""
@@ -265,12 +267,6 @@ class PackedWeight:
         if self.bias is not None:
             _require("bias", self.bias, FLOAT_DTYPES, (N,))
         return self
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor that keeps no larger one in memory."""
-    held = tensor.contiguous()
-    return held.clone() if held.nbytes < held.untyped_storage().nbytes() else held
 
 
 def same_kind(one: PackedWeight, other: PackedWeight) -> bool:

@@ -42,7 +42,8 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
   if (fitting >= K) return {K, false};
   const int64_t unit = k_per_high_word(high_bits(format));
   const int64_t group = std::min(round_up(group_size, unit), K);
-  if (fitting >= group || fixed_group_size(format) != 0) {
+  // Parts inside a group begin at words of the upper bits, so a group smaller than such a word is not divided.
+  if (fitting >= group || group_size < unit || fixed_group_size(format) != 0) {
     const int64_t groups = group_count(K, group);
     const int64_t most = std::max<int64_t>(fitting / group, 1);
     return {ceil_divide(groups, ceil_divide(groups, most)) * group, false};

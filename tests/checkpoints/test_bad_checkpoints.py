@@ -74,9 +74,9 @@ SETTINGS: dict[str, tuple[Any, str, type]] = {
         "'W4A8_AWQ' is not read",
         convert.UnsupportedFormat,
     ),
-    "auto-round fp8": (
-        {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"},
-        "packing_format 'auto_round:fp8_static' is not read",
+    "auto-round of another layout": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:bitblas"},
+        "packing_format 'auto_round:bitblas' is not read",
         convert.UnsupportedFormat,
     ),
     "another method's layers": ({"quant_method": "hqq"}, r"no tensor's name ends in \.W_q", convert.CheckpointError),

@@ -48,7 +48,7 @@ def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypa
     rates = {(row["test"], row["batch"]): row["tokens_per_second"] for row in found["results"]}
     assert rates == {("pp8", 1): 8, ("tg3", 1): 1, ("pp8", 2): 16, ("tg3", 2): 2}
     assert all(row["spread"] == 0 and len(row["rounds"]) == 3 for row in found["results"])
-    assert found["packed"] == {"lut4 g128": 14}
+    assert found["packed"] == {"uint8b128 g128": 2, "lut4 g128": 14}
     assert found["machine"]["device"] == "cpu"
 
 

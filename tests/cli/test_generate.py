@@ -55,7 +55,8 @@ def test_the_text_is_that_of_a_plain_loop_in_floats_and_in_4_bit(folder, device,
         assert (code, out) == (0, expected + "\n"), err
     numbers, loaded = err.strip().splitlines()[-2:]
     assert re.match(r"prompt: 3 tokens, [\d.,]+ tokens/s; .*generated: 6 tokens, [\d.,]+ tokens/s; peak", numbers), err
-    assert re.match(r"\d+ layers of uint4 g\d+.*: [\d.]+ kB of the model's [\d.]+ kB; loaded in", loaded), err
+    packed_layers = r"\d+ layers of uint8b128 g\d+, \d+ layers of uint4 g\d+"
+    assert re.match(packed_layers + r": [\d.]+ kB of the model's [\d.]+ kB; loaded in", loaded), err
 
 
 def test_a_packed_model_takes_no_weight_format(folder, tmp_path):

@@ -32,7 +32,7 @@ def test_real_weights_keep_their_meaning(demo, tmp_path, device, everything, mon
     results, topics = demo.run_formats(device, "rtn", Console(quiet=True))
     dense = results[0]
     for result in results[1:]:
-        assert len(result.report.converted) == 36
+        assert len(result.report.converted) == 37
         assert not result.report.left
         cosine = (result.embeddings * dense.embeddings).sum(1)
         assert cosine.min() > 0.9

@@ -30,5 +30,5 @@ def test_the_packed_model_writes_what_was_learnt(demo, monkeypatch, tmp_path, ca
     demo.main()
     out, err = capfd.readouterr()
     assert "one two three four five six" in out.split("\n\n", 1)[1]
-    assert "21 layers converted, 0 left" in out
+    assert "23 layers converted, 0 left" in out
     assert "of uint4 g64" in err and "generated: 6 tokens" in err

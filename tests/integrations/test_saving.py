@@ -242,8 +242,8 @@ def test_the_command_line_says_what_stays_in_floats(tmp_path) -> None:
     )
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
-    assert "10 layers in uint4b8 by rtn" in said
-    assert "; 614 kB of matrices stay in floats (79%): model.layers." in said
+    assert "10 layers by rtn, 2 in uint8b128, 8 in uint4b8" in said
+    assert "614 kB of matrices stay in floats (79%): model.layers." in said
     done = CliRunner().invoke(
         app, ["quantize", str(tmp_path / "floats"), str(tmp_path / "p2"), "--group-size", "32", "--json"]
     )

@@ -294,8 +294,8 @@ def test_an_unquantized_directory_is_quantized_while_it_loads(weight_format, tmp
     size = None if weight_format == "nvfp4" else 32
     model = load(path, quantization_config=MarlinConfig(weight_format, size, "mse"))
     expected = load(path)
-    quantize_model(expected, weight_format, size, "mse", exclude="lm_head", progress=False)
-    assert len(packed_layers(model)) == 14
+    quantize_model(expected, weight_format, size, "mse", progress=False)
+    assert len(packed_layers(model)) == 16
     assert same(model.state_dict(), expected.state_dict())
     model.save_pretrained(tmp_path / "saved")
     assert same(load(tmp_path / "saved").state_dict(), model.state_dict())
@@ -311,7 +311,7 @@ def test_biases_stay_with_their_layers(tmp_path) -> None:
                 parameter.normal_()
     source.save_pretrained(tmp_path / "floats")
     expected = load(tmp_path / "floats")
-    quantize_model(expected, "uint4", 32, exclude="lm_head", progress=False)
+    quantize_model(expected, "uint4", 32, progress=False)
     config = MarlinConfig("uint4", 32, fuse=True)
     load(tmp_path / "floats", quantization_config=config).save_pretrained(tmp_path / "saved")
     reader = open_reader(tmp_path / "saved")
@@ -327,13 +327,13 @@ def test_biases_stay_with_their_layers(tmp_path) -> None:
 def test_layers_to_leave_and_weights_that_cannot_be_quantized(tmp_path) -> None:
     path = floats(tmp_path / "floats")
     model = load(path, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert="*.o_proj"))
-    assert len(packed_layers(model)) == 12  # of 14 layers, the two o_proj stay floats; the output layer does too
+    assert len(packed_layers(model)) == 14  # of 16 layers, the two o_proj stay floats
     excluded = load(GPTQ, quantization_config=MarlinConfig(modules_to_not_convert=["re:.*o_proj"]))
     assert len(packed_layers(excluded)) == 12
-    for folder in (path, GPTQ):
+    for folder, vocabulary in ((path, 2), (GPTQ, 0)):  # the embedding and the output layer are packed, too
         for names, count in ((["o_proj"], 12), (["o_proj", "layers.0"], 6), (["self_attn.q_proj", "mlp"], 6)):
             part = load(folder, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=names))
-            assert len(packed_layers(part)) == count
+            assert len(packed_layers(part)) == count + vocabulary
         with pytest.raises(ValueError, match=r"modules_to_not_convert: '_proj' matches none of"):
             load(folder, quantization_config=MarlinConfig("uint4b8", 32, modules_to_not_convert=["_proj"]))
     values = load_file(path / "model.safetensors")

@@ -106,9 +106,10 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch, new_obj
     monkeypatch.setattr(loader, "MOST_AHEAD", 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     part = 64 * 96 // 2  # bytes of one matrix; `//` below drops the four bytes of an outline
-    # Each of the two layers reads gate and up of its four experts, and then down of its four experts.
-    assert [size // part for size in filling] == 2 * (4 * [2] + 4 * [1])
-    assert [size // part for size in reading] == 2 * (4 * [0, 1] + 4 * [0])
+    # Each of the two layers fills gate and up of its four experts, and then down of its four experts.
+    # The plan tries one matrix of each kind and keeps it until its turn: down of the first expert waits meanwhile.
+    assert [size // part for size in filling] == 4 * [3] + 4 * [1] + 4 * [2] + 4 * [1]
+    assert len(reading) == 24 and max(reading) // part == 2
     assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part
 
 

@@ -39,8 +39,8 @@ def test_the_text_model_of_a_model_for_images(tmp_path, caplog) -> None:
     ).eval()
     quantize_model(whole, "uint4b8", 32, progress=False)
     whole.save_pretrained(tmp_path)
-    part = Gemma3ForCausalLM.from_pretrained(tmp_path)
-    assert sum(isinstance(module, MarlinLinear) for module in part.modules()) == 7
+    part = Gemma3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert sum(isinstance(module, MarlinLinear) for module in part.modules()) == 9
     assert "names begin with 'language_model.', which is removed" in caplog.text
     assert "vision_tower" in caplog.text
     ids = torch.tensor([[3, 9, 5]])

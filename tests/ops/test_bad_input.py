@@ -173,7 +173,8 @@ def test_dequantize_refuses_other_dtypes(device):
 
 def test_unknown_names_in_python_list_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"expected one of uint4b8, .*uint6_bias \(or u4b8, u4, .*, float8_e4m3fn, fp8\), got 'q4'"
+        ValueError,
+        match=r"expected one of uint4b8, .*uint6_bias \(or u4b8, u4, .*, float8_e4m3fn, fp8, q4_k, q5_k, q6_k\), got 'q4'",
     ):
         tmm.formats.weight_format("q4")
 

@@ -93,6 +93,18 @@ def test_the_transposed_product_decodes_parts_of_every_size(weight_format, devic
         reference.check_gemm(OPS.gemm_transposed(grad.to(device), *tensors, **named), exact, bound)
 
 
+@pytest.mark.parametrize("weight_format", ["uint5b16", "uint5_bias"])
+def test_parts_of_the_transposed_product_begin_at_words_of_upper_bits(weight_format, monkeypatch):
+    """A group of 16 is half such a word."""
+    K, N = 104, 24
+    weight = reference.make_weight(weight_format, K, N, 16)
+    grad = random(3, N, dtype=torch.float32)
+    bound = 32 * 2.0**-24 * (np.abs(reference.to_numpy(grad)) @ weight.magnitude.T)
+    tensors, named = arguments(weight)
+    monkeypatch.setenv("TORCH_MARLIN_METAL_GRADIENT_BYTES", "1")
+    reference.check_gemm(OPS.gemm_transposed(grad, *tensors, **named), reference.to_numpy(grad) @ weight.exact.T, bound)
+
+
 @each_wide_format
 def test_experts_are_within_the_bound(weight_format, device):
     turn = reference.WIDE.index(weight_format)

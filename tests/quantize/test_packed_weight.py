@@ -87,7 +87,8 @@ def test_the_functions_refuse_a_plain_tensor_as_a_weight(name) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_weight_replaces_an_alias_and_minus_one(alias) -> None:
     weight = tmm.quantize_weight(torch.randn(24, 64), alias, -1)
-    made = tmm.PackedWeight(weight.b_packed, weight.scales, alias, -1, zeros=weight.zeros, b_high=weight.b_high)
+    given = {name: value for name, value in weight.tensors().items() if name not in ("b_packed", "scales")}
+    made = tmm.PackedWeight(weight.b_packed, weight.scales, alias, -1, **given)
     assert (made.weight_format, made.group_size) == (ALIASES[alias], 64)
     assert torch.equal(made.validate().dequantize(), weight.dequantize())
 
