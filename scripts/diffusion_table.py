@@ -19,7 +19,7 @@ from torch_marlin_metal.cli.models.fit import gpu_memory
 PAGE = Path(__file__).resolve().parents[1] / "docs/use/diffusion.md"
 BEGIN, END = "<!-- sizes: scripts/diffusion_table.py -->\n\n", "\n<!-- end of sizes -->"
 MACS = (8, 16, 24, 32, 48, 64, 96)  # GB
-GGUF = ("Q4_K", "Q4_0", "Q8_0")
+GGUF = ("Q4_K", "Q4_0", "Q5_K", "Q6_K", "Q8_0")
 FLOATS, FP8, NVFP4 = "16 bit", "FP8", "NVFP4"
 KINDS = (*GGUF, NVFP4, FP8, FLOATS)
 BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
@@ -79,7 +79,10 @@ def main() -> None:
         print(made)
         return
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
+    PAGE.write_text(before + BEGIN + made + END + after)
 
 
 if __name__ == "__main__":

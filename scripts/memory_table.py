@@ -70,7 +70,9 @@ def table() -> str:
 def written(text: str, rows: str) -> str:
     """Returns the README's text with these rows in the place of the table's."""
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{README} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
     return before + BEGIN + rows + END + after
 
 

@@ -52,7 +52,10 @@ def main() -> None:
         print(made)
         return
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
+    PAGE.write_text(before + BEGIN + made + END + after)
 
 
 if __name__ == "__main__":

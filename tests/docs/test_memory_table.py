@@ -27,5 +27,13 @@ def test_the_tables_of_diffusion_models_are_what_their_programs_compute() -> Non
     page = (ROOT / "docs/use/diffusion.md").read_text()
     sizes = runpy.run_path(str(ROOT / "scripts/diffusion_table.py"))
     assert sizes["BEGIN"] + sizes["table"]() + sizes["END"] in page
+    found = page.partition(many_rows.BEGIN)[2].partition(many_rows.END)[0]
     for chip in ("M1", "M5 Max"):
-        assert many_rows.row(chip) in page
+        assert many_rows.row(chip) in found
+
+
+def test_the_page_of_diffusion_models_keeps_its_sections() -> None:
+    page = (ROOT / "docs/use/diffusion.md").read_text()
+    heads = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+    assert heads == ["FLUX on a Mac of 16 GB", "Which files stay packed", "With the rest of diffusers", "Speed"]
+    assert page.count("<!-- end of") == 2
