@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.model import ExpertsProblem, families, predict
-from lab.model.counts import KernelCounts, counts_of, rows
+from lab.model.counts import KernelCounts, NotCounted, counts_of, rows
 from lab.model.geometry import BLOCK, FUSED_COLUMNS, FUSED_K, GEMV_COLUMNS, GEMV_K, SIMD_WIDTH
 from lab.model.kernel import CACHE_LATENCY, figure
 from lab.model.problems import Problem, Tiling
@@ -35,6 +35,8 @@ ARITHMETIC = {"half": ("float16", "M4"), "emulated_bfloat": ("bfloat16", "M1"), 
 # No choice should take longer than the model's best by this factor.
 MOST_RATIO = 1.10
 MOST_UNITS = {"gemv": 8, "fused": 4}
+# A format, and its levels of scales.
+Form = tuple[WeightFormat, int]
 # The kernel of each variant, and its forms for experts with their units of rows, in the order of expert_tiles in
 # csrc/planner/variants.cpp.
 KERNELS = {"gemv": "gemv", "fused": "gemm_fused"}
@@ -105,23 +107,28 @@ def _line(values: NDArray[np.float64]) -> tuple[float, float]:
     return float(value), float(slope)
 
 
-def _counted(variant: str, kernel: str, units: int, formats: list[str], arithmetic: str) -> list[KernelCounts]:
+def _counted(variant: str, kernel: str, units: int, forms: list[Form], arithmetic: str) -> list[KernelCounts]:
     """Returns the counts of a kernel for some formats with this many units of rows."""
     activations, chip = ARITHMETIC[arithmetic]
     tile = (units, GEMV_COLUMNS, GEMV_K) if variant == "gemv" else (BLOCK * units, FUSED_COLUMNS, FUSED_K)
     tiling = Tiling(variant, kernel, tile)
     gpu = AppleSiliconGPU.from_name(chip)
-    return [counts_of(tiling, tile[0], Problem(1, 128, 128, name, activations=activations), gpu) for name in formats]
+    return [
+        counts_of(tiling, tile[0], Problem(1, 128, 128, row.name, activations=activations, scales=scales), gpu)
+        for row, levels in forms
+        for scales in (["uint8"] if levels == 2 else [None])
+    ]
 
 
 def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
-    formats = [row.name for row in _formats() if (row.code_kind, row.code_bits) == (codes, bits)]
+    alike = [(row, levels) for row, levels in _forms(arithmetic) if (row.code_kind, row.code_bits) == (codes, bits)]
+    forms = [(row, levels) for row, levels in alike if levels == alike[0][1]]
     clock = float(np.mean([figure(AppleSiliconGPU.from_name(name), "clock_ghz") for name in AppleSiliconGPU.names()]))
     gpu = AppleSiliconGPU.from_name(ARITHMETIC[arithmetic][1])
     latency = clock * figure(gpu, "dram_latency_ns")
     steps, ends, waited = [], [], []
     for units in range(1, MOST_UNITS[kernel] + 1):
-        counted = _counted(kernel, KERNELS[kernel], units, formats, arithmetic)
+        counted = _counted(kernel, KERNELS[kernel], units, forms, arithmetic)
         step = float(np.mean([row.issue for row in counted]))
         end = float(np.mean([row.outer_issue for row in counted]))
         waits = float(np.mean([row.step_waits[0] * latency + row.step_waits[1] * CACHE_LATENCY for row in counted]))
@@ -141,20 +148,44 @@ def _formats() -> list[WeightFormat]:
     return [row for name, row in WEIGHT_FORMATS.items() if name in counted]
 
 
+def _forms(arithmetic: str) -> list[Form]:
+    """Returns the formats and levels whose products have been counted with such activations, or with all others.
+
+    Those with one level are first. A kind of codes that has been counted with two levels only has rows with these.
+    """
+    counted = {
+        (row.weight_format, row.levels)
+        for row in rows()
+        if row.kernel == "gemv" and row.activations in (ARITHMETIC[arithmetic][0], "float32")
+    }
+    return [(row, levels) for levels in (1, 2) for name, row in WEIGHT_FORMATS.items() if (name, levels) in counted]
+
+
 def decisions() -> Iterator[Decision]:
     """Yields the rows of the table."""
-    codes = dict.fromkeys((row.code_kind, row.code_bits) for row in _formats())
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
-            for kind, bits in codes:
+            for kind, bits in dict.fromkeys((row.code_kind, row.code_bits) for row, _ in _forms(arithmetic)):
                 yield _decision(kernel, arithmetic, kind, bits)
 
 
-def _registers(kernel: str, arithmetic: str, row: WeightFormat) -> str:
-    """Returns the registers of a format by units of rows, and those of the forms for experts, in C++."""
-    forms = [*((KERNELS[kernel], units) for units in range(1, MOST_UNITS[kernel] + 1)), *EXPERTS_FORMS[kernel]]
-    found = [str(_counted(kernel, form, units, [row.name], arithmetic)[0].half_registers) for form, units in forms]
+def _registers(kernel: str, arithmetic: str, form: Form) -> str:
+    """Returns the registers of a format by units of rows, and those of the forms for experts, in C++.
+
+    Kernels for experts that have not been counted are taken to need as many as the product's kernel, whose body they
+    share. Those that have been counted need up to 48 more.
+    """
+
+    def registers(name: str, units: int) -> str:
+        try:
+            found = _counted(kernel, name, units, [form], arithmetic)
+        except NotCounted:
+            found = _counted(kernel, KERNELS[kernel], units, [form], arithmetic)
+        return str(found[0].half_registers)
+
     most = MOST_UNITS[kernel]
+    kernels = [*((KERNELS[kernel], units) for units in range(1, most + 1)), *EXPERTS_FORMS[kernel]]
+    found = [registers(name, units) for name, units in kernels]
     return f"{{{', '.join(found[:most])}}}, {{{', '.join(found[most:])}}}"
 
 
@@ -163,15 +194,15 @@ def _register_rows() -> Iterator[str]:
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
             first: dict[tuple[str, int], str] = {}
-            for row in _formats():
-                registers = _registers(kernel, arithmetic, row)
+            for row, levels in _forms(arithmetic):
+                registers = _registers(kernel, arithmetic, (row, levels))
                 kind = (row.code_kind, row.code_bits)
                 if first.get(kind) == registers:
                     continue
                 first.setdefault(kind, registers)
                 yield (
                     f"    Registers{{Arithmetic::{arithmetic}, CodeKind::{row.code_kind}, {row.code_bits}, "
-                    f"ZerosRole::{row.zeros_role}, ScaleCoding::{row.scale_coding}, GemmVariant::{kernel}, "
+                    f"ZerosRole::{row.zeros_role}, ScaleCoding::{row.scale_coding}, {levels}, GemmVariant::{kernel}, "
                     f"{registers}}},\n"
                 )
 

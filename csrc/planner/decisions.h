@@ -43,6 +43,7 @@ struct Registers {
   uint32_t code_bits;
   ZerosRole zeros;
   ScaleCoding scales;
+  uint32_t levels;  // of the scales
   GemmVariant kernel;
   std::array<uint8_t, 8> product;
   std::array<uint8_t, 4> experts;
@@ -56,22 +57,23 @@ struct KernelRegisters {
 
 #include "csrc/planner/decision_rows.h"
 
-// Returns the row for a kernel and a format with the fewest differences: another width counts more than other zeros or
-// scales. E4M3 codes have no rows yet, and take those of integers.
+// Returns the row for a kernel and a format with the fewest differences. Other codes count more than other arithmetic,
+// then another width, other levels of scales, and other zeros or scales.
 template <typename Rows>
-constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmetic, WeightFormat format)
-    -> decltype(rows.data()) {
+constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmetic, WeightFormat format,
+                       uint32_t levels = 1) -> decltype(rows.data()) {
   decltype(rows.data()) found = nullptr;
   const auto differences = [&](const auto& row) {
     const uint32_t bits = code_bits(format);
-    uint32_t sum = 4 * (std::max(row.code_bits, bits) - std::min(row.code_bits, bits));
+    uint32_t sum = (row.codes != code_kind(format) ? 128 : 0) + (row.arithmetic != arithmetic ? 64 : 0) +
+                   8 * (std::max(row.code_bits, bits) - std::min(row.code_bits, bits));
     if constexpr (requires { row.zeros; })
-      sum += (row.zeros != zeros_role(format) ? 1 : 0) + (row.scales != scale_coding(format) ? 1 : 0);
+      sum += (row.levels != levels ? 4 : 0) + (row.zeros != zeros_role(format) ? 1 : 0) +
+             (row.scales != scale_coding(format) ? 1 : 0);
     return sum;
   };
-  const CodeKind codes = code_kind(format) == CodeKind::e4m3 ? CodeKind::integer : code_kind(format);
   for (const auto& row : rows) {
-    if (row.kernel != kernel || row.arithmetic != arithmetic || row.codes != codes) continue;
+    if (row.kernel != kernel) continue;
     if (found == nullptr || differences(row) < differences(*found)) found = &row;
   }
   return found;
@@ -85,7 +87,8 @@ static_assert(
     [] {
       for (int32_t format = 0; format < kWeightFormatCount; ++format) {
         for (const Decision& row : kDecisions) {
-          if (find_decision(row.kernel, row.arithmetic, static_cast<WeightFormat>(format)) == nullptr) return false;
+          const auto wanted = static_cast<WeightFormat>(format);
+          if (find_decision(row.kernel, row.arithmetic, wanted)->codes != code_kind(wanted)) return false;
         }
       }
       return true;

@@ -67,6 +67,10 @@ const Figure& tensor_clocks(const GpuFamily& family) {
   return family.tensor_clocks_fp16.value > 0 ? family.tensor_clocks_fp16 : kGpuFamilies.back().tensor_clocks_fp16;
 }
 
+bool has_two_levels(const WeightProblem& weight) {
+  return !has_coded_scales(weight.format) && is_integer(weight.scales);
+}
+
 // Returns the K that a simdgroup passes; the stripes of striped share the K of all tiles.
 double k_of_simdgroup(const Tiling& tiling, const GemmProblem& problem) {
   const uint32_t K = problem.weight.K;
@@ -138,7 +142,8 @@ uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32
   const VariantRules& rules = rules_of(tile.variant);
   if (rules.row_unit == 0) return registers_of(tile.kernel);
   const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
-  const Registers& row = *nearest(kRegisters, tile.variant, type, problem.weight.format);
+  const WeightProblem& weight = problem.weight;
+  const Registers& row = *nearest(kRegisters, tile.variant, type, weight.format, has_two_levels(weight) ? 2 : 1);
   for (size_t form = 0; form < rules.expert_tiles.size(); ++form) {
     const GemmTile& own = rules.expert_tiles[form];
     if (own.kernel == tile.kernel && own.tile.M == rows) return row.experts.at(form);
@@ -155,7 +160,7 @@ double weight_bytes(const WeightProblem& weight) {
   if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
   const double groups = ceil_divide(weight.K, group_size(weight));
   const auto of_block = [&](bool has_levels) { return has_levels ? element_bytes(weight.super) : 0; };
-  const double per_block = of_block(!has_coded_scales(weight.format) && is_integer(weight.scales)) +
+  const double per_block = of_block(has_two_levels(weight)) +
                            of_block(zeros_role(weight.format) == ZerosRole::bias && is_integer(weight.zeros));
   return code_bits(weight.format) / 8.0 * weight.K * weight.N + groups * weight.N * per_group +
          double(ceil_divide(weight.K, kSuperBlock)) * weight.N * per_block + (weight.has_perm ? 4.0 * weight.K : 0);

@@ -124,6 +124,18 @@ void check_decisions() {
   const auto unit = [](Arithmetic type) { return find_decision(GemmVariant::gemv, type, WeightFormat{})->unit; };
   expect(unit(Arithmetic::emulated_bfloat) > 1.3 * unit(Arithmetic::half),
          "an M2 computes bfloat by more instructions");
+  const auto decode = [](Arithmetic type, WeightFormat format) {
+    return find_decision(GemmVariant::gemv, type, format)->decode;
+  };
+  for (Arithmetic type : {Arithmetic::half, Arithmetic::emulated_bfloat, Arithmetic::single})
+    expect(decode(type, WeightFormat::float8_e4m3) > 2 * decode(type, WeightFormat::uint8b128), "E4M3 tests for NaN");
+  // lab/notes/kernel-costs.md has the registers of Q4_K.
+  const GemmTile eight_rows = rules_of(GemmVariant::fused).tiles[0];
+  GemmProblem levels = product(8, 64, 64, 32, WeightFormat::uint4_bias);
+  levels.weight.scales = levels.weight.zeros = ElementType::uint8;
+  expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 123, "registers of two levels");
+  levels.weight.scales = levels.weight.zeros = ElementType::float16;
+  expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 111, "registers of one level");
   const GpuFamily& m2 = family_of(*find_chip("M2"));
   const GpuFamily& m3 = family_of(*find_chip("M3"));
   expect(arithmetic(ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat, "an M2 has no bfloat");
