@@ -87,6 +87,7 @@ def test_what_calibrated_methods_need(tmp_path, monkeypatch):
         ): "--weight-format: gptq makes uint4b8 or uint4 or uint8b128 or uint8, got 'nvfp4'",
         ("--method", "awq"): "--weight-format: awq makes uint4, got 'uint4b8'",
         ("--method", "gptq", "--include", "x"): "--include and --exclude are for rtn and mse",
+        ("--method", "gptq", "--memory", "9GB"): "--memory, --like and --vocabulary-format are for rtn and mse",
         (
             "--method",
             "mse",

@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.load.test_memory import MOST, held_by, peak_of
@@ -242,6 +243,22 @@ def test_a_file_of_another_class_and_a_damaged_one_are_named(tmp_path) -> None:
     file.path.write_bytes(file.path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         by_single_file(FAMILIES["ltx"], file, quantization_config=MarlinConfig())
+
+
+@pytest.mark.parametrize("ending", [".weight_scale_inv", ".scale", "_scales"])
+def test_scales_of_an_unknown_name_are_an_error(ending, tmp_path) -> None:
+    family, file = write(tmp_path, "wan", "comfy")
+    tensors = {name.replace(".scale_weight", ending): value for name, value in load_file(file.path).items()}
+    tensors.pop(f"{PREFIX}scaled_fp8", None)
+    save_file(tensors, file.path)
+    for door in (
+        lambda: by_single_file(family, file, quantization_config=MarlinConfig()),
+        lambda: load_quantized(family.model(), file.path, progress=False),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"{ending}': the scales of .*\.weight are read under names that end"
+        ):
+            door()
 
 
 def test_adapters_of_diffusers_go_on_packed_layers_and_off_again(tmp_path) -> None:

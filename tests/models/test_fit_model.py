@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.models import tree
 from torch_marlin_metal import MarlinLinear, quantize_model
@@ -100,6 +100,44 @@ def test_every_door_makes_the_same_choice(given, is_tied, tmp_path) -> None:
                 key: name for key, (name, _) in expected.items()
             }
         assert reader.fit.total_bytes == pytest.approx(module_bytes(written), rel=0.02)
+
+
+def test_dropout_does_not_disturb_a_measured_choice() -> None:
+    found = []
+    for training in (False, True):
+        model = llama(layers=1)
+        model.config.attention_dropout = 0.5
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        model.train(training)
+        report = quantize_model(model, "uint4b8", 64, memory="90 kB", calibration=TEXT, progress=False)
+        assert all(module.training is training for module in model.model.norm.modules())
+        found.append((report.fit.error, formats(model)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_formats_of_two_levels_are_the_same_at_each_door(name, tmp_path) -> None:
+    model = llama(layers=1)
+    model.save_pretrained(tmp_path)
+    quantize_model(model, name, progress=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig(name))
+    assert formats(loaded) == formats(model)
+    for layer, other in zip(loaded.model.layers[0].mlp.children(), model.model.layers[0].mlp.children(), strict=True):
+        if isinstance(layer, MarlinLinear):
+            assert torch.equal(layer.super_scales, other.super_scales)
+
+
+def test_a_recipe_needs_no_global_scale_of_the_format_that_it_replaces(tmp_path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 96}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)).save_pretrained(
+        tmp_path / "floats"
+    )
+    reader = FloatReader(tmp_path / "floats", "nvfp4", like="Q8_0")
+    write_checkpoint(reader, tmp_path / "packed")
+    assert set(reader.formats()) == {"uint8b128"}
 
 
 def test_wrong_arguments_are_refused(tmp_path) -> None:

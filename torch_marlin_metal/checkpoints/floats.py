@@ -115,8 +115,8 @@ class FloatReader(CheckpointReader):
         self._settings |= {"memory": memory, "like": like}
         self._settings |= {key: str(value) for key, value in options.items()}
         # A model holds an expert's gate and up as one weight, with one global scale.
-        has_global_scale = find_format(weight_format).has_global_scale
-        by_name = {layer.name: layer for layer in layers} if has_global_scale else {}
+        formats = {layer.name: find_format(self._recipe.format_of(layer.name)[0]) for layer in layers}
+        by_name = {layer.name: layer for layer in layers if formats[layer.name].has_global_scale}
         self._partners = [by_name.get(layer.partner) for layer in layers]
         self._amax: dict[str, float] = {}  # of layers whose partner has been converted
         self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them

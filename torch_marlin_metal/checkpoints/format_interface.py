@@ -1,6 +1,6 @@
 """The classes that describe a checkpoint format. `formats/` has one file per format; `known_formats.py` lists them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -102,6 +102,7 @@ class DirectoryFormat(Format):
     def layers(self, checkpoint: Checkpoint) -> Iterator[Layer]:
         """Yields the layers in the order of the files."""
         places = sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
+        scales = [info.name for info in places if "scale" in info.name]
         for info in places:
             for ending, role in self.anchors.items():
                 if info.name.endswith(ending):
@@ -117,7 +118,16 @@ class DirectoryFormat(Format):
             if info.dtype in self.unscaled and len(info.shape) == 2 and info.name.endswith(".weight"):
                 base = info.name.removesuffix(".weight")
                 if not any(base + ending in checkpoint.tensors for ending in self.scaled):
+                    self._refuse_other_scales(checkpoint, base, scales)
                     yield from self._layers_at(checkpoint, base, "weight", info)
+
+    def _refuse_other_scales(self, checkpoint: Checkpoint, base: str, scales: Iterable[str]) -> None:
+        """Refuses scales of an unknown name beside codes that would otherwise count as values."""
+        for name in scales:
+            rest = name.removeprefix(base)
+            if name != rest and rest[0] in "._" and "scale" in rest and rest not in self.extras:
+                known = " or ".join(self.scaled)
+                raise checkpoint.error(name, f"the scales of {base}.weight are read under names that end in {known}")
 
     def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
         """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""

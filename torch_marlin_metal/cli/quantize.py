@@ -57,6 +57,10 @@ def quantize(
             raise ValueError(
                 f"--include and --exclude are for rtn and mse; {method} takes the layers that its package takes"
             )
+        if (memory, like, vocabulary_format) != (None, None, None):
+            raise ValueError(
+                f"--memory, --like and --vocabulary-format are for rtn and mse; {method} has one format for all layers"
+            )
         if destination.exists():
             raise FileExistsError(f"{destination}: exists already")
         pieces = calibrated.Text(calibration, samples, length)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.directory import open_reader
-from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
+from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
@@ -77,6 +77,8 @@ class ConvertedReader(CheckpointReader):
         except UnsupportedFormat as error:
             known = error.dequantize is not None
             raise UnsupportedFormat(str(error), partial(self._floats, index) if known else None, error.kind) from error
+        except CheckpointError:  # a contradiction in the file
+            raise
         except ValueError as error:  # the parts are of different kinds
             raise UnsupportedFormat(f"{self.path}: layer {self.layer_names[index]!r}: {error}",
                                     partial(self._floats, index)) from error  # fmt: skip

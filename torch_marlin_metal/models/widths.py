@@ -130,9 +130,15 @@ class _Text:
     def _predictions(self) -> Iterator[Tensor]:
         """Yields the logarithms of the probabilities of the next tokens, fp32 `[B, S, V]`."""
         device = next(self._model.parameters()).device
-        with torch.no_grad():
-            for ids in self._ids:
-                yield self._model(input_ids=ids.to(device), use_cache=False).logits.float().log_softmax(-1)
+        training = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for ids in self._ids:
+                    yield self._model(input_ids=ids.to(device), use_cache=False).logits.float().log_softmax(-1)
+        finally:
+            for module in training:
+                module.training = True
 
     def divergence(self, recipe: Recipe, names: Iterable[str]) -> float:
         """Returns the mean KL divergence of the predictions with some layers rounded as a recipe says.
