@@ -250,6 +250,16 @@ def test_other_types_are_refused_or_left_out_or_decoded(tmp_path, monkeypatch) -
     np.testing.assert_array_equal(dense.dequantize().numpy(), reference.T)
 
 
+@pytest.mark.parametrize("shape", [(), (2, 3, 5)], ids=["vector", "four dimensions"])
+def test_a_packed_tensor_that_is_no_matrix_becomes_floats_of_its_shape(shape, tmp_path) -> None:
+    data = random_blocks(np.random.default_rng(0), "Q8_0", *shape)
+    path = Writer(tmp_path / "m.gguf").add("a.weight", data, "Q8_0").write()
+    with pytest.raises(convert.UnsupportedFormat, match="expected a matrix, got shape"):
+        list(convert.read_layers(path))
+    (dense,) = convert.read_layers(path, on_unsupported="dequantize")
+    np.testing.assert_array_equal(dense.weight.numpy(), dequantize(data, GGMLQuantizationType["Q8_0"]))
+
+
 def rope_interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorders q and k rows as llama.cpp does: row (head, half, i) becomes row (head, i, half)."""
     size = weight.shape[0] // heads

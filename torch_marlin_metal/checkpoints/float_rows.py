@@ -1,5 +1,6 @@
 """Weights as floats, decoded some rows at a time, so that fp32 values exist beside the result of only these rows."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class FloatRows:
 
     Attributes:
         N: the rows of the weight, as `torch.nn.Linear` holds it.
-        K: its columns.
+        K: the numbers in a row.
         rows: returns some rows of the weight, fp32 `[rows, K]`.
     """
 
@@ -27,11 +28,10 @@ class FloatRows:
 
     @classmethod
     def of(cls, weight: "Tensor | PackedWeight") -> "FloatRows":
-        """Returns the rows of a matrix `[N, K]`, or of a packed weight."""
+        """Returns the rows of a packed weight or of a tensor, usually a matrix `[N, K]`; rows may have any shape."""
         if isinstance(weight, PackedWeight):
             return cls(weight.N, weight.K, lambda which: weight.columns(which).dequantize().T)
-        N, K = weight.shape
-        return cls(N, K, weight.__getitem__)
+        return cls(len(weight), math.prod(weight.shape[1:]), weight.__getitem__)
 
     def to(self, device: torch.device | str) -> "FloatRows":
         """Returns rows that are moved to a device after they are decoded."""
@@ -41,13 +41,14 @@ class FloatRows:
         """Decodes into a matrix `[N, K]` of any dtype, strides and device."""
         if out.is_meta:
             return
-        step = max(1, PIECE // self.K)
+        step = max(1, PIECE // max(self.K, 1))
         for first in range(0, self.N, step):
             which = slice(first, min(first + step, self.N))
             out[which] = self.rows(which).to(out.dtype)
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the whole weight `[N, K]`."""
-        out = torch.empty(self.N, self.K, dtype=dtype, device=self.rows(slice(0, 1)).device)
+        """Returns the whole weight."""
+        row = self.rows(slice(0, 1))
+        out = torch.empty(self.N, *row.shape[1:], dtype=dtype, device=row.device)
         self.write(out)
         return out
