@@ -297,6 +297,12 @@ def test_floats_beside_scales_of_fp8_stay_floats(tmp_path) -> None:
         convert.open_reader(tmp_path)
 
 
+def test_a_tensor_may_have_the_name_of_a_layer_of_codes(tmp_path) -> None:
+    save_file({f"{OTHER}.scale.weight": E4M3, f"{OTHER}.scale": torch.ones(3)}, tmp_path / "m.safetensors")
+    (weight,) = convert.read_layers(tmp_path / "m.safetensors")
+    assert (weight.name, weight.weight_format) == (f"{OTHER}.scale", "float8_e4m3")
+
+
 def test_a_file_of_comfyui_is_read_by_its_own_name(tmp_path) -> None:
     """The older kind of file: a marker, one scale for each matrix, and no configuration."""
     tensors = {

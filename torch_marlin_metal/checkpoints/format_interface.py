@@ -125,7 +125,7 @@ class DirectoryFormat(Format):
         """Refuses scales of an unknown name beside codes that would otherwise count as values."""
         for name in scales:
             rest = name.removeprefix(base)
-            if name != rest and rest[0] in "._" and "scale" in rest and rest not in self.extras:
+            if name != rest and rest.startswith((".", "_")) and "scale" in rest and rest not in self.extras:
                 known = " or ".join(self.scaled)
                 raise checkpoint.error(name, f"the scales of {base}.weight are read under names that end in {known}")
 
