@@ -11,8 +11,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-from build_support import wheels
-from build_support.macho import MachO, Protocol
+from . import wheels
+from .macho import MachO, Protocol
 
 FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framework: the wheel that describes it
 

@@ -1,4 +1,4 @@
-"""Runs kernels in Apple's compiled form and in ours, and compares the results: `python -m softmetal.witness --help`."""
+"""Runs kernels in Apple's compiled form and in ours, and compares the results: `python -m softmetal.proof --help`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _prove_all() -> int:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="softmetal.witness", description=__doc__)
+    parser = argparse.ArgumentParser(prog="softmetal.proof", description=__doc__)
     parser.add_argument("--family", help="only this family")
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
     parser.add_argument("--checked", action="store_true", help="in checked mode: no kernel may break a rule")

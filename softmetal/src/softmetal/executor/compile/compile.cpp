@@ -1,4 +1,4 @@
-// sm_compile: asks the Metal compiler (softmetal/msl, written in Python) and remembers the result in a file of the
+// sm_compile: asks the Metal compiler (msl/, written in Python) and remembers the result in a file of the
 // cache folder, the memo. A repeated request reads the memo.
 #include <sys/stat.h>
 #include <unistd.h>
@@ -57,7 +57,7 @@ std::string home() {
 
 std::string cache_folder() {
   const char* set = std::getenv("SOFTMETAL_CACHE");
-  return set != nullptr ? set : home() + "/../build/softmetal/cache";
+  return set != nullptr ? set : SOFTMETAL_OUTPUT "/cache";
 }
 
 std::string stamp_of(const std::string& path) {

@@ -1,11 +1,10 @@
 """Checks, for each supported torch, that functions of PyTorch's Mac library still make the calls that we rely on.
 
-    python -m build_support.pytorch_calls                  # the pinned torch, in a second; `make macos` does this
-    python -m build_support.pytorch_calls --all            # every supported torch: fetches 130 MB for each
-    python -m build_support.pytorch_calls --all --write    # store the lists after reading what changed
+    python -m softmetal.apple.pytorch_calls                  # the pinned torch, in a second
+    python -m softmetal.apple.pytorch_calls --all            # every supported torch: fetches 130 MB for each
+    python -m softmetal.apple.pytorch_calls --all --write    # store the lists after reading what changed
 
-The software device imitates these functions, and `csrc/mps` depends on how they change the encoder and the command
-buffer. The program reads their calls from the disassembly of `libtorch_cpu.dylib` and compares them with
+The device imitates these functions, and extensions depend on how they change the encoder and the command buffer. The program reads their calls from the disassembly of `libtorch_cpu.dylib` and compares them with
 `recorded_pytorch_calls.json`, which --write makes. Any difference is an error, which a person must look at.
 """
 
@@ -17,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from build_support import wheels
+from . import wheels
 
 STORED = Path(__file__).with_name("recorded_pytorch_calls.json")
 PINNED = "2.13.0"
@@ -53,7 +52,7 @@ MEMBERS = {
         "27addProfilerCompletedHandler",
         "27addProfilerScheduledHandler",
     ),
-    # The workspaces of csrc/mps/encoder.mm rely on this: PyTorch's allocator keeps the memory of different streams
+    # Extensions that keep memory for each stream rely on this: PyTorch's allocator keeps the memory of different streams
     # apart.
     "13HeapAllocator20MPSHeapAllocatorImpl": (
         "11free_buffer",
@@ -164,8 +163,8 @@ def compare(version: str, found: CallLists, stored: CallLists) -> None:
         )
     )
     raise CallsChanged(
-        f"torch {version}: functions that csrc/mps and softmetal/runtime rely on call something else. Read what "
-        f"changed, adapt both, then store the lists with --write:\n{difference}"
+        f"torch {version}: functions that the device imitates call something else. Read what changed, "
+        f"adapt runtime/pytorch and the extensions that rely on them, then store the lists with --write:\n{difference}"
     )
 
 
@@ -197,7 +196,7 @@ def write(versions: list[str]) -> None:
         version: call_lists(wheels.unpack(WHEEL_OF[version]) / "torch" / "lib" / "libtorch_cpu.dylib")
         for version in versions
     }
-    content = {"written_by": "python -m build_support.pytorch_calls --all --write", "versions": found}
+    content = {"written_by": "python -m softmetal.apple.pytorch_calls --all --write", "versions": found}
     STORED.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,16 +1,14 @@
-"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. The wheels and libraries stay in `.cache`."""
+"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. The wheels and libraries stay in `apple.wheels.CACHE`."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from build_support import wheels
-from build_support.macho import MachO
+from ..apple import wheels
+from ..apple.macho import MachO
 
 _DYLIB = "torch/lib/libtorch_cpu.dylib"
 TORCH_SECTION = "metal_basic"  # the kernels for macOS 14; the section metal_40 holds these kernels for macOS 26

@@ -7,4 +7,6 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-import softmetal  # noqa: F401
+import softmetal
+
+softmetal.install()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from build_support import pytorch_calls, wheels
+from softmetal.apple import pytorch_calls, wheels
 
 TOOLS = ("clang++-19", "ld64.lld-19", "llvm-objdump-19", "llvm-nm-19", "llvm-cxxfilt-19")
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -71,7 +71,9 @@ def test_a_changed_function_is_an_error_that_shows_it(tmp_path: Path, before: st
         changed = changed.replace("synchronize(SyncType type) {", "synchronize(SyncType type, bool) {")
     assert changed != SOURCE
     found = pytorch_calls.call_lists(build(tmp_path, changed))
-    with pytest.raises(pytorch_calls.CallsChanged, match=r"torch 9\.9\.9: functions that csrc/mps") as raised:
+    with pytest.raises(
+        pytorch_calls.CallsChanged, match=r"torch 9\.9\.9: functions that the device imitates"
+    ) as raised:
         pytorch_calls.compare("9.9.9", found, EXPECTED)
     assert shown in str(raised.value)
 
@@ -86,7 +88,7 @@ def test_every_supported_torch_is_stored() -> None:
     stored = pytorch_calls.stored_lists()
     assert list(stored) == list(pytorch_calls.WHEEL_OF)
     for lists in stored.values():
-        # csrc/mps relies on three facts: synchronize ends the encoder even with SyncType::NONE, commandEncoder never
+        # The device and extensions rely on three facts: synchronize ends the encoder even with SyncType::NONE, commandEncoder never
         # commits, and endProfileKernel calls synchronize.
         synchronize = lists["at::mps::MPSStream::synchronize(at::mps::SyncType)"]
         assert synchronize[:2] == ["-[endEncoding]", "_objc_release"]

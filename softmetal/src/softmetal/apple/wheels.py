@@ -1,6 +1,6 @@
-"""Wheels of other projects that checks read. They are pinned by version and hash, and kept in `.cache/wheels`.
+"""Wheels of other projects that checks read. They are pinned by version and hash, and kept in `CACHE`.
 
-`python -m build_support.wheels torch-macos` prints the path of the verified wheel.
+`python -m softmetal.apple.wheels torch-macos` prints the path of the verified wheel.
 """
 
 import functools
@@ -11,7 +11,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE = Path(__file__).parents[1] / ".cache" / "wheels"
+from ..msl.tools import DOWNLOADS
+
+CACHE = DOWNLOADS / "wheels"
 
 
 class WheelUnavailable(RuntimeError):
@@ -29,14 +31,14 @@ class Wheel:
 
 
 WHEELS = {
-    # The PyTorch that `make macos` builds for by default (PINNED): headers and the real dylibs to link against.
+    # The PyTorch that checks take by default (PINNED of pytorch_calls.py): its headers and its dylibs.
     "torch-macos": Wheel(
         "torch==2.13.0",
         "macosx_14_0_arm64",
         "torch-2.13.0-cp311-cp311-macosx_14_0_arm64.whl",
         "e76f9bcecc52b8ff711239a2f7547d5353df95878ab232f0773c1d95928b92f8",
     ),
-    # The other versions that the mps backend supports, for build_support.pytorch_calls.
+    # The other versions that the device supports, for pytorch_calls.py.
     "torch-macos-2.14.1": Wheel(
         "torch==2.14.1",
         "macosx_14_0_arm64",

@@ -1,7 +1,6 @@
 """Builds the software Metal device.
 
-The build needs clang-19, GNU libobjc and BlocksRuntime. It writes to `build/softmetal/` in the repository, and builds
-again if a source, a header, a flag or the torch version changes.
+The build needs clang-19, GNU libobjc and BlocksRuntime. It writes to `OUTPUT` (`msl/tools.py`), and builds again if a source, a header, a flag or the torch version changes.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from .msl.tools import OUTPUT
+
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
-OUTPUT = HERE.parent / "build" / "softmetal"
 COMPILER = "clang++-19"
 PACKAGES = "clang-19 libobjc-$(g++ -dumpversion)-dev libblocksruntime-dev binutils"  # libobjc is part of GCC
 # The device implements the ATen/mps headers of these releases of torch: hooks, allocator, streams and profiler.
@@ -147,4 +147,6 @@ def build_device() -> Path:
     """
     require_tools()
     with locked():
+        if not (OUTPUT / "libsoftmetal.so").exists():
+            print(f"softmetal: building the device into {OUTPUT}, which takes a minute", file=sys.stderr, flush=True)
         return _build_runtime()

@@ -1,4 +1,4 @@
-"""Compares the results of some kernels compiled by Apple and by us. `make witness` compares all kernels."""
+"""Compares the results of some kernels compiled by Apple and by us. `python -m softmetal.proof` compares all kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from softmetal import device
-from softmetal.witness import references, torch_products, vectors
-from softmetal.witness.__main__ import all_cases, prove, table
-from softmetal.witness.case import Case, compare, run
-from softmetal.witness.libraries import mlx_library, wheels
-from softmetal.witness.mistakes import MISTAKES, Mistake
+from softmetal.proof import references, torch_products, vectors
+from softmetal.proof.__main__ import all_cases, prove, table
+from softmetal.proof.case import Case, compare, run
+from softmetal.proof.libraries import mlx_library, wheels
+from softmetal.proof.mistakes import MISTAKES, Mistake
 
 # Kernels of every family and type that together run quickly.
 SHORT = (
@@ -42,14 +42,14 @@ SHORT = (
 )
 SHORT_REFERENCES = ("int4pack_mm_64_half", "naive_bmm_bfloat", "layer_norm_single_row_float")
 NEWEST_REFERENCES = ("grouped_mm_rows_half_bm16_u32", "grouped_mm_few_rows_float_u32", "int_mm_char")
-PAGE = Path(__file__).parents[2] / "softmetal" / "docs" / "device.md"
+PAGE = Path(__file__).parents[1] / "docs" / "device.md"
 CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips the test if the wheel is not in the cache. Only `make witness` downloads wheels, because they are large."""
+    """Skips the test if the wheel is not in the cache. Only `python -m softmetal.proof` downloads wheels, because they are large."""
     if not wheels.is_cached(name):
-        pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `make witness` fetches it")
+        pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `python -m softmetal.proof` fetches it")
 
 
 @pytest.mark.parametrize("kernel", SHORT)

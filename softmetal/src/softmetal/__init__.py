@@ -1,8 +1,6 @@
 """The software Metal device: `device="mps"` on Linux, for tests.
 
-`import softmetal` builds the device if a source changed, loads the device and registers it with torch. Import softmetal
-before any code asks torch whether MPS is available, and before extensions with an MPS backend. If the device cannot be
-built, the import raises `Unavailable`, whose message names what to install.
+`softmetal.install()` makes the device. The import alone builds nothing and changes nothing.
 
 `SOFTMETAL_CHECKED=1` starts in checked mode, `SOFTMETAL_SEED=n` sets the first seed, and `MTL_DEBUG_LAYER=1` turns on
 the rules of Metal's validation layer, as on a Mac.
@@ -38,6 +36,7 @@ __all__ = [
     "failing_allocation",
     "failing_command_buffer",
     "faults",
+    "install",
     "is_checked",
     "seed",
     "stream",
@@ -63,16 +62,53 @@ def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()  # type: ignore[call-overload]
 
 
+_installed: Library | None = None
+
+
+def install() -> None:
+    """Makes the software Metal device this process's `device="mps"`. A second call does nothing.
+
+    Call it before any code asks torch whether MPS is available, and before the import of extensions with an MPS
+    backend. The first call on a machine builds the device, which takes a minute, and so does the first call after a
+    change of its sources.
+
+    Raises:
+        Unavailable: the device cannot be built or used here. The message names what to install.
+        ImportError: an extension that was built for the device is loaded already, without its MPS backend.
+        RuntimeError: torch was asked about MPS before, or another copy of the device is loaded.
+
+    Example:
+        >>> import softmetal
+        >>> softmetal.install()
+        >>> import torch
+        >>> torch.ones(2, device="mps").sum().item()
+        2.0
+    """
+    global _installed
+    if _installed is None:
+        _installed = _load()
+
+
+def _device() -> Library:
+    if _installed is None:
+        raise RuntimeError(
+            "softmetal: there is no device yet: call softmetal.install() before anything uses torch's mps"
+        )
+    return _installed
+
+
 def _load() -> Library:
     if hasattr(ctypes.CDLL(None), "softmetal_is_checked"):
         raise RuntimeError("softmetal: another copy of the device is loaded already; a process can have only one")
     if torch.backends.mps.is_built():
         raise Unavailable("softmetal: this torch has a Metal backend of its own")
-    library = Library(build_device())
+    path = build_device()
+    find_extensions()
+    library = Library(path)
     if not torch._C._mps_is_available():
         raise RuntimeError(
-            "softmetal: torch was asked about MPS before `import softmetal` and keeps its answer for the whole process: "
-            "import softmetal first"
+            "softmetal: torch was asked about MPS before `softmetal.install()` and keeps its answer for the whole "
+            "process: call softmetal.install() first"
         )
     torch.backends.mps.is_available.cache_clear()
     native: Any = torch._C  # a CPU build lacks the attributes that are set below
@@ -88,13 +124,9 @@ def _load() -> Library:
     return library
 
 
-_library = _load()
-find_extensions()
-
-
 def is_checked() -> bool:
     """Returns whether kernels that are encoded now will run in checked mode."""
-    return bool(_library.is_checked())
+    return bool(_device().is_checked())
 
 
 @contextlib.contextmanager
@@ -108,12 +140,12 @@ def checked(enabled: bool = True) -> Iterator[None]:
     """
     before = is_checked()
     torch.mps.synchronize()
-    _library.set_checked(int(enabled))
+    _device().set_checked(int(enabled))
     try:
         yield
         torch.mps.synchronize()
     finally:
-        _library.set_checked(int(before))
+        _device().set_checked(int(before))
 
 
 @contextlib.contextmanager
@@ -123,11 +155,11 @@ def validated(enabled: bool = True) -> Iterator[None]:
     There is one such rule: a kernel's buffer argument may not be nil. A Mac's process ends there; here a RuntimeError
     is raised, as for the rules that are always enforced.
     """
-    before = _library.set_validates(int(enabled))
+    before = _device().set_validates(int(enabled))
     try:
         yield
     finally:
-        _library.set_validates(before)
+        _device().set_validates(before)
 
 
 def seed(value: int) -> None:
@@ -136,17 +168,17 @@ def seed(value: int) -> None:
     The next dispatch uses `value`, and each later dispatch adds one. Reports name the seed.
     """
     torch.mps.synchronize()
-    _library.set_seed(value)
+    _device().set_seed(value)
 
 
 @contextlib.contextmanager
 def thread_limit(most: int) -> Iterator[None]:
     """Limits threads per threadgroup in a `with` block, as a GPU does for a kernel that needs many registers."""
-    before = _library.set_thread_limit(most)
+    before = _device().set_thread_limit(most)
     try:
         yield
     finally:
-        _library.set_thread_limit(before)
+        _device().set_thread_limit(before)
 
 
 @contextlib.contextmanager
@@ -158,14 +190,14 @@ def stream(number: int) -> Iterator[None]:
     Args:
         number: 1 to 32 for a stream of PyTorch's pool, or 0 for the default stream. Every thread starts with 0.
     """
-    before = _library.stream()
-    error = _library.take_text(_library.set_stream(number))
+    before = _device().stream()
+    error = _device().take_text(_device().set_stream(number))
     if error is not None:
         raise ValueError(error)
     try:
         yield
     finally:
-        _library.set_stream(before)
+        _device().set_stream(before)
 
 
 @dataclass(frozen=True)
@@ -192,13 +224,13 @@ class StreamCounts:
 def stream_counts() -> StreamCounts:
     """Returns the counts so far, without a commit or a wait."""
     counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
-    _library.stream_counts(counts)
+    _device().stream_counts(counts)
     return StreamCounts(*counts)
 
 
 def autorelease_pools() -> int:
     """Returns the number of this thread's autorelease pools that were not drained: 0 between calls of the host."""
-    count: int = _library.autorelease_pools()
+    count: int = _device().autorelease_pools()
     return count
 
 
@@ -212,7 +244,7 @@ class Compile:
 
 def compiles_concurrently() -> bool:
     """Returns whether the host has set the device's `shouldMaximizeConcurrentCompilation`."""
-    return bool(_library.compiles_concurrently())
+    return bool(_device().compiles_concurrently())
 
 
 _compile_hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -237,11 +269,11 @@ def compiles(answer: Callable[[Compile], str | None] | None = None) -> Iterator[
             ctypes.memmove(error, data, len(data))
 
     kept = _compile_hook(hook)
-    _library.set_compile_hook(kept)
+    _device().set_compile_hook(kept)
     try:
         yield seen
     finally:
-        _library.set_compile_hook(None)
+        _device().set_compile_hook(None)
 
 
 @contextlib.contextmanager
@@ -254,12 +286,12 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
     Yields:
         A function that returns, after the block, whether the allocation has failed.
     """
-    _library.fail_allocation(count)
+    _device().fail_allocation(count)
     ended: list[int] = []
     try:
         yield lambda: bool(ended) and ended[0] < 0
     finally:
-        ended.append(_library.fail_allocation(-1))
+        ended.append(_device().fail_allocation(-1))
 
 
 @contextlib.contextmanager
@@ -274,7 +306,7 @@ def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
         code: the error's code in `MTLCommandBufferErrorDomain`: 1 internal, 2 time-out, 8 out of memory.
     """
     torch.mps.synchronize()
-    _library.fail_command_buffer(code, message.encode())
+    _device().fail_command_buffer(code, message.encode())
     try:
         yield
         try:
@@ -283,15 +315,15 @@ def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
             if message not in str(error):
                 raise
     finally:
-        _library.fail_command_buffer(0, b"")
+        _device().fail_command_buffer(0, b"")
 
 
 def faults() -> list[str]:
     """Returns one line for each fault since the last call, and clears the faults and the counters."""
     with contextlib.suppress(RuntimeError):
         torch.mps.synchronize()
-    text = _library.take_text(_library.faults())
-    _library.clear()
+    text = _device().take_text(_device().faults())
+    _device().clear()
     return text.split("\n") if text else []
 
 
@@ -307,9 +339,9 @@ def counters() -> list[Counters]:
     """Waits for all encoded work and returns the counters of the last 256 dispatches, oldest first."""
     torch.mps.synchronize()
     found = []
-    for i in range(_library.record_count()):
+    for i in range(_device().record_count()):
         kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
-        result = _library.record(i, ctypes.byref(kernel), ctypes.byref(number)).contents
+        result = _device().record(i, ctypes.byref(kernel), ctypes.byref(number)).contents
         counts = vars(reports.read_counters(result.counters))
         found.append(Counters(kernel=(kernel.value or b"").decode(), seed=number.value, **counts))
     return found

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from build_support.macho import MachO, Method, Protocol
-
+from ..build import COMPILER, RUNTIME
 from .api_metadata import Metadata, Registration, load
-from .build import COMPILER, RUNTIME
+from .macho import MachO, Method, Protocol
 
 INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
@@ -72,7 +71,7 @@ def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> D
         for name in re.findall(r"^\s*(\w+)\s*=", body[0] or body[1].replace(",", "\n"), re.M)
     ]
     if len(names) + len(interfaces) != len(re.findall("^@end", text, re.M)):
-        raise RuntimeError("softmetal.api_check: cannot read all declarations of the stand-in headers")
+        raise RuntimeError("softmetal.apple.api_check: cannot read all declarations of the stand-in headers")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "objc").mkdir()
@@ -214,7 +213,7 @@ def _bare(kind: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks our headers and the calls of arm64 macOS objects; returns 1 if a check fails.
 
-    The command is `python -m softmetal.api_check OBJECT...`.
+    The command is `python -m softmetal.apple.api_check OBJECT...`.
     """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("objects", nargs="*", type=Path, help="arm64 macOS objects")

@@ -141,5 +141,5 @@ def find_extensions() -> None:
     """
     for library in FOLDER.glob(f"*{_SUFFIX}"):
         if (name := library.name.removesuffix(_SUFFIX)) in sys.modules:
-            raise ImportError(f"softmetal: import softmetal before {name.partition('.')[0]}")
+            raise ImportError(f"softmetal: call softmetal.install() before the import of {name.partition('.')[0]}")
     sys.meta_path.insert(0, ExtensionFinder())

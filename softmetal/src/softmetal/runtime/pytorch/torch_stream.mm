@@ -1,6 +1,6 @@
 // PyTorch's Metal streams. This file implements the installed ATen/mps headers, so that layouts and mangled names
 // agree. Each function makes the same calls as PyTorch's function for the Mac;
-// build_support/recorded_pytorch_calls.json lists these calls.
+// apple/recorded_pytorch_calls.json lists these calls.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/metal/error.h>

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-from pathlib import Path
 
+from ..msl.tools import OUTPUT
 from .build import build_executor
 
 SLOTS = 31
@@ -138,7 +138,7 @@ def executor() -> c.CDLL:
     Raises:
         RuntimeError: the library does not build, or its structures differ from the declarations in this file.
     """
-    library = c.CDLL(str(build_executor(Path(__file__).resolve().parents[2] / "build" / "softmetal")), c.RTLD_GLOBAL)
+    library = c.CDLL(str(build_executor(OUTPUT)), c.RTLD_GLOBAL)
     sizes = (c.c_uint32 * 6)()
     library.sm_struct_sizes(sizes)
     mirrored = [c.sizeof(t) for t in (CompileRequest, Buffer, Dispatch, Fault, Counters, Result)]

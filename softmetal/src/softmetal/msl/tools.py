@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+_PROJECT = HERE.parents[2]
+_IS_CHECKOUT = (_PROJECT / "pyproject.toml").exists()
+_USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "softmetal"
+#: The folders of what the device builds and of what it downloads: below a checkout of this project, or in the user's cache.
+OUTPUT = _PROJECT / "build" if _IS_CHECKOUT else _USER_CACHE
+DOWNLOADS = _PROJECT / ".cache" if _IS_CHECKOUT else _USER_CACHE
 CLANG = os.environ.get("SOFTMETAL_CXX", "clang++-19")
 
 
@@ -17,8 +23,8 @@ class CompileError(Exception):
 
 
 def cache_folder() -> Path:
-    """Returns the folder of shared objects: SOFTMETAL_CACHE, or build/softmetal/cache of the repository."""
-    return Path(os.environ.get("SOFTMETAL_CACHE", HERE.parents[1] / "build" / "softmetal" / "cache"))
+    """Returns the folder of compiled kernels: SOFTMETAL_CACHE, or `cache` in `OUTPUT`."""
+    return Path(os.environ.get("SOFTMETAL_CACHE", OUTPUT / "cache"))
 
 
 def output_of(command: Sequence[str], data: str | bytes) -> tuple[int, str, str]:

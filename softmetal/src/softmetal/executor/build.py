@@ -8,12 +8,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from ..msl.tools import OUTPUT
+
 _HERE = Path(__file__).resolve().parent
 _COMPILER = os.environ.get("SOFTMETAL_CXX", "clang++-19")
 _FLAGS = [
     *("-std=c++20", "-O2", "-g1", "-fPIC", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra"),
     "-Wl,-Bsymbolic-functions",
-    *(f"-I{_HERE}", f'-DSOFTMETAL_HOME="{_HERE.parent}"'),
+    *(f"-I{_HERE}", f'-DSOFTMETAL_HOME="{_HERE.parent}"', f'-DSOFTMETAL_OUTPUT="{OUTPUT}"'),
 ]
 
 
