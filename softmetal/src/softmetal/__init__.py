@@ -97,6 +97,12 @@ def _device() -> Library:
     return _installed
 
 
+def _synchronize() -> None:
+    """Waits for the device. Without one, torch would be asked about MPS and keep its answer."""
+    _device()
+    torch.mps.synchronize()
+
+
 def _load() -> Library:
     if hasattr(ctypes.CDLL(None), "softmetal_is_checked"):
         raise RuntimeError("softmetal: another copy of the device is loaded already; a process can have only one")
@@ -139,11 +145,11 @@ def checked(enabled: bool = True) -> Iterator[None]:
         RuntimeError: a kernel broke a rule of Metal. The message is the report.
     """
     before = is_checked()
-    torch.mps.synchronize()
+    _synchronize()
     _device().set_checked(int(enabled))
     try:
         yield
-        torch.mps.synchronize()
+        _synchronize()
     finally:
         _device().set_checked(int(before))
 
@@ -167,7 +173,7 @@ def seed(value: int) -> None:
 
     The next dispatch uses `value`, and each later dispatch adds one. Reports name the seed.
     """
-    torch.mps.synchronize()
+    _synchronize()
     _device().set_seed(value)
 
 
@@ -305,12 +311,12 @@ def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
         message: the error's description.
         code: the error's code in `MTLCommandBufferErrorDomain`: 1 internal, 2 time-out, 8 out of memory.
     """
-    torch.mps.synchronize()
+    _synchronize()
     _device().fail_command_buffer(code, message.encode())
     try:
         yield
         try:
-            torch.mps.synchronize()
+            _synchronize()
         except RuntimeError as error:
             if message not in str(error):
                 raise
@@ -321,7 +327,7 @@ def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
 def faults() -> list[str]:
     """Returns one line for each fault since the last call, and clears the faults and the counters."""
     with contextlib.suppress(RuntimeError):
-        torch.mps.synchronize()
+        _synchronize()
     text = _device().take_text(_device().faults())
     _device().clear()
     return text.split("\n") if text else []
@@ -337,7 +343,7 @@ class Counters(device.Counters):
 
 def counters() -> list[Counters]:
     """Waits for all encoded work and returns the counters of the last 256 dispatches, oldest first."""
-    torch.mps.synchronize()
+    _synchronize()
     found = []
     for i in range(_device().record_count()):
         kernel, number = ctypes.c_char_p(), ctypes.c_uint64()
