@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torch_marlin_metal import MarlinExperts, MarlinLinear, load_quantized
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 DATA = Path(__file__).parents[1] / "data/models/mlx"
 IDS = torch.tensor([[3, 9, 27, 5, 44, 12, 60, 33]])

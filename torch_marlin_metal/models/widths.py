@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
-from torch_marlin_metal.models.empty_model import is_transposed, matrix_of
 from torch_marlin_metal.models.experts import shape_of
+from torch_marlin_metal.models.linear_layers import is_transposed, matrix_of
 from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.quantize.fit import Fit, Unit, sample
 from torch_marlin_metal.quantize.like import Described, formats_like
