@@ -71,7 +71,7 @@ def fitted(
         unit.errors = _estimates(text, unweighted[key], unit, recipe, widths.candidates)
     found = widths.choose(op, fixed, limit)
     tried = [found, (by_weights[0], replace(found[1], choice=by_weights[1].choice))]
-    own = [recipe.format_of(unit.names[0]) for unit in found[1].units]
+    own = [recipe.size_of(unit.names[0]) for unit in found[1].units]
     uniform = replace(found[1], choice=[widths.candidates.index(one) for one in own])
     if uniform.total_bytes <= limit:
         tried.append((recipe, uniform))
