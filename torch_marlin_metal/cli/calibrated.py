@@ -17,7 +17,7 @@ from torch_marlin_metal.convert import CheckpointError
 from torch_marlin_metal.formats import DEFAULT_GROUP_SIZE, GROUP_SIZES
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.models.quantize import quantize_model
-from torch_marlin_metal.quantize.fit import Fit
+from torch_marlin_metal.models.report import Report
 
 PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "autoround": "auto_round"}
 METHODS = tuple(PACKAGES)
@@ -65,7 +65,7 @@ def fitted(
     method: str,
     memory: str,
     **choice: Any,
-) -> Fit:
+) -> Report:
     """Chooses the formats of a checkpoint's layers by what a text shows of their errors.
 
     Raises:
@@ -80,9 +80,7 @@ def fitted(
     except ValueError as error:
         raise CheckpointError(f"{source}: --calibration needs a language model of transformers: {error}") from error
     options = choice | {"memory": memory, "calibration": ids, "progress": False, "atomic": False}
-    fit = quantize_model(model.to(device), weight_format, group_size, method, **options).fit
-    assert fit is not None
-    return fit
+    return quantize_model(model.to(device), weight_format, group_size, method, **options)
 
 
 @dataclass(frozen=True)

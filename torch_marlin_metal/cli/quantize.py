@@ -79,7 +79,7 @@ def quantize(
                     "looks at the weights alone"
                 )
             pieces = calibrated.Text(calibration, samples, length)
-            fit = calibrated.fitted(source, pieces, device, weight_format, group_size, method, memory, **choice)
+            fit = calibrated.fitted(source, pieces, device, weight_format, group_size, method, memory, **choice).fit
         reader = FloatReader(
             source,
             weight_format,
