@@ -62,10 +62,10 @@ def shape_of(experts: nn.Module, name: str) -> LinearShape:
 
 
 class Gate:
-    """The activation of an experts module, as a method of the module.
+    """Calls the activation of an experts module; unlike the bound method, it can be pickled.
 
-    The bound method itself cannot be pickled: pickle looks for it under the name of its function, and transformers'
-    decorator adds a function that has another name.
+    pickle looks for a bound method under the name of its function, and transformers' decorator adds a function that has
+    another name.
     """
 
     def __init__(self, module: Any) -> None:

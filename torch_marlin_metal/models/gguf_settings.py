@@ -39,7 +39,7 @@ TIED = "output.weight"
 def differences(
     config: Any, file: FileSettings, *, complete: bool = False, model: nn.Module | None = None
 ) -> list[Difference]:
-    """Returns the settings that a file and a config of transformers give other values.
+    """Returns the settings of a transformers config whose values differ from the file's.
 
     Args:
         config: the config of the text model.
@@ -194,7 +194,7 @@ def _includes(held: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def corrected(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """Returns the settings of a config of transformers that a file gives other values, with the file's values.
+    """Returns the file's values for the settings in which a transformers config differs.
 
     Settings that no config of this class has are left out; `check_settings` refuses the file.
     """

@@ -55,7 +55,7 @@ def hf_name(checkpoint: Checkpoint, name: str, expert: int | None = None) -> str
 
 
 def latent(checkpoint: Checkpoint, base: str) -> tuple[str, str] | None:
-    """Returns the layer of transformers and the second stack for a stack of heads, ("", "") for the second stack."""
+    """Returns (transformers layer, stack of values) for a stack of keys, ("", "") for a stack of values, else None."""
     if base.endswith(VALUES):
         return "", ""
     owner = base.removesuffix(KEYS)
