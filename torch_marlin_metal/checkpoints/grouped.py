@@ -256,7 +256,7 @@ def codes_of_words(words: Tensor, width: int, high: Tensor | None = None) -> Ten
 
 
 def unsigned(points: Tensor, width: int) -> Tensor:
-    """Converts zero points of signed codes to those of the operators' codes: uint8 if all are codes, else floating."""
+    """Shifts zero points of signed codes to unsigned codes: uint8 if all are whole and in range, else fp32."""
     shifted = points.float() + SIGN[width]
     are_codes = bool(((shifted == shifted.round()) & (shifted >= 0) & (shifted < 1 << width)).all())
     return shifted.to(torch.uint8) if are_codes else shifted

@@ -264,14 +264,14 @@ class NamedExperts(MarlinExperts):
                 yield name, stack.parts[part] if apart else stack, 0 if apart else part
 
     def named_layers(self, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-        """Yields the name in this module and the weight of each packed layer; `copy` as in `to_packed`."""
+        """Yields (name in this module, weight) of each packed layer; `copy` as in `to_packed`."""
         for index in range(self.num_experts):
             for name, stack, part in self._named(index):
                 if isinstance(stack, ExpertWeights):
                     yield name, stack.to_packed(index, part, copy=copy)
 
     def named_floats(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name in this module and the values of each weight and bias of experts in floats."""
+        """Yields (name in this module, values) of each floating weight and bias."""
         for index in range(self.num_experts):
             for name, stack, part in self._named(index):
                 if isinstance(stack, FloatExpertWeights):

@@ -29,7 +29,7 @@ from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types,
 from torch_marlin_metal.models.gguf_special import PERIODS, SPECIAL
 from torch_marlin_metal.patterns import NameFilter, selects
 
-# Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
+# (model type, layers) of the Gemma models whose attention llama.cpp scales by the root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 # Architectures whose class never has a bias behind the attention, or has its own setting for it.
 WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
