@@ -49,10 +49,10 @@ build: $(VENV)/.installed ## set up .venv and build the extension in place
 
 compiled: $(BUILT)
 
-test: build ## all tests
+test: build ## the tests, with a sample of the cases on the software Metal device
 	$(PYTEST) $(TESTS)
 
-test-all: build ## the same with whole matrices of shapes (long)
+test-all: build ## the tests with all cases (long)
 	$(PYTEST) $(TESTS) --everything
 
 lint: $(VENV)/.installed ## ruff, mypy, clang-format

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 M, N, K, GROUP = 9, 136, 192, 64
 
@@ -46,6 +48,7 @@ def test_counts_follow_from_the_shapes() -> None:
     assert staged["barriers"] == K // 32
 
 
+@pytest.mark.whole
 def test_the_table_of_peers_has_our_kernels_counts() -> None:
     """The command runs this package's kernels in checked mode: 4 s. The other rows need wheels of other projects."""
     command = [sys.executable, "-m", "lab.software.peers", "--ours"]

@@ -62,7 +62,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "environment" in metafunc.fixturenames:
-        both = metafunc.config.getoption("--everything") or metafunc.function is test_doctor_passes_in_the_checkout
+        both = metafunc.config.getoption("--everything")
         installed = ["checkout", "source distribution"] if both else ["checkout"]
         metafunc.parametrize("environment", installed, indirect=True, scope="module")
 
@@ -101,7 +101,7 @@ def test_doctor_passes_in_the_checkout(environment: Path, checkout: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="runs on the software Metal device")
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_deep_checks_pass_on_the_software_device(
     environment: Path, checkout: Path, inside: bool, mps: str, everything: bool, tmp_path: Path
 ) -> None:

@@ -60,7 +60,8 @@ def _read_command(job: Job, words: list[str]) -> None:
         job.installs += [_requirement(word) for word in _operands(words[2:])]
     elif program == "make" or words == ["bash", ".ci/run"]:
         job.installs.append(f"{PACKAGE}[dev]")
-        job.runs += [] if program == "make" else ["tests", "softmetal/tests"]
+        tests = program == "bash" or {"test", "test-all"} & set(words)
+        job.runs += ["tests", "softmetal/tests"] if tests else []
     elif program == "pytest":
         job.runs += _operands(words[1:]) or ["tests", "softmetal/tests"]
     elif program.startswith("python"):
