@@ -1,6 +1,6 @@
 """lab/software/traffic.py reports the counts that follow from the shapes.
 
-peers.py prints the rows of this package that softmetal/docs/device.md shows.
+peers.py prints the rows of this package that lab/notes/kernel-costs.md shows.
 """
 
 import json
@@ -54,6 +54,6 @@ def test_the_table_of_peers_has_our_kernels_counts() -> None:
     command = [sys.executable, "-m", "lab.software.peers", "--ours"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = done.stdout.splitlines()
-    page = (ROOT / "softmetal" / "docs" / "device.md").read_text().splitlines()
+    page = (ROOT / "lab" / "notes" / "kernel-costs.md").read_text().splitlines()
     assert len(rows) == 9
     assert [row for row in page if "| ours |" in row] == rows

@@ -173,7 +173,7 @@ def imports(paths: Iterable[str]) -> dict[str, Path]:
 @functools.cache
 def _file_beside(name: str) -> Path | None:
     """Returns the repository's file that a test imports by its bare name, after a change of `sys.path`, or None."""
-    folders = ("tests", "softmetal", "lab")
+    folders = ("tests", "softmetal/tests", "lab")
     return next((file for folder in folders for file in (ROOT / folder).rglob(f"{name}.py")), None)
 
 
