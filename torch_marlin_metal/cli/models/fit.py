@@ -1,7 +1,7 @@
 """`torch-marlin-metal fit`: the memory that a model would take in each weight format, without loading it."""
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,12 @@ from torch_marlin_metal.sizes import human_size, parse_size
 
 LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
 PROMPT = 512
+# Bytes that an operator holds beside its result while it computes, which are not visible on the meta device.
+INSIDE: dict[Any, Callable[[Tensor], int]] = {
+    # which numbers of the scores, and which rows, are -inf
+    torch.ops.aten._safe_softmax.default: lambda made: made.numel() + made.numel() // made.shape[-1] + made.itemsize,
+    torch.ops.torch_marlin_metal.moe_gemm_gated.default: lambda made: 2 * made.nbytes,  # gate and up
+}
 
 
 def fit(
@@ -159,6 +165,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in tree_leaves(result):
             if isinstance(one, Tensor) and one.untyped_storage()._cdata not in known:
                 self._add(one)
+        if func in INSIDE:
+            self.most = max(self.most, self.now + INSIDE[func](result))
         return result
 
     def _add(self, tensor: Tensor) -> None:
