@@ -58,7 +58,7 @@ def test_the_table_and_a_wrong_use(folder):
     assert "no packed layer" in done.stdout
     done = CliRunner().invoke(app, ["bench", str(folder), "--shape", "64,64"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-    assert "expected no --shape" in done.stderr
+    assert "bench MODEL: expected no --shape" in done.stderr
 
 
 @pytest.mark.usefixtures("mps")

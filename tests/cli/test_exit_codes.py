@@ -33,7 +33,7 @@ WRONG = {
     "inspect": ["x", "--gguf-names", "y"],
     "convert": ["x", "y", "--shard-mb", "0"],
     "verify": ["x", "y", "--tolerance", "-1"],
-    "quantize": ["x", "y", "--samples", "none"],
+    "quantize": ["x", "y", "--shard-mb", "none"],
     "generate": ["x", "y", "--tokens", "0"],
     "perplexity": ["x", "y", "--context", "3"],
     "fit": ["x", "--context", "0"],
@@ -59,7 +59,8 @@ FAILURES = [
     (2, ["convert", GPTQ, "out", "--write-gptq-version", "2"], "--write-gptq-version is for --format gptq"),
     (2, ["convert", GPTQ, "out", "--format", "awq", "--write-gptq-version", "1"], "got --format awq"),
     (2, ["bench", "--device", "abacus"], "--device: expected cpu"),
-    (2, ["bench", "--device", "cpu", "--capture", "a.gputrace"], "--capture: expected mps, got cpu"),
+    (2, ["bench", "--device", "cpu", "--variant", "all"], "--variant: expected auto, or all on mps, got 'all' on cpu"),
+    (3, ["bench", "missing", "--device", "cpu"], "missing: does not exist"),
     (2, ["profile", "--gpu", "M1", "--measure"], "--measure: expected a Mac's GPU and no --gpu, got --gpu M1"),
     (
         2,
@@ -73,7 +74,11 @@ FAILURES = [
     ),
     (2, ["quantize", "floats", "out", "--include", "c*"], "include: 'c*' matches none of the 2 layers"),
     (2, ["quantize", "floats", "out", "--include", "a", "--exclude", "*"], "they leave none of its 2 matrices"),
-    (2, ["quantize", "floats", "out", "--method", "gptq", "--group-size", "48"], "--group-size: expected -1 or one of"),
+    (
+        2,
+        ["quantize", "floats", "out", "--include", "*", "--method", "gptq"],
+        "method: expected 'rtn' or 'mse', got 'gptq'",
+    ),
     (3, ["inspect", "missing"], "missing: does not exist"),
     (3, ["verify", GPTQ, "missing"], "missing: does not exist"),
 ]

@@ -1,7 +1,8 @@
 """`torch-marlin-metal convert`: writes a checkpoint in this package's format or another program's."""
 
 from enum import Enum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -9,9 +10,8 @@ from torch_marlin_metal.checkpoints.options import OnUnsupported
 from torch_marlin_metal.checkpoints.settings import find_settings
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import DONE, Json, show
-from torch_marlin_metal.cli.writing import directory_bytes, write
-from torch_marlin_metal.convert import open_reader
+from torch_marlin_metal.cli.output import DONE, Json, printable, progress_bar, show
+from torch_marlin_metal.convert import CheckpointReader, open_reader, write_checkpoint
 from torch_marlin_metal.sizes import human_size
 
 Target = Enum("Target", {name: name for name in TARGETS}, type=str)  # type: ignore[misc]
@@ -59,3 +59,20 @@ def convert(
     text = f"{destination}: {len(reader)} layers of {reader.format.title} as {result}, {human_size(size)}"
     show(value | {"layers": len(reader), "is_packed": is_packed, "bytes": size}, text, as_json)
     return DONE
+
+
+def write(reader: CheckpointReader, destination: Path, as_json: bool, **options: Any) -> None:
+    """Calls `write_checkpoint` with a progress bar."""
+    with progress_bar(0, "tensor", as_json) as bar:
+
+        def advance(name: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(printable(name), refresh=False)
+            bar.update(done - bar.n)
+
+        write_checkpoint(reader, destination, progress=advance, **options)
+
+
+def directory_bytes(path: Path) -> int:
+    """Returns the size of a directory's files."""
+    return sum(file.stat().st_size for file in path.iterdir())
