@@ -51,18 +51,17 @@ def convert(
         gguf_names=gguf_names,
     )
     options = {} if write_gptq_version is None else {"version": write_gptq_version}
-    write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)
-    size = directory_bytes(destination)
+    size = write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)
     is_packed = find_settings(destination) is not None
     value = {"source": str(source), "destination": str(destination), "format": to.value}
     result = to.value if is_packed else "floats: no layer is 4 bit, so the directory has no quantization settings"
-    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {result}, {human_size(size)}"
+    text = f"{destination}: {len(reader)} layers, from {reader.format.name} to {result}, {human_size(size)}"
     show(value | {"layers": len(reader), "is_packed": is_packed, "bytes": size}, text, as_json)
     return DONE
 
 
-def write(reader: CheckpointReader, destination: Path, as_json: bool, **options: Any) -> None:
-    """Calls `write_checkpoint` with a progress bar."""
+def write(reader: CheckpointReader, destination: Path, as_json: bool, **options: Any) -> int:
+    """Calls `write_checkpoint` with a progress bar. Returns the bytes of the directory's files."""
     with progress_bar(0, "tensor", as_json) as bar:
 
         def advance(name: str, done: int, total: int) -> None:
@@ -71,8 +70,4 @@ def write(reader: CheckpointReader, destination: Path, as_json: bool, **options:
             bar.update(done - bar.n)
 
         write_checkpoint(reader, destination, progress=advance, **options)
-
-
-def directory_bytes(path: Path) -> int:
-    """Returns the size of a directory's files."""
-    return sum(file.stat().st_size for file in path.iterdir())
+    return sum(file.stat().st_size for file in destination.iterdir())

@@ -6,15 +6,16 @@ and characters that do not print (escape sequences, line breaks) are escaped.
 
 import functools
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.protocol import rich_cast
 from rich.table import Table
 from tqdm import tqdm
 from typer.core import TyperGroup
@@ -92,7 +93,8 @@ def printable(text: str, keep: str = "") -> str:
 def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     """Prints the result of a command, as JSON or as text."""
     if as_json:
-        _print(json.dumps(_finite(value), indent=1))
+        # numbers that are not finite become null
+        _print(json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1))
         return
     if isinstance(text, str):
         _print(printable(text, keep="\n"))
@@ -100,8 +102,26 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width; lines must not break
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:  # rich would end the program if it wrote to a closed pipe
-        console.print(text)
+        console.print(*_fitted(text, console.width), sep="\n")
     _print(captured.get().removesuffix("\n"))
+
+
+def _fitted(shown: Any, width: int) -> Iterator[Any]:
+    """Yields tables apart from their titles and captions; lines of cells, if columns would be narrower than words."""
+    shown = rich_cast(shown)
+    if isinstance(shown, Group):
+        for part in shown.renderables:
+            yield from _fitted(part, width)
+        return
+    if not isinstance(shown, Table):
+        yield shown
+        return
+    title, caption, shown.title, shown.caption = shown.title, shown.caption, None, None
+    columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
+    heads, *rows = zip(*columns, strict=True)
+    lines = ["\n".join(f"{head}: {cell}" for head, cell in zip(heads, row, strict=True) if cell) for row in rows]
+    has_place = sum(min(max(map(len, column)), 12) + 3 for column in columns) < width
+    yield from filter(None, (title, shown if has_place else "\n\n".join(lines), caption))
 
 
 def stream(text: str) -> None:
@@ -122,25 +142,12 @@ def _print(text: str, end: str = "\n") -> None:
         raise
 
 
-def _finite(value: Any) -> Any:
-    """Converts a value for JSON: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def table(
-    title: str, *headings: str, rows: Iterable[Sequence[str]], right: Sequence[str] = (), caption: str | None = None
+    title: str, *headings: str, rows: Iterable[Sequence[str]], right: Sequence[str] = (), caption: str = ""
 ) -> Table:
     """Makes a table; the columns named in `right` are aligned to the right."""
-    made = Table(
-        title=printable(title),
-        caption=caption and printable(caption, "\n"),
-        title_justify="left",
-        caption_justify="left",
-    )
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    made.title, made.caption = printable(title), printable(caption, "\n") or None
     for heading in headings:
         made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in rows:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.convert import directory_bytes, write
+from torch_marlin_metal.cli.convert import write
 from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.convert import FloatReader
 from torch_marlin_metal.sizes import human_size
@@ -46,8 +46,8 @@ def quantize(
         like=like,
         allow_pickle=allow_pickle,
     )
-    write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6, sync=sync)
-    left, size, kinds = reader.left, directory_bytes(destination), Counter(reader.formats())
+    size = write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6, sync=sync)
+    left, kinds = reader.left, Counter(reader.formats())
     value: dict[str, Any] = {"source": str(source), "destination": str(destination), "method": method}
     value |= {"layers": len(reader), "formats": kinds, "bytes": size, "left_in_floats": left}
     what = ", ".join(f"{count} in {name}" for name, count in kinds.items())

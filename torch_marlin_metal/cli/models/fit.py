@@ -188,11 +188,12 @@ def _tensors(cache: Any) -> list[Tensor]:
 
 
 def _table(value: dict[str, Any]) -> Any:
-    numbers = ("weights", f"cache of {value['context']}", "activations", "in all")
+    numbers = ("weights", "cache", "prompt", "in all")
     rows = []
     for row in value["formats"]:
         sizes = (row["weight_bytes"], value["cache_bytes"], value["activation_bytes"], row["total_bytes"])
         rows.append((row["format"], *map(human_size, sizes), "yes" if row["fits"] else "no"))
     title = f"{value['model']} on a GPU with {human_size(value['gpu_bytes'])}"
-    caption = f"activations: of {value['prompt_tokens']} tokens of a prompt at once; 1 GB has 10^9 bytes"
+    tokens = f"cache: of {value['context']} tokens; prompt: activations of {value['prompt_tokens']} tokens at once"
+    caption = f"{tokens}; 1 GB has 10^9 bytes"
     return table(title, "format", *numbers, "fits", rows=rows, right=numbers, caption=caption)
