@@ -81,9 +81,11 @@ RUNS = {
     "gemma2": (Gemma2Config(**SMALL, sliding_window=32), "uint4b8", 0),
     # The CPU copies the interleaved halves of the experts' first products; the GPU's kernel reads them where they are.
     "gpt-oss": (
-        GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=2, sliding_window=32),
+        GptOssConfig(
+            **SMALL | {"intermediate_size": 512}, num_local_experts=2, num_experts_per_tok=2, sliding_window=32
+        ),
         "uint4b8",
-        2 * TOKENS * 2 * 256 * 4,
+        2 * TOKENS * 2 * 512 * 4,
     ),
 }
 
