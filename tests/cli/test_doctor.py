@@ -165,7 +165,7 @@ def test_deep_needs_a_gpu(monkeypatch):
 
 
 # Checks of which other tests run a part, or which only measure times.
-UNUSED = ("first product again", "decode with commits")
+UNUSED = ("first product again",)
 
 
 def kinds(everything: bool) -> list[doctor_variants.Kind]:
@@ -227,7 +227,9 @@ def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
 @pytest.mark.large
 @pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5")
 def test_every_variant_of_an_m5(everything):
-    program = "import json, softmetal\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
+    program = (
+        "import json, softmetal; softmetal.install()\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
+    )
     program += f"print(json.dumps(compare({kinds(everything)})))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "SOFTMETAL_FAMILY": "10"}, cwd=Path(__file__).parents[2],

@@ -171,27 +171,6 @@ def gpu_time() -> Values:
     return {"gpu_us": values["gpu_clock"], "wall_us": values["wall_clock"], "host_us": host}
 
 
-def decode_with_commits() -> Values:
-    """Times 200 products of 2048 x 2048, as in decoding, with commits at several intervals of predicted GPU time."""
-    from torch_marlin_metal import tuning
-
-    a, product, _ = _problem(K=2048, N=2048)
-    values = {}
-    for milliseconds in (0.0, 1.0, 3.0, 10.0):
-        tuning.set_commit_interval(milliseconds * 1e-3)
-        seconds = []
-        for _ in range(5):
-            torch.mps.synchronize()
-            begin = time.perf_counter()
-            state = a[:1]
-            for _ in range(200):
-                state = product(state)
-            torch.mps.synchronize()
-            seconds.append(time.perf_counter() - begin)
-        values[f"every_{milliseconds:g}_ms"] = round(1e3 * statistics.median(seconds), 2)
-    return values
-
-
 QUICK: dict[str, Callable[[], Values]] = {
     "products on cpu": products_on_cpu,
     "products on mps": products_on_mps,
@@ -204,7 +183,6 @@ STEPS: dict[str, Callable[[], Values]] = {
     "commits": commits,
     "mlstm": mlstm,
     "gpu time": gpu_time,
-    "decode with commits": decode_with_commits,
 }
 
 

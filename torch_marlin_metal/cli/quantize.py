@@ -1,18 +1,24 @@
 """`torch-marlin-metal quantize`: converts a float checkpoint to 4 bit."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.convert import write
+from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.convert import FloatReader
+from torch_marlin_metal.models.quantize import quantize_model
 from torch_marlin_metal.sizes import human_size
 
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to skip, or re:REGEX; may be repeated.")]
+TOKENS, PIECES = 512, 128  # of the text that --calibration names
 
 
 def quantize(
@@ -26,6 +32,11 @@ def quantize(
         str | None, typer.Option(help="Choose each layer's format, so that the model has so many bytes: 9GB, 8.5GiB.")
     ] = None,
     like: Annotated[str | None, typer.Option(help="Choose each layer's format as llama.cpp does: Q4_K_M ...")] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="With --memory: a text to run through the model, which shows what errors matter."),
+    ] = None,
+    device: arguments.Device = None,
     include: Include = None,
     exclude: Exclude = None,
     allow_pickle: arguments.AllowPickle = False,
@@ -33,29 +44,36 @@ def quantize(
     sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
-    """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes."""
-    reader = FloatReader(
-        source,
-        weight_format,
-        group_size,
-        method,
-        include=include or None,
-        exclude=exclude or (),
-        vocabulary_format=vocabulary_format,
-        memory=memory,
-        like=like,
-        allow_pickle=allow_pickle,
-    )
+    """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes.
+
+    With --calibration, the whole model is loaded first.
+    """
+    choice: dict[str, Any] = {
+        "include": include or None,
+        "exclude": exclude or (),
+        "vocabulary_format": vocabulary_format,
+    }
+    how = (weight_format, group_size, method)
+    fit = None
+    if calibration is not None:
+        if memory is None:
+            raise ValueError("--calibration: expected --memory with it, which says how much the text may spend")
+        ids = _pieces(source, calibration).to(arguments.device_of(device))
+        model = opened.Opened.of(source, str(ids.device.type), None, None, fuse=False).model
+        fit = quantize_model(model, *how, memory=memory, calibration=ids, progress=False, atomic=False, **choice).fit
+        choice["chosen"], memory = fit and fit.chosen(), None
+    reader = FloatReader(source, *how, memory=memory, like=like, allow_pickle=allow_pickle, **choice)
+    fit = fit or reader.fit
     size = write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6, sync=sync)
     left, kinds = reader.left, Counter(reader.formats())
     value: dict[str, Any] = {"source": str(source), "destination": str(destination), "method": method}
     value |= {"layers": len(reader), "formats": kinds, "bytes": size, "left_in_floats": left}
     what = ", ".join(f"{count} in {name}" for name, count in kinds.items())
     text = f"{destination}: {len(reader)} layers by {method}, {what}: {human_size(size)}"
-    if reader.fit is not None:
-        text += f"\n{reader.fit.summary()}\n{reader.fit.plot()}"
-        curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in reader.fit.curve()]
-        value |= {"error": reader.fit.error, "curve": curve}
+    if fit is not None:
+        text += f"\n{fit.summary()}\n{fit.plot()}"
+        curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in fit.curve()]
+        value |= {"error": fit.error, "curve": curve}
     if left:
         rest = sum(left.values())
         largest = ", ".join([*sorted(left, key=lambda name: -left[name])[:4], *(["..."] if len(left) > 4 else [])])
@@ -63,3 +81,11 @@ def quantize(
         text += f"\n{human_size(rest)} of matrices stay in floats ({share:.0%}): {largest}"
     show(value, text, as_json)
     return DONE
+
+
+def _pieces(source: Path, text: Path) -> Tensor:
+    """Returns the token ids of the pieces of a text, int64 `[pieces, TOKENS]`."""
+    ids = opened.open_tokenizer(source, None)(text.read_text(), add_special_tokens=False)["input_ids"]
+    if len(ids) < TOKENS:
+        raise ValueError(f"--calibration: {text}: expected at least {TOKENS} tokens, got {len(ids)}")
+    return torch.tensor(ids[: len(ids) // TOKENS * TOKENS], device="cpu").view(-1, TOKENS)[:PIECES]
