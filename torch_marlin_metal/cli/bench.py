@@ -71,7 +71,7 @@ def bench(
         prompts, singles = ([], []) if prompt_tokens or new_tokens else ([timing.PROMPT], [timing.NEW])
         sizes = (prompt_tokens or prompts, new_tokens or singles, batch or [timing.BATCH])
         speeds = timing.measure_model(loaded, *sizes, rounds or timing.ROUNDS, as_json)
-        shown = timing.model_table(machine, loaded.described(), speeds)
+        shown = timing.model_table(in_words(machine), loaded.described(), speeds)
         show({"machine": machine, **loaded.described(), "results": speeds}, shown, as_json)
         return DONE
     rounds, dtype, weight_format = rounds or ROUNDS, dtype or "float16", weight_format or "uint4b8"

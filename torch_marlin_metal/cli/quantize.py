@@ -32,10 +32,7 @@ def quantize(
         str | None, typer.Option(help="Choose each layer's format, so that the model has so many bytes: 9GB, 8.5GiB.")
     ] = None,
     like: Annotated[str | None, typer.Option(help="Choose each layer's format as llama.cpp does: Q4_K_M ...")] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="With --memory: a text to run through the model, which shows what errors matter."),
-    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="With --memory: a text that shows what errors cost.")] = None,
     device: arguments.Device = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -48,11 +45,8 @@ def quantize(
 
     With --calibration, the whole model is loaded first.
     """
-    choice: dict[str, Any] = {
-        "include": include or None,
-        "exclude": exclude or (),
-        "vocabulary_format": vocabulary_format,
-    }
+    choice: dict[str, Any] = {"include": include or None, "exclude": exclude or ()}
+    choice["vocabulary_format"] = vocabulary_format
     how = (weight_format, group_size, method)
     fit = None
     if calibration is not None:

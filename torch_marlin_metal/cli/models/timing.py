@@ -99,8 +99,7 @@ def _predicted(loaded: Opened, rows: int, sequences: int) -> float | None:
     )
 
 
-def model_table(machine: dict[str, str], described: dict[str, Any], results: list[dict[str, Any]]) -> Any:
-    title = ", ".join(f"{key} {text}" for key, text in machine.items())
+def model_table(machine: str, described: dict[str, Any], results: list[dict[str, Any]]) -> Any:
     has_plans = any(row["predicted_tokens_per_second"] for row in results)
     keys = ("tokens_per_second", "spread", *(["predicted_tokens_per_second"] if has_plans else []))
     numbers = ("batch", "peak memory", "tokens/s", "+-", *(["predicted"] if has_plans else []))
@@ -109,4 +108,4 @@ def model_table(machine: dict[str, str], described: dict[str, Any], results: lis
         for row in results
     ]
     caption = in_words(described) + "\npredicted: by the planner, for the packed products alone" * has_plans
-    return table(f"{described['model']} on {title}", "test", *numbers, rows=rows, right=numbers, caption=caption)
+    return table(f"{described['model']} on {machine}", "test", *numbers, rows=rows, right=numbers, caption=caption)
