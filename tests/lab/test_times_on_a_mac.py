@@ -1,11 +1,12 @@
-"""lab/mac/mlstm_times.py times both ways of running the mLSTM. Times on the software device mean nothing."""
+"""Programs of lab/mac that time the mLSTM and commits. Times on the software device mean nothing."""
 
 import json
 import sys
 
 import pytest
 
-from lab.mac import mlstm_times
+from lab.mac import commit_times, mlstm_times
+from torch_marlin_metal import tuning
 
 
 def test_both_ways_are_timed_forward_and_backward(device, monkeypatch, capsys):
@@ -29,3 +30,12 @@ def test_two_ways_that_disagree_are_an_error(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-", "--device", "cpu", "--tokens", "3"])
     with pytest.raises(RuntimeError, match="the two ways differ"):
         mlstm_times.main()
+
+
+def test_each_interval_of_commits_is_timed(mps, monkeypatch):
+    try:
+        found = commit_times.times("mps", rounds=1, products=2)
+    finally:
+        tuning.set_commit_interval(3e-3)
+    assert list(found) == ["every_0_ms", "every_1_ms", "every_3_ms", "every_10_ms"]
+    assert min(found.values()) > 0
