@@ -111,8 +111,8 @@ bool begin_tiles(int rows) {
   } config;
   for (int tile = 0; tile < 5; ++tile)
     config.rows[tile] = static_cast<uint8_t>(rows);
-  config.rows[4] = static_cast<uint8_t>(rows);  // activations
-  config.rows[5] = 16;                          // codes
+  config.rows[5] = static_cast<uint8_t>(rows);  // activations
+  config.rows[4] = 16;                          // codes
   asm volatile("ldtilecfg %0" ::"m"(config));
   asm volatile(
       "tilezero %tmm0\n\ttilezero %tmm1\n\ttilezero %tmm2\n\ttilezero %tmm3\n\ttilezero %tmm4\n\ttilezero %tmm5");
@@ -167,7 +167,7 @@ double fp32_peak(int threads) {
 #if defined(__x86_64__) && defined(__linux__)
 // Returns how many instructions of a kind (cpu_instructions.py) the threads execute per second. Tiles have `rows` rows.
 double instruction_rate(int kind, int threads, int rows) {
-  const int64_t count = kind < 5 ? 30'000'000 : 2'000'000;
+  const int64_t count = kind < 5 ? 10'000'000 : 1'000'000;
   return threads * double(count) / seconds(threads, [&](int) { execute(kind, rows, count); });
 }
 #endif

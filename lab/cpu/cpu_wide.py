@@ -36,8 +36,8 @@ from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.repack import unpack_codes
 
 ROWS = (1, 2, 4, 8, 16, 64, 512)
-COUNTED_ROWS = (1, 8, 64)
-COUNTED_K, COUNTED_N = 512, (128, 192)
+COUNTED_ROWS = (1, 2, 8, 64)
+COUNTED_N = 64, 128
 LIMITS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
@@ -59,7 +59,7 @@ QUANTIZED: dict[str, tuple[str, int | None]] = {
 RIVALS: dict[str, tuple[str, ...]] = {
     **{name: (f"ggml {name}", DENSE) for name in TYPES},
     "uint4b8 g128": (INT4PACK, DENSE),
-    **{name: ("ggml Q8_0", INT8PACK, DENSE) for name in (*list(QUANTIZED)[1:], "Q8_0")},
+    **dict.fromkeys((*list(QUANTIZED)[1:], "Q8_0"), ("ggml Q8_0", INT8PACK, DENSE)),
 }
 RIVALS["Q4_K"] = (*RIVALS["Q4_K"], ONE_LEVEL)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -211,7 +211,10 @@ def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, t
     for dtype in DTYPES:
         for M in arguments.rows:
             read = max(stream.bytes_per_second() for _ in range(3))
-            rates = {kind: instruction_rate(kind, threads, min(M, 16)) for kind in KINDS_OF[arguments.within]}
+            rates = {
+                kind: max(instruction_rate(kind, threads, min(M, 16)) for _ in range(3))
+                for kind in KINDS_OF[arguments.within]
+            }
             times, errors = comparison.times(M, dtype, arguments.budget, least=2 if M > 64 else 3)
             medians = {name: statistics.median(taken) for name, taken in times.items()}
             for name, rivals in RIVALS.items():
@@ -234,14 +237,15 @@ def count(ggml: Ggml, record: Record) -> None:
     """Counts the instructions for each weight of all kernels, with one thread."""
     torch.set_num_threads(1)
     isa = tmm.cpu_capability().isa
-    small, large = (Comparison(ggml, COUNTED_K, N, cold=False) for N in COUNTED_N)
     for M in COUNTED_ROWS:
+        K = 512 if M < 8 else 256
+        small, large = (Comparison(ggml, K, N, cold=False) for N in COUNTED_N)
         for dtype in DTYPES:
             less, more = small.calls(M, dtype)[0], large.calls(M, dtype)[0]
-            for name in less:
+            for name in sorted(less, key=lambda name: name.endswith(" CPU")):  # the slowest last
                 if name.startswith("ggml") and dtype != "fp32":
                     continue
-                counts = each_weight(partial(less[name], 0), partial(more[name], 0), COUNTED_K * (large.N - small.N))
+                counts = each_weight(partial(less[name], 0), partial(more[name], 0), K * (large.N - small.N))
                 record.add(isa=isa, M=M, a=dtype, kernel=name, counts=counts)
                 print(f"{isa}, {M} rows {dtype}, {name}: {counts}", flush=True)
 
