@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.known_formats import find_format
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
@@ -74,18 +75,18 @@ class DirectoryReader(CheckpointReader):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
     def stored_bytes(self, index: int) -> int:
-        """Returns the size of a layer in the files."""
         layer = self._layers[index]
         whole = sum(self.checkpoint.tensors[name].nbytes for name in layer.roles.values())
         return whole // layer.experts
 
     def sizes(self, index: int) -> tuple[int, int]:
-        """Returns N and K of a layer."""
         layer = self._layers[index]
         shape = layer.shape("weight") if "weight" in layer else ()
-        if len(shape) != 2 or layer.dtype("weight") not in SIZES:
+        kind = layer.dtype("weight") if len(shape) == 2 else ""
+        is_nvfp4 = "weight_scale_2" in layer  # bytes of other formats are in another order
+        if kind not in SIZES or (kind == "U8" and not is_nvfp4):
             return super().sizes(index)
-        return shape[0], shape[1] * SIZES[layer.dtype("weight")]
+        return shape[0], shape[1] * SIZES[kind]
 
     def kind(self, index: int) -> Hashable:
         """Returns the dtypes and shapes of the layer's tensors in the files."""
@@ -93,11 +94,9 @@ class DirectoryReader(CheckpointReader):
         return tuple((role, layer.dtype(role), layer.shape(role)) for role in sorted(layer.roles))
 
     def names(self) -> list[str]:
-        """Returns the names of the layers in the order of the files."""
         return [layer.name for layer in self._layers]
 
     def convert(self, index: int) -> PackedWeight:
-        """Reads one layer and validates it."""
         if self._ahead is None:
             return self._convert(self._layers[index])
         self.checkpoint.ahead = self._ahead.take(index)
@@ -105,6 +104,11 @@ class DirectoryReader(CheckpointReader):
             return self._convert(self._layers[index])
         finally:
             self.checkpoint.ahead = {}
+
+    def check_headers(self, index: int) -> None:
+        """Raises UnsupportedFormat if the headers say that a layer cannot be packed."""
+        with suppress(RuntimeError, NotImplementedError):  # the values count, which a tensor on the meta device lacks
+            self.format.read(self._layers[index].headers(), self.checkpoint.settings, self.options)
 
     def read_ahead(self, order: Iterable[int], limit: int) -> None:
         """Starts to read layers in threads, in the order in which they will be converted.
@@ -128,13 +132,11 @@ class DirectoryReader(CheckpointReader):
         )
 
     def leave_out(self, layers: Iterable[int]) -> None:
-        """Frees layers that were read ahead and will not be converted, and reads no more of them."""
         if self._ahead is not None:
             for index in layers:
                 self._ahead.take(index)
 
     def stop_reading_ahead(self) -> None:
-        """Frees what was read and not converted. Without `read_ahead`, does nothing."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -159,11 +161,9 @@ class DirectoryReader(CheckpointReader):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Returns the model's own configuration, or {}."""
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype) for each tensor outside the layers."""
         used = {name for layer in self._layers for name in layer.roles.values()} | self.format.unused(self.checkpoint)
         for name, info in self.checkpoint.tensors.items():
             if name not in used:

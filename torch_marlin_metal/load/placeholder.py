@@ -1,4 +1,4 @@
-"""What holds the place of a packed layer in a model until the layer is read."""
+"""Placeholders for packed layers in a model that is being loaded."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.load.model_tensors import initialized
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 
 
 class PendingLinear(nn.Module):

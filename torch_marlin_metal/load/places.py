@@ -1,12 +1,12 @@
-"""What the plan of a load consists of: places in the model for the layers and tensors of a checkpoint."""
+"""The data of a load plan: where each layer and tensor of a checkpoint goes in the model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.models.experts import ExpertLayers
+from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.models.swap import Target
 
 

@@ -9,7 +9,7 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.places import ExpertsPlace, LoadPlan, Spot
 from torch_marlin_metal.load.plan import EXCLUDED
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.patterns import selects
 
 MB = 1e6
@@ -58,7 +58,7 @@ class FloatShare:
         return f"{stored / total:.0%} of the bytes of its matrices ({stored / MB:.3g} MB): {self._kinds(total)}"
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the bytes in the file of these layers and of all."""
+        """Returns the stored bytes of these layers, and of all layers."""
         reader = self._reader
         return sum(self._stored.values()), max(1, sum(map(reader.stored_bytes, range(len(reader)))))
 
@@ -67,20 +67,21 @@ class FloatShare:
 
 
 def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> FloatShare:
-    """Returns the layers that will become floats, before they are loaded. Reads one layer of each kind.
+    """Returns the layers that will become floats, before they are loaded.
 
-    Layers that become floats by the caller's choice do not count.
+    Reads one layer of each kind, or only headers if the process loads parts of layers. Layers that become floats by the
+    caller's choice do not count.
 
     Raises:
         UnsupportedFormat: a layer cannot be packed, and cannot be decoded or `on_unsupported` is "error".
     """
     share = FloatShare(reader)
-    if door.parts or reader.options.on_unsupported == "skip":
+    if reader.options.on_unsupported == "skip":
         return share
     places = [place for place in plan.places if not place.dense.endswith(EXCLUDED)]
     experts = [one for one in plan.experts.values() if not one.dense]
     indexes = [place.index for place in places] + [index for one in experts for index in one.indexes.values()]
-    refused = reader.refusals(sorted(indexes))
+    refused = reader.refusals(sorted(indexes), whole=not door.parts)
     for place in places:
         if place.index in refused:
             share.add(place.index, refused[place.index].kind, _float_bytes(place.spot, door))
@@ -107,7 +108,7 @@ def _float_bytes(spot: Spot, door: Door) -> int:
 def _float_experts(
     experts: ExpertsPlace, refused: dict[int, str], door: Door
 ) -> Iterator[tuple[int, str, LinearShape]]:
-    """Yields the index, the kind and the shape of the layers in stacks of which one layer cannot be packed."""
+    """Yields (index, kind, shape) of every layer in a stack that contains a layer that cannot be packed."""
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
-from torch_marlin_metal.models.empty_model import is_transposed, matrix_of
 from torch_marlin_metal.models.experts import shape_of
+from torch_marlin_metal.models.linear_layers import is_transposed, matrix_of
 from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.quantize.fit import Fit, Unit, sample
 from torch_marlin_metal.quantize.like import Described, formats_like
@@ -71,7 +71,7 @@ def fitted(
         unit.errors = _estimates(text, unweighted[key], unit, recipe, widths.candidates)
     found = widths.choose(op, fixed, limit)
     tried = [found, (by_weights[0], replace(found[1], choice=by_weights[1].choice))]
-    own = [recipe.format_of(unit.names[0]) for unit in found[1].units]
+    own = [recipe.size_of(unit.names[0]) for unit in found[1].units]
     uniform = replace(found[1], choice=[widths.candidates.index(one) for one in own])
     if uniform.total_bytes <= limit:
         tried.append((recipe, uniform))
@@ -109,7 +109,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
-    """Yields rows of the weight of a module with values: of the matrix, or of several experts."""
+    """Yields samples of a module's rows: of its matrix, or of several experts."""
     if not is_experts(module):
         yield sample(matrix_of(module).detach())
         return
@@ -141,7 +141,7 @@ class _Text:
                 module.training = True
 
     def divergence(self, recipe: Recipe, names: Iterable[str]) -> float:
-        """Returns the mean KL divergence of the predictions with some layers rounded as a recipe says.
+        """Returns the mean KL divergence of the predictions after rounding some layers as a recipe says.
 
         The model is as before afterwards. A copy of these layers' weights exists meanwhile.
         """
@@ -167,10 +167,10 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """Returns the divergence of the model's predictions with one unit in each candidate.
+    """Returns the divergence for each candidate, with only this unit rounded to it.
 
-    It is measured in the smallest candidate. It is of second order in the errors of the weights, by whose squares it is
-    scaled for the others.
+    Only the smallest candidate is measured. The divergence is of second order in the weights' errors, so the ratio of
+    squared errors scales it for the others.
     """
     index = min(range(len(unit.sizes)), key=lambda place: unit.sizes[place])
     divergence, least = text.divergence(recipe.in_format(*candidates[index]), unit.names), errors[index]
@@ -178,7 +178,7 @@ def _estimates(
 
 
 def _round(name: str, module: nn.Module, weight: Tensor, recipe: Recipe) -> None:
-    """Replaces a weight by what its format in a recipe keeps of it."""
+    """Rounds a weight in place to its format in a recipe."""
     transposed = is_transposed(module) or bool(getattr(module, "is_transposed", False))
     for matrix in weight if weight.dim() == 3 else [weight]:
         rows = matrix.T if transposed else matrix

@@ -22,9 +22,9 @@ from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Me
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.layers.float_experts import SPLIT, STACKED
-from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.models.gguf_layers import model_type
 from torch_marlin_metal.models.gguf_settings import corrected
+from torch_marlin_metal.models.linear_layers import COMPUTED
 from torch_marlin_metal.patterns import selects
 
 # Architectures whose configs are made here. transformers has no table for Llama 4's text model, and for those of
@@ -76,7 +76,7 @@ def _is_of_expert(name: str) -> bool:
 
 
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
-    """Wraps transformers' `load_gguf_checkpoint`, so that the config that it makes has all that the file says.
+    """Wraps transformers' `load_gguf_checkpoint`, so that its config has every setting of the file.
 
     Args:
         original: the function to wrap.

@@ -1,4 +1,4 @@
-"""Opens the loader to transformers: it supplies names and devices, and loads everything but the packed layers.
+"""Connects the loader with transformers, which supplies names and devices and loads all but the packed layers.
 
 `place` puts placeholders into the model before transformers loads, so that transformers neither reports a missing
 weight nor makes one. When transformers has loaded everything else, `fill` puts the packed layers into their places.
@@ -23,7 +23,7 @@ from torch_marlin_metal.integrations.transformers.parallel import split_of
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_stack
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import EXPERT, Loader, read_ahead
-from torch_marlin_metal.models.empty_model import listing
+from torch_marlin_metal.models.linear_layers import listing
 
 OP = "from_pretrained"
 DEVICES = ("cpu", "mps")

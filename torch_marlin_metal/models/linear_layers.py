@@ -1,0 +1,218 @@
+"""Which modules of a model are Linear layers, and the packed layer that takes the place of one or of an embedding."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embedding
+from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
+
+# Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
+COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Subclasses of nn.Linear in transformers that compute what nn.Linear computes, except that they round twice: after
+# the product, and after adding the bias.
+PLAIN_SUBCLASSES = ("FalconLinear",)
+
+
+class ModelMismatchError(ValueError):
+    """A checkpoint and a model do not fit together; the message names the layer or the tensor."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Sizes, dtype, device and bias of a Linear layer of a model, which may be on the meta device.
+
+    `transposed` is whether the layer holds its weight as `[K, N]`.
+    """
+
+    N: int
+    K: int
+    dtype: torch.dtype
+    device: torch.device
+    bias: Tensor | None
+    transposed: bool = False
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Returns whether a module is transformers' `Conv1D`, a Linear layer with a weight `[K, N]` (by its name)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module computes `a @ w.T + bias` and nothing else.
+
+    These are `nn.Linear`, subclasses that do not change `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
+    projection of `nn.MultiheadAttention` is excluded, because the attention multiplies with the projection's weight and
+    never calls the projection.
+    """
+    kind = type(module)
+    if not isinstance(module, nn.Linear):
+        return is_transposed(module)
+    known = kind.__name__ in PLAIN_SUBCLASSES and kind.__module__.startswith("transformers.")
+    return known or (kind.forward is nn.Linear.forward and kind is not NonDynamicallyQuantizableLinear)
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Returns whether a module looks like a Linear layer. If `is_linear` refuses it, a report says why."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def why_not_linear(module: nn.Module) -> str:
+    """Returns the reason why a layer cannot become a packed layer, or an empty string if it can.
+
+    Only the layer's class and the size of its weight are considered.
+    """
+    if not is_linear(module):
+        own = type(module).forward is not nn.Linear.forward
+        return f"{type(module).__name__} {'has a forward of its own' if own else 'is never called'}"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return f"its parameters are {', '.join(module._parameters)} (weight_norm, spectral_norm?)"
+    K = weight.shape[0 if is_transposed(module) else 1]
+    return f"K = {K} is not a positive multiple of 8" if K % 8 or not weight.numel() else ""
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """Returns the weight of a Linear layer as `[N, K]`, whichever way the layer stores it."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.detach().T if is_transposed(module) else weight
+
+
+def linear_shape(module: nn.Module) -> LinearShape | None:
+    """Returns sizes, dtype, device and bias of a linear layer, or None for another kind of module.
+
+    Linear layers are `MarlinLinear` and modules for which `is_linear` is true.
+    """
+    if isinstance(module, MarlinEmbedding):
+        return None
+    if isinstance(module, MarlinLinear):
+        return LinearShape(module.out_features, module.in_features, module.dtype, module.b_packed.device, module.bias)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return None
+    if not is_linear(module):
+        return None
+    transposed = is_transposed(module)
+    N, K = reversed(weight.shape) if transposed else weight.shape
+    return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"), transposed)
+
+
+def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
+    """Makes the layer with a quantized weight that replaces `old`: an embedding, or a Linear layer with its bias."""
+    if isinstance(old, nn.Embedding):
+        return MarlinEmbedding.like(old, packed, dtype)
+    return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)
+
+
+def why_not_table(module: nn.Module) -> str:
+    """Returns why a packed weight cannot become the table of a module, or "" if it can."""
+    return "" if isinstance(module, MarlinEmbedding) else why_not_embedding(module)
+
+
+def real_device(device: torch.device) -> torch.device:
+    """Returns the device of a tensor that replaces one on `device`: the CPU for the meta device, else `device`."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def misfit(name: str, expected: list[int], found: list[int]) -> str:
+    """Returns what is wrong if the weight of a layer has another size in a checkpoint than in the model, or ""."""
+    if found == expected:
+        return ""
+    return f"layer {name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"
+
+
+def fit_weight(
+    op: str,
+    name: str,
+    shape: LinearShape,
+    weight: PackedWeight,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> PackedWeight:
+    """Returns a weight from a checkpoint with the device and the bias of the Linear layer whose place it takes.
+
+    Args:
+        op: the caller's name, for errors.
+        name: the layer's name in the model.
+        shape: the replaced layer.
+        weight: a weight that has been validated, as a reader of checkpoints does.
+        device: device of the result. None means the device of the replaced layer, or the CPU if that layer is on the
+            meta device.
+        dtype: dtype of the bias; None means the dtype of the replaced layer.
+
+    Raises:
+        ModelMismatchError: the sizes of weight and layer differ, or only one of the two has a bias that is not zero.
+    """
+    if reason := misfit(name, [shape.N, shape.K], [weight.N, weight.K]):
+        raise ModelMismatchError(f"{op}: {reason}")
+    bias = fit_bias(op, name, shape.bias, weight.bias)
+    dtype = _float_dtype(shape, dtype)
+    if bias is not None and dtype is not None:
+        bias = bias.to(dtype)
+    place = real_device(shape.device) if device is None else torch.device(device)
+    weight = weight if bias is weight.bias else replace(weight, bias=bias)
+    return weight if all(tensor.device == place for tensor in weight.tensors().values()) else weight.to(place)
+
+
+def fit_layer(
+    op: str,
+    name: str,
+    shape: LinearShape,
+    weight: PackedWeight,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> MarlinLinear:
+    """Makes the packed layer that replaces a model's Linear layer; arguments and errors are those of `fit_weight`.
+
+    `dtype` is also the value of `.weight.dtype`.
+    """
+    packed = fit_weight(op, name, shape, weight, device=device, dtype=dtype)
+    return MarlinLinear.from_valid(packed, dtype=_float_dtype(shape, dtype))
+
+
+def _float_dtype(shape: LinearShape, dtype: torch.dtype | None) -> torch.dtype | None:
+    return dtype or (shape.dtype if shape.dtype in FLOAT_DTYPES else None)
+
+
+def fit_table(
+    op: str,
+    name: str,
+    module: nn.Module,
+    weight: PackedWeight,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> MarlinEmbedding:
+    """Makes the packed layer that replaces an embedding of the same size; arguments are those of `fit_layer`."""
+    held: Any = module
+    old = held.weight
+    fit_bias(op, name, None, weight.bias)
+    device = real_device(old.device) if device is None else device
+    packed = replace(weight, bias=None).to(device)
+    return MarlinEmbedding.like(held, packed, dtype or old.dtype)
+
+
+def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:
+    """Returns a layer's bias. Drops a bias of zeros, as GPTQ packages write it, if the model's layer has no bias."""
+    if expected is not None and found is None:
+        raise ModelMismatchError(f"{op}: layer {name!r}: the model's layer has a bias, the checkpoint's has none")
+    if expected is None and found is not None:
+        if bool(found.any()):
+            raise ModelMismatchError(f"{op}: layer {name!r}: the checkpoint's layer has a bias, the model's has none")
+        return None
+    return found
+
+
+def listing(names: Iterable[str]) -> str:
+    """Returns names for an error message, at most eight of them."""
+    names = sorted(names)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
