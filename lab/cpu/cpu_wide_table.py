@@ -2,7 +2,7 @@
 
     python -m lab.cpu.cpu_wide_table TIMES COUNTS
 
-A cell is one weight beside one rival. For each cell below 1.0 the table says what limits this package's kernel, by
+A cell is one weight beside one rival. For each cell below 1.0, a letter says what limits this package's kernel, by
 `reason`, from numbers of the same line: bytes read beside a plain read, product instructions beside the rate at which
 the threads execute nothing else, and all instructions beside the rival's.
 """
@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,45 +63,18 @@ def product_us(counts: Counts, line: Line) -> float:
     return total * 1e6
 
 
-def reason(line: Line, rival: str, products: float, instructions: tuple[float, float] | None) -> str:
-    """Says what keeps this package's kernel from being as fast as the rival's."""
+def reason(line: Line, counts: Counts, rival: str) -> str:
+    """Says what keeps this package's kernel from being as fast as the rival's, as a letter that the page explains."""
+    products = product_us(counts, line)
     if line["bytes"] / line["us"] * 1e6 >= MEMORY * line["read"]:
-        return "memory"
-    if products >= line["rival_us"][rival]:
-        return "products alone"
-    if products >= UNIT * line["us"]:
-        return "products"
-    if instructions and instructions[0] > MORE * instructions[1]:
-        return "instructions"
-    return "open"
-
-
-def cells(lines: list[Line], counts: Counts) -> list[Line]:
-    """Returns one line for each cell."""
-    found = []
-    for line in lines:
-        products = product_us(counts, line)
-        ours = counted(counts, line, line["weight"])
-        for rival, ratio in line["ratios"].items():
-            if rival == ONE_LEVEL:
-                continue
-            theirs = counted(counts, line, line["rivals"][rival])
-            both = None
-            if ours and theirs:
-                rows = min(ours[0], theirs[0])
-                both = ours[1]["all"] * rows / ours[0], theirs[1]["all"] * rows / theirs[0]
-            found.append(
-                {
-                    **{name: line[name] for name in ("isa", "threads", "a", "M", "weight")},
-                    "rival": rival,
-                    "ratio": ratio,
-                    "read": line["bytes"] / line["us"] * 1e6 / line["read"],
-                    "unit": products / line["us"],
-                    "instructions": both,
-                    "reason": reason(line, rival, products, both),
-                }
-            )
-    return found
+        return "m"
+    if products >= min(line["rival_us"][rival], UNIT * line["us"]):
+        return "p"
+    ours, theirs = counted(counts, line, line["weight"]), counted(counts, line, line["rivals"][rival])
+    if not ours or not theirs:
+        return "n"
+    more = ours[1]["all"] / ours[0] > MORE * theirs[1]["all"] / theirs[0]
+    return "i" if more else "w"
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -110,65 +84,55 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(found: list[Line]) -> str:
-    """Counts the cells of each rival and instruction set."""
-    rows = []
-    for rival in dict.fromkeys(cell["rival"] for cell in found):
-        for isa in dict.fromkeys(cell["isa"] for cell in found):
-            part = [cell for cell in found if (cell["rival"], cell["isa"]) == (rival, isa)]
-            below = [cell for cell in part if cell["ratio"] < 1]
-            why = Counter(cell["reason"] for cell in below).most_common()
-            ratios = [cell["ratio"] for cell in part]
-            numbers = [str(len(part)), str(len(below)), f"{min(ratios):.2f}", f"{statistics.median(ratios):.2f}"]
-            rows.append([rival, ISAS[isa], *numbers, ", ".join(f"{name} {count}" for name, count in why)])
-    return table(["rival", "instructions", "cells", "below 1.0", "lowest", "median", "reasons"], rows)
-
-
-def below(found: list[Line]) -> str:
-    """Lists the cells below 1.0, the smallest ratio first."""
-    rows = []
-    for cell in sorted((cell for cell in found if cell["ratio"] < 1), key=lambda cell: cell["ratio"]):
-        both = cell["instructions"]
-        rows.append(
-            [f"{ISAS[cell['isa']]}, {cell['threads']}, {cell['a']}", str(cell["M"]), cell["weight"], cell["rival"]]
-            + [f"{cell[name]:.2f}" for name in ("ratio", "read", "unit")]
-            + [f"{both[0]:.2f}, {both[1]:.2f}" if both else "", cell["reason"]]
-        )
-    columns = ["", "rows", "weight", "rival", "ratio", "of a plain read", "of the unit", "instructions", "reason"]
-    return table(columns, rows)
-
-
-def everything(lines: list[Line]) -> str:
-    """Lists the ratios of all cells, by weight."""
+def by_weight(lines: list[Line], cell: Callable[[Line], str]) -> str:
+    """Returns a table with a column for each weight; the lines with the smallest ratio come first."""
     weights = list(dict.fromkeys(line["weight"] for line in lines))
-    rows: dict[tuple[str, int, str, int], dict[str, str]] = {}
+    rows: dict[tuple[str, int, str, int], dict[str, Line]] = {}
     for line in lines:
-        key = line["isa"], line["threads"], line["a"], line["M"]
-        rows.setdefault(key, {})[line["weight"]] = ", ".join(f"{value:.2f}" for value in line["ratios"].values())
+        rows.setdefault((line["isa"], line["threads"], line["a"], line["M"]), {})[line["weight"]] = line
+
+    def smallest(key: tuple[str, int, str, int]) -> float:
+        return min(ratio for line in rows[key].values() for ratio in line["ratios"].values())
+
     return table(
         ["", "rows", *weights],
         [
-            [f"{ISAS[isa]}, {threads}, {dtype}", str(M), *(row.get(weight, "") for weight in weights)]
-            for (isa, threads, dtype, M), row in rows.items()
+            [f"{ISAS[key[0]]}, {key[1]}, {key[2]}", str(key[3]), *(cell(rows[key][weight]) for weight in weights)]
+            for key in sorted(rows, key=smallest)
         ],
     )
 
 
-def one_row(lines: list[Line]) -> str:
-    """Lists, for one row, the bytes a second of each weight by those of a plain read."""
-    weights = list(dict.fromkeys(line["weight"] for line in lines))
-    rows: dict[tuple[str, int, str], dict[str, Line]] = {}
+def summary(lines: list[Line], counts: Counts) -> str:
+    """Counts the cells of each rival and instruction set."""
+    rows = []
+    for rival in dict.fromkeys(rival for line in lines for rival in line["ratios"] if rival != ONE_LEVEL):
+        for isa, name in ISAS.items():
+            part = [line for line in lines if line["isa"] == isa and rival in line["ratios"]]
+            ratios = [line["ratios"][rival] for line in part]
+            why = Counter(reason(line, counts, rival) for line in part if line["ratios"][rival] < 1).most_common()
+            numbers = [str(len(part)), str(sum(number for _, number in why)), f"{min(ratios):.2f}"]
+            letters = ", ".join(f"{number} {letter}" for letter, number in why)
+            rows.append([rival, name, *numbers, f"{statistics.median(ratios):.2f}", letters])
+    return table(["rival", "instructions", "cells", "below 1.0", "lowest", "median", "reasons"], rows)
+
+
+def instructions(lines: list[Line], counts: Counts) -> str:
+    """Lists the instructions for each weight of every kernel that was fastest somewhere."""
+    names = dict.fromkeys(line["weight"] for line in lines)
+    layouts = {rival: [] for line in lines for rival in line["rivals"]}
     for line in lines:
-        if line["M"] == 1:
-            rows.setdefault((line["isa"], line["threads"], line["a"]), {})[line["weight"]] = line
-    return table(
-        ["", "plain read, GB/s", *weights],
-        [
-            [f"{ISAS[isa]}, {threads}, {dtype}", f"{next(iter(row.values()))['read'] * 1e-9:.0f}"]
-            + [f"{row[name]['bytes'] / row[name]['us'] * 1e6 / row[name]['read']:.2f}" for name in weights]
-            for (isa, threads, dtype), row in rows.items()
-        ],
-    )
+        for rival, layout in line["rivals"].items():
+            if layout not in layouts[rival]:
+                layouts[rival].append(layout)
+    names |= dict.fromkeys(layout for found in layouts.values() for layout in sorted(found))
+    rows = []
+    for isa, dtype, M in dict.fromkeys(key[:3] for key in counts):
+        found = [counts.get((isa, dtype, M, name)) for name in names]
+        if any(found):
+            cells = [f"{kinds['all']:.2f}" if kinds else "" for kinds in found]
+            rows.append([f"{ISAS[isa]}, {dtype}", str(M), *cells])
+    return table(["", "rows", *names], rows)
 
 
 def main() -> None:
@@ -177,16 +141,26 @@ def main() -> None:
     parser.add_argument("counts", type=Path)
     arguments = parser.parse_args()
     lines, counts = read(arguments.times), counts_of(read(arguments.counts))
-    found = cells(lines, counts)
     text = PAGE.read_text()
     if BEGIN not in text:
         raise ValueError(f"{PAGE} has no line {BEGIN.strip()!r}")
-    number = len([cell for cell in found if cell["ratio"] < 1])
+
+    def ratios(line: Line) -> str:
+        cells = line["ratios"].items()
+        letters = {rival: reason(line, counts, rival) for rival, ratio in cells if ratio < 1 and rival != ONE_LEVEL}
+        return ", ".join(f"{ratio:.2f} {letters.get(rival, '')}".strip() for rival, ratio in cells)
+
+    def shares(line: Line) -> str:
+        rate = line["bytes"] / line["us"] * 1e6 / line["read"]
+        return f"{rate:.2f}, {product_us(counts, line) / line['us']:.2f}"
+
+    found = [ratio for line in lines for rival, ratio in line["ratios"].items() if rival != ONE_LEVEL]
+    below = sum(ratio < 1 for ratio in found)
     sections = {
-        f"Rivals: {number} of {len(found)} cells are below 1.0": summary(found),
-        "One row, by a plain read": one_row(lines),
-        "Cells below 1.0": below(found),
-        "All cells": everything(lines),
+        f"Rivals: {below} of {len(found)} cells are below 1.0": summary(lines, counts),
+        "All cells": by_weight(lines, ratios),
+        "Profile: shares of a plain read and of the unit": by_weight(lines, shares),
+        "Profile: instructions for each weight": instructions(lines, counts),
     }
     tables = "\n".join(f"## {title}\n\n{body}" for title, body in sections.items())
     PAGE.write_text(text[: text.index(BEGIN)] + BEGIN + "\n" + tables)
