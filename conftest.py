@@ -1,33 +1,19 @@
 """Makes `device="mps"` ready before any test module asks torch about it. On Linux it loads the software Metal device.
 
-This file is at the root because it serves both `tests/` and `softmetal/tests/`.
+The tests of the device itself have a conftest.py of their own, in `softmetal/tests/`.
 """
 
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for `tests.support`, `softmetal` and `build_support`
-from tests.support.samples import covering  # noqa: E402
+sys.path.insert(0, str(HERE))  # for `tests.support` and `build_support`
+from tests.support.mps import load_mps  # noqa: E402
 
-
-def load_mps() -> str:
-    """Loads the device; returns why there is none, or an empty string."""
-    if sys.platform == "darwin":
-        return "" if torch.backends.mps.is_available() else "this Mac has no MPS device"
-    try:
-        import softmetal  # noqa: F401
-    except RuntimeError as error:
-        if type(error).__name__ != "Unavailable":  # a class of the package that was not imported
-            raise
-        return str(error)
-    return ""
-
+pytest_plugins = ["tests.support.sampling"]
 
 MPS_MISSING = load_mps()
 
@@ -39,20 +25,7 @@ class SkippedModule(pytest.Module):
         pytest.skip(MPS_MISSING or "needs the software Metal device, which Macs do not use", allow_module_level=True)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="whole matrices of shapes instead of samples")
-
-
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers",
-        "whole: beyond the sample that each run takes; only --everything (make test-all) runs it",
-    )
-    config.addinivalue_line(
-        "markers",
-        "each_value_on_mps: on mps so few cases that each value of each argument occurs; --everything runs all cases",
-    )
-    config.addinivalue_line("markers", "beyond_sample: on mps only with --everything")
     config.addinivalue_line(
         "markers",
         "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
@@ -61,30 +34,12 @@ def pytest_configure(config):
         raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Deselects the cases beyond the samples, unless --everything asks for them."""
-    if config.getoption("--everything"):
-        return
-    functions = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("each_value_on_mps") and item.callspec.params.get("device", "mps") == "mps":
-            functions[item.getparent(pytest.Module).nodeid, item.originalname].append(item)
-    beyond = {item for item in items if item.get_closest_marker("whole")}
-    on_mps = (item for item in items if hasattr(item, "callspec") and item.callspec.params.get("device") == "mps")
-    beyond |= {item for item in on_mps if item.get_closest_marker("beyond_sample")}
-    for cases in functions.values():
-        sample = covering([{(name, repr(value)) for name, value in item.callspec.params.items()} for item in cases])
-        beyond |= {item for i, item in enumerate(cases) if i not in sample}
-    config.hook.pytest_deselected(items=list(beyond))
-    items[:] = [item for item in items if item not in beyond]
-
-
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips each file that needs the software Metal device if the device is missing or not used.
+    """Skips each file of `kernels/`, which needs the software Metal device, if the device is missing or not used.
 
     The report names each skipped file.
     """
-    needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
+    needs_device = "kernels" in set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)
     return None
