@@ -50,7 +50,7 @@ FILES = {
     "sd3": [("Q8_0", "Q5_1"), "fp8r"],
     "qwen": [("Q4_0", "IQ4_XS"), "rounded"],
     "wan": [("Q5_K", "Q3_K"), "comfy"],
-    "ltx": [("Q4_1", "Q2_K"), "nvfp4"],
+    "ltx": [("Q4_1", "Q2_K"), "nvfp4", "comfy_nvfp4", "comfy_mxfp8"],
 }
 CASES = [(name, kind) for name, kinds in FILES.items() for kind in kinds]
 LEAST = 100  # dB of two steps in fp32
@@ -129,7 +129,10 @@ def test_a_file_stays_packed_at_both_doors(name, kind, tmp_path) -> None:
         assert psnr(image(family, other), want) > LEAST
 
 
-@pytest.mark.parametrize(("name", "kind"), [("wan", ("Q5_K", "Q3_K")), ("ltx", "nvfp4")])
+ON_MPS = {"flux": "comfy", "sd3": "fp8r", "qwen": "rounded", "wan": ("Q5_K", "Q3_K"), "ltx": "comfy_nvfp4"}
+
+
+@pytest.mark.parametrize(("name", "kind"), ON_MPS.items())
 def test_a_file_makes_the_image_on_mps(name, kind, tmp_path, mps) -> None:
     family, file = write(tmp_path, name, kind)
     exact = file.reference(family)
@@ -243,6 +246,19 @@ def test_a_file_of_another_class_and_a_damaged_one_are_named(tmp_path) -> None:
     file.path.write_bytes(file.path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         by_single_file(FAMILIES["ltx"], file, quantization_config=MarlinConfig())
+
+
+@pytest.mark.parametrize("lost", ["blocks.0.ffn.net.2.weight", "proj_out.bias"])
+@pytest.mark.parametrize("kind", ["comfy", None])
+def test_a_file_that_lacks_a_tensor_is_an_error_that_names_it(lost, kind, tmp_path) -> None:
+    family, file = write(tmp_path, "wan", "comfy")
+    original = {"blocks.0.ffn.net.2.weight": "blocks.0.ffn.2.", "proj_out.bias": "head.head.bias"}[lost]
+    tensors = {name: value for name, value in load_file(file.path).items() if original not in name}
+    if kind is None:
+        tensors = {name: value.contiguous() for name, value in file.decoded.items() if original not in name}
+    save_file(tensors, file.path)
+    with pytest.raises(CheckpointError, match=rf"from_single_file: .*no tensor for '{lost}'.* WanTransformer3DModel"):
+        by_single_file(family, file, quantization_config=MarlinConfig("uint4", 32))
 
 
 @pytest.mark.parametrize("ending", [".weight_scale_inv", ".scale", "_scales"])
