@@ -1,17 +1,15 @@
 """Writes the tables of docs/formats/checkpoints.md, which list what each reader of checkpoints reads and refuses.
 
-python scripts/checkpoint_tables.py --write
+python -m scripts.checkpoint_tables --write
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts import page_section
 from torch_marlin_metal.checkpoints.known_formats import FORMATS
 
 PAGE = Path(__file__).parents[1] / "docs/formats/checkpoints.md"
-BEGIN = "<!-- formats: written by scripts/checkpoint_tables.py -->\n\n"
-END = "\n<!-- end of the formats -->"
 
 
 def tables() -> str:
@@ -22,25 +20,12 @@ def tables() -> str:
         parts.append(_table(("read", "weight format"), fmt.variants))
         if fmt.refused:
             parts.append(_table(("refused", "because"), fmt.refused))
-    return "\n".join(parts)
+    return "\n".join(parts).strip()
 
 
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(["| {} | {} |".format(*row) for row in (head, ("---", "---"), *rows)]) + "\n"
 
 
-def page(text: str) -> str:
-    """Returns the page `text` with new tables."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
-    return before + begin + tables() + end + after
-
-
 if __name__ == "__main__":
-    made = page(PAGE.read_text())
-    if "--write" in sys.argv:
-        PAGE.write_text(made)
-    else:
-        sys.stdout.write(made)
+    page_section.main(PAGE, "scripts.checkpoint_tables", tables)

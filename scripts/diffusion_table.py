@@ -1,11 +1,10 @@
 """Writes the table of sizes of docs/use/diffusion.md: the memory of FLUX for each kind of file, and which Mac has it.
 
-    python scripts/diffusion_table.py --write
+    python -m scripts.diffusion_table --write
 
 The sizes are those of FLUX.1-dev's configurations, which are the defaults of diffusers' classes. No file is needed.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -13,11 +12,11 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from scripts import page_section
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.cli.models.fit import gpu_memory
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/use/diffusion.md"
-BEGIN, END = "<!-- sizes: scripts/diffusion_table.py -->\n\n", "\n<!-- end of sizes -->"
 MACS = (8, 16, 24, 32, 48, 64, 96)  # GB
 GGUF = ("Q4_K", "Q4_0", "Q5_K", "Q6_K", "Q8_0")
 FLOATS, FP8, NVFP4 = "16 bit", "FP8", "NVFP4"
@@ -67,23 +66,8 @@ def table() -> str:
             mac = next((mac for mac in MACS if gpu_memory(f"{mac}GB") / 1e9 >= total), None)
             cells.append(f"{total:.1f} GB, Mac of {mac} GB")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Prints the table, or writes it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true")
-    made = table()
-    if not parser.parse_args().write:
-        print(made)
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
-    PAGE.write_text(before + BEGIN + made + END + after)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    page_section.main(PAGE, "scripts.diffusion_table", table)

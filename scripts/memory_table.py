@@ -1,11 +1,10 @@
 """Writes the README's table of models and Macs, computed as the command `fit` computes memory, from the models' sizes.
 
-    python scripts/memory_table.py --write
+    python -m scripts.memory_table --write
 
 The sizes are those of the models' `config.json` on the Hugging Face Hub. No file of a model is needed.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -18,8 +17,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from scripts import page_section
+
 README = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN, END = "<!-- table of memory -->\n\n", "\n<!-- end of the memory -->"
 MACS = (8, 16, 24, 32, 48, 64, 96, 128, 192)  # GB
 CONTEXT, PROMPT = 8192, 512  # tokens
 TYPES = {"4 bit": "uint4b8", "8 bit": "uint8b128", "16 bit": "floats"}
@@ -64,22 +64,8 @@ def table() -> str:
     """Returns the rows of all models, in Markdown."""
     lines = [f"| model | {' | '.join(TYPES)} |", "|---|" + "---|" * len(TYPES)]
     lines += [f"| {name} | {' | '.join(row(config))} |" for name, config in MODELS.items()]
-    return "\n".join(lines) + "\n"
-
-
-def written(text: str, rows: str) -> str:
-    """Returns the README's text with these rows in the place of the table's."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{README} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
-    return before + BEGIN + rows + END + after
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    if parser.parse_args().write:
-        README.write_text(written(README.read_text(), table()))
-    else:
-        print(table())
+    page_section.main(README, "scripts.memory_table", table)

@@ -4,8 +4,8 @@
 
 Each line has one product with bf16 activations: diffusers' `GGUFLinear`, which decodes the weight at each call and
 multiplies in bf16, PyTorch's dense product of the weight decoded before, and `MarlinLinear`, which holds the same
-values, as it is and with weights that are rounded to bf16 (`variant="two_pass"`), as those of the others are. All take
-turns. A ratio is the median over rounds of the other's time over this package's, so above 1 this package is faster.
+values without rounding. All three take turns. A ratio is the median over rounds of the other's time over this
+package's, so above 1 this package is faster.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lab.cpu.cpu_gemm import ratio, time_calls
 from torch_marlin_metal.cli.bench import processor_name
 from torch_marlin_metal.convert import replace_linear_layers
 
-OURS, ROUNDED, THEIRS, DENSE = "ours", "rounded", "GGUFLinear", "dense"
+OURS, THEIRS, DENSE = "ours", "GGUFLinear", "dense"
 MAX_ERROR = 0.02  # relative, of either: both round to bf16
 CHECKED = 16  # rows
 
@@ -50,12 +50,9 @@ def line(kind: str, M: int, N: int, K: int, rounds: int) -> str:
     packed = nn.Sequential(original)
     replace_linear_layers(packed, progress=False)
     layer, other, dense = packed[0], theirs(kind, N, K), weight.bfloat16()
-    assert isinstance(layer, tmm.MarlinLinear)
-    held = layer.to_packed()
     a = torch.randn(M, K, generator=torch.Generator().manual_seed(1), device="cpu").bfloat16()
     calls = {
         OURS: lambda index: layer(a),
-        ROUNDED: lambda index: tmm.gemm(a, held, variant="two_pass"),
         THEIRS: lambda index: other(a),
         DENSE: lambda index: nn.functional.linear(a, dense),
     }
@@ -65,8 +62,7 @@ def line(kind: str, M: int, N: int, K: int, rounds: int) -> str:
         if error > MAX_ERROR:
             raise ValueError(f"{kind} {M} x {N} x {K}: {name}: relative error {error:.3f}")
     times = time_calls(calls, 0, least=rounds)
-    pairs = ((THEIRS, OURS), (DENSE, OURS), (THEIRS, ROUNDED), (DENSE, ROUNDED))
-    ratios = (ratio(times, rival, own) for rival, own in pairs)
+    ratios = (ratio(times, rival, OURS) for rival in (THEIRS, DENSE))
     return f"| {kind} | {M} | {N} | {K} | {' | '.join(f'{found:.2f}' for found in ratios)} |"
 
 
@@ -80,7 +76,7 @@ def main() -> None:
     given = parser.parse_args()
     capability = tmm.cpu_capability()
     print(f"{processor_name()}, {capability.isa}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    heads = ("type", "M", "N", "K", "GGUFLinear / ours", "dense / ours", "GGUFLinear / rounded", "dense / rounded")
+    heads = ("type", "M", "N", "K", "GGUFLinear / ours", "dense bf16 / ours")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     with torch.no_grad():
         for shape in given.shapes:

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
 import torch_marlin_metal as tmm
+from scripts.page_section import section
 from torch_marlin_metal.repack import pack_codes
 
 CASES = (
@@ -280,11 +281,7 @@ def main() -> None:
     text = page(results, options.sentences, options.calibration)
     print(text)
     if options.write:
-        before, begin, rest = PAGE.read_text().partition("<!-- quality -->\n")
-        _, end, after = rest.partition("\n<!-- end of quality -->")
-        if not end:
-            raise SystemExit(f"{PAGE} has no section between its comments on quality")
-        PAGE.write_text(f"{before}{begin}\n{text}{end}{after}")
+        section(PAGE, "lab.models.quality", text)
     if options.picture:
         draw(results, options.picture)
 

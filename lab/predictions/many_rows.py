@@ -7,16 +7,15 @@ the weights, only if `TORCH_MARLIN_METAL_DECODE_MB` allows it; the last column a
     python -m lab.predictions.many_rows --write
 """
 
-import argparse
 import os
 from pathlib import Path
 
 from lab import model
 from lab.decisions import chosen
+from scripts import page_section
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 PAGE = Path(__file__).parents[2] / "docs/use/diffusion.md"
-BEGIN, END = "<!-- many rows: lab/predictions/many_rows.py -->\n\n", "\n<!-- end of many rows -->"
 CHIPS = ("M1", "M1 Max", "M2", "M2 Max", "M3", "M3 Max", "M4", "M4 Pro", "M4 Max", "M5", "M5 Max")
 ROWS = (1024, 1536, 2560, 4608)
 # (N, K) of FLUX: projections, both layers of a block's MLP, and both layers of a single block.
@@ -65,20 +64,5 @@ def table() -> str:
     return head + "".join(map(row, CHIPS))
 
 
-def main() -> None:
-    """Prints the table, or writes it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true")
-    made = table()
-    if not parser.parse_args().write:
-        print(made)
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE} has no section between {BEGIN.strip()!r} and {END.strip()!r}")
-    PAGE.write_text(before + BEGIN + made + END + after)
-
-
 if __name__ == "__main__":
-    main()
+    page_section.main(PAGE, "lab.predictions.many_rows", table)

@@ -11,7 +11,6 @@ is not cached.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from scripts import page_section
 from softmetal import device
 from softmetal.reports import Counters
 from softmetal.witness import quantized
@@ -29,7 +29,6 @@ from tests.support.kernels.tensor import count_tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "lab" / "notes" / "tensor-units.md"
-BEGIN, END = "<!-- lab/software/tensor_peers.py writes this table -->\n", "<!-- end of the table -->\n"
 COLUMNS, STEP = 64, 64
 LENGTHS = (256, 512)  # the two K
 # Our format, and MLX's format of the same codes.
@@ -116,21 +115,8 @@ def table() -> str:
                     cells = " | ".join(f"{part / 1024:.2f}" for part in parts)
                     lines.append(f"| {case} | {who} | {cells} | {found.barriers:g} |")
                     print(lines[-1], file=sys.stderr)
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Prints the table, or writes it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into lab/notes/tensor-units.md")
-    options = parser.parse_args()
-    found = table()
-    if not options.write:
-        print(found, end="")
-        return
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + found + END + rest.split(END)[1])
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    page_section.main(PAGE, "lab.software.tensor_peers", table)

@@ -1,13 +1,13 @@
 """Each layer in tests/data/layers, which another program wrote, decodes to that program's own weight."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts import checkpoint_tables, page_section
 from torch_marlin_metal import WEIGHT_FORMATS, convert
 from torch_marlin_metal.checkpoints.known_formats import FORMATS
 from torch_marlin_metal.packed_weight import PackedWeight
@@ -157,10 +157,8 @@ def test_zero_points_of_15_follow_the_rule_that_the_caller_names() -> None:
 
 
 def test_the_documentation_lists_the_known_formats() -> None:
-    """To update the page: python scripts/checkpoint_tables.py --write."""
-    program = runpy.run_path(str(DATA.parents[2] / "scripts/checkpoint_tables.py"))
-    text = program["PAGE"].read_text()
-    assert text == program["page"](text)
+    """To update the page: python -m scripts.checkpoint_tables --write."""
+    assert page_section.section(checkpoint_tables.PAGE, "scripts.checkpoint_tables") == checkpoint_tables.tables()
 
 
 def test_every_read_format_names_known_weight_formats() -> None:

@@ -1,9 +1,8 @@
 """The ten commonest kinds of files, from file to generated tokens in the lines that a user types.
 
-`python -m tests.journeys.test_ranks` writes the table of docs/use/what-loads.md.
+`python -m tests.journeys.test_ranks --write` writes the table of docs/use/what-loads.md.
 """
 
-import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import torch_marlin_metal.integrations.transformers  # noqa: F401
+from scripts import page_section
 from tests.integrations.test_beside_transformers import blocks, fp8, gptq, scaled, scheme, write
 from tests.load.test_models_of_widths import GPTQ, four
 from tests.support import gguf_models, k_quants
@@ -31,7 +31,7 @@ from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 ROOT = Path(__file__).parents[2]
 PAGE, MODELS = ROOT / "docs/use/what-loads.md", ROOT / "tests/data/models"
-BEGIN, END = "<!-- table of files -->", "<!-- end of the files -->"
+SECTION = "tests.journeys.test_ranks"
 IDS = torch.tensor([[3, 9, 27, 5]])
 NEW = 4
 # K-quants have blocks of 256 weights.
@@ -224,8 +224,7 @@ def row(journey: Journey, result: tuple[float, float]) -> str:
 
 
 def rows_of_page() -> list[str]:
-    table = re.search(f"{BEGIN}\n\n(.*)\n\n{END}", PAGE.read_text(), re.DOTALL)[1]
-    return table.splitlines()[2:]
+    return page_section.section(PAGE, SECTION).splitlines()[2:]
 
 
 @pytest.fixture(scope="module")
@@ -315,5 +314,4 @@ def table() -> str:
 
 if __name__ == "__main__":
     logging.set_verbosity_error()
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    page_section.main(PAGE, SECTION, table)

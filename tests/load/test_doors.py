@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.distributed import DistributedConfig
 
+from scripts import page_section
 from tests.integrations.test_beside_transformers import e5m2, packed, scheme
 from tests.support import doors
 from tests.support.doors import DOORS, IDS, UNTIED, Saved, quietly, saved
@@ -25,7 +26,7 @@ from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwisePara
 from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
 
 PAGE = Path(__file__).parents[2] / "docs/use/what-loads.md"
-BEGIN, END = "<!-- table of doors -->", "<!-- end of the table -->"
+SECTION = "tests.load.test_doors"
 HOSTS = ("from_pretrained", "diffusers")
 LOADS, STOPS, HOST, NONE = "loads", "stops", "the library", "-"
 
@@ -382,10 +383,8 @@ def table() -> str:
 
 
 def test_the_page_has_the_table() -> None:
-    text = PAGE.read_text()
-    assert re.search(f"{BEGIN}\n\n(.*)\n\n{END}", text, re.DOTALL)[1] == table()
+    assert page_section.section(PAGE, SECTION) == table()
 
 
 if __name__ == "__main__":
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    page_section.main(PAGE, SECTION, table)
