@@ -1,6 +1,5 @@
 // The products with one packed weight for MPS: checks tensors, finds a plan, encodes it, and returns tensors.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>

@@ -55,8 +55,8 @@ struct GpuDevice {
 //   limit.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
-// Returns the bytes that TORCH_MARLIN_METAL_DECODE_MB allows for a weight that "auto" decodes; 0 if it is not set. Throws
-// std::invalid_argument if it is no whole number of MiB.
+// Returns the bytes that TORCH_MARLIN_METAL_DECODE_MB allows for a weight that "auto" decodes; 0 if it is not set.
+// Throws std::invalid_argument if it is no whole number of MiB.
 uint64_t decoded_bytes();
 
 // Sets `system` and `tensor_units`.

@@ -23,8 +23,8 @@ constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
 // The instructions of kernels without decisions, as a fraction of the time of their matrix products.
 constexpr double kUnlistedIssue = 0.8;
-// PyTorch's dense product: its launch, measured on an M1 Pro, and the fraction of the peak rate that it reaches, measured
-// on an M1 (4096^3, fp16).
+// PyTorch's dense product: its launch, measured on an M1 Pro, and the fraction of the peak rate that it reaches,
+// measured on an M1 (4096^3, fp16).
 constexpr double kDenseLaunch = 20e-6;
 constexpr double kDenseFraction = 0.88;
 // What moe_sort takes for each pair: one threadgroup reads all pairs twice.

@@ -98,6 +98,6 @@ void check_decoded_bytes() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return test::run_cases({{"chips", check_chips}, {"gpu device", check_gpu_device}, {"decoded bytes", check_decoded_bytes}},
-                         argc, argv);
+  return test::run_cases(
+      {{"chips", check_chips}, {"gpu device", check_gpu_device}, {"decoded bytes", check_decoded_bytes}}, argc, argv);
 }

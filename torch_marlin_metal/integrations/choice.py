@@ -31,7 +31,7 @@ class ChoosesLayers:
     op: str
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
+        super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
         self._chosen: set[str] = set()
         self._recipe: Recipe | None = None
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}

@@ -68,7 +68,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         return _read_nvfp4(layer)
     if kind == MXFP8:
         N, K = layer.expect("weight", ("F8_E4M3",), None, None)
-        scales = _untiled(layer, EXPONENTS, N, -(-K // block_scales.MX_BLOCK)).t()
+        scales: torch.Tensor | None = _untiled(layer, EXPONENTS, N, -(-K // block_scales.MX_BLOCK)).t()
     else:
         scales = None if "weight_scale" in layer else torch.ones(1, device="cpu")
     return read_bytes(layer, "comfyui", scale="weight_scale", scales=scales)
