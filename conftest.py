@@ -5,7 +5,6 @@ This file is at the root because it serves both `tests/` and `softmetal/tests/`.
 
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `tests.support`, `softmetal` and `build_support`
-from tests.support.samples import covering  # noqa: E402
+pytest_plugins = ["tests.support.sampling"]
 
 
 def load_mps() -> str:
@@ -39,44 +38,13 @@ class SkippedModule(pytest.Module):
         pytest.skip(MPS_MISSING or "needs the software Metal device, which Macs do not use", allow_module_level=True)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="whole matrices of shapes instead of samples")
-
-
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers",
-        "whole: beyond the sample that each run takes; only --everything (make test-all) runs it",
-    )
-    config.addinivalue_line(
-        "markers",
-        "each_value_on_mps: on mps so few cases that each value of each argument occurs; --everything runs all cases",
-    )
-    config.addinivalue_line("markers", "beyond_sample: on mps only with --everything")
     config.addinivalue_line(
         "markers",
         "large: on the software Metal device in fast mode; all other tests that use mps run in its checked mode",
     )
     if MPS_MISSING and os.environ.get("TORCH_MARLIN_METAL_REQUIRE_MPS"):
         raise pytest.UsageError(f"the mps tests cannot run: {MPS_MISSING}")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Deselects the cases beyond the samples, unless --everything asks for them."""
-    if config.getoption("--everything"):
-        return
-    functions = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("each_value_on_mps") and item.callspec.params.get("device", "mps") == "mps":
-            functions[item.getparent(pytest.Module).nodeid, item.originalname].append(item)
-    beyond = {item for item in items if item.get_closest_marker("whole")}
-    on_mps = (item for item in items if hasattr(item, "callspec") and item.callspec.params.get("device") == "mps")
-    beyond |= {item for item in on_mps if item.get_closest_marker("beyond_sample")}
-    for cases in functions.values():
-        sample = covering([{(name, repr(value)) for name, value in item.callspec.params.items()} for item in cases])
-        beyond |= {item for i, item in enumerate(cases) if i not in sample}
-    config.hook.pytest_deselected(items=list(beyond))
-    items[:] = [item for item in items if item not in beyond]
 
 
 def pytest_pycollect_makemodule(module_path, parent):

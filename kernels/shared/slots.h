@@ -10,7 +10,7 @@ namespace marlin {
 // the kernel does not read.
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k; in embedding, the ids
-  kSlotPacked = 1,       // int32 [K/8, N]; in the repack and unpack kernels, their input words
+  kSlotPacked = 1,       // int32 [K/8, N], or [K/4, N] for 8 bits; in the repack and unpack kernels, their input
   kSlotScales = 2,       // [G, N]
   kSlotZeros = 3,        // [G, N]
   kSlotGlobalScale = 4,  // float [1] or [N]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.layers.float_experts import is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, why_not_linear
 from torch_marlin_metal.models.experts import pack_experts, why_never_experts
+from torch_marlin_metal.models.linear_layers import is_candidate, linear_shape, why_not_linear
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 

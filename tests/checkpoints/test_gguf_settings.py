@@ -22,10 +22,10 @@ from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers as integration
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.gguf import MODEL_TYPES
-from torch_marlin_metal.models.empty_model import ModelMismatchError
 from torch_marlin_metal.models.gguf_case import has_setting
 from torch_marlin_metal.models.gguf_settings import differences
 from torch_marlin_metal.models.gguf_special import SPECIAL
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 # Warnings about tables and projections that no weight format holds in some models.
 EXPECTED = r".*(has a forward of its own|computes with its weight|become floats: Q4_0 of attn_k_b)"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_cli import answer, call
 
-from torch_marlin_metal import convert
+from torch_marlin_metal import convert, quantize_model
 
 ROOT = Path(__file__).parents[2]
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer than two workers, even on one core
@@ -90,10 +90,16 @@ def test_what_calibrated_methods_need(tmp_path, monkeypatch):
         ("--method", "gptq", "--memory", "9GB"): "--memory, --like and --vocabulary-format are for rtn and mse",
         (
             "--method",
+            "gptq",
+            "--weight-format",
+            "q4_k",
+        ): "gptq makes uint4b8 or uint4 or uint8b128 or uint8, got 'q4_k'",
+        (
+            "--method",
             "mse",
             "--calibration",
             "x",
-        ): "--calibration is for gptq, awq, autoround; mse looks at the weights",
+        ): "--calibration is for --memory and for gptq, awq, autoround; without",
     }
     for arguments, message in cases.items():
         code, out, err = call("quantize", tmp_path / "floats", tmp_path / "out", *arguments)
@@ -134,6 +140,23 @@ def test_what_auto_round_is_given_and_what_becomes_of_its_result(llama, monkeypa
     for name, tensors in made.items():
         assert all(torch.equal(tensors[key], expected[name][key]) for key in tensors.keys() | expected[name].keys())
     assert sorted(path.name for path in llama.parent.iterdir()) == ["floats", "out", "text.txt"]
+
+
+def test_a_limit_of_memory_is_spent_by_a_text(llama):
+    """The choice is the one that quantize_model makes of the same pieces of the text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = ("--calibration", llama.parent / "text.txt", "--length", "32", "--samples", "2")
+    code, found = answer("quantize", llama, llama.parent / "out", "--memory", "5MB", *text)
+    assert (code, found["layers"], len(found["formats"]) > 1) == (0, 9, True)
+    ids = AutoTokenizer.from_pretrained(llama)((llama.parent / "text.txt").read_text(), add_special_tokens=False)
+    pieces = torch.tensor(ids["input_ids"][:64]).reshape(2, 32)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    fit = quantize_model(model, memory="5MB", calibration=pieces, progress=False).fit
+    for weight in convert.read_layers(llama.parent / "out"):
+        layer = model.get_submodule(weight.name)
+        assert (weight.weight_format, weight.group_size) == (layer.weight_format, layer.group_size)
+    assert found["error"] == pytest.approx(fit.error)
 
 
 def test_a_package_that_fails_is_one_error(llama, monkeypatch):

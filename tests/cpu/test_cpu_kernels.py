@@ -33,7 +33,8 @@ SOURCES = [
     if path.stem != "ops_cpu"
 ]
 TILES = ROOT / "csrc/cpu/x86/amx.cpp"
-VECTORS = [path for path in SOURCES if path.stem in VECTOR_STEMS]
+PRODUCTS = ROOT / "csrc/cpu/portable/kernels_portable.cpp"
+VECTORS = (TILES, *(path for path in SOURCES if path.stem in VECTOR_STEMS))
 
 
 def command(*flags: str, compiler: str | None = None) -> list[str]:
@@ -57,7 +58,7 @@ def build(
     folder: Path,
     *flags: str,
     compiler: str | None = None,
-    vector_flags: tuple[str, ...] | None = None,
+    plain: tuple[Path, ...] = (),
     tile_flags: tuple[str, ...] = (),
     programs: tuple[str, ...] = PROGRAMS,
 ) -> dict[str, Path]:
@@ -67,18 +68,17 @@ def build(
         folder: the fixture `run_folder`.
         flags: compiler flags.
         compiler: the compiler; None for this machine's own.
-        vector_flags: flags for vector code instead of `flags`.
+        plain: sources that are compiled with the flags `PLAIN` instead.
         tile_flags: additional flags for the AMX kernels.
         programs: the test programs.
     """
-    for_vectors = flags if vector_flags is None else vector_flags
-    others = [path for path in SOURCES if path != TILES and path not in VECTORS]
+    others = [path for path in SOURCES if path != TILES and path not in plain]
     tests = {test: ROOT / f"tests/cpu/{test}.cpp" for test in programs}
     whole = command(*flags, compiler=compiler)
     mains = cxx.objects(folder, tests.values(), whole)
     parts = [
-        *kernel_objects(folder, VECTORS, for_vectors, compiler).values(),
-        *kernel_objects(folder, [TILES], (*for_vectors, *tile_flags), compiler).values(),
+        *kernel_objects(folder, [path for path in plain if path != TILES], PLAIN, compiler).values(),
+        *kernel_objects(folder, [TILES], (*(PLAIN if TILES in plain else flags), *tile_flags), compiler).values(),
         *kernel_objects(folder, others, flags, compiler).values(),
     ]
     return {test: cxx.link(folder, [mains[source], *parts], whole) for test, source in tests.items()}
@@ -108,7 +108,7 @@ def passes(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_every_family_agrees_with_fp64(program: Path) -> None:
-    done = run(program, "20")
+    done = run(program, "10")
     passes(done)
     available = run(program, "capability").stdout.split("available:")[1].split()
     for isa in available:
@@ -122,9 +122,18 @@ def test_each_program_passes(programs: dict[str, Path], test: str) -> None:
     passes(run(programs[test]))
 
 
-def test_kernels_pass_under_sanitizers(run_folder: Path) -> None:
-    tests = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_test": ["3"], "cpu_decoder_test": []}
-    programs = build(run_folder, *SANITIZERS, vector_flags=PLAIN, programs=tuple(tests))
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"cpu_weights_test": ["3"], "cpu_mlstm_test": ["3"], "cpu_decoder_test": []},
+        # the portable products take half a minute to compile with sanitizers
+        pytest.param({"cpu_kernels_test": ["3"]}, marks=pytest.mark.whole),
+    ],
+    ids=lambda tests: "products" if "cpu_kernels_test" in tests else "others",
+)
+def test_kernels_pass_under_sanitizers(run_folder: Path, tests: dict[str, list[str]]) -> None:
+    plain = VECTORS if "cpu_kernels_test" in tests else (*VECTORS, PRODUCTS)
+    programs = build(run_folder, *SANITIZERS, plain=plain, programs=tuple(tests))
     for test, arguments in tests.items():
         passes(run(programs[test], *arguments))
 
@@ -133,7 +142,7 @@ def test_threads_do_not_race(run_folder: Path, everything: bool) -> None:
     if not everything:
         pytest.skip("takes minutes; make races runs it")
     tests = {"cpu_kernels_test": ["1"], "cpu_weights_test": ["1"], "cpu_mlstm_test": ["1"]}
-    programs = build(run_folder, *THREADS, vector_flags=PLAIN, programs=tuple(tests))
+    programs = build(run_folder, *THREADS, plain=VECTORS, programs=tuple(tests))
     for test, arguments in tests.items():
         passes(run(programs[test], *arguments))
 
@@ -164,7 +173,7 @@ def test_amx_kernels_pass_with_emulated_tiles(program: Path, run_folder: Path) -
     if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
     programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/cpu/amx_emulated.h")))
-    passes(run(programs["cpu_kernels_test"], "10", "tiles"))
+    passes(run(programs["cpu_kernels_test"], "3", "tiles"))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the targets of the x86 sources")

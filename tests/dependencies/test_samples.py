@@ -2,7 +2,7 @@
 
 import itertools
 import os
-import shutil
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,28 +27,43 @@ import pytest
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 @pytest.mark.parametrize("size", range(5))
 @pytest.mark.parametrize("name", "abc")
-@pytest.mark.each_value_on_mps
 def test_sizes(name, size, device): pass
 @pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.whole)])
 def test_cases(case): pass
+@pytest.fixture
+def mps(): pass
+@pytest.mark.parametrize(("x", "y"), [(x, y) for x in range(2) for y in range(2)])
+def test_one_list(x, y, mps): pass
+@pytest.mark.parametrize("x", range(2))
+@pytest.mark.parametrize("y", range(3))
+def test_on_the_cpu(x, y): pass
+@pytest.mark.parametrize("x", range(2))
+@pytest.mark.parametrize("y", range(3))
+def test_always_on_mps(x, y, mps): pass
 """
 
 
-def test_the_marks_leave_out_cases_unless_everything_is_asked_for(tmp_path) -> None:
-    """Collects a file beside a copy of the project's conftest.py: 15 cases on the CPU, 5 of 15 on mps, 1 of 2 marked."""
+def test_a_run_takes_a_sample_unless_everything_is_asked_for(tmp_path) -> None:
+    """Runs a file with the project's plugin on a worker of pytest-xdist.
+
+    Of a product, a sample has all cases on the CPU, and each value on mps; of one list, it has all cases.
+    """
     (tmp_path / "test_marks.py").write_text(PROGRAM)
-    shutil.copy(ROOT / "conftest.py", tmp_path)
     counts = []
     for options in ([], ["--everything"]):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *options, str(tmp_path)]
+        command = [sys.executable, "-m", "pytest", "-v", "-n", "1", "-p", "tests.support.sampling", *options]
         done = subprocess.run(
             command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
             capture_output=True, text=True,
         )  # fmt: skip
-        names = [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
-        counts.append((len(names), sum("mps" in name for name in names)))
-        values = {tuple(name.split("[")[1][:-1].split("-")) for name in names if "mps" in name}
-        assert {value[0] for value in values} == set("abc") and {value[1] for value in values} == set("01234"), (
-            done.stdout
-        )
-    assert counts == [(21, 5), (32, 15)]
+        names = re.findall(r"PASSED \S+::(test_\w+)(?:\[(\S+)\])?", done.stdout)
+        counts.append(Counter(name for name, _ in names))
+        for device in ("cpu", "mps"):
+            values = [case.split("-") for name, case in names if name == "test_sizes" and case.endswith(device)]
+            assert {value[0] for value in values} == set("abc") and {value[1] for value in values} == set("01234")
+        said = "sample: 34 of 48 cases; `make test-all` (--everything) runs all" in done.stdout
+        assert said == (not options), done.stdout
+    assert counts == [
+        {"test_sizes": 20, "test_cases": 1, "test_one_list": 4, "test_on_the_cpu": 6, "test_always_on_mps": 3},
+        {"test_sizes": 30, "test_cases": 2, "test_one_list": 4, "test_on_the_cpu": 6, "test_always_on_mps": 6},
+    ]

@@ -42,7 +42,7 @@ from torch_marlin_metal.convert import replace_linear_layers
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.integrations.diffusers import MarlinConfig
 from torch_marlin_metal.load.row_tensor import RowError
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 diffusers = diffusion_files.diffusers
 pytestmark = pytest.mark.filterwarnings("ignore")

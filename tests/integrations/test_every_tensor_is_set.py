@@ -19,7 +19,7 @@ from tests.journeys.architectures import inputs_of, shrunken
 from tests.support.models import SIZES
 from torch_marlin_metal import convert, load_quantized, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 MODELS = Path(transformers.__file__).parent / "models"
 # The class of a model with the table, and arguments of its config beside small sizes. None means the class's config.

@@ -9,7 +9,7 @@ from transformers import LlamaForSequenceClassification as LlamaClassifier
 from tests.support.models import IDS, SIZES
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, quantize_model
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 RANGE = 0.5  # far from the range in which torch initializes an nn.Linear
 BERT = BertConfig(

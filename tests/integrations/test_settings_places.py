@@ -18,6 +18,9 @@ from transformers import (
     CLIPModel,
     CLIPTextModel,
     CompressedTensorsConfig,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     GPTQConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +28,7 @@ from transformers import (
 
 from tests.support.llama import MODELS
 from tests.support.models import SIZES
-from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model
 from torch_marlin_metal.checkpoints.settings import CONFIG_FILES, CONFIG_KEYS
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
@@ -199,3 +202,16 @@ def test_load_quantized_finds_the_same(tmp_path) -> None:
     moved(GPTQ, tmp_path, CONFIG_FILES[2])
     model = LlamaForCausalLM(AutoConfig.from_pretrained(tmp_path)).half()
     assert len(load_quantized(model, tmp_path, progress=False).converted) == 14
+
+
+def test_the_dtype_is_that_of_the_weights_and_not_of_scales(tmp_path) -> None:
+    """The class takes the part of a config that states no dtype."""
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text | heads, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).bfloat16()
+    quantize_model(model, progress=False)
+    model.save_pretrained(tmp_path)
+    assert Gemma3ForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16

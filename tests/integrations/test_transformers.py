@@ -38,7 +38,7 @@ from torch_marlin_metal.integrations.transformers import (
     quantizer,
 )
 from torch_marlin_metal.layers.fuse import FusedLinear
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 GPTQ = MODELS / "gptq-sym-g32-actorder"

@@ -21,7 +21,7 @@ from torch_marlin_metal.layers.float_experts import ExpertFinder
 from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights
 from torch_marlin_metal.load import loader
 from torch_marlin_metal.load.placeholder import PendingLinear
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 
 @pytest.mark.parametrize("write", [split_experts, stacked_experts])

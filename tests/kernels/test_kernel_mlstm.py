@@ -19,6 +19,7 @@ from tests.support.kernels.mlstm_problems import (
     reference,
     run,
 )
+from tests.support.samples import covering
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 AXES: dict[str, list[Any]] = {
@@ -44,7 +45,9 @@ AXES: dict[str, list[Any]] = {
 
 def cases() -> list[Any]:
     result = []
-    for i, values in enumerate(AllPairs([list(enumerate(v)) for v in AXES.values()])):
+    rows = list(AllPairs([list(enumerate(v)) for v in AXES.values()]))
+    sample = covering([{*enumerate(row), i % len(REGIMES)} for i, row in enumerate(rows)])
+    for i, values in enumerate(rows):
         case = dict(zip(AXES, (v for _, v in values), strict=True))
         options = {name: case.pop(name) for name in ("gate_simdgroups", "simdgroups", "segment")}
         B, H = case.pop("sizes")
@@ -53,7 +56,8 @@ def cases() -> list[Any]:
         regime = list(REGIMES)[i % len(REGIMES)] if wide else "plain"
         case["m0"] = case["m0"] if wide else case["m0"] and case["m0"] / 10
         p = Sequence(**case, B=B, H=H, regime=regime, seed=i)
-        result.append(pytest.param(p, options, id=f"{p.regime}-{p.S}-{p.chunk_size}-{p.DK}x{p.DV}-{i}"))
+        marks = () if i in sample else pytest.mark.whole
+        result.append(pytest.param(p, options, id=f"{p.regime}-{p.S}-{p.chunk_size}-{p.DK}x{p.DV}-{i}", marks=marks))
     return result
 
 

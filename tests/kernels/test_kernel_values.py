@@ -27,7 +27,6 @@ RUNS = {
 }
 kernels = pytest.mark.parametrize("kernel", RUNS)
 PAIRS = [(kernel, name) for kernel in RUNS for name in (TENSOR_FORMATS if kernel == "tensor" else FORMATS)]
-kernels_and_formats = pytest.mark.parametrize(("kernel", "weight_format"), PAIRS)
 each_kernel_and_format = pytest.mark.parametrize(("kernel", "weight_format"), sampled(PAIRS))
 
 
@@ -43,7 +42,7 @@ def every_code(p: Problem, **options: torch.dtype) -> Inputs:
     return Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)
 
 
-@kernels_and_formats
+@each_kernel_and_format
 def test_every_code(kernel: str, weight_format: str) -> None:
     """With the identity matrix as activations, the product is the weight, rounded once from its exact value."""
     p = problem(16, 64, 16, weight_format=weight_format, dtype=widest(kernel), group_size=16)

@@ -24,7 +24,6 @@ def same_tensors(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("perm", [False, True])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.each_value_on_mps
 def test_forward_is_within_the_bound(weight_format, perm, device, everything):
     weight, packed = packed_of(weight_format, perm=perm, device=device)
     layer = MarlinLinear.from_packed(packed)
@@ -36,7 +35,6 @@ def test_forward_is_within_the_bound(weight_format, perm, device, everything):
 
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.each_value_on_mps
 def test_from_linear(weight_format, method, device):
     linear = nn.Linear(K, N, device=device).eval()
     layer = MarlinLinear.from_linear(linear, weight_format, GROUP.get(weight_format, 64), method)
@@ -96,7 +94,6 @@ def empty_like(layer: MarlinLinear, device: str) -> MarlinLinear:
 
 @pytest.mark.parametrize("perm", [False, True])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.each_value_on_mps
 def test_an_empty_layer_loads_a_state_dict(weight_format, perm, device):
     layer = layer_of(weight_format, device, perm=perm)
     a = activations(3, K, device=device)
@@ -246,7 +243,6 @@ def test_a_newer_format_version_is_refused(device):
 
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.float16)])
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.each_value_on_mps
 def test_dtype_changes_leave_the_weight_alone(weight_format, convert, device):
     layer = layer_of(weight_format, device, perm=True, scales_dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}

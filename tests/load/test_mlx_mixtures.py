@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torch_marlin_metal import MarlinExperts, MarlinLinear, load_quantized
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 DATA = Path(__file__).parents[1] / "data/models/mlx"
 IDS = torch.tensor([[3, 9, 27, 5, 44, 12, 60, 33]])
@@ -28,13 +28,20 @@ MODELS = {
     "olmoe-nvfp4": (1, 1e-5),
     "glm4_moe-mxfp8": (1, 1e-5),
     "gemma4-affine4": (2, 1e-5),
+    "deepseek_v2-affine4": (1, 1e-5),
     "deepseek_v3-affine4": (1, 1e-5),
+    "llama4-affine4": (0, 1e-4),
     "granitemoe-affine4": (2, 2e-5),
     "granitemoehybrid-affine4": (2, 1e-5),
     "laguna-affine4": (1, 1e-5),
     "lfm2_moe-affine4": (1, 1e-5),
 }
-ONE_DOOR = ("deepseek_v3-affine4", "granitemoe-affine4", "laguna-affine4")  # their names do not depend on the door
+ONE_DOOR = (
+    "deepseek_v2-affine4",
+    "deepseek_v3-affine4",
+    "granitemoe-affine4",
+    "laguna-affine4",
+)  # their names do not depend on the door
 
 
 def by_load_quantized(path: Path) -> nn.Module:

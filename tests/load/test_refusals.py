@@ -11,7 +11,7 @@ from tests.support.models import SIZES
 from torch_marlin_metal import convert, load_quantized, quantize_model
 from torch_marlin_metal.checkpoints.directory import DirectoryReader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 KINDS = {"mlp.down_proj": "of one kind", "self_attn.v_proj": "of another"}
 

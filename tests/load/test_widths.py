@@ -13,9 +13,12 @@ from safetensors.torch import save_file
 
 from tests.integrations.test_beside_transformers import scheme
 from torch_marlin_metal import convert
+from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.checkpoints.errors import NothingPacked
 from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.part import Part
+from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.packed_weight import PackedWeight
 
 N, K = 40, 96
@@ -214,7 +217,7 @@ def test_each_format_is_packed_as_its_producer_means_it(name, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_what_no_weight_format_holds_is_named_and_decoded(name, tmp_path) -> None:
+def test_what_no_weight_format_holds_is_named_and_decoded(name, tmp_path, monkeypatch) -> None:
     tensors, settings, expected, reason = FLOATS[name]
     one_layer(tmp_path, tensors, settings, **attributes(name))
     (decoded,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
@@ -222,6 +225,22 @@ def test_what_no_weight_format_holds_is_named_and_decoded(name, tmp_path) -> Non
     np.testing.assert_allclose(decoded.weight.numpy(), expected, rtol=2.0**-22, atol=0)
     with pytest.raises(convert.UnsupportedFormat, match=f"layer '{OTHER}'.*{reason}.* decodes it to floats"):
         list(convert.read_layers(tmp_path))
+    monkeypatch.setattr(checkpoint, "read_tensor", None)
+    found = convert.open_reader(tmp_path).refusals([0], whole=False)
+    assert {index: one.kind for index, one in found.items()} == (
+        {} if name == "hqq, axis 0" else {0: decoded.kind}  # the axis is a number in a tensor
+    )
+
+
+def test_a_process_that_loads_parts_is_told_of_floats_before(tmp_path) -> None:
+    tensors, settings, _, _ = FLOATS["E5M2"]
+    one_layer(tmp_path, tensors, settings)
+    model = torch.nn.Module()
+    model.add_module("up", torch.nn.Linear(K, N, bias=False))
+    told: list[str] = []
+    door = Door(op="load", find=lambda name: name.replace(OTHER, "up"), parts=True)
+    Loader(model, convert.open_reader(tmp_path), door, told.append)
+    assert len(told) == 1 and "100% of the bytes of its matrices have no weight format" in told[0]
 
 
 @pytest.mark.parametrize(

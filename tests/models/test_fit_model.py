@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.models import tree
@@ -138,6 +139,35 @@ def test_a_recipe_needs_no_global_scale_of_the_format_that_it_replaces(tmp_path)
     reader = FloatReader(tmp_path / "floats", "nvfp4", like="Q8_0")
     write_checkpoint(reader, tmp_path / "packed")
     assert set(reader.formats()) == {"uint8b128"}
+
+
+def test_the_file_of_a_mixture_has_at_most_the_bytes(tmp_path) -> None:
+    """In a file, each expert's matrix has a description of its format."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 96}
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts=16, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(config).half().save_pretrained(tmp_path / "floats")
+    for memory in (160_000, 170_000, 180_000):
+        reader = FloatReader(tmp_path / "floats", memory=memory)
+        write_checkpoint(reader, tmp_path / str(memory))
+        (file,) = (tmp_path / str(memory)).glob("*.safetensors")
+        held = sum(tensor.nbytes for tensor in load_file(file).values())
+        assert held <= reader.fit.total_bytes <= memory
+
+
+def test_a_file_takes_a_choice_that_was_made_before(tmp_path) -> None:
+    model = llama(layers=1)
+    model.save_pretrained(tmp_path)
+    report = quantize_model(model, memory="110 kB", calibration=TEXT, progress=False)
+    assert "None" not in report.fit.summary()
+    reader = FloatReader(tmp_path, chosen=report.fit.chosen())
+    packed = {name: (layer.weight_format, layer.group_size) for name, layer in zip(reader.names(), reader, strict=True)}
+    expected = formats(model)
+    assert len(set(packed.values())) > 1
+    assert packed == {name: expected[name] for name in packed}
+    for chosen, message in (({"lm": ("q4_k", 32)}, "the format of each layer, got none of '"), ({}, "neither memory")):
+        with pytest.raises(ValueError, match=f"FloatReader: chosen: expected {message}"):
+            FloatReader(tmp_path, chosen=chosen, memory=None if chosen else "1 MB")
 
 
 def test_wrong_arguments_are_refused(tmp_path) -> None:

@@ -16,7 +16,7 @@ from tests.support.models import same, tensors, tree
 from torch_marlin_metal import MarlinEmbedding, MarlinLinear, PackedWeight, load_quantized
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.layers.fuse import FusedLinear
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 GPTQ = MODELS / "gptq-sym-g32-actorder"
 

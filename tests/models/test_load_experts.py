@@ -15,7 +15,7 @@ from tests.support.mixtures import qwen_experts, rewritten, split_experts, stack
 from tests.support.models import IDS, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.layers import ExpertWeights
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 EXPERTS = "model.layers.0.mlp.experts"
 

@@ -31,7 +31,6 @@ def utils(device: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("weight_format", OF_ONE_PLANE_AND_TWO)
-@pytest.mark.each_value_on_mps
 def test_opcheck_gemm(weight_format, requires_grad, device):
     weight = weight_of(weight_format, device)
     a = torch.randn(3, 5, 64, device=device, requires_grad=requires_grad)
@@ -124,7 +123,6 @@ def test_export_keeps_the_operator_with_dynamic_rows(device):
 
 @pytest.mark.parametrize("use_perm", [False, True])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_gradients_match_the_exact_weight(weight_format, use_perm, device):
     weight = weight_of(weight_format, device)
     perm = np.random.default_rng(0).permutation(64).astype(np.int32)

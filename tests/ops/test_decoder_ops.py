@@ -131,7 +131,6 @@ def test_tokens_that_do_not_fit_into_a_cache(mps):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("options", ACTIVATIONS, ids=lambda options: options["activation"])
-@pytest.mark.each_value_on_mps
 def test_gated_activation(options, dtype, device):
     both = 3 * random(2, 3, 1300, dtype=dtype)
     halves = {"concatenated": both.chunk(2, -1), "interleaved": (both[..., ::2], both[..., 1::2])}

@@ -54,7 +54,6 @@ def dtypes(weight_format, K, whole):
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("K", [pytest.param(K, marks=[pytest.mark.large] * (K > 40)) for K in K_ALL if K <= 264])
-@pytest.mark.each_value_on_mps
 def test_small_shapes(weight_format, K, device, everything):
     whole = everything or device == "cpu"
     # On mps each N needs kernels of its own, so each K takes every second N.
@@ -67,7 +66,6 @@ def test_small_shapes(weight_format, K, device, everything):
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("K", [K for K in K_ALL if K > 264])
 @pytest.mark.large
-@pytest.mark.each_value_on_mps
 def test_large_shapes(weight_format, K, device, everything):
     Ns = N_ALL if everything else (*N_ALL, *N_ALL) if device == "cpu" else (129,)
     for dtype, (N, group_size) in itertools.product(
@@ -101,14 +99,12 @@ def test_scales_and_zeros_of_any_dtype(weight_format, dtype, device, everything)
 
 @pytest.mark.parametrize("shape", [(), (1,), (-1,)], ids=["scalar", "one", "columns"])
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
-@pytest.mark.each_value_on_mps
 def test_global_scale(dtype, shape, device):
     check_shape("nvfp4", dtype, 200, 65, 16, (1, 5, 33), device, global_scale_shape=shape)
 
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.each_value_on_mps
 def test_activations_that_fp32_may_flush(weight_format, dtype, device):
     """Activations, and their products with codes, are below 2^-126; the scales bring the results back into range."""
     options = {"global_scale_shape": (1,)} if weight_format == "nvfp4" else {"scales_dtype": torch.float32}
@@ -139,7 +135,6 @@ def test_all_positive_inputs_stay_within_the_bound(weight_format, device):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("M", [1, 3, 20])
-@pytest.mark.each_value_on_mps
 def test_perm_reads_the_activations_in_its_order(M, dtype, device):
     K, N = 136, 40
     perm = np.random.default_rng(0).permutation(K).astype(np.int32)
@@ -154,7 +149,6 @@ def test_perm_reads_the_activations_in_its_order(M, dtype, device):
     "view", ["transposed", "offset", "expanded", "every other column", "three dimensions", "vector"]
 )
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
-@pytest.mark.each_value_on_mps
 def test_strides_offsets_and_leading_dimensions(view, dtype, device):
     K, N = 72, 24
     weight = reference.make_weight("uint4b8", K, N, 16).to(device)
@@ -204,7 +198,6 @@ def test_zero_rows_and_zero_batches_give_an_empty_result(weight_format, device):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype, device, everything):
     """On mps, each format and each dtype meets each value, but not each pair of a format and a dtype."""
     K, N, row, k = 72, 40, 1, 37
@@ -229,7 +222,6 @@ def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype
 
 @pytest.mark.parametrize("M", [1, 4, 33])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_nan_scales_reach_their_column_and_no_other(weight_format, M, device):
     K, N, column = 72, 40, 11
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
@@ -329,7 +321,6 @@ def test_the_precision_of_another_backend_changes_nothing(default_precision):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
     for K, N in ((8, 1), (72, 7), (264, 129)):
         for group_size in group_sizes(weight_format, K):

@@ -47,7 +47,6 @@ def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[
 # within a group, parts of several groups, and one part for the whole weight.
 @pytest.mark.parametrize("part_bytes", [1, 20 * 4 * N, 80 * 4 * N, 1 << 26])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, device, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(part_bytes))
     dtype = reference.DTYPES[(reference.FORMATS.index(weight_format) + part_bytes) % 3]

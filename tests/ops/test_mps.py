@@ -44,7 +44,6 @@ def kernels_of(call) -> list[str]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_each_variant_on_the_same_inputs(weight_format, variant, everything):
     K, N, M = 200, 70, 67
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
@@ -316,7 +315,6 @@ def test_a_pipeline_that_allows_too_few_threads_raises_and_dispatches_nothing():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("magnitude", [1e-33, 1e30])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_activations_far_from_one(weight_format, magnitude, dtype):
     """No decode may scale an intermediate product out of fp32's range."""
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
@@ -341,7 +339,6 @@ def test_a_table_entry_that_no_code_names_reaches_nothing(variant, value):
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
-@pytest.mark.each_value_on_mps
 def test_dequantize_has_the_bits_of_the_cpu(weight_format, dtype):
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
     weight = reference.make_weight(weight_format, 72, 40, group_size, scales_dtype=torch.float32)

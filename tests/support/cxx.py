@@ -33,7 +33,7 @@ def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> di
 def of_extension(sources: Iterable[Path]) -> dict[Path, Path] | None:
     """Returns the object files that setup.py compiled for the extension, or None unless they are newer than all sources."""
     found = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
-    if not all(path.exists() for path in found.values()):
+    if not found or not all(path.exists() for path in found.values()):
         return None
     newest = max(path.stat().st_mtime for room in ("csrc", "kernels") for path in (ROOT / room).rglob("*"))
     return found if min(path.stat().st_mtime for path in found.values()) > newest else None

@@ -5,6 +5,7 @@ from statistics import NormalDist
 from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 from tests.support.gguf_changes import MLA
+from tests.support.gguf_metadata import lengths, routed, shape
 from tests.support.gguf_models import ENCODERS
 
 
@@ -12,13 +13,7 @@ def base(writer: GGUFWriter, config, eps: str = "layer_norm_rms_eps", context: i
     """Writes what the class of all text models writes."""
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", rope)
-    set_once(writer, "block_count", config.num_hidden_layers)
-    writer.add_context_length(context)
-    writer.add_embedding_length(config.hidden_size)
-    if isinstance(getattr(config, "intermediate_size", None), int):
-        writer.add_feed_forward_length(config.intermediate_size)
-    names = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-    getattr(writer, f"add_{eps}")(next(getattr(config, name) for name in names if hasattr(config, name)))
+    shape(writer, config, eps, context)
     if full.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(full["factor"])
@@ -36,18 +31,6 @@ def set_once(writer: GGUFWriter, key: str, value) -> None:
     writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
     add = writer.add_array if isinstance(value, list) else writer.add_uint32
     add(f"{writer.arch}.{key}", value)
-
-
-def head(writer: GGUFWriter, size: int) -> None:
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-
-
-def routed(writer: GGUFWriter, count: int, used: int, width: int | None = None) -> None:
-    writer.add_expert_count(count)
-    writer.add_expert_used_count(used)
-    if width is not None:
-        writer.add_expert_feed_forward_length(width)
 
 
 def of_latent(writer: GGUFWriter, config) -> None:
@@ -101,7 +84,7 @@ def of_glm_dsa(writer: GGUFWriter, config) -> None:
 
 def of_qwen3next(writer: GGUFWriter, config) -> None:
     base(writer, config)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_rope_dimension_count(config.head_dim // 4)
     writer.add_full_attention_interval(2)
     routed(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
@@ -110,7 +93,7 @@ def of_qwen3next(writer: GGUFWriter, config) -> None:
 
 def of_vision(writer: GGUFWriter, config) -> None:
     base(writer, config)
-    head(writer, config.head_dim) if hasattr(config, "head_dim") else None
+    lengths(writer, config.head_dim) if hasattr(config, "head_dim") else None
     writer.add_rope_dimension_sections([8, 4, 4, 0])
     if writer.arch != "qwen2vl":
         writer.add_num_deepstack_layers(3)
@@ -124,7 +107,7 @@ def of_ernie_moe(writer: GGUFWriter, config) -> None:
     writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     writer.add_leading_dense_block_count(config.moe_layer_start_index)
     writer.add_expert_shared_count(config.moe_num_shared_experts)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
 
 
 def of_lfm2moe(writer: GGUFWriter, config) -> None:
@@ -176,28 +159,27 @@ def of_states(writer: GGUFWriter, config) -> None:
     if kind == "jamba":
         routed(writer, config.num_experts, config.num_experts_per_tok)
     if kind == "nemotron_h":
-        head(writer, config.head_dim)
+        lengths(writer, config.head_dim)
         set_once(
             writer,
             "feed_forward_length",
             [config.intermediate_size if each == "mlp" else 0 for each in config.layers_block_type],
         )
     if kind == "falcon_h1":
-        head(writer, config.head_dim)
+        lengths(writer, config.head_dim)
     if kind == "granitemoehybrid":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_logit_scale(config.logits_scaling)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        routed(writer, config.num_local_experts, config.num_experts_per_tok)
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
 def of_mistral3(writer: GGUFWriter, config) -> None:
     base(writer, config)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
     writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
@@ -206,7 +188,7 @@ def of_mistral3(writer: GGUFWriter, config) -> None:
 def of_gemma3n(writer: GGUFWriter, config) -> None:
     base(writer, config)
     writer.add_feed_forward_length(config.intermediate_size)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -228,7 +210,7 @@ def of_phimoe(writer: GGUFWriter, config) -> None:
 
 def of_afmoe(writer: GGUFWriter, config) -> None:
     base(writer, config)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     routed(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     writer.add_expert_shared_count(config.num_shared_experts)
     writer.add_leading_dense_block_count(config.num_dense_layers)
@@ -240,7 +222,7 @@ def of_afmoe(writer: GGUFWriter, config) -> None:
 
 def of_exaone_moe(writer: GGUFWriter, config) -> None:
     base(writer, config)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     routed(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
@@ -254,7 +236,7 @@ def of_exaone_moe(writer: GGUFWriter, config) -> None:
 
 def of_hunyuan_moe(writer: GGUFWriter, config) -> None:
     base(writer, config)
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     routed(writer, config.num_experts, config.moe_topk, config.intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.intermediate_size)
     writer.add_expert_shared_count(1)
@@ -285,7 +267,7 @@ def of_minicpm3(writer: GGUFWriter, config) -> None:
 def of_head(writer: GGUFWriter, config) -> None:
     base(writer, config)
     if hasattr(config, "head_dim"):
-        head(writer, config.head_dim)
+        lengths(writer, config.head_dim)
 
 
 def of_chatglm(writer: GGUFWriter, config) -> None:
@@ -295,14 +277,13 @@ def of_chatglm(writer: GGUFWriter, config) -> None:
 
 def of_jais2(writer: GGUFWriter, config) -> None:
     base(writer, config, "layer_norm_eps")
-    head(writer, config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
 
 
 def of_encoder(writer: GGUFWriter, config) -> None:
     base(writer, config, "layer_norm_rms_eps" if writer.arch == "eurobert" else "layer_norm_eps", 128)
     writer.add_token_type_count(2)
-    writer.add_pad_token_id(0)
     if writer.arch == "modern-bert":
         writer.add_sliding_window(config.local_attention)
         writer.add_sliding_window_pattern(3)

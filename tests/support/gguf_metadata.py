@@ -14,19 +14,30 @@ def shape(writer: GGUFWriter, config, eps: str = RMS, context: int = 2048) -> No
     writer.add_embedding_length(config.hidden_size)
     writer.kv_data[0].pop(f"{writer.arch}.block_count", None)
     writer.add_block_count(config.num_hidden_layers)
-    if hasattr(config, "intermediate_size"):
+    if isinstance(getattr(config, "intermediate_size", None), int):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_vocab_size(config.vocab_size)
     writer.add_pad_token_id(0)
-    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     value = next(getattr(config, name) for name in names if hasattr(config, name))
     getattr(writer, f"add_{eps}")(value)
 
 
-def head(writer: GGUFWriter, size: int, rotated: int | None = None) -> None:
+def lengths(writer: GGUFWriter, size: int) -> None:
     writer.add_key_length(size)
     writer.add_value_length(size)
+
+
+def head(writer: GGUFWriter, size: int, rotated: int | None = None) -> None:
+    lengths(writer, size)
     writer.add_rope_dimension_count(rotated or size)
+
+
+def routed(writer: GGUFWriter, count: int, used: int, width: int | None = None) -> None:
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(used)
+    if width is not None:
+        writer.add_expert_feed_forward_length(width)
 
 
 def llama3(writer: GGUFWriter, config) -> None:
@@ -115,8 +126,7 @@ def of_nemotron(writer: GGUFWriter, config) -> None:
 
 def of_gemma2(writer: GGUFWriter, config) -> None:
     shape(writer, config)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_sliding_window(config.sliding_window)
@@ -124,8 +134,7 @@ def of_gemma2(writer: GGUFWriter, config) -> None:
 
 def of_gemma3(writer: GGUFWriter, config) -> None:
     shape(writer, config)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    lengths(writer, config.head_dim)
     writer.add_rope_freq_base(500000.0)
     writer.add_rope_scaling_type(RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(8.0)
@@ -140,9 +149,7 @@ def of_qwen3(writer: GGUFWriter, config) -> None:
 
 def of_qwen3moe(writer: GGUFWriter, config) -> None:
     of_qwen3(writer, config)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    routed(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
@@ -154,9 +161,7 @@ def of_qwen3moe_without_norm(writer: GGUFWriter, config) -> None:
 def of_qwen2moe(writer: GGUFWriter, config) -> None:
     shape(writer, config)
     writer.add_rope_freq_base(10000.0)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    routed(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_expert_weights_norm(config.norm_topk_prob)
 
@@ -165,9 +170,7 @@ def of_gpt_oss(writer: GGUFWriter, config) -> None:
     of_yarn(writer, config)
     head(writer, config.head_dim)
     writer.add_sliding_window(config.sliding_window)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.intermediate_size)
+    routed(writer, config.num_local_experts, config.num_experts_per_tok, config.intermediate_size)
 
 
 def of_biases(writer: GGUFWriter, config) -> None:
@@ -192,8 +195,7 @@ def of_command_r(writer: GGUFWriter, config) -> None:
 def of_olmoe(writer: GGUFWriter, config) -> None:
     shape(writer, config)
     writer.add_clamp_kqv(config.clip_qkv)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    routed(writer, config.num_experts, config.num_experts_per_tok)
 
 
 def of_base(writer: GGUFWriter, config) -> None:
@@ -215,8 +217,7 @@ def of_olmo2(writer: GGUFWriter, config) -> None:
 
 def of_mixtral(writer: GGUFWriter, config) -> None:
     shape(writer, config)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    routed(writer, config.num_local_experts, config.num_experts_per_tok)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
@@ -237,9 +238,7 @@ def of_qwen35(writer: GGUFWriter, config) -> None:
 
 def of_qwen35moe(writer: GGUFWriter, config) -> None:
     of_qwen35(writer, config)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    routed(writer, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
@@ -297,8 +296,7 @@ def of_cohere2(writer: GGUFWriter, config) -> None:
 def of_granitemoe(writer: GGUFWriter, config) -> None:
     of_granite(writer, config)
     writer.add_rope_freq_base(10000.0)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    routed(writer, config.num_local_experts, config.num_experts_per_tok)
 
 
 def of_olmo(writer: GGUFWriter, config) -> None:
@@ -324,9 +322,7 @@ def of_glm4(writer: GGUFWriter, config) -> None:
 
 def of_glm4moe(writer: GGUFWriter, config) -> None:
     of_glm4(writer, config)
-    writer.add_expert_count(config.n_routed_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    routed(writer, config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
@@ -336,9 +332,7 @@ def of_glm4moe(writer: GGUFWriter, config) -> None:
 
 def of_dots1(writer: GGUFWriter, config) -> None:
     of_head(writer, config)
-    writer.add_expert_count(config.n_routed_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    routed(writer, config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size)
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
@@ -347,9 +341,7 @@ def of_dots1(writer: GGUFWriter, config) -> None:
 
 def of_minimax_m2(writer: GGUFWriter, config) -> None:
     of_glm4(writer, config)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.intermediate_size)
+    routed(writer, config.num_local_experts, config.num_experts_per_tok, config.intermediate_size)
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 

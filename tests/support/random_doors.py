@@ -20,7 +20,7 @@ from tests.journeys.architectures import class_of, run, shrunken
 from tests.support import gguf_models, random_models
 from tests.support.random_models import FAMILIES, FORMATS, compare, pack_some, write
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 QUANTIZED = ("Q4_0", "Q4_0", "Q4_1", "Q5_0", "Q8_0")
 FLOATS = ("F16", "BF16", "F32")

@@ -16,9 +16,9 @@ from torch_marlin_metal import PackedWeight, convert, load_quantized, quantize_w
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.float_experts import PARTS, is_experts, stores_transposed
-from torch_marlin_metal.models.empty_model import is_linear, is_transposed
 from torch_marlin_metal.models.experts import ExpertLayers
-from torch_marlin_metal.models.taken import taken_weights
+from torch_marlin_metal.models.linear_layers import is_linear, is_transposed
+from torch_marlin_metal.models.reasons import taken_weights
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "minicpm3", "vaultgemma", "phi", "phi3", "gpt2", "gpt_neox",

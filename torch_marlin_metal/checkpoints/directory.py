@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch_marlin_metal.checkpoints.files.read_ahead import ReadAhead
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.formats.gguf import GgufReader
 from torch_marlin_metal.checkpoints.known_formats import find_format
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
@@ -83,9 +84,11 @@ class DirectoryReader(CheckpointReader):
         """Returns N and K of a layer."""
         layer = self._layers[index]
         shape = layer.shape("weight") if "weight" in layer else ()
-        if len(shape) != 2 or layer.dtype("weight") not in SIZES:
+        kind = layer.dtype("weight") if len(shape) == 2 else ""
+        is_nvfp4 = "weight_scale_2" in layer  # bytes of other formats are in another order
+        if kind not in SIZES or (kind == "U8" and not is_nvfp4):
             return super().sizes(index)
-        return shape[0], shape[1] * SIZES[layer.dtype("weight")]
+        return shape[0], shape[1] * SIZES[kind]
 
     def kind(self, index: int) -> Hashable:
         """Returns the dtypes and shapes of the layer's tensors in the files."""
@@ -105,6 +108,11 @@ class DirectoryReader(CheckpointReader):
             return self._convert(self._layers[index])
         finally:
             self.checkpoint.ahead = {}
+
+    def check_headers(self, index: int) -> None:
+        """Raises UnsupportedFormat if the headers say that a layer cannot be packed."""
+        with suppress(RuntimeError, NotImplementedError):  # the values count, which a tensor on the meta device lacks
+            self.format.read(self._layers[index].headers(), self.checkpoint.settings, self.options)
 
     def read_ahead(self, order: Iterable[int], limit: int) -> None:
         """Starts to read layers in threads, in the order in which they will be converted.

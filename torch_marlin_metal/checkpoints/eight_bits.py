@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.block_scales import MX_BLOCK, mx
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.grouped import SIGN, constant, decoded, packed, spread, unsigned, words_of_codes
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 

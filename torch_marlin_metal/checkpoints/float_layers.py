@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError
-from torch_marlin_metal.checkpoints.layer import FLOATS
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS
 from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.layers.embedding import why_not_embedding

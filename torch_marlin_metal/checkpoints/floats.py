@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter
 from torch_marlin_metal.quantize.fit import Fit, sample
 from torch_marlin_metal.quantize.like import Described, formats_like
-from torch_marlin_metal.quantize.recipe import Recipe
+from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
 from torch_marlin_metal.sizes import parse_size
 
 FORMAT = Format(
@@ -55,6 +55,8 @@ class FloatReader(CheckpointReader):
         vocabulary_format: as in `quantize_model`.
         memory: as in `quantize_model`; the bytes of all tensors that are written.
         like: as in `quantize_model`.
+        chosen: the format and group size of single layers, or of all layers inside a module, such as
+            `report.fit.chosen()` of `quantize_model`.
         allow_pickle: as in `ReadOptions`.
 
     Raises:
@@ -88,6 +90,7 @@ class FloatReader(CheckpointReader):
         vocabulary_format: str | None = None,
         memory: str | int | None = None,
         like: str | None = None,
+        chosen: Mapping[str, LayerFormat] | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
@@ -100,7 +103,11 @@ class FloatReader(CheckpointReader):
         self._recipe = recipe.with_vocabulary(layer.name for layer in layers if layer.is_vocabulary)
         self.fit: Fit | None = None
         check_widths("FloatReader", memory, like)
-        if like is not None:
+        if chosen is not None and (memory, like) != (None, None):
+            raise ValueError("FloatReader: chosen: expected neither memory nor like beside it")
+        if chosen is not None:
+            self._recipe = self._as_chosen(chosen, layers)
+        elif like is not None:
             self._recipe = self._liked(like, layers)
         elif memory is not None:
             self._recipe, self.fit = self._fitted(memory, layers)
@@ -110,9 +117,10 @@ class FloatReader(CheckpointReader):
         self._layers = layers
         self.taken_bytes = sum(layer.nbytes for layer in layers)
         names = [layer.name for layer in layers]
-        self._settings = {"layers": names, "weight_format": weight_format, "group_size": group_size, "method": method}
+        self._settings: dict[str, Any] = {"layers": names, "weight_format": weight_format, "group_size": group_size}
+        self._settings |= {"method": method}
         self._settings |= {"vocabulary": sorted(self._recipe.vocabulary), "vocabulary_format": vocabulary_format}
-        self._settings |= {"memory": memory, "like": like}
+        self._settings |= {"memory": memory, "like": like, "chosen": {k: list(v) for k, v in (chosen or {}).items()}}
         self._settings |= {key: str(value) for key, value in options.items()}
         # A model holds an expert's gate and up as one weight, with one global scale.
         formats = {layer.name: find_format(self._recipe.format_of(layer.name)[0]) for layer in layers}
@@ -124,6 +132,14 @@ class FloatReader(CheckpointReader):
     def formats(self) -> list[str]:
         """Returns the format of each layer."""
         return [self._recipe.format_of(layer.name)[0] for layer in self._layers]
+
+    def _as_chosen(self, chosen: Mapping[str, LayerFormat], layers: list[FloatLayer]) -> Recipe:
+        """Returns the recipe with given formats."""
+        recipe = replace(self._recipe, chosen=dict(chosen))
+        for layer in layers:
+            if not recipe.is_chosen(layer.name):
+                raise ValueError(f"FloatReader: chosen: expected the format of each layer, got none of {layer.name!r}")
+        return recipe
 
     def _liked(self, like: str, layers: list[FloatLayer]) -> Recipe:
         """Returns the recipe with the formats of a recipe of llama.cpp."""
@@ -148,7 +164,7 @@ class FloatReader(CheckpointReader):
             seen[key] += 1
         for (name, shape), some in chosen.items():
             samples = (sample(read_matrix(self.checkpoint, layer)) for layer in some)
-            widths.add(name, shape, samples, counts[name, shape])
+            widths.add(name, shape, samples, counts[name, shape], stacked=False)
         widths.weigh_vocabulary()
         taken = {layer.weight for layer in layers}
         fixed = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in taken)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
-from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.checkpoints.words import transposed
 from torch_marlin_metal.formats import GROUP_SIZES, WEIGHT_FORMATS
 from torch_marlin_metal.formats import weight_format as find_format

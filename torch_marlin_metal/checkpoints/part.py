@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from torch_marlin_metal.checkpoints.files.safetensors import Slice
-from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 

@@ -102,6 +102,9 @@ class CheckpointReader(ABC):
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
 
+    def check_headers(self, index: int) -> None:  # noqa: B027  a format that is never read in parts does nothing
+        """Raises UnsupportedFormat if the headers say that a layer cannot be packed."""
+
     @abstractmethod
     def bias(self, index: int) -> Tensor | None:
         """Reads the bias of a layer that could not be converted."""
@@ -173,8 +176,12 @@ class CheckpointReader(ABC):
             if converted is not None:
                 yield converted
 
-    def refusals(self, indexes: Iterable[int]) -> dict[int, Refusal]:
-        """Finds the layers that cannot be packed but decoded. Reads one layer of each kind, and keeps it for `read`.
+    def refusals(self, indexes: Iterable[int], *, whole: bool = True) -> dict[int, Refusal]:
+        """Finds the layers that cannot be packed but decoded.
+
+        Args:
+            indexes: the layers.
+            whole: read one layer of each kind, and keep it for `read`. With False, only what the headers say is found.
 
         Raises:
             UnsupportedFormat: a layer can neither be packed nor decoded.
@@ -184,14 +191,17 @@ class CheckpointReader(ABC):
         for index in indexes:
             kind = self.kind(index)
             if kind not in kinds:
-                kinds[kind] = self._try(index)
+                kinds[kind] = self._try(index, whole)
             if (refusal := kinds[kind]) is not None:
                 found[index] = refusal
         return found
 
-    def _try(self, index: int) -> Refusal | None:
+    def _try(self, index: int, whole: bool) -> Refusal | None:
         try:
-            self._tried[index] = self.convert(index)
+            if whole:
+                self._tried[index] = self.convert(index)
+            else:
+                self.check_headers(index)
         except UnsupportedFormat as error:
             if error.dequantize is None:
                 raise

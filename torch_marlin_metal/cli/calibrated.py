@@ -1,4 +1,4 @@
-"""Calls the packages that quantize with calibration: GPTQModel (GPTQ, AWQ) and AutoRound."""
+"""Runs a text through a model: in packages that quantize with it (GPTQModel, AutoRound), or to spend a memory limit."""
 
 import importlib
 import shutil
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch_marlin_metal.convert import CheckpointError
 from torch_marlin_metal.formats import DEFAULT_GROUP_SIZE, GROUP_SIZES
 from torch_marlin_metal.formats import weight_format as find_format
+from torch_marlin_metal.models.quantize import quantize_model
+from torch_marlin_metal.models.report import Report
 
 PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "autoround": "auto_round"}
 METHODS = tuple(PACKAGES)
@@ -52,6 +54,33 @@ class Text:
         if not whole:
             raise ValueError(f"{self.path}: {ids.shape[1]} tokens are less than one piece of {self.length} (--length)")
         return list(ids[:, : whole * self.length].reshape(whole, 1, self.length)[: self.samples])
+
+
+def fitted(
+    source: Path,
+    text: Text,
+    device: str,
+    weight_format: str,
+    group_size: int | None,
+    method: str,
+    memory: str,
+    **choice: Any,
+) -> Report:
+    """Chooses the formats of a checkpoint's layers by what a text shows of their errors.
+
+    Raises:
+        ValueError: the text is too short, or the smallest formats need more than `memory`.
+        CheckpointError: transformers has no language model for the checkpoint.
+    """
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.cat(text.pieces(source, "--memory"))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: --calibration needs a language model of transformers: {error}") from error
+    options = choice | {"memory": memory, "calibration": ids, "progress": False, "atomic": False}
+    return quantize_model(model.to(device), weight_format, group_size, method, **options)
 
 
 @dataclass(frozen=True)

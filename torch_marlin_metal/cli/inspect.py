@@ -15,7 +15,7 @@ from torch_marlin_metal.convert import CheckpointReader, NotQuantized, Unsupport
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import plan_load, shared_weights
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.sizes import human_size
 

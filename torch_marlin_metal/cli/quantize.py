@@ -26,7 +26,8 @@ def quantize(
         typer.Option(help="rtn or mse; or gptq, awq (GPTQModel) or autoround, which need that package and a text."),
     ] = "rtn",
     calibration: Annotated[
-        Path | None, typer.Option(help="A text file that the calibrated methods run through the model.")
+        Path | None,
+        typer.Option(help="A text file to run through the model: for calibrated methods, or for --memory."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a piece of the calibration text.")] = 512,
@@ -35,7 +36,7 @@ def quantize(
         str | None, typer.Option(help="Choose each layer's format, so that the model has so many bytes: 9GB, 8.5GiB.")
     ] = None,
     like: Annotated[str | None, typer.Option(help="Choose each layer's format as llama.cpp does: Q4_K_M ...")] = None,
-    device: Annotated[str, typer.Option(help="Where the calibrated methods run.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where the text is run.")] = "cpu",
     include: Include = None,
     exclude: Exclude = None,
     allow_pickle: arguments.AllowPickle = False,
@@ -45,7 +46,7 @@ def quantize(
 ) -> int:
     """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes.
 
-    A calibrated method is different: it loads the whole model, and it starts again after an interruption.
+    What runs a text is different: it loads the whole model, and it starts again after an interruption.
     """
     options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
     reader: CheckpointReader
@@ -68,28 +69,34 @@ def quantize(
             reader = open_reader(made)
             write(reader, destination, as_json, **options)
     else:
+        fit = None
+        choice: dict[str, Any] = {"include": include or None, "exclude": exclude or ()}
+        choice["vocabulary_format"] = vocabulary_format
         if calibration is not None:
-            raise ValueError(
-                f"--calibration is for {', '.join(calibrated.METHODS)}; {method} looks at the weights alone"
-            )
+            if memory is None:
+                raise ValueError(
+                    f"--calibration is for --memory and for {', '.join(calibrated.METHODS)}; without them, {method} "
+                    "looks at the weights alone"
+                )
+            pieces = calibrated.Text(calibration, samples, length)
+            fit = calibrated.fitted(source, pieces, device, weight_format, group_size, method, memory, **choice).fit
         reader = FloatReader(
             source,
             weight_format,
             group_size,
             method,
-            include=include or None,
-            exclude=exclude or (),
-            vocabulary_format=vocabulary_format,
-            memory=memory,
+            memory=memory if fit is None else None,
             like=like,
+            chosen=None if fit is None else fit.chosen(),
             allow_pickle=allow_pickle,
+            **choice,
         )
         write(reader, destination, as_json, **options)
         left = reader.left
-        if reader.fit is not None:
-            floats = f"\n{reader.fit.summary()}\n{reader.fit.plot()}"
-            curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in reader.fit.curve()]
-            value |= {"error": reader.fit.error, "curve": curve}
+        if (fit := fit or reader.fit) is not None:
+            floats = f"\n{fit.summary()}\n{fit.plot()}"
+            curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in fit.curve()]
+            value |= {"error": fit.error, "curve": curve}
         rest, whole = sum(left.values()), sum(left.values()) + reader.taken_bytes
         if left:
             largest = ", ".join(sorted(left, key=lambda name: -left[name])[:4])

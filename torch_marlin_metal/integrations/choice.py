@@ -12,10 +12,10 @@ from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
-from torch_marlin_metal.models.empty_model import is_candidate, linear_shape, why_not_linear
 from torch_marlin_metal.models.experts import shape_of, why_never_experts
+from torch_marlin_metal.models.linear_layers import is_candidate, linear_shape, why_not_linear
+from torch_marlin_metal.models.reasons import taken_weights
 from torch_marlin_metal.models.report import LayerReport, Report
-from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.models.widths import Samples, fitted, liked
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects

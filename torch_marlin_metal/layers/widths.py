@@ -34,7 +34,13 @@ class Widths:
         self.units: dict[str, Unit] = {}
 
     def add(
-        self, name: str, shape: tuple[int, int], samples: Iterable[Tensor], copies: int = 1, shares: str | None = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        samples: Iterable[Tensor],
+        copies: int = 1,
+        shares: str | None = None,
+        stacked: bool = True,
     ) -> None:
         """Adds a layer, or the layers of one kind of a mixture's experts.
 
@@ -44,13 +50,14 @@ class Widths:
             samples: see `quantize.fit.measured`.
             copies: how many matrices of this shape it has.
             shares: the name of an added layer with the same weight.
+            stacked: whether the copies are one layer with one description, as in a model and unlike in a file.
         """
         key = together(name if shares is None else shares)
         if shares is not None:
             self.units[key].names.append(name)
             return
         unit = measured(name, shape, samples, copies, self._recipe, self.candidates)
-        unit.sizes = [size + LAYER_BYTES for size in unit.sizes]
+        unit.sizes = [size + LAYER_BYTES * (1 if stacked else copies) for size in unit.sizes]
         if key not in self.units:
             self.units[key] = unit
         elif name in self.units[key].names:  # the other projection of experts

@@ -22,7 +22,7 @@ from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.load.row_tensor import RowError, RowTensor, stand_ins
-from torch_marlin_metal.models.empty_model import ModelMismatchError
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 from torch_marlin_metal.packed_weight import PackedWeight, joined
 
 COMFY_PREFIX = "model.diffusion_model."

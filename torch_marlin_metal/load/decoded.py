@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
-from torch_marlin_metal.models.empty_model import is_transposed
+from torch_marlin_metal.models.linear_layers import is_transposed
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 

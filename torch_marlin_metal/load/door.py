@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.patterns import Filter, NameFilter
 
 
@@ -71,7 +71,7 @@ class Door:
         reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
             means False at a door without this choice.
         parts: whether the process loads only its parts of layers. Then no whole layer is read to find out what becomes
-            floats, and the warning about it comes after the load.
+            floats: the warning before the load has what the headers say, and the one after the load all others.
         device_of: the device of a loaded module; None means that of the replaced one, or the CPU for the meta device.
         dtype: dtype of floating tensors that are not packed; None means that of the replaced ones.
         progress: whether to show a progress bar.

@@ -22,7 +22,8 @@ from torch_marlin_metal.load.plan import EXCLUDED, SCALES, plan_load
 from torch_marlin_metal.load.share import FloatShare, planned_share
 from torch_marlin_metal.load.unset import initialize
 from torch_marlin_metal.models.decode_experts import decode_experts
-from torch_marlin_metal.models.empty_model import (
+from torch_marlin_metal.models.gguf_settings import unknown_keys
+from torch_marlin_metal.models.linear_layers import (
     ModelMismatchError,
     fit_bias,
     fit_layer,
@@ -32,7 +33,6 @@ from torch_marlin_metal.models.empty_model import (
     misfit,
     real_device,
 )
-from torch_marlin_metal.models.gguf_settings import unknown_keys
 from torch_marlin_metal.models.report import LayerReport, module_bytes
 from torch_marlin_metal.models.swap import Target, inherit
 from torch_marlin_metal.packed_weight import PackedWeight

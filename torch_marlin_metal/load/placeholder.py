@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.load.model_tensors import initialized
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 
 
 class PendingLinear(nn.Module):

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from torch_marlin_metal.models.empty_model import LinearShape
 from torch_marlin_metal.models.experts import ExpertLayers
+from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.models.swap import Target
 
 

@@ -14,17 +14,17 @@ from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.model_tensors import ModelTensors
 from torch_marlin_metal.load.names import shared_prefix
 from torch_marlin_metal.load.places import ExpertsPlace, FloatTensor, LoadPlan, Place, Spot
-from torch_marlin_metal.models.empty_model import (
+from torch_marlin_metal.models.experts import ExpertLayers
+from torch_marlin_metal.models.gguf_settings import check_settings
+from torch_marlin_metal.models.linear_layers import (
     COMPUTED,
     ModelMismatchError,
     linear_shape,
     listing,
     why_not_table,
 )
-from torch_marlin_metal.models.experts import ExpertLayers
-from torch_marlin_metal.models.gguf_settings import check_settings
+from torch_marlin_metal.models.reasons import taken_weights
 from torch_marlin_metal.models.swap import Target
-from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.patterns import check_patterns, selects
 
 FLOATS = ("F16", "BF16", "F32", "F64")

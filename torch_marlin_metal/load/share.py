@@ -9,7 +9,7 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.places import ExpertsPlace, LoadPlan, Spot
 from torch_marlin_metal.load.plan import EXCLUDED
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.patterns import selects
 
 MB = 1e6
@@ -67,20 +67,21 @@ class FloatShare:
 
 
 def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> FloatShare:
-    """Returns the layers that will become floats, before they are loaded. Reads one layer of each kind.
+    """Returns the layers that will become floats, before they are loaded.
 
-    Layers that become floats by the caller's choice do not count.
+    Reads one layer of each kind, or only headers if the process loads parts of layers. Layers that become floats by the
+    caller's choice do not count.
 
     Raises:
         UnsupportedFormat: a layer cannot be packed, and cannot be decoded or `on_unsupported` is "error".
     """
     share = FloatShare(reader)
-    if door.parts or reader.options.on_unsupported == "skip":
+    if reader.options.on_unsupported == "skip":
         return share
     places = [place for place in plan.places if not place.dense.endswith(EXCLUDED)]
     experts = [one for one in plan.experts.values() if not one.dense]
     indexes = [place.index for place in places] + [index for one in experts for index in one.indexes.values()]
-    refused = reader.refusals(sorted(indexes))
+    refused = reader.refusals(sorted(indexes), whole=not door.parts)
     for place in places:
         if place.index in refused:
             share.add(place.index, refused[place.index].kind, _float_bytes(place.spot, door))

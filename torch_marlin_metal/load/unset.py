@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors, initialized
-from torch_marlin_metal.models.empty_model import ModelMismatchError, listing
+from torch_marlin_metal.models.linear_layers import ModelMismatchError, listing
 
 
 def initialize(

@@ -17,7 +17,7 @@ from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, Stac
 from torch_marlin_metal.layers.experts_equivalence import why_unknown
 from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights, JoinedExpertWeights
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.packed_weight import COLUMN_TENSORS, FLOAT_DTYPES, PackedWeight
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from torch_marlin_metal.checkpoints.files.gguf import GgufTensor
 from torch_marlin_metal.checkpoints.formats.gguf_keys import KEYS, ROPE_TENSORS, FileSettings, same, shown
-from torch_marlin_metal.models.empty_model import ModelMismatchError
 from torch_marlin_metal.models.gguf_case import (
     Case,
     Difference,
@@ -27,6 +26,7 @@ from torch_marlin_metal.models.gguf_case import (
 from torch_marlin_metal.models.gguf_layers import of_llama_cpp, of_tensors
 from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types, states_rope, wanted
 from torch_marlin_metal.models.gguf_special import PERIODS, SPECIAL
+from torch_marlin_metal.models.linear_layers import ModelMismatchError
 from torch_marlin_metal.patterns import NameFilter, selects
 
 # Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.

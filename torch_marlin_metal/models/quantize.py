@@ -14,14 +14,14 @@ from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.layers.widths import check_widths
 from torch_marlin_metal.models.coverage import check_coverage, left_matrices
-from torch_marlin_metal.models.empty_model import (
+from torch_marlin_metal.models.experts import pack_experts
+from torch_marlin_metal.models.linear_layers import (
     is_candidate,
     is_transposed,
     linear_shape,
     matrix_of,
     packed_layer,
 )
-from torch_marlin_metal.models.experts import pack_experts
 from torch_marlin_metal.models.reasons import KEPT, shared_with_others, why_not_quantized
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save

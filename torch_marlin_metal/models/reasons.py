@@ -8,14 +8,29 @@ from torch.nn.utils import parametrize
 
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
-from torch_marlin_metal.models.empty_model import is_linear, why_not_linear
 from torch_marlin_metal.models.experts import why_not_experts
+from torch_marlin_metal.models.linear_layers import is_linear, why_not_linear
 from torch_marlin_metal.models.swap import Target
-from torch_marlin_metal.models.taken import taken_weights
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES
 from torch_marlin_metal.replace.detect import tensors_of
 
 KEPT = 'it belongs to the vocabulary, and vocabulary_format is "none"'
+# Class of a module of transformers (5.23) -> its Linear layers whose weight it multiplies or rearranges in its own
+# forward.
+TAKEN = {
+    "DisentangledSelfAttention": ("in_proj",),
+    "FalconMambaMixer": ("dt_proj",),
+    "JambaMambaMixer": ("dt_proj",),
+    "LSHSelfAttention": ("query_key", "value"),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "MambaMixer": ("dt_proj",),
+    "MobileBertLMPredictionHead": ("decoder", "dense"),
+    "RwkvFeedForward": ("value",),  # the model divides it by powers of two for inference
+    "RwkvSelfAttention": ("output",),
+    "WavLMAttention": ("k_proj", "out_proj", "q_proj", "v_proj"),
+}
 
 
 def why_not_quantized(model: nn.Module, targets: list[Target], staying: dict[int, str]) -> dict[int, str]:
@@ -91,4 +106,14 @@ def shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str
         for target in targets
         for tensor in tensors_of(target.module)
         if id(tensor) in users
+    }
+
+
+def taken_weights(model: nn.Module) -> dict[int, str]:
+    """Returns `{id(layer): reason}` for layers that cannot be packed because their parent uses their weight."""
+    return {
+        id(child): f"{type(parent).__name__} computes with its weight, instead of calling it"
+        for parent in model.modules()
+        for name in TAKEN.get(type(parent).__name__, ())
+        if (child := getattr(parent, name, None)) is not None
     }

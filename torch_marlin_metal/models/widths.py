@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
 from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
-from torch_marlin_metal.models.empty_model import is_transposed, matrix_of
 from torch_marlin_metal.models.experts import shape_of
+from torch_marlin_metal.models.linear_layers import is_transposed, matrix_of
 from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.quantize.fit import Fit, Unit, sample
 from torch_marlin_metal.quantize.like import Described, formats_like
@@ -71,7 +71,7 @@ def fitted(
         unit.errors = _estimates(text, unweighted[key], unit, recipe, widths.candidates)
     found = widths.choose(op, fixed, limit)
     tried = [found, (by_weights[0], replace(found[1], choice=by_weights[1].choice))]
-    own = [recipe.format_of(unit.names[0]) for unit in found[1].units]
+    own = [recipe.size_of(unit.names[0]) for unit in found[1].units]
     uniform = replace(found[1], choice=[widths.candidates.index(one) for one in own])
     if uniform.total_bytes <= limit:
         tried.append((recipe, uniform))

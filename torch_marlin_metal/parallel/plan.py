@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.packed_layer import PackedLayer
-from torch_marlin_metal.models.empty_model import LinearShape, listing
+from torch_marlin_metal.models.linear_layers import LinearShape, listing
 from torch_marlin_metal.parallel.agreement import check_checkpoint
 from torch_marlin_metal.parallel.styles import LinearStyle, PackedStyle
 

@@ -19,7 +19,7 @@ from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.empty_model import LinearShape, ModelMismatchError, fit_layer
+from torch_marlin_metal.models.linear_layers import LinearShape, ModelMismatchError, fit_layer
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
 from torch_marlin_metal.parallel.agreement import check_weight, gather, number_of
 from torch_marlin_metal.parallel.failures import naming_failed_ranks

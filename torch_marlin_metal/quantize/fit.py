@@ -111,9 +111,9 @@ class Fit:
 
 def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
     """Returns the formats to choose from: `CANDIDATES`, and those of the recipe."""
-    own = [recipe.format_of("")]
+    own = [recipe.size_of("")]
     if recipe.vocabulary:
-        own.append(recipe.format_of(next(iter(recipe.vocabulary))))
+        own.append(recipe.size_of(next(iter(recipe.vocabulary))))
     return tuple(dict.fromkeys((*own, *CANDIDATES)))
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.formats import TWO_LEVELS, default_group_size, resolve_group_size, weight_format
+from torch_marlin_metal.formats import (
+    DEFAULT_GROUP_SIZE,
+    TWO_LEVELS,
+    default_group_size,
+    resolve_group_size,
+    weight_format,
+)
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import METHODS, empty_weight, quantize_weight
 
@@ -60,16 +66,27 @@ class Recipe:
 
     def format_of(self, name: str) -> LayerFormat:
         """Returns the format and the group size of a layer."""
-        inner = name
-        while inner:
-            if inner in self.chosen:
-                return self.chosen[inner]
-            inner = inner.rpartition(".")[0]
+        if (own := self._choice(name)) is not None:
+            return own
         if name not in self.vocabulary:
             return self.weight_format, self.group_size
         chosen = self.vocabulary_format or VOCABULARY_FORMAT
         fixed = default_group_size(chosen) or default_group_size(self.weight_format)
         return chosen, None if fixed else self.group_size
+
+    def is_chosen(self, name: str) -> bool:
+        """Returns whether `chosen` has a layer, or a module around it."""
+        return self._choice(name) is not None
+
+    def _choice(self, name: str) -> LayerFormat | None:
+        while name and name not in self.chosen:
+            name = name.rpartition(".")[0]
+        return self.chosen.get(name)
+
+    def size_of(self, name: str) -> LayerFormat:
+        """Returns the format and the group size of a layer, with the default size if none was given."""
+        chosen, size = self.format_of(name)
+        return chosen, size or default_group_size(chosen) or DEFAULT_GROUP_SIZE
 
     def quantize(self, name: str, weight: Tensor, **more: Any) -> PackedWeight:
         """Quantizes the weight `[N, K]` of a layer. One on the meta device gets empty tensors.

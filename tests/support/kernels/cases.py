@@ -56,14 +56,12 @@ def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
 def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[Any]:
     """Returns cases for `pytest.mark.parametrize(("problems", "options"), ...)`; `options` names the launch options.
 
-    A case of the sample has three problems, which share what the compiler makes. The sample has each value of each axis
-    and each format with each dtype of activations, and each kernel with each dtype if the kernel is an axis. The other
-    cases have one problem and the mark `whole`: only `--everything` runs them.
+    A case of the sample has three problems, which share what the compiler makes. The sample has each value of each axis. The
+    other cases have one problem and the mark `whole`: only `--everything` runs them.
     """
     names = list(axes)
     rows = [dict(zip(names, case, strict=True)) for case in AllPairs([_distinct(axes[n]) for n in names])]
-    together = [pair for pair in (("weight_format", "dtype"), ("kernel", "dtype")) if set(pair) <= set(axes)]
-    sample = covering([{*row.items(), *((pair, *(row[name] for name in pair)) for pair in together)} for row in rows])
+    sample = covering([set(row.items()) for row in rows])
     cases = []
     for i, row in enumerate(rows):
         case = {name: value for name, (_, value) in row.items()}

@@ -26,7 +26,7 @@ from torch_marlin_metal.checkpoints.grouped import (
     packed,
     words_of_codes,
 )
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import awq_words, awq_zeros

@@ -25,7 +25,7 @@ from torch_marlin_metal.checkpoints.grouped import (
     unpack_planes,
     width_of,
 )
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted

@@ -44,7 +44,7 @@ def hf_name(checkpoint: Checkpoint, name: str, expert: int | None = None) -> str
         name: the name in it.
         expert: for a stack of experts, the index in the stack.
     """
-    for pattern, new in PREFIXES:
+    for pattern, new in prefixes(checkpoint):
         name = re.sub(pattern, new, f"{name}.").removesuffix(".")
     for pattern, new in ENDINGS.get(str(checkpoint.config.get("model_type")), ()):
         name = re.sub(pattern, new, name)
@@ -52,6 +52,11 @@ def hf_name(checkpoint: Checkpoint, name: str, expert: int | None = None) -> str
         return name
     found = STACKS.search(name)
     return f"{name}.{expert}" if found is None else f"{name[: found.start()]}.experts.{expert}.{found[1]}"
+
+
+def prefixes(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
+    """Returns the changes of the beginnings of names."""
+    return () if checkpoint.config.get("model_type") == "llama4" else PREFIXES  # transformers has mlx-lm's names there
 
 
 def latent(checkpoint: Checkpoint, base: str) -> tuple[str, str] | None:

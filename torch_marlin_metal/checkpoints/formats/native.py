@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES, Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
-from torch_marlin_metal.checkpoints.layer import Layer
+from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.checkpoints.settings import OWN_METHOD, Settings

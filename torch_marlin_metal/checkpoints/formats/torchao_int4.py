@@ -25,7 +25,7 @@ from torch_marlin_metal.checkpoints.grouped import (
     spread,
     words_of_codes,
 )
-from torch_marlin_metal.checkpoints.layer import FLOATS, Layer
+from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.packed_weight import PackedWeight
 
 FLIP_SIGNS = -0x77777778  # 0x88888888: adds 8 to each signed nibble of a word

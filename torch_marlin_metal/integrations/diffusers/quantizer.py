@@ -29,7 +29,7 @@ from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.row_tensor import has_stand_ins
-from torch_marlin_metal.models.empty_model import ModelMismatchError, packed_layer
+from torch_marlin_metal.models.linear_layers import ModelMismatchError, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.patterns import check_patterns, selects

@@ -9,8 +9,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_marlin_metal.checkpoints.formats.native import METHOD, NativeExporter
 from torch_marlin_metal.checkpoints.options import ReadOptions
-from torch_marlin_metal.formats import TWO_LEVELS
-from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.layers.widths import check_widths
 from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.quantize.recipe import Recipe
@@ -97,7 +95,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if not (fuse is True or fuse is False or fuse == "layers"):
             raise ValueError(f"MarlinConfig: fuse: expected True, False or 'layers', got {fuse!r}")
         self.quant_method = Method.NATIVE
-        self.weight_format = weight_format if weight_format in TWO_LEVELS else find_format(weight_format).name
+        self.weight_format = weight_format
         self.group_size = group_size
         self.method = method
         names = _patterns(modules_to_not_convert)

@@ -22,9 +22,9 @@ from torch_marlin_metal.integrations.transformers.config import MarlinConfig, Me
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import PackedCheckpoint
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 from torch_marlin_metal.layers.float_experts import SPLIT, STACKED
-from torch_marlin_metal.models.empty_model import COMPUTED
 from torch_marlin_metal.models.gguf_layers import model_type
 from torch_marlin_metal.models.gguf_settings import corrected
+from torch_marlin_metal.models.linear_layers import COMPUTED
 from torch_marlin_metal.patterns import selects
 
 # Architectures whose configs are made here. transformers has no table for Llama 4's text model, and for those of

@@ -27,7 +27,7 @@ def changes_back(reader: CheckpointReader) -> list[Any]:
     if not isinstance(reader, DirectoryReader) or reader.format.hf_name is not mlx_names.hf_name:
         return []
     names = [name for name in reader.tensor_files() if name.endswith(".weight")]
-    changes: list[Any] = [WeightRenaming(pattern, new) for pattern, new in mlx_names.PREFIXES]
+    changes: list[Any] = [WeightRenaming(pattern, new) for pattern, new in mlx_names.prefixes(reader.checkpoint)]
     for ending in mlx_names.CONVOLUTIONS:
         if any(name.endswith(ending) for name in names):
             changes.append(WeightConverter(ending, ending, [Transpose(1, 2, check_dims=True)]))

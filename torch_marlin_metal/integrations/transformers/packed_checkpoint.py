@@ -23,7 +23,7 @@ from torch_marlin_metal.integrations.transformers.parallel import split_of
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_stack
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import EXPERT, Loader, read_ahead
-from torch_marlin_metal.models.empty_model import listing
+from torch_marlin_metal.models.linear_layers import listing
 
 OP = "from_pretrained"
 DEVICES = ("cpu", "mps")

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
-from torch_marlin_metal.models.empty_model import LinearShape
+from torch_marlin_metal.models.linear_layers import LinearShape
 
 if TYPE_CHECKING:
     from torch_marlin_metal.parallel.styles import LinearStyle

@@ -40,8 +40,8 @@ from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.model_tensors import initialized
 from torch_marlin_metal.load.unset import watch
-from torch_marlin_metal.models.empty_model import is_transposed, packed_layer
 from torch_marlin_metal.models.experts import NamedExperts
+from torch_marlin_metal.models.linear_layers import is_transposed, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
 

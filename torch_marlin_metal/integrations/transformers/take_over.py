@@ -150,6 +150,7 @@ def _wrap() -> None:
     PreTrainedModel.from_pretrained = classmethod(_tries_twice(PreTrainedModel.from_pretrained.__func__))
     module.maybe_load_adapters = _notes_path(module.maybe_load_adapters)
     module.get_hf_quantizer = _chooses(module.get_hf_quantizer)
+    module.get_state_dict_dtype = _of_weights(module.get_state_dict_dtype)
     gguf = transformers.modeling_gguf_pytorch_utils
     gguf.load_gguf_checkpoint = reads_all_settings(gguf.load_gguf_checkpoint, lambda: _active)
 
@@ -241,6 +242,19 @@ def _chooses(original: Any) -> Any:
         return quantizer, quantizer.update_attn_implementation(config), quantizer.update_device_map(device_map)
 
     return get_hf_quantizer
+
+
+def _of_weights(original: Any) -> Any:
+    """Wraps `get_state_dict_dtype`: the first tensor of floats, whose dtype it takes, may be the scales of a layer."""
+
+    @functools.wraps(original)
+    def get_state_dict_dtype(state_dict: Mapping[str, Any]) -> Any:
+        if (load := _load.get()) is None or load.config is None:
+            return original(state_dict)
+        weights = {name: tensor for name, tensor in state_dict.items() if name.endswith(".weight")}
+        return original({name: one for name, one in weights.items() if one.is_floating_point()} or state_dict)
+
+    return get_state_dict_dtype
 
 
 def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | None:

@@ -1,4 +1,4 @@
-"""Helpers to fill a model from a checkpoint: its tensors by name, and the layer that takes a packed weight."""
+"""Which modules of a model are Linear layers, and the packed layer that takes the place of one or of an embedding."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,14 +1,15 @@
-"""One layer of a checkpoint, which gives readers its tensors by role."""
+"""The tensors of one layer of a checkpoint, by role."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
-from torch_marlin_metal.checkpoints.files.safetensors import FLOAT8, Slice, TensorInfo
+from torch_marlin_metal.checkpoints.files.safetensors import DTYPES, FLOAT8, Slice, TensorInfo
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
 
 FLOATS = ("F16", "BF16", "F32")
@@ -106,6 +107,10 @@ class Layer:
         """Returns the path of the file that holds the layer's first tensor."""
         return str(self.checkpoint.tensors[next(iter(self.roles.values()))].file)
 
+    def headers(self) -> "Layer":
+        """Returns the layer without its data: `read` returns tensors on the meta device."""
+        return _Headers(self.checkpoint, self.name, self.roles, self.expert, self.parts)
+
     def error(self, role: str, message: str) -> CheckpointError:
         """Makes the error that names the role's tensor and its file."""
         return self.checkpoint.error(self.roles[role], message)
@@ -113,3 +118,10 @@ class Layer:
     def unsupported(self, reason: str, dequantize: Callable[[], FloatRows] | None = None) -> UnsupportedFormat:
         """Makes the error that refuses this layer; `dequantize` decodes the layer for callers who want floats."""
         return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize, reason)
+
+
+class _Headers(Layer):
+    __slots__ = ()
+
+    def read(self, role: str) -> Tensor:
+        return torch.empty(self.shape(role), dtype=DTYPES[self.dtype(role)][1], device="meta")
