@@ -23,6 +23,8 @@ constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
 // The instructions of kernels without decisions, as a fraction of the time of their matrix products.
 constexpr double kUnlistedIssue = 0.8;
+// Clocks of a load that a core's cache serves.
+constexpr double kCacheLatency = 64;
 // PyTorch's dense product: its launch, measured on an M1 Pro, and the fraction of the peak rate that it reaches,
 // measured on an M1 (4096^3, fp16).
 constexpr double kDenseLaunch = 20e-6;
@@ -103,6 +105,8 @@ Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t thr
   if (rules.row_unit == 0) {
     products /= tiling.simdgroups;
     issue = kUnlistedIssue * steps * products * clocks.value;
+    // The staged kernels load ahead; tensor waits in each step for weights and for activations.
+    if (needs_tensor_units(tiling.kernel)) wait += steps * (wait + kCacheLatency);
   } else {
     const Decision& cost = *find_decision(tiling.variant, arithmetic(problem.activations, family), weight.format);
     const double units = used / rules.row_unit;
