@@ -1,14 +1,17 @@
-"""Writes the README's table of models and Macs, computed as the command `fit` computes memory, from the models' sizes.
+"""Writes the README's table of models and Macs, computed as the command `fit` computes memory, and a picture of it.
 
     python -m scripts.memory_table --write
 
 The sizes are those of the models' `config.json` on the Hugging Face Hub. No file of a model is needed.
 """
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -19,10 +22,18 @@ from transformers import (
 
 from scripts import page_section
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README, PICTURE = ROOT / "README.md", ROOT / "docs/images/memory.svg"
+NAME = "scripts.memory_table"
 MACS = (8, 16, 24, 32, 48, 64, 96, 128, 192)  # GB
 CONTEXT, PROMPT = 8192, 512  # tokens
-TYPES = {"4 bit": "uint4b8", "8 bit": "uint8b128", "16 bit": "floats"}
+FILES: dict[str, dict[str, Any] | None] = {
+    "Q4_K_M": {"like": "Q4_K_M"},
+    "Q8_0": {"like": "Q8_0"},
+    "16 bit": None,
+}
+# gpt-oss is published in MXFP4, with 16 bits outside the experts, and its GGUF files keep the experts so.
+PUBLISHED = {"weight_format": "mxfp4", "vocabulary_format": "none", "modules_to_not_convert": ["self_attn"]}
 
 
 def sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, head: int, vocabulary: int) -> dict[str, int]:
@@ -45,27 +56,81 @@ MODELS: dict[str, PreTrainedConfig] = {
 }
 
 
+def loaded(config: PreTrainedConfig, options: dict[str, Any] | None) -> Any:
+    """Returns a model without values whose layers have the formats of a `MarlinConfig`; None means 16 bits."""
+    from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if options is not None:
+        MarlinQuantizer(MarlinConfig(**options), pre_quantized=False).quantize_empty(model)
+    return model
+
+
 def row(config: PreTrainedConfig) -> list[str]:
     """Returns a model's cells: the memory of weights, cache and activations, and the smallest Mac that has it."""
-    from torch_marlin_metal.cli.models.fit import empty_model, gpu_memory, measured
+    from torch_marlin_metal.cli.models.fit import gpu_memory, measured
     from torch_marlin_metal.models.report import module_bytes
 
-    made = {name: empty_model(config, torch.bfloat16, name) for name in TYPES.values()}
-    beside = sum(measured("", made["uint4b8"], CONTEXT, PROMPT))
+    is_published = isinstance(config, GptOssConfig)
+    models = [
+        loaded(config, PUBLISHED if is_published and file == "Q4_K_M" else options) for file, options in FILES.items()
+    ]
+    beside = sum(measured("", models[0], CONTEXT, PROMPT))
     cells = []
-    for model in made.values():
+    for model in models:
         total = module_bytes(model) + beside
         mac = next((size for size in MACS if gpu_memory(f"{size}GB") >= total), None)
         cells.append(f"{total / 1e9:.1f} GB, {f'Mac of {mac} GB' if mac else 'no Mac'}")
+    if is_published:
+        cells[0] += " (MXFP4)"
     return cells
 
 
 def table() -> str:
     """Returns the rows of all models, in Markdown."""
-    lines = [f"| model | {' | '.join(TYPES)} |", "|---|" + "---|" * len(TYPES)]
+    lines = [f"| model | {' | '.join(FILES)} |", "|---|" + "---|" * len(FILES)]
     lines += [f"| {name} | {' | '.join(row(config))} |" for name, config in MODELS.items()]
     return "\n".join(lines)
 
 
+def picture(rows: str) -> str:
+    """Returns an SVG of a table: for each model and Mac, the largest file that fits."""
+    width, height, left, top = 62, 30, 150, 58
+    macs = MACS[:-1]
+    colors = dict(zip(FILES, ("#a5d8ff", "#74c0fc", "#339af0"), strict=True))
+    models = [line.strip("| ").split(" | ") for line in rows.splitlines()[2:]]
+    size = left + width * len(macs) + 16, top + height * len(models) + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
+        'font-family="Helvetica, Arial, \'DejaVu Sans\', sans-serif" font-size="12" fill="#1f2328">',
+        "  <title>The largest file of each model that fits into each Mac, with 8,192 tokens of context</title>",
+        f'  <rect width="{size[0]}" height="{size[1]}" rx="8" fill="#ffffff" stroke="#d0d7de"/>',
+        '  <text x="16" y="24" font-size="14" font-weight="bold">The largest file that fits</text>',
+        f'  <text x="16" y="{top - 10}">memory of the Mac</text>',
+    ]
+    for index, mac in enumerate(macs):
+        x = left + width * index + width / 2
+        parts.append(f'  <text x="{x:g}" y="{top - 10}" text-anchor="middle" font-weight="bold">{mac} GB</text>')
+    for line, (model, *cells) in enumerate(models):
+        y = top + height * line
+        parts.append(f'  <text x="16" y="{y + 20}">{model}</text>')
+        least = [int(cell.split("Mac of ")[1].split()[0]) if "Mac of" in cell else max(MACS) + 1 for cell in cells]
+        for index, mac in enumerate(macs):
+            fitting = [file for file, needed in zip(FILES, least, strict=True) if needed <= mac]
+            x, file = left + width * index, fitting[-1] if fitting else ""
+            text = "MXFP4" if file == "Q4_K_M" and "MXFP4" in cells[0] else file or "-"
+            parts.append(
+                f'  <rect x="{x + 2}" y="{y + 2}" width="{width - 4}" height="{height - 4}" rx="4" '
+                f'fill="{colors.get(file, "#f1f3f5")}"/>'
+            )
+            parts.append(f'  <text x="{x + width / 2:g}" y="{y + 20}" text-anchor="middle">{text}</text>')
+    note = "with 8,192 tokens of context; computed, not measured"
+    parts += [f'  <text x="16" y="{size[1] - 14}" fill="#57606a">{note}</text>', "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
 if __name__ == "__main__":
-    page_section.main(README, "scripts.memory_table", table)
+    page_section.main(README, NAME, table)
+    if "--write" in sys.argv:
+        PICTURE.write_text(picture(page_section.section(README, NAME)))

@@ -1,4 +1,4 @@
-"""4-bit weights multiplied with fp16, bf16 and fp32 activations, as PyTorch operators for Apple GPUs and CPUs."""
+"""Weights of 4 to 8 bits that stay packed: PyTorch operators, layers and loaders for Apple GPUs and CPUs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

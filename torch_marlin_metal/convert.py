@@ -1,4 +1,4 @@
-"""Reads 4-bit checkpoints of all formats as `PackedWeight`, and refuses layers that would lose information.
+"""Reads packed checkpoints of all formats as `PackedWeight`, and refuses layers that would lose information.
 
     for weight in convert.read_layers("path/to/model"):
         ...

@@ -1,4 +1,4 @@
-"""Runs the command line of another program after the import that lets transformers load 4-bit checkpoints.
+"""Runs the command line of another program after the import that lets transformers load packed checkpoints.
 
     python -m torch_marlin_metal.run transformers serve MODEL
     python -m torch_marlin_metal.run lm_eval --model hf --model_args pretrained=MODEL --tasks TASK

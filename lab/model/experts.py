@@ -88,7 +88,7 @@ def expected_routing(tokens: int, top_k: int, experts: int, block_rows: int) -> 
     if chosen == 1:
         rows, counts = np.array([math.ceil(mean)]), np.array([float(experts)])
     elif exponent > LARGEST_EXPONENT:
-        # The last block has each number of rows equally often.
+        # Assumes that each number of rows in an expert's last block is equally likely.
         rows = np.arange(1, block_rows + 1)
         counts = np.full(block_rows, experts / block_rows)
         others = experts * (mean / block_rows - 0.5 * (1 + 1 / block_rows))

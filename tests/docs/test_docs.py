@@ -42,7 +42,7 @@ def test_snippets_run(page, tmp_path):
     """Runs all snippets of a page in order, as one program."""
     text = "\n".join(blocks(page, "python"))
     if page.name == "README.md":
-        text = "import softmetal\n" + readme_program(tmp_path / "model")
+        text = "import softmetal\nsoftmetal.install()\n" + readme_program(tmp_path / "model")
     if "import softmetal" in text and not (has_softmetal() and torch.backends.mps.is_available()):
         pytest.skip(
             "the software Metal device's Debian packages are missing, or the device does not support this torch"
@@ -181,9 +181,9 @@ def test_named_paths_exist(page):
             assert any(fnmatch(path, name) or fnmatch(path, f"*/{name}") for path in TRACKED), name
 
 
-def test_the_picture_shows_each_room_of_the_code():
-    """Rooms of C++ and Metal are named in boxes of their own, those of Python in front of the colons of one box."""
-    lines = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "docs/images/rooms.svg").read_text())
+def test_the_picture_shows_each_folder_of_the_code():
+    """Folders of C++ and Metal are named in boxes of their own, those of Python in front of the colons of one box."""
+    lines = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "docs/images/folders.svg").read_text())
     boxes = re.findall(r"(\w+)/(?= |$)", " ".join(line for line in lines if line.endswith("/")))
     box = lines[lines.index("torch_marlin_metal/") + 1 : lines.index("csrc/python/")]
     python = {room for line in box for names in re.findall(r"((?:[a-z]+ +)*[a-z]+):", line) for room in names.split()}

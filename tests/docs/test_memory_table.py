@@ -12,13 +12,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_row_of_the_table_is_what_the_program_computes() -> None:
-    rows = section(memory_table.README, "scripts.memory_table").splitlines()
+    rows = section(memory_table.README, memory_table.NAME).splitlines()
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(memory_table.MODELS)
     _, config = next(iter(memory_table.MODELS.items()))
     for stated, computed in zip(rows[2].removesuffix(" |").split(" | ")[1:], memory_table.row(config), strict=True):
         (size, mac), (own_size, own_mac) = (cell.split(" GB, ") for cell in (stated, computed))
         assert float(size) == pytest.approx(float(own_size), rel=0.03)  # PyTorch's attention may need other memory
         assert mac == own_mac
+
+
+def test_the_picture_shows_the_table() -> None:
+    assert memory_table.PICTURE.read_text() == memory_table.picture(section(memory_table.README, memory_table.NAME))
 
 
 def test_the_tables_of_diffusion_models_are_what_their_programs_compute() -> None:

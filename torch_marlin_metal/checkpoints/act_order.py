@@ -16,7 +16,7 @@ def _in_order(K: int, group_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def read_g_idx(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tensor | None:
-    """Returns the group of every row, or None if rows are in order, or if the tensor is absent or was never filled in.
+    """Returns each row's group `[K]`; None if the rows are in order, or if the tensor is absent or was never filled in.
 
     Some files without act-order have the tensor, but with the same value in every row: -1 in old compressed-tensors
     files, 0 in some GPTQ files. Such a tensor counts as never filled in; exllama and text-generation-inference read it

@@ -1,4 +1,4 @@
-"""Makes weights with coded block scales, NVFP4, MXFP4 and MXFP8, for all formats that contain them."""
+"""Builds NVFP4, MXFP4 and MXFP8 weights for the readers of all checkpoint formats that contain them."""
 
 import torch
 from torch import Tensor

@@ -109,7 +109,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
 
 
 def _settings_of_file(path: Path) -> Settings | None:
-    """Returns settings if a file's own names, dtypes or metadata say that its weights are quantized, and how."""
+    """Infers settings from a single file's tensor names, dtypes and metadata; None if they show no quantization."""
     found = [path] if path.is_file() else list(path.glob("*.safetensors"))
     if len(found) != 1:
         return None

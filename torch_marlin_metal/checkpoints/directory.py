@@ -75,13 +75,11 @@ class DirectoryReader(CheckpointReader):
             raise self.checkpoint.error(name, f"{self.format.name}: {role} of a layer without {' or '.join(anchors)}")
 
     def stored_bytes(self, index: int) -> int:
-        """Returns the size of a layer in the files."""
         layer = self._layers[index]
         whole = sum(self.checkpoint.tensors[name].nbytes for name in layer.roles.values())
         return whole // layer.experts
 
     def sizes(self, index: int) -> tuple[int, int]:
-        """Returns N and K of a layer."""
         layer = self._layers[index]
         shape = layer.shape("weight") if "weight" in layer else ()
         kind = layer.dtype("weight") if len(shape) == 2 else ""
@@ -96,11 +94,9 @@ class DirectoryReader(CheckpointReader):
         return tuple((role, layer.dtype(role), layer.shape(role)) for role in sorted(layer.roles))
 
     def names(self) -> list[str]:
-        """Returns the names of the layers in the order of the files."""
         return [layer.name for layer in self._layers]
 
     def convert(self, index: int) -> PackedWeight:
-        """Reads one layer and validates it."""
         if self._ahead is None:
             return self._convert(self._layers[index])
         self.checkpoint.ahead = self._ahead.take(index)
@@ -136,13 +132,11 @@ class DirectoryReader(CheckpointReader):
         )
 
     def leave_out(self, layers: Iterable[int]) -> None:
-        """Frees layers that were read ahead and will not be converted, and reads no more of them."""
         if self._ahead is not None:
             for index in layers:
                 self._ahead.take(index)
 
     def stop_reading_ahead(self) -> None:
-        """Frees what was read and not converted. Without `read_ahead`, does nothing."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -167,11 +161,9 @@ class DirectoryReader(CheckpointReader):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Returns the model's own configuration, or {}."""
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype) for each tensor outside the layers."""
         used = {name for layer in self._layers for name in layer.roles.values()} | self.format.unused(self.checkpoint)
         for name, info in self.checkpoint.tensors.items():
             if name not in used:

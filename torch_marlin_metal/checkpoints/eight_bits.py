@@ -1,4 +1,4 @@
-"""Reads weights with one number of 8 bits for each element: E4M3 or int8 `[N, K]` beside scales, in several formats."""
+"""Reads 8-bit weights from several checkpoint formats: E4M3 or int8 elements `[N, K]`, and their scales."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,10 +31,10 @@ def read_bytes(
     *,
     scales: Tensor | None = None,
 ) -> PackedWeight:
-    """Reads a weight: each number times its scale, after its zero point if there is one.
+    """Reads the weight `(q - zero_point) * scale`; the zero point is optional.
 
-    There is one scale in all, one for each row, for each group of a row, or for each block of rows and columns. Scales
-    of blocks are repeated for each row of a block.
+    Scales are per tensor, per row, per group of a row, or per block of rows and columns. The scale of a block is
+    repeated for each of its rows.
 
     Args:
         layer: the layer.
@@ -42,7 +42,7 @@ def read_bytes(
         weight: the role of the weight.
         scale: the role of the scales.
         zero: the role of the zero points, which a layer may lack.
-        scales: the scales, if they are not those that the file holds, or if it holds none.
+        scales: replaces the scales of the file, which may hold none.
 
     Raises:
         UnsupportedFormat: the layer is of another kind, or the operators cannot hold it.
@@ -94,14 +94,14 @@ def input_scale(layer: Layer, K: int) -> Tensor | None:
 
 
 def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
-    """Returns whether the groups of the rows of K say no more than their number: none, or one after the other."""
+    """Returns whether `g_idx` says no more than the number of groups: it is unset, or the groups are in order."""
     K, count = groups.numel(), shape[-1] if len(shape) == 2 else 1
     in_order = torch.arange(K, device=groups.device) // max(K // count, 1)
     return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), in_order))
 
 
 def exponents(stored: Tensor) -> Tensor:
-    """Returns the powers of two of E8M0 codes, of which 255 is NaN, in bf16, which holds all of them."""
+    """Decodes E8M0 codes to bf16, which represents all their powers of two; code 255 becomes NaN."""
     codes = stored.view(torch.uint8)
     return torch.exp2(codes.float() - 127).masked_fill_(codes == NAN_EXPONENT, torch.nan).bfloat16()
 
@@ -115,7 +115,7 @@ def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape
 
 
 def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, Tensor]:
-    """Returns the group size along K and the values `[G, N]` of one in all, for each row, group or block."""
+    """Returns the group size along K, and values per tensor, row, group or block expanded to `[G, N]`."""
     N, K = shape
     stored = given
     if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's blocks
@@ -139,14 +139,14 @@ def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> 
 
 
 def _size(length: int, count: int, stated: int) -> int:
-    """Returns how many rows or columns have one value, or 0 if the count of values does not fit."""
+    """Returns how many rows (or columns) share a value; 0 if `count` values do not fit `length`."""
     if count in (1, length):
         return length // count
     return stated if stated > 0 and -(-length // stated) == count else 0
 
 
 def _stated_blocks(settings: Settings) -> list[tuple[int, int]]:
-    """Returns the rows and columns that share a scale, as the settings state them; there may be several."""
+    """Returns the block sizes (rows, columns) that the settings state; there may be several."""
     groups = settings.section("config_groups")
     weights = [groups.section(name).section("weights") for name in groups]
     found: list[Any] = [

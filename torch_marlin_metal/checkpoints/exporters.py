@@ -35,7 +35,7 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
 
 
 def _in_words(weight: PackedWeight) -> PackedWeight:
-    """Returns the same weight with scales of one level, and codes of 8 bits in place of integers of 5 or 6."""
+    """Multiplies two-level scales out, and widens integer codes of 5 or 6 bits to 8."""
     weight, fmt = weight.one_level(), weight_format(weight.weight_format)
     if not fmt.high_bits or fmt.zeros_role == "bias":
         return weight
@@ -70,7 +70,7 @@ def _stated_group_size(weight: PackedWeight) -> int:
 
 
 def _strategy(weight: PackedWeight) -> dict[str, Any]:
-    """Returns what compressed-tensors calls the weights that share a scale."""
+    """Returns compressed-tensors' keys for a scale per row (channel) or per group."""
     size = _stated_group_size(weight)
     return {"strategy": "channel", "group_size": None} if size == -1 else {"strategy": "group", "group_size": size}
 
@@ -92,7 +92,7 @@ class Exporter(Protocol):
 
 @dataclass
 class GptqExporter:
-    """GPTQ's layout.
+    """Converts layers to GPTQ's layout.
 
     Args:
         version: 1 ("gptq") stores zero points minus one, 2 ("gptq_v2") stores them unchanged. A zero point of 0 needs

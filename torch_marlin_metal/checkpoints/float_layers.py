@@ -57,7 +57,7 @@ class FloatLayer:
 
     @property
     def partner(self) -> str:
-        """Returns the name of up if the layer is an expert's gate, of gate if it is up, and otherwise ""."""
+        """Returns the name of up for an expert's gate, the name of gate for its up, and "" for other layers."""
         owner, _, part = self.name.rpartition(".")
         for gate, up, _ in PARTS if self.experts and self.index is None else ():
             if part in (gate, up):
@@ -70,7 +70,7 @@ class FloatLayer:
 
 
 class FloatModel:
-    """A model of transformers on the meta device, and the names that it has for a checkpoint's layers.
+    """A transformers model on the meta device, which maps a checkpoint's layer names to its own.
 
     Args:
         model: the model.
@@ -110,11 +110,11 @@ class FloatModel:
         return self._names.layer(name) in self._heads
 
     def is_default(self, name: str) -> bool:
-        """Returns whether a layer of the model does not stay in floats by default."""
+        """Returns whether a layer of the model is quantized by default."""
         return self._names.layer(name) in self._linear | self._words
 
     def is_lookup(self, name: str) -> bool:
-        """Returns whether a layer looks its weight up or convolves with it."""
+        """Returns whether a layer is an embedding or a convolution."""
         return self._names.layer(name) in self._lookups
 
     def with_experts(self, checkpoint: Checkpoint, layers: list[FloatLayer]) -> list[FloatLayer]:
@@ -222,7 +222,7 @@ def _model_of(checkpoint: Checkpoint) -> Any:
 
 
 def layers_by_module(model: Any, checkpoint: Checkpoint) -> dict[str, list[FloatLayer]]:
-    """Returns the matrices of a checkpoint by the names of the layers, or of the experts modules, of a model."""
+    """Groups a checkpoint's matrices by the layer or experts module of the model that they belong to."""
     known = FloatModel(model, None)
     found: dict[str, list[FloatLayer]] = {}
     for layer in known.with_experts(checkpoint, [_matrix(checkpoint, name) for name in matrices(checkpoint)]):
@@ -274,7 +274,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Returns the bytes of every matrix of floats, and of every stack of them, without ".weight" in its name."""
+    """Returns the bytes of each float matrix or stack of matrices, by its name without ".weight"."""
     return {
         name.removesuffix(".weight"): info.nbytes
         for name, info in checkpoint.tensors.items()

@@ -1,4 +1,4 @@
-"""Weights as floats, decoded some rows at a time, so that fp32 values exist beside the result of only these rows."""
+"""Decodes weights a few rows at a time, so that only these rows exist in fp32 beside the result."""
 
 import math
 from collections.abc import Callable

@@ -142,7 +142,7 @@ class FloatReader(CheckpointReader):
         return recipe
 
     def _liked(self, like: str, layers: list[FloatLayer]) -> Recipe:
-        """Returns the recipe with the formats of a recipe of llama.cpp."""
+        """Returns the recipe with the formats that llama.cpp's recipe `like` gives to the layers."""
         described = [
             Described(layer.name, layer.K, layer.is_output, layer.is_vocabulary and not layer.is_output)
             for layer in layers
@@ -150,7 +150,7 @@ class FloatReader(CheckpointReader):
         return replace(self._recipe, chosen=formats_like("FloatReader", like, described, experts_of(self.config)))
 
     def _fitted(self, memory: str | int, layers: list[FloatLayer]) -> tuple[Recipe, Fit]:
-        """Returns the recipe for a limit of memory. Errors are those of some rows, and of some experts."""
+        """Returns the recipe that fits into `memory`. A sample of rows and experts gives the errors."""
         widths, counts = (
             Widths(self._recipe),
             Counter((layer.group or layer.name, self._shape(layer)) for layer in layers),
@@ -182,7 +182,6 @@ class FloatReader(CheckpointReader):
         return [layer.name for layer in self._layers]
 
     def convert(self, index: int) -> PackedWeight:
-        """Reads one matrix and quantizes it."""
         layer = self._layers[index]
         matrix = self._matrix(layer)
         try:
@@ -196,7 +195,7 @@ class FloatReader(CheckpointReader):
         return weight.validate()
 
     def _common(self, index: int, matrix: Tensor) -> dict[str, float]:
-        """Returns the argument for the global scale that a gate and an up projection share, or none."""
+        """Returns `quantize_weight`'s argument for the global scale that gate and up share; empty for other layers."""
         partner = self._partners[index]
         if partner is None:
             return {}
@@ -221,7 +220,6 @@ class FloatReader(CheckpointReader):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Returns the model's own configuration."""
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:

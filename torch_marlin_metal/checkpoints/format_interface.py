@@ -136,7 +136,7 @@ class DirectoryFormat(Format):
         return bool(self.scaled) and not packed and weight is not None and weight.dtype in FLOATS
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
-        """Returns the names of the quantization parameters of layers whose weights are floats, and of marks."""
+        """Returns the tensors to ignore: marks, and quantization parameters of layers whose weights are floats."""
         parts = {ending for role, endings in self.roles.items() if role not in ("weight", "bias") for ending in endings}
         found = {
             info.name

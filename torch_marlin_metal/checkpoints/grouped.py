@@ -1,4 +1,4 @@
-"""Makes a `PackedWeight` of a layer's codes and of values per group, or refuses a layer that the operators cannot hold.
+"""Makes a `PackedWeight` from codes, scales and zero points; refuses what the operators cannot represent.
 
 Codes of 1 to 3 bits become codes of 4 bits, and those of 7 bits become codes of 8 bits.
 """
@@ -147,12 +147,12 @@ def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
 
 
 def width_of(bits: int) -> int:
-    """Returns the bits of the operators' codes that hold codes of 1 to 8 bits."""
+    """Returns the operators' narrowest code width that holds codes of 1 to 8 bits."""
     return min(width for width in SIGN if width >= bits)
 
 
 def centre(bits: int) -> int:
-    """Returns the number that makes the symmetric zero point of codes that of the operators' codes."""
+    """Returns what to add to codes so that their middle becomes the middle of the operators' wider codes."""
     return SIGN[width_of(bits)] - (1 << bits - 1)
 
 
@@ -191,7 +191,7 @@ def repacked(
     codes_of: Callable[[Tensor, int, int], Tensor] = unpack,
     perm: Tensor | None = None,
 ) -> Planes:
-    """Converts words with codes of any width to the words of the operators, and to those of the second plane.
+    """Repacks codes of any width into the operators' words and, for 5 and 6 bits, the second plane.
 
     Works on some columns at a time, since codes need more memory than words.
 
@@ -256,7 +256,7 @@ def codes_of_words(words: Tensor, width: int, high: Tensor | None = None) -> Ten
 
 
 def unsigned(points: Tensor, width: int) -> Tensor:
-    """Converts zero points of signed codes to those of the operators' codes: uint8 if all are codes, else floating."""
+    """Shifts zero points of signed codes to unsigned codes: uint8 if all are whole and in range, else fp32."""
     shifted = points.float() + SIGN[width]
     are_codes = bool(((shifted == shifted.round()) & (shifted >= 0) & (shifted < 1 << width)).all())
     return shifted.to(torch.uint8) if are_codes else shifted

@@ -9,7 +9,7 @@ from torch_marlin_metal.layers.float_experts import ExpertFinder, is_experts
 
 
 class ModelNames:
-    """Translates names of a checkpoint to names of the model, because transformers renames some while it loads a model.
+    """Translates checkpoint names to the model's names, as transformers renames them while it loads a model.
 
     Args:
         model: a model of transformers into which nothing has been loaded yet. Names are looked up in the modules that

@@ -69,7 +69,7 @@ class ReadOptions:
 
 
 def typed(option: str, value: object = None) -> str:
-    """Returns what a user types to pass an option, for a message: an argument of Python unless `spelled` says more."""
+    """Spells an option for a message as the user types it: as an argument of Python, unless `spelled` says more."""
     return _spelling.get()(option, value)
 
 

@@ -138,7 +138,6 @@ class MarlinEmbedding(MarlinLinear):
         return MarlinLinear.from_packed(replace(self.to_packed(), bias=bias), dtype=self.dtype)
 
     def extra_repr(self) -> str:
-        """Returns sizes and format, for `print(model)`."""
         text = (
             f"{self.num_embeddings}, {self.embedding_dim}, weight_format={self.weight_format}, "
             f"group_size={self.group_size}"

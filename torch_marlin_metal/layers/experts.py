@@ -244,7 +244,6 @@ class ExpertWeights(PackedLayer):
         return torch.stack([self.to_packed(index).dequantize(dtype).T for index in range(self.experts)])
 
     def extra_repr(self) -> str:
-        """Returns sizes and format, for `print(model)`."""
         return (
             f"experts={self.experts}, in_features={self.in_features}, sizes={list(self.sizes)}, "
             f"bias={self.bias is not None}, weight_format={self.weight_format}, group_size={self.group_size}"

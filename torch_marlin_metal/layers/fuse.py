@@ -80,7 +80,6 @@ class FusedLinear(nn.Module):
         return part
 
     def extra_repr(self) -> str:
-        """Returns sizes and the index in the group, for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, part={self._index}"
 
 

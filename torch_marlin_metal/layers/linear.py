@@ -199,7 +199,6 @@ class MarlinLinear(PackedLayer):
         return WeightInfo(self.dtype, self.b_packed.device, torch.Size((self.out_features, self.in_features)))
 
     def extra_repr(self) -> str:
-        """Returns sizes, format and dtypes, for `print(model)`."""
         text = (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"weight_format={self.weight_format}, group_size={self.group_size}"

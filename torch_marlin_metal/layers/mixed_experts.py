@@ -69,7 +69,6 @@ class FloatExpertWeights(nn.Module):
         return self.weight.detach().to(dtype)
 
     def extra_repr(self) -> str:
-        """Returns sizes, for `print(model)`."""
         return f"experts={self.experts}, in_features={self.in_features}, sizes={list(self.sizes)}, dtype={self.dtype}"
 
 
@@ -92,7 +91,6 @@ class JoinedExpertWeights(nn.Module):
 
     @property
     def parts(self) -> tuple[Stack, Stack]:
-        """Returns both stacks."""
         return self.gate, self.up
 
     @property

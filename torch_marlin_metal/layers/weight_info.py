@@ -35,15 +35,12 @@ class WeightInfo:
         vars(self).update(dtype=dtype, device=device, shape=shape, ndim=len(shape), requires_grad=False)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """Returns the same as `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Returns the same as `Tensor.dim`."""
         return self.ndim
 
     def numel(self) -> int:
-        """Returns the same as `Tensor.numel`."""
         return self.shape.numel()
 
     def __repr__(self) -> str:

@@ -1,1 +1,1 @@
-"""The one loader: a plan of what a checkpoint gives to a model, and the two steps that carry it out."""
+"""Loads a checkpoint into a model: makes a plan from the headers, then places and fills the packed layers."""

@@ -1,4 +1,4 @@
-"""Files of one diffusion model, as its authors, ComfyUI and llama.cpp's users publish them, with diffusers' names.
+"""Reads single files of diffusion models, in the names of their authors or of ComfyUI, under diffusers' names.
 
 diffusers has a function for each class of models that converts the names of such files. It runs on stand-ins, see
 `row_tensor.py`; `ConvertedReader` then reads the packed rows for each of the new names.
@@ -29,7 +29,7 @@ COMFY_PREFIX = "model.diffusion_model."
 
 
 class ConvertedReader(CheckpointReader):
-    """Reads the layers of another reader under the names, and with the rows, that stand-ins have.
+    """Wraps a reader: gives its layers the names and the rows of stand-ins.
 
     Args:
         reader: the file.
@@ -49,11 +49,10 @@ class ConvertedReader(CheckpointReader):
 
     @classmethod
     def of(cls, state: dict[str, Tensor]) -> "ConvertedReader":
-        """Makes the reader of the file whose stand-ins are among some tensors."""
+        """Wraps the reader of the stand-ins in `state`."""
         return cls(next(tensor.table.reader for tensor in state.values() if isinstance(tensor, RowTensor)), state)
 
     def names(self) -> list[str]:
-        """Returns the names of the packed layers."""
         return [name for name, _ in self._layers]
 
     def stored_bytes(self, index: int) -> int:
@@ -62,7 +61,6 @@ class ConvertedReader(CheckpointReader):
         return sum(self._reader.stored_bytes(own) * _count(rows) // self._reader.sizes(own)[0] for own, rows in runs)
 
     def sizes(self, index: int) -> tuple[int, int]:
-        """Returns N and K of a layer."""
         N, K = self._layers[index][1].shape
         return N, K
 
@@ -117,11 +115,9 @@ class ConvertedReader(CheckpointReader):
         return tensor.table.runs(tensor.rows)
 
     def bias(self, index: int) -> Tensor | None:
-        """Returns a layer's bias `[N]`, or None."""
         return self._state.get(f"{self.layer_names[index]}.bias")
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype) for each tensor outside the packed layers."""
         for name, tensor in self._state.items():
             if name in self._decoded:
                 yield name, partial(self._values, self._decoded[name]), "F32"

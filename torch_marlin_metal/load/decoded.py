@@ -1,4 +1,4 @@
-"""Makes a module of floats of a packed layer that is in a model."""
+"""Converts a packed layer back to a floating-point module."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 def float_module(
     held: nn.Module, own: nn.Module | None, packed: PackedWeight, dtype: torch.dtype, weight: nn.Parameter | None = None
 ) -> nn.Module:
-    """Returns the module of floats that takes the place of a packed layer.
+    """Returns the floating-point module that replaces a packed layer.
 
     Args:
         held: the packed layer, whose mode and hooks the new one gets.

@@ -70,7 +70,7 @@ class Loader:
         self._warn_of_floats()
 
     def _warn_of_floats(self) -> None:
-        """Says what will become floats other than by choice."""
+        """Warns about layers that become floats although the caller did not ask for it."""
         for place in self.plan.places:
             if place.dense and not (place.dense.endswith(EXCLUDED) or place.no_layer):
                 self._warn(f"{place.spot.name} is decoded to floats: {place.dense}")
@@ -123,7 +123,7 @@ class Loader:
         return report
 
     def _complete(self) -> None:
-        """Lets the classes of modules that came back into the model compute what they have beside the weight."""
+        """Initializes the other tensors of the model's own modules that were put back for decoded weights."""
         names = [
             f"{target.name}.{key}"
             for target in self._back
@@ -252,14 +252,14 @@ class Loader:
             self._back.append(target)
 
     def _held(self, target: Target) -> Tensor | None:
-        """Returns the weight that a module of the model had first."""
+        """Returns the weight that a module had before the load."""
         name = f"{target.name}.weight"
         if name in self._tensors:
             return self._tensors.get(name)
         return target.module._parameters.get("weight")  # of an expert that has just been made
 
     def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> Tensor:
-        """Puts the model's own module back into its place, with decoded values, and shares these with the users."""
+        """Puts the model's own module back with decoded values, which modules with the same weight share."""
         target, door = place.spot.target, self._door
         module, old = target.module, self._held(target)
         if old is None:

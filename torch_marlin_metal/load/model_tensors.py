@@ -33,7 +33,7 @@ class ModelTensors:
         return iter(self._owners)
 
     def get(self, name: str) -> Tensor:
-        """Returns the tensor that had the name first."""
+        """Returns the tensor that had this name when the table was made."""
         return self._held[name]
 
     def owner(self, name: str) -> tuple[nn.Module, str]:

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's layers and tensors, and the names that they have in a model."""
+"""Maps the names of a checkpoint to the names of a model."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -40,10 +40,10 @@ def namer(model: nn.Module, rename: Rename | None) -> Callable[[str], str | None
 def shared_prefix(
     layers: Iterable[str], others: Iterable[str], has_place: Callable[[str], bool], in_part: bool = False
 ) -> str:
-    """Returns the beginning of the names of a checkpoint that hides its layers from the model, or "".
+    """Returns the prefix without which the names of a checkpoint are those of the model, or "".
 
     torch.compile ("_orig_mod."), DistributedDataParallel ("module.") and programs that hold the model in an attribute
-    add such a beginning when they save. A model for text and images adds one to the names of its model for text.
+    add such a prefix when they save. A model for text and images adds one to the names of its model for text.
 
     Args:
         layers: the names of the layers.
@@ -65,7 +65,7 @@ def shared_prefix(
 
 
 def _hiding(name: str, has_place: Callable[[str], bool]) -> str:
-    """Returns the shortest beginning of a name whose removal gives the name of a layer, or ""."""
+    """Returns the shortest prefix of a name whose removal leaves the name of a layer, or ""."""
     parts = name.split(".")
     beginnings = (".".join(parts[:count]) + "." for count in range(1, len(parts)))
     return next((one for one in beginnings if has_place(name.removeprefix(one))), "")

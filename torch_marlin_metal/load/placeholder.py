@@ -1,4 +1,4 @@
-"""What holds the place of a packed layer in a model until the layer is read."""
+"""Placeholders for packed layers in a model that is being loaded."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""What the plan of a load consists of: places in the model for the layers and tensors of a checkpoint."""
+"""The data of a load plan: where each layer and tensor of a checkpoint goes in the model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -175,7 +175,7 @@ class _Planner:
         experts.indexes[inner] = index
 
     def _experts_of(self, prefix: str, parts: tuple[str, ...]) -> ExpertsPlace:
-        """Returns the place of an experts module, which is new for its first layer."""
+        """Returns the place of an experts module; makes it for the module's first layer."""
         target = self._targets[prefix]
         if target.name not in self._plan.experts:
             layers = ExpertLayers.of(target.module, parts)

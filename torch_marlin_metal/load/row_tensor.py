@@ -41,7 +41,7 @@ class RowTable:
     starts: Tensor
 
     def runs(self, rows: Tensor) -> Iterator[tuple[int, slice | Tensor]]:
-        """Yields (index of a layer, its rows) for rows that make a matrix one after the other."""
+        """Splits consecutive rows of a matrix by the layer that they come from: yields (layer's index, its rows)."""
         layers = torch.bucketize(rows, self.starts, right=True) - 1
         indexes, counts = torch.unique_consecutive(layers, return_counts=True)
         for index, part in zip(indexes.tolist(), torch.split(rows, counts.tolist()), strict=True):

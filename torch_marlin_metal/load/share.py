@@ -58,7 +58,7 @@ class FloatShare:
         return f"{stored / total:.0%} of the bytes of its matrices ({stored / MB:.3g} MB): {self._kinds(total)}"
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the bytes in the file of these layers and of all."""
+        """Returns the stored bytes of these layers, and of all layers."""
         reader = self._reader
         return sum(self._stored.values()), max(1, sum(map(reader.stored_bytes, range(len(reader)))))
 
@@ -108,7 +108,7 @@ def _float_bytes(spot: Spot, door: Door) -> int:
 def _float_experts(
     experts: ExpertsPlace, refused: dict[int, str], door: Door
 ) -> Iterator[tuple[int, str, LinearShape]]:
-    """Yields the index, the kind and the shape of the layers in stacks of which one layer cannot be packed."""
+    """Yields (index, kind, shape) of every layer in a stack that contains a layer that cannot be packed."""
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}

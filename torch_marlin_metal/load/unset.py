@@ -1,4 +1,4 @@
-"""Finds tensors of a model that no file, no host library and no class has set: their memory holds anything."""
+"""Finds the tensors of a loaded model that nothing has set, so that their memory is uninitialised."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -119,7 +119,7 @@ def _owners(model: nn.Module) -> dict[int, Any]:
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor with values that no model computes. A tensor that keeps these values was not set."""
+    """Returns a tensor filled with a value that no model computes. A tensor that keeps this value was not set."""
     value = torch.finfo(like.dtype).max if like.is_floating_point() else 1 if like.dtype == torch.bool else 113
     return torch.full_like(like, value, device=device, requires_grad=False)
 

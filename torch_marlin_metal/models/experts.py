@@ -62,10 +62,10 @@ def shape_of(experts: nn.Module, name: str) -> LinearShape:
 
 
 class Gate:
-    """The activation of an experts module, as a method of the module.
+    """Calls the activation of an experts module; unlike the bound method, it can be pickled.
 
-    The bound method itself cannot be pickled: pickle looks for it under the name of its function, and transformers'
-    decorator adds a function that has another name.
+    pickle looks for a bound method under the name of its function, and transformers' decorator adds a function that has
+    another name.
     """
 
     def __init__(self, module: Any) -> None:
@@ -264,14 +264,14 @@ class NamedExperts(MarlinExperts):
                 yield name, stack.parts[part] if apart else stack, 0 if apart else part
 
     def named_layers(self, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-        """Yields the name in this module and the weight of each packed layer; `copy` as in `to_packed`."""
+        """Yields (name in this module, weight) of each packed layer; `copy` as in `to_packed`."""
         for index in range(self.num_experts):
             for name, stack, part in self._named(index):
                 if isinstance(stack, ExpertWeights):
                     yield name, stack.to_packed(index, part, copy=copy)
 
     def named_floats(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name in this module and the values of each weight and bias of experts in floats."""
+        """Yields (name in this module, values) of each floating weight and bias."""
         for index in range(self.num_experts):
             for name, stack, part in self._named(index):
                 if isinstance(stack, FloatExpertWeights):

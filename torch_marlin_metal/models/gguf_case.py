@@ -1,4 +1,4 @@
-"""A config of transformers beside a GGUF file, and the settings that both give other values."""
+"""Compares single settings of a transformers config with the values of a GGUF file."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class compute
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that a file and a config give other values.
+    """A setting whose value in the config differs from the file's.
 
     Attributes:
         said: what the file says, by its keys and tensors; None stands for the numbers of a tensor.

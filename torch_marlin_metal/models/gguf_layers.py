@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file and llama.cpp's own code say about a model, where no key of the file does."""
+"""Settings that no key of a GGUF file states: they follow from its tensors, or are fixed in llama.cpp's code."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def model_type(architecture: str, kind: str, file: FileSettings) -> str:
 
 
 def of_tensors(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]]:
-    """Yields (what says it, setting, value) for what the names and shapes of the tensors say about layers."""
+    """Yields (source, setting, value) that follow from the names and shapes of the tensors."""
     count = int(file.number("block_count") or 0) - int(file.number("nextn_predict_layers") or 0)
     attends = [any(f"blk.{n}{name}" in file.tensors for name in ATTENTION) for n in range(count)]
     routes = [f"blk.{n}.ffn_gate_inp.weight" in file.tensors for n in range(count)]
@@ -110,7 +110,7 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
 
 
 def of_llama_cpp(config: Any, file: FileSettings, complete: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yields (what says it, setting, value) for what llama.cpp or its converter does without a key."""
+    """Yields (source, setting, value) that llama.cpp or its converter fixes without a key."""
     for setting, value in FOLDED.get(file.architecture, {}).items():
         yield "general.architecture", setting, value
     if not complete:

@@ -29,7 +29,7 @@ from torch_marlin_metal.models.gguf_special import PERIODS, SPECIAL
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 from torch_marlin_metal.patterns import NameFilter, selects
 
-# Layers of the models of Gemma whose attention llama.cpp scales by the square root of hidden size / heads.
+# (model type, layers) of the Gemma models whose attention llama.cpp scales by the root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 # Architectures whose class never has a bias behind the attention, or has its own setting for it.
 WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
@@ -39,7 +39,7 @@ TIED = "output.weight"
 def differences(
     config: Any, file: FileSettings, *, complete: bool = False, model: nn.Module | None = None
 ) -> list[Difference]:
-    """Returns the settings that a file and a config of transformers give other values.
+    """Returns the settings of a transformers config whose values differ from the file's.
 
     Args:
         config: the config of the text model.
@@ -194,7 +194,7 @@ def _includes(held: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def corrected(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """Returns the settings of a config of transformers that a file gives other values, with the file's values.
+    """Returns the file's values for the settings in which a transformers config differs.
 
     Settings that no config of this class has are left out; `check_settings` refuses the file.
     """

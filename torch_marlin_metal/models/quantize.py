@@ -1,4 +1,4 @@
-"""Quantizes the Linear layers of a model, or replaces the 4-bit layers of other packages."""
+"""Quantizes the Linear layers of a model, or replaces the packed layers of other packages."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -19,7 +19,7 @@ SAVERS = {
 
 
 def let_it_save(op: str, model: nn.Module) -> None:
-    """Makes `save_pretrained` of a model, or of a model inside it, write packed layers, and peft find the layers."""
+    """Lets `save_pretrained` of a model, or of its submodels, write packed layers, and lets peft find them."""
     importlib.import_module("torch_marlin_metal.integrations.with_peft").start()
     bases = {base for module in model.modules() for base in type(module).__mro__}
     for name, (library, integration) in SAVERS.items():

@@ -109,7 +109,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
-    """Yields rows of the weight of a module with values: of the matrix, or of several experts."""
+    """Yields samples of a module's rows: of its matrix, or of several experts."""
     if not is_experts(module):
         yield sample(matrix_of(module).detach())
         return
@@ -141,7 +141,7 @@ class _Text:
                 module.training = True
 
     def divergence(self, recipe: Recipe, names: Iterable[str]) -> float:
-        """Returns the mean KL divergence of the predictions with some layers rounded as a recipe says.
+        """Returns the mean KL divergence of the predictions after rounding some layers as a recipe says.
 
         The model is as before afterwards. A copy of these layers' weights exists meanwhile.
         """
@@ -167,10 +167,10 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """Returns the divergence of the model's predictions with one unit in each candidate.
+    """Returns the divergence for each candidate, with only this unit rounded to it.
 
-    It is measured in the smallest candidate. It is of second order in the errors of the weights, by whose squares it is
-    scaled for the others.
+    Only the smallest candidate is measured. The divergence is of second order in the weights' errors, so the ratio of
+    squared errors scales it for the others.
     """
     index = min(range(len(unit.sizes)), key=lambda place: unit.sizes[place])
     divergence, least = text.divergence(recipe.in_format(*candidates[index]), unit.names), errors[index]
@@ -178,7 +178,7 @@ def _estimates(
 
 
 def _round(name: str, module: nn.Module, weight: Tensor, recipe: Recipe) -> None:
-    """Replaces a weight by what its format in a recipe keeps of it."""
+    """Rounds a weight in place to its format in a recipe."""
     transposed = is_transposed(module) or bool(getattr(module, "is_transposed", False))
     for matrix in weight if weight.dim() == 3 else [weight]:
         rows = matrix.T if transposed else matrix

@@ -1,1 +1,1 @@
-"""Quantizes one floating weight to 4 bit."""
+"""Quantizes weights to 4, 5, 6 or 8 bits, and chooses formats by size and error."""

@@ -35,7 +35,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Described:
-    """A layer: its name, the length of its rows, and whether it gives the logits, or is another table of tokens."""
+    """A layer to quantize: its name, K, and whether it is the output layer (or tied to it), or another embedding."""
 
     name: str
     K: int
@@ -84,7 +84,7 @@ def _output_type(like: str) -> str:
 
 
 def _type(like: str, role: str, index: int, count: int, depth: int, experts: int) -> str:
-    """Returns the type of a layer that is the layer number `index` of `count` of its role."""
+    """Returns the type of layer number `index` among the `count` layers of its role."""
     kind = RECIPES[like]
     is_medium, more = like in ("Q4_K_M", "Q5_K_M"), _takes_more(index, count)
     if role == "v":
@@ -109,7 +109,7 @@ def _type(like: str, role: str, index: int, count: int, depth: int, experts: int
 
 
 def _takes_more(index: int, count: int) -> bool:
-    """Returns whether a layer is in the first or last eighth, or one of every three between them."""
+    """Returns whether llama.cpp gives a layer more bits: the first and last eighth, and every third between."""
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 

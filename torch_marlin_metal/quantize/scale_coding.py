@@ -39,15 +39,12 @@ class FloatScale:
     dtype: torch.dtype
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Rounds to `dtype`."""
         return (amax / reach).to(self.dtype)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """Returns the stored scale in fp32."""
         return stored.float()
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields none."""
         return iter(())
 
 
@@ -180,7 +177,6 @@ class E4M3Codes:
         self._values = e4m3_values().to(device)
 
     def encode(self, v: Tensor) -> Tensor:
-        """Returns the uint8 codes of the nearest values."""
         magnitude = v.abs().clamp(max=E4M3_LARGEST)
         exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=-6)  # -6 is that of the subnormal codes
         eighths = torch.round(magnitude * ((130 - exponent) << 23).view(torch.float32)).to(torch.int32)
@@ -188,7 +184,6 @@ class E4M3Codes:
         return code | (torch.signbit(v).to(torch.uint8) << 7)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Returns the fp32 values of codes."""
         return self._values[codes.int()]
 
 
@@ -210,7 +205,6 @@ class CodeTable:
         self._boundaries: list[float] = nearest_boundaries(ascending).tolist()
 
     def encode(self, v: Tensor) -> Tensor:
-        """Returns the uint8 codes of the nearest values."""
         magnitude = v.abs() if self.by_magnitude else v
         # On a CPU, comparing with every boundary is several times faster than the search of torch.bucketize.
         place = torch.zeros(v.shape, dtype=torch.uint8, device=v.device)
@@ -221,7 +215,6 @@ class CodeTable:
         return self._order[place.int()]
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Returns the fp32 values of codes."""
         return self.values[codes.int()]
 
 

@@ -46,5 +46,5 @@ class Level:
         return cls(codes.to(torch.int8 if signed else torch.uint8), values, blocks)
 
     def products(self) -> Tensor:
-        """Returns the numbers for which the codes stand, as the operators compute them: fp32 `[R, G]`."""
+        """Returns codes times block values, fp32 `[R, G]`, as the operators compute them."""
         return self.codes.float() * self.values.float()[:, self.blocks]

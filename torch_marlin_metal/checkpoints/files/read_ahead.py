@@ -42,7 +42,7 @@ class ReadAhead:
         self._start_more()
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Returns the tensors of a group by name, or nothing if the group was not read, or not without an error.
+        """Returns a group's tensors by name; empty if the group was not read, or if reading it failed.
 
         The caller then reads the tensors itself, and meets the error if there is one.
         """

@@ -1,4 +1,4 @@
-"""`regular_file`: the check that a file of a checkpoint is one, and lies inside the checkpoint."""
+"""Checks that the path of a checkpoint's file is a regular file inside the checkpoint's directory."""
 
 import stat
 from pathlib import Path
@@ -32,7 +32,7 @@ def regular_file(file: Path) -> Path:
 
 
 def check_downloaded(file: Path) -> None:
-    """Raises a CheckpointError if git has left the pointer of a file that it has not downloaded."""
+    """Raises a CheckpointError if the file is a pointer of Git LFS, whose content was not downloaded."""
     try:
         with file.open("rb") as stream:
             start = stream.read(len(LFS_POINTER))

@@ -166,7 +166,7 @@ _kept = threading.local()  # `streams` of a thread within `keep_file_open`: the 
 
 @contextmanager
 def keep_file_open() -> Iterator[None]:
-    """Within this context a thread keeps the file open that it read last. At its end, kept memory is freed.
+    """Keeps the files of this thread's reads open inside the block, and frees pooled memory when the block ends.
 
     Opening a file takes a third of the time of reading a small tensor, and a mixture has tens of thousands of them.
     """
@@ -293,5 +293,5 @@ def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
 
 
 def as_tensor(info: TensorInfo, raw: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Returns the tensor that bytes of a file are; `shape` is given for a part of it."""
+    """Views the bytes of a tensor in its dtype and shape; `shape` is that of a part, if only a part was read."""
     return raw.view(DTYPES[info.dtype][1]).reshape(info.torch_shape if shape is None else shape)

@@ -1,1 +1,1 @@
-"""The 4-bit checkpoint formats, one file per producer."""
+"""The checkpoint formats, one file per producer."""

@@ -79,7 +79,7 @@ class GgufReader(CheckpointReader):
         self._used |= {name for tensor in matrices.values() for name in self._side_tensors(tensor)}
 
     def _find_partners(self) -> dict[str, tuple[GgufTensor, str]]:
-        """Returns the tensors that transformers joins with another one in a layer, by the name of the other one."""
+        """Returns (second tensor, way of joining) for each first tensor of a pair that is one layer in transformers."""
         found = {}
         for tensor in self.tensors.values():
             join = partner(tensor.name, self.architecture) if self.hf else None
@@ -98,7 +98,7 @@ class GgufReader(CheckpointReader):
         return found
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yields the quantized matrices, and matrices of floats that are not one layer of transformers each."""
+        """Yields the quantized matrices, and the float matrices that transformers joins, splits or unstacks."""
         seconds = {other.name for other, _ in self._partners.values()}
         for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.offset)):
             second, way = self._partners.get(tensor.name, (None, ""))
@@ -120,13 +120,12 @@ class GgufReader(CheckpointReader):
         return [name for name in names if name in self.tensors]
 
     def _scales(self, tensor: GgufTensor) -> list[str]:
-        """Returns the names that the scale for a whole tensor may have."""
+        """Returns the possible names of a tensor's global scale."""
         base = tensor.name.removesuffix(".weight")
         own = self.hf and tensor.type_name != "NVFP4" and is_own_scale(f"{base}.scale", self.architecture)
         return [f"{base}.weight.scale"] if own else [f"{base}.scale", f"{base}.weight.scale"]
 
     def names(self) -> list[str]:
-        """Returns the layers' names in the order of the file."""
         return [self._name(piece) for piece in self._layers]
 
     def _name(self, piece: Piece) -> str:
@@ -152,7 +151,6 @@ class GgufReader(CheckpointReader):
         return name or tensor.name
 
     def stored_bytes(self, index: int) -> int:
-        """Returns the size of a layer in the file."""
         piece = self._layers[index]
         size = sum(tensor.nbytes for tensor in piece.tensors)
         if piece.part is not None:
@@ -161,24 +159,22 @@ class GgufReader(CheckpointReader):
         return size // (1 if piece.expert is None else piece.tensor.shape[0])
 
     def sizes(self, index: int) -> tuple[int, int]:
-        """Returns N and K of the layer's matrix in the file."""
         N, K = self._layers[index].tensor.shape[-2:]
         return N, K
 
     def weight_name(self, index: int) -> str:
-        """Returns the name of the layer's weight, which may be that of the layer."""
+        """Returns the name of the layer's weight: the layer's name, with `.weight` if the file has it."""
         name = self.layer_names[index]
         return f"{name}.weight" if f"{name}.weight" in self.tensors else name
 
     def kind(self, index: int) -> Hashable:
-        """Returns the types and shapes of the layer's matrices, and its name without numbers, which orders columns."""
+        """Returns a key of types, shapes and the name without numbers, on which the order of columns depends."""
         piece = self._layers[index]
         sides = [name for tensor in piece.tensors for name in self._side_tensors(tensor)]
         whole = piece.expert is None, piece.part, re.sub(r"\d", "", piece.tensor.name)
         return *whole, len(sides), tuple((tensor.type_name, tensor.shape) for tensor in piece.tensors)
 
     def convert(self, index: int) -> PackedWeight:
-        """Reads one layer and validates it."""
         piece = self._layers[index]
         if piece.way == "latent":
             raise UnsupportedFormat(
@@ -215,7 +211,7 @@ class GgufReader(CheckpointReader):
             raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
 
     def _rows(self, piece: Piece) -> slice:
-        """Returns the rows of a tensor that are those of the piece."""
+        """Returns the rows of the tensor that belong to the piece."""
         if piece.part is None:
             return slice(None)
         try:

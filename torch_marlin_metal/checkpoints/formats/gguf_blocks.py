@@ -63,7 +63,7 @@ def _low(data: Tensor, run: int) -> Tensor:
 
 
 def _high(data: Tensor, *shifts: int) -> Tensor:
-    """Returns bytes `[N, B, n]` shifted by each number, one result after the other: `[N, B, n * len(shifts)]`."""
+    """Shifts bytes `[N, B, n]` right by each of `shifts` and concatenates the results: `[N, B, n * len(shifts)]`."""
     return torch.cat([data >> shift for shift in shifts], dim=2)
 
 
@@ -108,7 +108,7 @@ def _scales_k(blocks: Tensor) -> tuple[Tensor, int, Tensor]:
 
 
 def _with_scales_k(weight: PackedWeight, blocks: Tensor) -> PackedWeight:
-    """Adds what multiplies the codes of Q4_K and Q5_K: their scales are d * sc, and their biases -dmin * m."""
+    """Adds the scales d * sc and the biases -dmin * m of Q4_K and Q5_K."""
     return replace(weight, super_scales=_float16(blocks[..., :2]), super_zeros=-_float16(blocks[..., 2:4]))
 
 
@@ -130,7 +130,7 @@ def _q2_k(blocks: Tensor) -> PackedWeight:
 
 
 def _per_group(codes: Tensor) -> Tensor:
-    """Returns the codes of scales `[N, B, groups of a block]` as `[G, N]`."""
+    """Transposes scale codes `[N, B, groups of a block]` to `[G, N]`."""
     return codes.flatten(1).t().contiguous()
 
 

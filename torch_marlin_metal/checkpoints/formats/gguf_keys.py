@@ -254,7 +254,7 @@ def shown(value: Any) -> str:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Returns whether two settings are equal; floats may differ as fp32 rounds them."""
+    """Returns whether two settings are equal; numbers may differ by the rounding of fp32."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

@@ -16,7 +16,7 @@ EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "gate_up":
 
 @dataclass(frozen=True)
 class Join:
-    """A second tensor of a file that is one layer of transformers with a first one.
+    """A tensor that transformers joins with an earlier tensor of the file into one layer.
 
     Attributes:
         second: its name in a block.
@@ -29,7 +29,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model of transformers has for the tensors of an architecture, and what llama.cpp's converter changed.
+    """How transformers names the tensors of an architecture, and how llama.cpp's converter changed them.
 
     Attributes:
         model_type: the model type of transformers.
@@ -152,14 +152,14 @@ def expert_name(name: str, architecture: str, expert: int, *, fused: bool) -> st
 
 
 def partner(name: str, architecture: str) -> tuple[str, str] | None:
-    """Returns the tensor that is one layer of transformers with `name`, which comes first, and the way of joining."""
+    """Returns the tensor that transformers joins to `name` in one layer, and the way of joining, or None."""
     block, inner, ending = _parts(name)
     join = ARCHITECTURES[architecture].joins.get(inner)
     return None if join is None or ending != ".weight" else (f"{block}{join.second}{ending}", join.way)
 
 
 def split_names(name: str, architecture: str) -> list[str]:
-    """Returns transformers' names of the layers of a tensor that is several of them, or []."""
+    """Returns the names of the transformers layers into which a tensor is split, or []."""
     block, inner, ending = _parts(name)
     parts = ARCHITECTURES[architecture].splits.get(inner, ()) if ending == ".weight" else ()
     return [str(hf_name(f"{block}{part}", architecture)) for part in parts]

@@ -135,19 +135,19 @@ def _check(rows: int, heads: int, divisor: int) -> None:
 
 
 def rotary_order(rows: int, heads: int) -> Tensor:
-    """Returns int64 `[rows]`, the order of rotary pairs in halves, from an order in which pairs lie side by side."""
+    """Returns int64 `[rows]`, which moves rotary pairs from side by side to the two halves of each head."""
     return torch.arange(rows, device="cpu").reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def value_order(keys: int, values: int, size: int) -> Tensor:
-    """Returns int64 `[values * size]`, the order by key heads, from an order by the number within a key head."""
+    """Returns int64 `[values * size]`, which puts the value heads of each key head side by side again."""
     if values % keys:
         raise CheckpointError(f"{values} value heads do not belong to {keys} key heads")
     return torch.arange(values * size, device="cpu").reshape(values // keys, keys, size).transpose(0, 1).reshape(-1)
 
 
 def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
-    """Returns a weight whose rows k are in an order, or None if groups of k do not stay together."""
+    """Permutes a weight along K; returns None if the order splits a group."""
     size = weight.group_size if weight.group_size > 0 else weight.K
     if not (_keeps(order, 8) and _keeps(order, size)):
         return None
@@ -178,7 +178,7 @@ def _keeps(order: Tensor, unit: int) -> bool:
 
 
 def restored(name: str, architecture: str, values: Tensor) -> Tensor:
-    """Returns transformers' values and shape of a tensor of plain numbers."""
+    """Converts a float tensor to the values and the shape that it has in transformers."""
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     base = block[2] if block is not None else f".{name}"
     if (

@@ -1,4 +1,4 @@
-"""The matrices of a GGUF file that are one layer of transformers, and their values as floats."""
+"""Pairs, stacks and parts of GGUF matrices that make one transformers layer, and their decoding to floats."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,11 @@ from torch_marlin_metal.checkpoints.formats.gguf_small import decode
 
 @dataclass(frozen=True)
 class Piece:
-    """The matrices of a file that are one layer of transformers.
+    """The one or two matrices of a file, or the part of one, that make one transformers layer.
 
     Attributes:
         tensor: the matrix, or a stack of matrices.
-        second: a second one, or None.
+        second: the matrix that is joined to it, or None.
         way: how the rows of both make those of the layer, see `gguf_orders.joined`.
         expert: the number of the matrix in a stack.
         part: which part of the rows is the layer, see `gguf_orders.split_rows`; None means all.
@@ -30,7 +30,6 @@ class Piece:
 
     @property
     def tensors(self) -> list[GgufTensor]:
-        """Returns the one or two tensors."""
         return [self.tensor] if self.second is None else [self.tensor, self.second]
 
 

@@ -1,4 +1,4 @@
-"""The blocks of GGUF files whose weights have at most 16 values in a group: those of 2 and 3 bits, and less.
+"""GGUF block types of 3 bits and fewer, whose weights have at most 16 distinct values in a group.
 
 Grids, tables of signs and the packing of codes are those of the package gguf, whose function decodes a block. Its
 values are then divided by the scales of their groups, which gives whole codes or entries of a table without rounding:
@@ -103,7 +103,7 @@ def _half(start: int) -> Callable[[Tensor], Tensor]:
 
 
 def _bits(data: Tensor, *shifts: int) -> Tensor:
-    """Returns the data shifted to the right by each of the numbers, side by side: `[N, B, n * len(shifts)]`."""
+    """Shifts the data right by each of `shifts` and concatenates the results: `[N, B, n * len(shifts)]`."""
     return (data.int().unsqueeze(3) >> torch.tensor(shifts, dtype=torch.int32, device="cpu")).flatten(2)
 
 

@@ -60,7 +60,7 @@ def prefixes(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
 
 
 def latent(checkpoint: Checkpoint, base: str) -> tuple[str, str] | None:
-    """Returns the layer of transformers and the second stack for a stack of heads, ("", "") for the second stack."""
+    """Returns (transformers layer, stack of values) for a stack of keys, ("", "") for a stack of values, else None."""
     if base.endswith(VALUES):
         return "", ""
     owner = base.removesuffix(KEYS)

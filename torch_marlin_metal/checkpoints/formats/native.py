@@ -111,7 +111,6 @@ class StateReader(CheckpointReader):
         return [key.removesuffix(".b_packed") for key in self._state if key.endswith(".b_packed")]
 
     def convert(self, index: int) -> PackedWeight:
-        """Makes one layer and validates it."""
         name = self.layer_names[index]
         tensors = {role: self._state.get(f"{name}.{role}") for role in (*WEIGHT_TENSORS, "bias")}
         described = self._state.get(f"{name}.packed_format")
@@ -131,7 +130,6 @@ class StateReader(CheckpointReader):
         return self._state.get(f"{self.layer_names[index]}.bias")
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that returns it, dtype) for each tensor outside the layers."""
         packed = {f"{name}.{role}" for name in self.layer_names for role in (*WEIGHT_TENSORS, *LAYER_TENSORS)}
         for name, tensor in self._state.items():
             if name not in packed:

@@ -1,4 +1,4 @@
-"""Importing this module makes diffusers quantize models while it loads them, and save and load packed models.
+"""Importing this module lets diffusers load and save packed models, and quantize models with a `MarlinConfig`.
 
     import torch_marlin_metal.integrations.diffusers
     from torch_marlin_metal.integrations.diffusers import MarlinConfig

@@ -39,7 +39,7 @@ def setup_prompt_encoder(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _shown_tables(model: nn.Module) -> Iterator[None]:
-    """Gives packed tables a parameter of the size of their weight, without values, for a while."""
+    """Gives packed embeddings, inside the block, a parameter of their weight's size without values."""
     tables = [module for module in model.modules() if isinstance(module, MarlinEmbedding)]
     for table in tables:
         hollow = torch.empty((), dtype=table.dtype, device=table.b_packed.device).expand(table.weight.shape)

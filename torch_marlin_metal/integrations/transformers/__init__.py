@@ -1,4 +1,4 @@
-"""Importing this module makes transformers' `from_pretrained` load 4-bit checkpoints into `MarlinLinear` layers.
+"""Importing this module lets transformers' `from_pretrained` load packed checkpoints into `MarlinLinear` layers.
 
     import torch_marlin_metal.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")

@@ -29,7 +29,7 @@ class Method(str, Enum):
 
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Tells `from_pretrained` how to load 4-bit checkpoints, or how to quantize float checkpoints.
+    """Tells `from_pretrained` how to load packed checkpoints, or how to quantize float checkpoints.
 
     Models of transformers take it, and models of diffusers after `import torch_marlin_metal.integrations.diffusers`.
 

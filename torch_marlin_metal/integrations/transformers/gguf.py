@@ -76,7 +76,7 @@ def _is_of_expert(name: str) -> bool:
 
 
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
-    """Wraps transformers' `load_gguf_checkpoint`, so that the config that it makes has all that the file says.
+    """Wraps transformers' `load_gguf_checkpoint`, so that its config has every setting of the file.
 
     Args:
         original: the function to wrap.

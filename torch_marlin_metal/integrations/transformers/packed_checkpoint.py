@@ -1,4 +1,4 @@
-"""Opens the loader to transformers: it supplies names and devices, and loads everything but the packed layers.
+"""Connects the loader with transformers, which supplies names and devices and loads all but the packed layers.
 
 `place` puts placeholders into the model before transformers loads, so that transformers neither reports a missing
 weight nor makes one. When transformers has loaded everything else, `fill` puts the packed layers into their places.

@@ -1,4 +1,4 @@
-"""The packed layers of a model that a saved directory holds."""
+"""Lists the packed layers that `save_pretrained` writes; layers that transformers ties are left out."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,11 +16,10 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every packed layer that a directory holds; `copy` as in `ExpertWeights.to_packed`.
+    """Yields (name, weight) of the packed layers that `save_pretrained` writes; `copy` as in `ExpertWeights.to_packed`.
 
-    If transformers itself ties a layer's weight to another layer after loading, the directory does not hold that layer.
-    If layers share a weight for another reason, each is yielded with its own copy, because safetensors refuses
-    tensors that share memory.
+    A layer that transformers ties to another one after loading is left out. If layers share a weight for another
+    reason, each is yielded with a copy, because safetensors refuses tensors that share memory.
     """
     # Each column part of a fused layer is a new tensor, which may get the id of an earlier tensor that was freed.
     held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}

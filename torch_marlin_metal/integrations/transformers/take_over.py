@@ -1,4 +1,4 @@
-"""Makes transformers' `from_pretrained` use this package for 4-bit checkpoints, and leaves all others to transformers.
+"""Makes transformers' `from_pretrained` use this package for packed checkpoints, and leaves all others to transformers.
 
 `from_pretrained` asks the function `get_hf_quantizer` who loads a quantized checkpoint. The import wraps this function.
 For the methods in `known_formats.py` and for GGUF files the wrapper returns this package's quantizer. transformers'
