@@ -12,21 +12,22 @@ TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
-# The files that clang-format checks: all but the headers in the folders below softmetal/msl, many of which are tables
-# of macros.
+# The files that clang-format checks: all but the headers in the folders of the device's msl/, many of which are tables of
+# macros.
 CXX_FILES := $(shell find csrc kernels -type f) $(wildcard lab/*/*.cpp \
-	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/,runtime runtime/pytorch runtime/include/* executor executor/* msl examples/* tests/host), \
+	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/src/softmetal/,runtime runtime/pytorch runtime/include/* executor executor/* msl) \
+	softmetal/examples/* softmetal/tests/host, \
 	$(addprefix $(folder)/*,.h .cpp .mm)))
 # The tests' build adds the MPS backend on the software Metal device if its packages are present.
 BUILT := $(VENV)/.built-$(shell sh scripts/system_packages.sh has-softmetal && echo mps || echo cpu)
 
-.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora demo-mixture bench bench-mlstm macos macos-mistakes campaign races counts mutate witness clean
+.PHONY: help build compiled test test-all lint format docs demo demo-mps demo-xlstm demo-qlora demo-mixture bench bench-mlstm macos macos-mistakes campaign races counts mutate clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / {printf "%-15s%s\n", $$1, $$2}' Makefile
 
-$(VENV)/.installed: pyproject.toml scripts/system_packages.sh
+$(VENV)/.installed: pyproject.toml softmetal/pyproject.toml scripts/system_packages.sh
 	@echo "== setting up $(VENV): $(REQUIRED_TORCH) first, then the development packages"
 	@sh scripts/announce_setup.sh $(PY) "$(TORCH_INDEX)"
 	@sh scripts/system_packages.sh install
@@ -34,6 +35,7 @@ $(VENV)/.installed: pyproject.toml scripts/system_packages.sh
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(REQUIRED_TORCH)
 	@$(PIP_INSTALL) "setuptools>=77" wheel ninja numpy
 	@WITHOUT_EXTENSION=1 $(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable softmetal
 	@touch $@
 
 $(BUILT): $(VENV)/.installed $(SOURCES)
@@ -47,10 +49,10 @@ build: $(VENV)/.installed ## set up .venv and build the extension in place
 
 compiled: $(BUILT)
 
-test: build ## all tests
+test: build ## the tests, with a sample of the cases on the software Metal device
 	$(PYTEST) $(TESTS)
 
-test-all: build ## the same with whole matrices of shapes (long)
+test-all: build ## the tests with all cases (long)
 	$(PYTEST) $(TESTS) --everything
 
 lint: $(VENV)/.installed ## ruff, mypy, clang-format
@@ -112,9 +114,5 @@ counts: build ## the kernels' instructions on an M1, counted with Mesa's compile
 mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)
 
-witness: build ## kernels as Apple's compiler made them beside our compile of their source
-	$(PY) -m softmetal.witness
-	$(PY) -m softmetal.witness --prove
-
 clean: ## remove what was built (not .venv)
-	rm -rf build dist demo-output torch_marlin_metal/*.so $(VENV)/.built-*
+	rm -rf build softmetal/build dist demo-output torch_marlin_metal/*.so $(VENV)/.built-*

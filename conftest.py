@@ -1,6 +1,6 @@
 """Makes `device="mps"` ready before any test module asks torch about it. On Linux it loads the software Metal device.
 
-This file is at the root because it serves both `tests/` and `softmetal/tests/`.
+The tests of the device itself have a conftest.py of their own, in `softmetal/tests/`.
 """
 
 import os
@@ -8,25 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for `tests.support`, `softmetal` and `build_support`
+sys.path.insert(0, str(HERE))  # for `tests.support` and `build_support`
+from tests.support.mps import load_mps  # noqa: E402
+
 pytest_plugins = ["tests.support.sampling"]
-
-
-def load_mps() -> str:
-    """Loads the device; returns why there is none, or an empty string."""
-    if sys.platform == "darwin":
-        return "" if torch.backends.mps.is_available() else "this Mac has no MPS device"
-    try:
-        import softmetal  # noqa: F401
-    except RuntimeError as error:
-        if type(error).__name__ != "Unavailable":  # a class of the package that was not imported
-            raise
-        return str(error)
-    return ""
-
 
 MPS_MISSING = load_mps()
 
@@ -48,11 +35,11 @@ def pytest_configure(config):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips each file that needs the software Metal device if the device is missing or not used.
+    """Skips each file of `kernels/`, which needs the software Metal device, if the device is missing or not used.
 
     The report names each skipped file.
     """
-    needs_device = {"softmetal", "kernels"} & set(module_path.relative_to(HERE).parts)
+    needs_device = "kernels" in set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)
     return None

@@ -14,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))  # PEP 517 front ends do not add the source tree to the path
 
-from build_support import cpp_library, progress, softmetal  # noqa: E402
+from build_support import cpp_library, progress  # noqa: E402
 from build_support.backend import DEFAULT_TORCH, torch_requirement, version_label  # noqa: E402
 from build_support.embed_formats import write_format_table  # noqa: E402
 from build_support.embed_kernels import write_kernel_sources  # noqa: E402
@@ -109,10 +109,12 @@ class BuildMarlin(BuildExtension):
             super().build_extension(ext)
         self.link_cpp_library(ext)
         if os.environ.get("SOFTMETAL"):
+            from softmetal.extension import link_with_mps_sources
+
             print(
                 f"== the same with the MPS backend, on the software Metal device: {len(mps_sources)} files", flush=True
             )
-            softmetal.link_with_mps_sources(self, ext, mps_sources)
+            link_with_mps_sources(self, ext, mps_sources)
 
     def copy_extensions_to_source(self):  # setuptools calls this for a build in place
         super().copy_extensions_to_source()

@@ -1,1 +1,1 @@
-"""Build code beyond setuptools: kernel embedding, pinned wheels, the macOS cross build and its checks."""
+"""Build code beyond setuptools: kernel embedding, the macOS cross build and its checks."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from build_support.macos_symbols import MINIMUM_MACOS
+MINIMUM_MACOS = "14.0"
 
 
 def mac_environment(platform: str, given: Mapping[str, str]) -> dict[str, str]:

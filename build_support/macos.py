@@ -20,11 +20,13 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from build_support import cpp_library, pytorch_calls, softmetal, wheels
+from build_support import cpp_library
 from build_support.backend import torch_requirement, version_label
 from build_support.embed_kernels import write_kernel_sources
-from build_support.macos_symbols import MINIMUM_MACOS, SYSTEM_LIBRARIES, selector_problems, system_symbols
-from build_support.pytorch_calls import PINNED
+from build_support.mac_environment import MINIMUM_MACOS
+from build_support.macos_symbols import SYSTEM_LIBRARIES, selector_problems, system_symbols
+from softmetal.apple import api_check, pytorch_calls, wheels
+from softmetal.apple.pytorch_calls import PINNED
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "build" / "macos"
@@ -85,7 +87,7 @@ def python_headers() -> Path:
 
 
 def compile_flags(
-    torch: str = PINNED, root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS, frameworks: Path = FRAMEWORK_LINKS
+    torch: str = PINNED, root: Path = ROOT, stand_ins: Path = api_check.INCLUDE, frameworks: Path = FRAMEWORK_LINKS
 ) -> list[str]:
     """Returns the flags for every source: headers of the Mac torch wheel, and our stand-ins for Apple's frameworks.
 
@@ -213,16 +215,16 @@ def _link(objects: list[Path], product: Path, dylibs: list[Path], rpath: str, un
     return product
 
 
-def check_api(
-    objects: list[Path], torch: str = PINNED, root: Path = ROOT, stand_ins: Path = softmetal.STAND_INS
-) -> str:
+def check_api(objects: list[Path], torch: str = PINNED, root: Path = ROOT, stand_ins: Path = api_check.INCLUDE) -> str:
     """Compares the stand-in headers and the selectors of the MPS objects with Apple's metadata. Returns a summary.
 
     Raises:
         MacBuildError: a selector, encoding, class or enum value differs from Apple's, or needs a newer macOS.
     """
     host = [path for path in objects if path.name.endswith(".mm.o")]
-    summary = run(softmetal.api_check_command(stand_ins, host), PYTHONPATH=str(ROOT)).strip()
+    summary = run(
+        [sys.executable, "-m", "softmetal.apple.api_check", "--include", str(stand_ins), *map(str, host)]
+    ).strip()
     if problems := selector_problems(host, sorted(root.glob("csrc/**/*.mm")), torch_dylibs(torch)):
         raise MacBuildError("\n".join(problems))
     return f"{summary}; none newer than macOS {MINIMUM_MACOS} without a guard"

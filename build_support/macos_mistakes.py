@@ -12,7 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_support import macos, softmetal
+from build_support import macos
+from softmetal.apple import api_check
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
         root = Path(name)
         shutil.copytree(macos.ROOT / "csrc", root / "csrc")
         shutil.copytree(macos.ROOT / "kernels", root / "kernels")
-        stand_ins = Path(shutil.copytree(softmetal.STAND_INS, root / "include"))
+        stand_ins = Path(shutil.copytree(api_check.INCLUDE, root / "include"))
         if not spoil(root, mistake):
             return f"{mistake.before!r} is nowhere: this mistake needs a new row"
         product = root / f"csrc_mps_{mistake.source}.o"

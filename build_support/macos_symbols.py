@@ -9,9 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from build_support.macho import MachO
-
-MINIMUM_MACOS = "14.0"
+from softmetal.apple.macho import MachO
 
 # The install name of each system library, by the name that llvm-nm prints.
 SYSTEM_LIBRARIES = {

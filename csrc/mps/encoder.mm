@@ -78,7 +78,7 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
   // Workspaces need no cache, because PyTorch's allocator reuses freed memory within microseconds. The
   // reuse is safe: later work is encoded on the same stream, so it runs after this plan. torch 2.14 and later have
   // several streams. The allocator of these versions gives freed memory to another stream only when no work in flight
-  // uses it; build_support/pytorch_calls.py checks that.
+  // uses it; softmetal/src/softmetal/apple/pytorch_calls.py checks that.
   const Extent& partials = compiled.plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =

@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softmetal.witness.libraries import MLX_WITH_TENSORS, mlx_include  # softmetal before the package
-
-from lab.counting import instructions  # isort: skip
-from lab.counting.kernel_counts import write_or_check  # isort: skip
-from lab.model.counts import KernelCounts  # isort: skip
+from lab.counting import instructions
+from lab.counting.kernel_counts import write_or_check
+from lab.model.counts import KernelCounts
+from softmetal.proof.libraries import MLX_WITH_TENSORS, mlx_include
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "lab" / "agx" / "tensor_stub"

@@ -22,10 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import softmetal  # noqa: F401  before the package
-
-from lab.model.kernel import DISPATCH_SECONDS  # isort: skip
-from torch_marlin_metal.profiling import AppleSiliconGPU  # isort: skip
+from lab.model.kernel import DISPATCH_SECONDS
+from torch_marlin_metal.profiling import AppleSiliconGPU
 
 ROOT = Path(__file__).resolve().parents[2]
 AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"

@@ -188,7 +188,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4)
     parser.add_argument("--samples", type=int, default=0, metavar="CALLS", help="measure time, by this many calls")
     options = parser.parse_args()
-    import softmetal  # noqa: F401  before anything asks torch about mps
+    import softmetal
+
+    softmetal.install()  # before anything asks torch about mps
 
     import torch  # isort: skip
     import torch_marlin_metal as tmm  # isort: skip

@@ -9,18 +9,15 @@ Times are CPU seconds of this machine; Apple's compiler has not been measured. N
 import argparse
 import re
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from build_support.embed_kernels import kernel_text
+from softmetal.msl import compiler
+from softmetal.msl.tokens import tokenize
+from softmetal.msl.translate import Translator
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "softmetal")]
-
-from msl import compiler  # noqa: E402
-from msl.tokens import tokenize  # noqa: E402
-from msl.translate import Translator  # noqa: E402
-
-from build_support.embed_kernels import kernel_text  # noqa: E402
 
 METAL_TYPES = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 FAMILIES = {

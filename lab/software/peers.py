@@ -1,7 +1,7 @@
 """Counts the work per weight of 4-bit kernels: ours, and those of MLX and PyTorch as compiled by Apple's compiler.
 
 python -m lab.software.peers          # prints the table; downloads the wheels if they are not cached
-python -m lab.software.peers --write  # puts the table into softmetal/docs/device.md
+python -m lab.software.peers --write  # puts the table into lab/notes/kernel-costs.md
 python -m lab.software.peers --ours   # prints the rows of this package, which need no wheels
 """
 
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from softmetal import device
-from softmetal.witness import libraries, quantized, references
-from softmetal.witness.case import Launch, counted
+from softmetal.proof import libraries, quantized, references
+from softmetal.proof.case import Launch, counted
 from tests.support.kernels import problems as kernel_problems
 from tests.support.kernels import tiles as kernel_tiles
 from tests.support.kernels.problems import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "softmetal" / "docs" / "device.md"
+PAGE = ROOT / "lab" / "notes" / "kernel-costs.md"
 HALF = "float16"
 AFFINE, NVFP4, MXFP4 = (
     quantized.Format("affine", 64, 4),
@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ours", action="store_true", help="only the rows of this package")
-    what.add_argument("--write", action="store_true", help="put the table into the page on the software device")
+    what.add_argument("--write", action="store_true", help="put the table into the page on kernel costs")
     options = parser.parse_args()
     if options.ours:
         print(*our_rows(), sep="\n")

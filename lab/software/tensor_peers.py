@@ -20,10 +20,10 @@ import torch
 
 from scripts import page_section
 from softmetal import device
+from softmetal.proof import quantized
+from softmetal.proof.case import counted
+from softmetal.proof.libraries import MLX_WITH_TENSORS, mlx_library
 from softmetal.reports import Counters
-from softmetal.witness import quantized
-from softmetal.witness.case import counted
-from softmetal.witness.libraries import MLX_WITH_TENSORS, mlx_library
 from tests.support.kernels.problems import Problem
 from tests.support.kernels.tensor import count_tensor
 

@@ -9,13 +9,14 @@ import argparse
 import re
 from dataclasses import dataclass
 
-import softmetal  # before anything asks torch about mps
+import softmetal
 
-import torch  # isort: skip
-from transformers import LlamaConfig, LlamaForCausalLM  # isort: skip
+softmetal.install()  # before anything asks torch about mps
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-import torch_marlin_metal as tmm  # isort: skip
-from lab.software.compile_cost import ROOT, cost  # isort: skip
+import torch_marlin_metal as tmm  # noqa: E402
+from lab.software.compile_cost import ROOT, cost  # noqa: E402
 
 FILE = re.compile(r'^#line 1 "kernels/([\w/]+\.metal)"', re.MULTILINE)
 

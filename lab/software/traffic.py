@@ -14,11 +14,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-import softmetal  # before anything asks torch about mps
+import softmetal
 
-import torch  # isort: skip
-import torch_marlin_metal as tmm  # isort: skip
-from tests.support import reference  # isort: skip
+softmetal.install()  # before anything asks torch about mps
+import torch  # noqa: E402
+
+import torch_marlin_metal as tmm  # noqa: E402
+from tests.support import reference  # noqa: E402
 
 OPS = torch.ops.torch_marlin_metal
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from air_module import bitcode, buffer, builtin, metallib, save
 
+from air_module import bitcode, buffer, builtin, metallib, save
 from softmetal import device
 from softmetal.msl.air.functions import Declaration, Type, UnknownFunction, cpp_function, parse_name
 from softmetal.msl.air.metallib import Metallib, MetallibError

@@ -162,7 +162,7 @@ def test_the_environment_turns_validation_on_as_on_a_mac(setting: str | None, ex
     environment = {name: value for name, value in os.environ.items() if name != "MTL_DEBUG_LAYER"}
     if setting is not None:
         environment["MTL_DEBUG_LAYER"] = setting
-    program = "import softmetal; print(softmetal._library.set_validates(0))"
+    program = "import softmetal; softmetal.install(); print(softmetal._device().set_validates(0))"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == expected, done.stderr
 

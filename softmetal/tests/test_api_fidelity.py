@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from build_support import wheels
-from softmetal import api_check, api_metadata
+from softmetal.apple import api_check, api_metadata, wheels
 
 # Methods that PyObjC's metadata of the SDK leaves out, because Python needs no description of their types. Our
 # declarations of these methods follow Apple's documentation.

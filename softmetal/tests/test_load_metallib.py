@@ -10,14 +10,16 @@ import pytest
 import torch
 
 import softmetal
-from softmetal.witness import libraries
+from softmetal.proof import libraries
 
 
 @pytest.fixture(scope="module")
 def metallib() -> Path:
     wheels = libraries.wheels
     if not wheels.is_cached("mlx-metal"):
-        pytest.skip(f"{wheels.WHEELS['mlx-metal'].filename} is not in .cache/wheels; `make witness` fetches it")
+        pytest.skip(
+            f"{wheels.WHEELS['mlx-metal'].filename} is not in .cache/wheels; `python -m softmetal.proof` fetches it"
+        )
     return libraries.mlx_library()
 
 

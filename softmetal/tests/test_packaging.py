@@ -1,53 +1,77 @@
-"""Tests that softmetal does not depend on the project, and that no wheel or source distribution contains softmetal."""
+"""Builds the project alone: a copy of its folder is installed as a wheel in a fresh environment, and tests run there.
+
+The environment sees the packages of this one, except editable installations. The device is built from nothing.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
+import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("pyproject.toml", "README.md", "src", "tests", "examples", "docs")
+CHOSEN = ("tests/test_streams.py", "tests/executor/test_ends.py")
 
 
-def setup(tmp_path: Path, *command: str) -> Path:
-    """Runs a command of setup.py without the extension. All outputs go under `tmp_path`. Returns the built archive."""
-    build = ["build", "--build-base", str(tmp_path / "build")] if "bdist_wheel" in command else []
+def run(*command: object, folder: Path, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "SOFTMETAL"))}
     done = subprocess.run(
-        [
-            *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)),
-            *(*build, *command, "--dist-dir", str(tmp_path / "dist")),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "WITHOUT_EXTENSION": "1"},
-        capture_output=True,
-        text=True,
+        list(map(str, command)), cwd=folder, env={**kept, **environment}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    (product,) = (tmp_path / "dist").iterdir()
-    return product
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_wheel_holds_only_the_package(tmp_path: Path) -> None:
-    with zipfile.ZipFile(setup(tmp_path, "bdist_wheel")) as wheel:
-        names = wheel.namelist()
-    assert "torch_marlin_metal/__init__.py" in names
-    assert [n for n in names if not n.startswith(("torch_marlin_metal/", "torch_marlin_metal-"))] == []
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a copy of the project's sources."""
+    folder = tmp_path_factory.mktemp("alone") / "project"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for part in PARTS:
+        source, target = ROOT / part, folder / part
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=ignored)
+        else:
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+    return folder
 
 
-def test_source_distribution_leaves_it_out(tmp_path: Path) -> None:
-    with tarfile.open(setup(tmp_path, "sdist")) as archive:
-        names = [name.partition("/")[2] for name in archive.getnames()]
-    assert "torch_marlin_metal/__init__.py" in names
-    assert [n for n in names if n.startswith("softmetal")] == []
+@pytest.fixture(scope="module")
+def python(copy: Path) -> Path:
+    """Returns the interpreter of a fresh environment in which pip has installed the copy."""
+    folder = copy.parent / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, folder=copy)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
+    # Python adds the folder to its path, but ignores the .pth files there, so editable installations stay hidden.
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    interpreter = Path(sysconfig.get_path("scripts", "venv", paths)) / "python"
+    options = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation")
+    run(interpreter, "-m", "pip", "install", *options, copy, folder=copy)
+    return interpreter
 
 
-def test_the_device_does_not_know_the_project() -> None:
-    """softmetal can run the extension of any package. Only its tests may name torch_marlin_metal."""
-    sources = [p for p in (ROOT / "softmetal").rglob("*") if p.suffix in (".py", ".h", ".cpp", ".mm")]
-    assert len(sources) > 100
-    tests = ROOT / "softmetal" / "tests"
-    named = [p.relative_to(ROOT) for p in sources if "torch_marlin" in p.read_text() and tests not in p.parents]
-    assert named == []
+def test_the_wheel_has_all_files(copy: Path, python: Path) -> None:
+    shown = run(python, "-c", "import softmetal; print(softmetal.__path__[0])", folder=copy)
+    package = Path(shown.strip())
+    assert package.is_relative_to(copy.parent / "environment")
+
+    def files(folder: Path) -> set[Path]:
+        return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+    assert files(package) == files(copy / "src" / "softmetal")
+
+
+def test_its_tests_pass_without_the_repository(copy: Path, python: Path) -> None:
+    run(python, "-c", "import importlib.util as u; assert not u.find_spec('torch_marlin_metal')", folder=copy)
+    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHOSEN)
+    cache = copy.parent / "cache"
+    assert " passed" in run(*command, folder=copy, XDG_CACHE_HOME=str(cache))
+    assert (cache / "softmetal" / "libsoftmetal.so").exists()

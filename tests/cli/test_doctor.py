@@ -244,7 +244,9 @@ def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
 @pytest.mark.large
 @pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5")
 def test_every_variant_of_an_m5(everything):
-    program = "import json, softmetal\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
+    program = (
+        "import json, softmetal; softmetal.install()\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
+    )
     program += f"print(json.dumps(compare({kinds(everything)})))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "SOFTMETAL_FAMILY": "10"}, cwd=Path(__file__).parents[2],

@@ -85,7 +85,7 @@ def test_the_whole_package_computes_with_an_added_format(copy: Path, everything:
     chosen = f"({TOY} and cpu) or format_table"
     (copy / "softmetal").mkdir()  # the copy's tests have no Metal device
     (copy / "softmetal/__init__.py").write_text(
-        "class Unavailable(RuntimeError): ...\n\n\nraise Unavailable('a copy')\n"
+        "class Unavailable(RuntimeError): ...\n\n\ndef install():\n    raise Unavailable('a copy')\n"
     )
     done = run(copy, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", chosen)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.dependencies import test_adding_a_kernel as products
 from tests.dependencies.test_adding_a_kernel import LIST
 from tests.support import cxx
@@ -124,6 +126,7 @@ def add_kernel(root: Path, family: Family, toy: str) -> list[str]:
     return sorted([shader, LIST, family.plan])
 
 
+@pytest.mark.whole
 def test_a_kernel_of_each_family_is_added_in_three_files(tmp_path: Path) -> None:
     copy = copy_tree(tmp_path)
     toys = {f"{family.kernel}_toy": family for family in FAMILIES.values()}

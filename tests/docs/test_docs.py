@@ -42,7 +42,7 @@ def test_snippets_run(page, tmp_path):
     """Runs all snippets of a page in order, as one program."""
     text = "\n".join(blocks(page, "python"))
     if page.name == "README.md":
-        text = "import softmetal\n" + readme_program(tmp_path / "model")
+        text = "import softmetal\nsoftmetal.install()\n" + readme_program(tmp_path / "model")
     if "import softmetal" in text and not (has_softmetal() and torch.backends.mps.is_available()):
         pytest.skip(
             "the software Metal device's Debian packages are missing, or the device does not support this torch"

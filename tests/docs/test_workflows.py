@@ -61,7 +61,7 @@ def test_each_job_installs_what_its_tests_import() -> None:
     found = [job for file in sorted(WORKFLOWS.glob("*.yml")) for job in jobs.jobs(file)]
     with_tests = {job.name for job in found if any(path.startswith("tests") for path in job.runs)}
     macos = {f"ci.yml macos {install}" for install in ("source 2.14.1", "wheel 2.13.0", "wheel 2.14.1", "wheel 2.15.0")}
-    assert with_tests == {"ci.yml linux", *macos}
+    assert with_tests == {"ci.yml linux", "nightly.yml everything", *macos}
     assert sum(job.runs == ["build_support/check_installed.py"] for job in found) > 20
     assert {job.name: job.missing() for job in found if job.missing()} == {}
 

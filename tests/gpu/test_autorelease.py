@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="counts the sof
 
 # A process of its own, because a kernel whose compile failed stays broken in its process.
 SCRIPT = """
-import softmetal
+import softmetal; softmetal.install()
 import torch
 import torch_marlin_metal as tmm
 
@@ -35,7 +35,7 @@ def test_a_failing_compile(mps):
 
 # PyTorch's profiler, started with wait_until_completed, waits for the GPU at the end of each kernel.
 WAITING_PROFILER = """
-import softmetal
+import softmetal; softmetal.install()
 import torch
 import torch_marlin_metal as tmm
 

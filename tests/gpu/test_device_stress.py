@@ -234,7 +234,8 @@ def test_many_calls_do_not_grow(everything) -> None:
 
 
 PREFIX = """
-import os, softmetal, sys, threading, torch, torch_marlin_metal as tmm
+import softmetal; softmetal.install()
+import os, sys, threading, torch, torch_marlin_metal as tmm
 torch.set_num_threads(1)  # a forked child cannot use the threads of its parent
 weight = tmm.quantize_weight(torch.ones(64, 512), "uint4b8", group_size=64)
 expected = float(weight.dequantize(torch.float32)[:, 0].sum())

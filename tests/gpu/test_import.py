@@ -53,7 +53,8 @@ def test_a_table_that_cannot_be_read_is_a_warning_of_the_first_choice(tmp_path, 
     else:
         table.write_text(damage)
     code = f"""
-import softmetal, warnings, torch, torch_marlin_metal as tmm
+import softmetal; softmetal.install()
+import warnings, torch, torch_marlin_metal as tmm
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     tmm.profiling.plan({PRODUCT}, gpu="M1")
@@ -73,7 +74,8 @@ with warnings.catch_warnings(record=True) as found:
 def test_a_cache_folder_that_cannot_be_searched_is_a_warning(tmp_path, reason) -> None:
     (tmp_path / ".cache").mkdir(mode=0)
     code = f"""
-import os, softmetal, warnings, torch, torch_marlin_metal as tmm, torch_marlin_metal.tuning
+import softmetal; softmetal.install()
+import os, warnings, torch, torch_marlin_metal as tmm, torch_marlin_metal.tuning
 torch.ones(1, device="mps")
 if os.getuid() == 0:  # whom no permission stops
     os.setuid(65534)
@@ -93,7 +95,8 @@ print(chosen == tmm.profiling.plan({PRODUCT}, tuned=False).chosen.variant, [str(
 @pytest.mark.usefixtures("mps")
 def test_threads_that_multiply_first_all_use_the_saved_table(tmp_path) -> None:
     code = """
-import softmetal, threading, torch, torch_marlin_metal as tmm
+import softmetal; softmetal.install()
+import threading, torch, torch_marlin_metal as tmm
 product = tmm.tuning.Product(64, 128, "uint4b8", 32)
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange
 entry = TunedRange(product, 1, 4, "single_stage", 1e-6, "gemv", 1.5)

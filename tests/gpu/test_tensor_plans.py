@@ -58,7 +58,7 @@ def test_the_commands_show_it(gpu, shown):
 def test_this_machines_plans_follow_its_own_gate(environment, has_units):
     """`tune` and `doctor` choose what to run by this machine and not by the chip for which it plans."""
     program = (
-        "import softmetal\n"
+        "import softmetal; softmetal.install()\n"
         "from torch_marlin_metal import tuning\nfrom torch_marlin_metal.profiling import plan\n"
         "from torch_marlin_metal.gpu.tuning.tuner import candidates\n"
         "product = tuning.Product(N=64, K=128, weight_format='uint4b8', group_size=32, dtype='float16')\n"

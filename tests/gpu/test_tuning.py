@@ -335,7 +335,7 @@ def test_a_table_that_is_something_else_is_named(tmp_path, text):
 def test_a_later_process_uses_the_saved_table(tmp_path):
     path = tuning.save(table_of((1, 2, "single_stage")), tmp_path / "tuned.json")
     root = Path(__file__).parents[2]
-    script = f"import softmetal, torch_marlin_metal as t; print(t.profiling.plan(1, {PRODUCT.N}, {PRODUCT.K}, group_size=32).chosen.variant)"
+    script = f"import softmetal; softmetal.install(); import torch_marlin_metal as t; print(t.profiling.plan(1, {PRODUCT.N}, {PRODUCT.K}, group_size=32).chosen.variant)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(root), "TORCH_MARLIN_METAL_TUNED": str(path)},

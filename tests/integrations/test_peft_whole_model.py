@@ -194,7 +194,7 @@ print(type(get_peft_model(model, LoraConfig(target_modules=["0"])).base_model.mo
     "imports",
     [
         ("import peft", "import torch_marlin_metal", ""),
-        ("", "import torch_marlin_metal", "import peft"),
+        pytest.param(("", "import torch_marlin_metal", "import peft"), marks=pytest.mark.whole),
     ],
     ids=["peft first", "peft last"],
 )

@@ -161,7 +161,9 @@ def test_devices_without_kernels_are_refused(place) -> None:
         load(GPTQ, device_map={"": place})
 
 
-@pytest.mark.parametrize(("fuse", "backend"), [(False, "inductor"), (True, "eager")])
+@pytest.mark.parametrize(
+    ("fuse", "backend"), [(False, "inductor"), pytest.param(True, "eager", marks=pytest.mark.whole)]
+)
 def test_a_compiled_step_with_a_static_cache(fuse, backend) -> None:
     torch._dynamo.reset()
     model = load(GPTQ, dtype=torch.float32, quantization_config=MarlinConfig(fuse=fuse))

@@ -9,7 +9,6 @@ import sys
 
 import torch
 
-import softmetal  # noqa: F401
 from softmetal import device
 from tests.support.kernels import launch
 from tests.support.kernels.cases import FORMATS, problem

@@ -68,7 +68,7 @@ def test_dequantize_every_code(weight_format: str, zeros_dtype: torch.dtype | No
 
 @pytest.mark.parametrize(
     ("weight_format", "N", "has_perm", "scales_dtype"),
-    pairs(weight_format=FORMATS, N=[1, 63, 200], has_perm=[False, True], scales_dtype=FLOATS),
+    sampled(pairs(weight_format=FORMATS, N=[1, 63, 200], has_perm=[False, True], scales_dtype=FLOATS)),
 )
 def test_dequantize_shapes(weight_format: str, N: int, has_perm: bool, scales_dtype: torch.dtype) -> None:
     p = problem(

@@ -1,12 +1,14 @@
 """lab/software/traffic.py reports the counts that follow from the shapes.
 
-peers.py prints the rows of this package that softmetal/docs/device.md shows.
+peers.py prints the rows of this package that lab/notes/kernel-costs.md shows.
 """
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 M, N, K, GROUP = 9, 136, 192, 64
@@ -46,11 +48,12 @@ def test_counts_follow_from_the_shapes() -> None:
     assert staged["barriers"] == K // 32
 
 
+@pytest.mark.whole
 def test_the_table_of_peers_has_our_kernels_counts() -> None:
     """The command runs this package's kernels in checked mode: 4 s. The other rows need wheels of other projects."""
     command = [sys.executable, "-m", "lab.software.peers", "--ours"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = done.stdout.splitlines()
-    page = (ROOT / "softmetal" / "docs" / "device.md").read_text().splitlines()
+    page = (ROOT / "lab" / "notes" / "kernel-costs.md").read_text().splitlines()
     assert len(rows) == 9
     assert [row for row in page if "| ours |" in row] == rows

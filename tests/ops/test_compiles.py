@@ -266,7 +266,11 @@ def failures() -> dict[str, str]:
     if not torch.backends.mps.is_available():
         pytest.skip("needs the software Metal device")
     done = subprocess.run(
-        [sys.executable, "-c", "import softmetal\nfrom tests.ops import test_compiles\ntest_compiles.run_all()"],
+        [
+            sys.executable,
+            "-c",
+            "import softmetal; softmetal.install()\nfrom tests.ops import test_compiles\ntest_compiles.run_all()",
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "SOFTMETAL_CHECKED": "0"},
         cwd=ROOT,
         capture_output=True,

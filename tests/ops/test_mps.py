@@ -251,7 +251,7 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
 
 def run_process(script: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs a script in a new process in which torch, the package and the device are already imported."""
-    prefix = "" if sys.platform == "darwin" else "import softmetal\n"
+    prefix = "" if sys.platform == "darwin" else "import softmetal; softmetal.install()\n"
     return subprocess.run(
         [sys.executable, "-c", f"{prefix}import torch, torch_marlin_metal as tmm\n{script}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

@@ -292,7 +292,7 @@ def run_scenario(name: str, whole: bool) -> None:
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
 def test_on_an_m5(name: str, everything: bool) -> None:
     environment = next(environment for scenario, environment in SCENARIOS.items() if scenario.__name__ == name)
-    script = "import softmetal\nfrom tests.ops import test_tensor_units as t\n"
+    script = "import softmetal; softmetal.install()\nfrom tests.ops import test_tensor_units as t\n"
     done = subprocess.run(
         [sys.executable, "-c", f"{script}t.run_scenario({name!r}, {everything})"],
         env={**os.environ, "PYTHONPATH": str(ROOT), **M5, **environment},

@@ -1,15 +1,12 @@
 """Two processes that run examples/pipeline.py generate the tokens of one process, and each reads only its layers."""
+# ruff: noqa: E402
 
 import importlib.util
-import sys
 from pathlib import Path
 
-if sys.platform != "darwin":  # in each process, before transformers asks torch for the device
-    try:
-        import softmetal  # noqa: F401
-    except RuntimeError as error:
-        if type(error).__name__ != "Unavailable":  # if it is Unavailable, the fixture `mps` reports it
-            raise
+from tests.support.mps import load_mps
+
+load_mps()  # in each process, before transformers asks torch for the device; the fixture `mps` reports what is missing
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -60,7 +60,8 @@ def _read_command(job: Job, words: list[str]) -> None:
         job.installs += [_requirement(word) for word in _operands(words[2:])]
     elif program == "make" or words == ["bash", ".ci/run"]:
         job.installs.append(f"{PACKAGE}[dev]")
-        job.runs += [] if program == "make" else ["tests", "softmetal/tests"]
+        tests = program == "bash" or {"test", "test-all"} & set(words)
+        job.runs += ["tests", "softmetal/tests"] if tests else []
     elif program == "pytest":
         job.runs += _operands(words[1:]) or ["tests", "softmetal/tests"]
     elif program.startswith("python"):
@@ -172,7 +173,7 @@ def imports(paths: Iterable[str]) -> dict[str, Path]:
 @functools.cache
 def _file_beside(name: str) -> Path | None:
     """Returns the repository's file that a test imports by its bare name, after a change of `sys.path`, or None."""
-    folders = ("tests", "softmetal", "lab")
+    folders = ("tests", "softmetal/tests", "lab")
     return next((file for folder in folders for file in (ROOT / folder).rglob(f"{name}.py")), None)
 
 

@@ -1,16 +1,13 @@
-"""Builds saxpy.mm and runs it on Linux: `python softmetal/examples/saxpy/run.py`."""
+"""Builds saxpy.mm and runs it on Linux: `python examples/saxpy/run.py`."""
 
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[2]))  # the repository, which holds softmetal
+import torch
 
-import torch  # noqa: E402
+import softmetal
 
-import softmetal  # noqa: E402  # before anything asks torch about MPS
-
-torch.ops.load_library(softmetal.build_extension("saxpy", [HERE / "saxpy.mm"]))
+softmetal.install()  # before anything asks torch about MPS
+torch.ops.load_library(softmetal.build_extension("saxpy", [Path(__file__).with_name("saxpy.mm")]))
 x, y = torch.randn(1000, device="mps"), torch.randn(1000, device="mps")
 with softmetal.checked():
     out = torch.ops.saxpy.saxpy(2.0, x, y)

@@ -1,7 +1,6 @@
-"""Counts the correct sources that the device refuses: `python softmetal/tests/packages/false_refusals.py [--folder PATH]`.
+"""Counts the correct sources that the device refuses: `python tests/packages/false_refusals.py [--folder PATH]`.
 
-The sources are our own kernels and, from the wheels of other projects, MLX's headers, PyTorch's headers for Metal and
-ggml's whole file. `--folder` adds the `.metal` files of a checkout, for example of candle's
+The sources are MLX's headers, PyTorch's headers for Metal and ggml's whole file, from wheels. `--folder` adds the `.metal` files of a checkout, for example of candle's
 `candle-metal-kernels/src/metal_src`; with `--compile` all kernels of these files are also compiled. Apple's compiler
 accepts all of these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, the
 framework for the tensors of Metal 4, are counted separately, because this command examines all files without the
@@ -19,14 +18,13 @@ from pathlib import Path
 import torch
 from ggml_kernels import DEFINES, ggml_source
 
-from build_support import wheels
+from softmetal.apple import wheels
 from softmetal.msl import compiler
 from softmetal.msl.dialect import check
 from softmetal.msl.lint import lint
 from softmetal.msl.tokens import SourceError, significant, tokenize
 from softmetal.msl.tools import CompileError
 
-ROOT = Path(__file__).resolve().parents[3]
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 _KERNEL = re.compile(r"\[\[\s*kernel\b|(?<![\w:])kernel\s+(?=\w+\s+\w+\s*\()")
 
@@ -43,12 +41,6 @@ class Source:
     defines: tuple[str, ...] = ()
     whole: bool = False
     version: int = compiler.DEFAULT_VERSION
-
-
-def ours() -> Iterator[Source]:
-    for path in sorted((ROOT / "kernels").rglob("*.metal")):
-        text = path.read_text()
-        yield Source("our own", path.name, text, text, (str(ROOT),))
 
 
 # MLX builds a kernel from several headers. The headers listed here must come first, because others of MLX's headers
@@ -86,7 +78,12 @@ def _headers(path: Path) -> set[str]:
 def folder(path: Path, whole: bool) -> Iterator[Source]:
     for file in sorted(path.rglob("*.metal")):
         text = file.read_text()
-        paths = (str(path), *(str(p) for p in file.parents if p.is_relative_to(path)), *sorted(_headers(path)))
+        paths = (
+            str(path),
+            str(path.parent),
+            *(str(p) for p in file.parents if p.is_relative_to(path)),
+            *sorted(_headers(path)),
+        )
         # Scopes of fences and coherent memory came with MSL 3.2.
         version = 320 if "thread_scope" in text else compiler.DEFAULT_VERSION
         yield Source(path.name, file.name, text, text, paths, whole=whole, version=version)
@@ -137,5 +134,5 @@ if __name__ == "__main__":
     parser.add_argument("--compile", action="store_true", help="also compile all kernels of the folders")
     options = parser.parse_args()
     print(f"{'':24}{'files':>8}{'kernels':>10}{'refused':>10}{'Metal 4 only':>14}")
-    for sources in (ours(), pytorch(), mlx(), ggml(), *(folder(path, options.compile) for path in options.folder)):
+    for sources in (pytorch(), mlx(), ggml(), *(folder(path, options.compile) for path in options.folder)):
         print(count(sources), flush=True)

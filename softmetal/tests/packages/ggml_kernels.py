@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from build_support import wheels
+from softmetal.apple import wheels
 
 _DYLIB = "pywhispercpp/.dylibs/libggml-metal.0.13.1.dylib"
 DEFINES = ("GGML_METAL_EMBED_LIBRARY=1", "GGML_METAL_HAS_BF16=1")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msl_kernels import HEADER, Library
 
-from build_support import wheels
 from softmetal import device
+from softmetal.apple import wheels
 
 KERNELS = "mlx/backend/metal/kernels"
 UNUSED = np.zeros(4, np.int64)  # for an argument that the kernel does not read in this case

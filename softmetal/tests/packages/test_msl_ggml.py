@@ -10,8 +10,8 @@ import pytest
 from ggml_kernels import DEFINES, ggml_source
 from msl_kernels import CompileError
 
-from build_support import wheels
 from softmetal import device
+from softmetal.apple import wheels
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Counts which seeded faults the device notices. `python softmetal/tests/seeds/table.py` prints the counts as a table.
+"""Counts which seeded faults the device notices. `python tests/seeds/table.py` prints the counts as a table.
 
 A seed is a text with one fault. It comes with a similar correct text, which the device must accept without a report.
 """
@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # needed by the script; for pytest, conftest.py does this
 
 import kernel_seeds
 import text_seeds

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import softmetal  # noqa: F401  makes mps ready
-import torch_marlin_metal as tmm
-from tests.support import reference
+import softmetal
+
+softmetal.install()  # before the package
+import torch_marlin_metal as tmm  # noqa: E402
+from tests.support import reference  # noqa: E402
 
 OPS = torch.ops.torch_marlin_metal
 

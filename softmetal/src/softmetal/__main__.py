@@ -1,0 +1,19 @@
+"""Runs a program on the software Metal device: `python -m softmetal program.py [arguments]`.
+
+Python processes that the program starts have the device, too. `python -m softmetal` alone builds the device.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import softmetal
+
+softmetal.install()
+if len(sys.argv) > 1:
+    children = str(Path(__file__).resolve().with_name("children"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [children, os.environ.get("PYTHONPATH")]))
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
