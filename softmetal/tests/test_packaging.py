@@ -1,6 +1,6 @@
 """Builds the project alone: a copy of its folder is installed as a wheel in a fresh environment, and tests run there.
 
-The environment sees the packages of this one, except editable installations. The device is built from nothing.
+The environment sees the packages of this one, except editable installations. What the tests need is built from nothing.
 """
 
 from __future__ import annotations
@@ -69,8 +69,16 @@ def test_the_wheel_has_all_files(copy: Path, python: Path) -> None:
     assert files(package) == files(copy / "src" / "softmetal")
 
 
-def test_its_tests_pass_without_the_repository(copy: Path, python: Path) -> None:
+def test_it_runs_kernels_without_the_repository(copy: Path, python: Path) -> None:
     run(python, "-c", "import importlib.util as u; assert not u.find_spec('torch_marlin_metal')", folder=copy)
+    program = (copy / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "device.compile" in program
+    run(python, "-c", program, folder=copy, XDG_CACHE_HOME=str(copy.parent / "cache"))
+    assert (copy.parent / "cache" / "softmetal" / "libsoftmetal_executor.so").exists()
+
+
+@pytest.mark.whole
+def test_its_tests_pass_without_the_repository(copy: Path, python: Path) -> None:
     command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHOSEN)
     cache = copy.parent / "cache"
     assert " passed" in run(*command, folder=copy, XDG_CACHE_HOME=str(cache))

@@ -184,7 +184,14 @@ def test_every_kind_is_compared():
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if name not in UNUSED])
+@pytest.mark.parametrize(
+    "name",
+    [  # in a run that takes a sample, test_every_variant_of_an_m5 has the variants
+        pytest.param(name, marks=pytest.mark.whole if name == "every variant" else ())
+        for name in doctor_steps.STEPS
+        if name not in UNUSED
+    ],
+)
 def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypatch):
     monkeypatch.setattr(doctor_variants, "EVERY_KIND", kinds(everything))
     interval = tuning.commit_interval()
