@@ -4,7 +4,7 @@
 #include <set>
 
 #include "csrc/experts/gpu_plan.h"
-#include "csrc/gemm/gpu_plan.h"
+#include "csrc/gemm/probe_plan.h"
 #include "csrc/planner/device.h"
 #include "csrc/planner/estimate.h"
 #include "plan_checks.h"
