@@ -1,5 +1,5 @@
-// Scalar conversions and code tables. They must be included before any ISA pragma, so that their symbols are compiled
-// for the baseline and never contain wider instructions. A function that inlines them may still use wider instructions.
+// Scalar conversions and code tables. Include this file before any target pragma: copies that the compiler emits out of
+// line are shared by all kernels, so they may contain baseline instructions only. Inlined copies may use wider ones.
 #pragma once
 
 #include <algorithm>
