@@ -119,7 +119,10 @@ def _fitted(shown: Any, width: int) -> Iterator[Any]:
     title, caption, shown.title, shown.caption = shown.title, shown.caption, None, None
     columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
     heads, *rows = zip(*columns, strict=True)
-    lines = ["\n".join(f"{head}: {cell}" for head, cell in zip(heads, row, strict=True) if cell) for row in rows]
+    lines = [
+        "\n".join(f"{head}: {cell}".removeprefix(": ") for head, cell in zip(heads, row, strict=True) if cell)
+        for row in rows
+    ]
     has_place = sum(min(max(map(len, column)), 12) + 3 for column in columns) < width
     yield from filter(None, (title, shown if has_place else "\n\n".join(lines), caption))
 

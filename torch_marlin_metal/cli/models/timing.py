@@ -49,15 +49,16 @@ def measure_model(
                     synchronize(ids.device)
                 rates.append(batch * count / (time.perf_counter() - begin))
                 bar.update()
+            del rates[0]
             steps, rows = (1, batch * count) if run is _prompt else (count, batch)
             seconds = _predicted(loaded, rows, batch)
             results.append(
                 {
                     "test": name,
                     "batch": batch,
-                    "tokens_per_second": statistics.mean(rates[1:]),
-                    "spread": statistics.stdev(rates[1:]),
-                    "rounds": rates[1:],
+                    "tokens_per_second": statistics.mean(rates),
+                    "spread": statistics.stdev(rates),
+                    "rounds": rates,
                     "predicted_tokens_per_second": batch * count / (steps * seconds) if seconds else None,
                     "peak_memory_bytes": peak_memory(loaded.device),
                 }
