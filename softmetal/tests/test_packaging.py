@@ -50,8 +50,9 @@ def python(copy: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=copy)
     paths = {"base": str(folder), "platbase": str(folder)}
     site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
-    # Python adds the folder to its path, but ignores the .pth files there, so editable installations stay hidden.
-    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Python adds these folders to its path, but ignores the .pth files there, so editable installations stay hidden.
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site_packages / "others.pth").write_text("\n".join(others) + "\n")
     interpreter = Path(sysconfig.get_path("scripts", "venv", paths)) / "python"
     options = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation")
     run(interpreter, "-m", "pip", "install", *options, copy, folder=copy)
