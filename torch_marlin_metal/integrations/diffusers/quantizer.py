@@ -51,6 +51,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         self._saved: nn.Module | None = None
         self._dtype: torch.dtype | None = None
         self._single: str | None = None  # the single file that is read
+        self._has_directory = False
         self.op = OP
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -74,6 +75,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """Opens the directory that diffusers found, and hides the tensors of packed layers from diffusers."""
+        self._has_directory = True
         if not self.pre_quantized:
             return loaded_keys
         self._reader = open_reader(Path(checkpoint_files[0]).parent, self.quantization_config.read_options())
@@ -127,6 +129,8 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Finds out whether a single file is packed. Other files are quantized while they are loaded."""
+        if self._has_directory:  # from_pretrained calls this for each shard
+            return state_dict
         self.pre_quantized, self.op = has_stand_ins(state_dict), "from_single_file"
         self._single = str(ConvertedReader.of(state_dict).path) if self.pre_quantized else "the file"
         return state_dict
