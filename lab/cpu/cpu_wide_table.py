@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.cpu.cpu_wide import ONE_LEVEL
+from scripts.page_section import section
 
 PAGE = Path(__file__).with_name("cpu_wide.md")
-BEGIN = "<!-- The lines from here on are written by lab.cpu.cpu_wide_table. -->\n"
 MEMORY, UNIT, MORE = 0.85, 0.7, 1.05  # the borders of `reason`
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AMX"}
 Counts = dict[tuple[str, str, int, str], dict[str, float]]
@@ -141,9 +141,6 @@ def main() -> None:
     parser.add_argument("counts", type=Path)
     arguments = parser.parse_args()
     lines, counts = read(arguments.times), counts_of(read(arguments.counts))
-    text = PAGE.read_text()
-    if BEGIN not in text:
-        raise ValueError(f"{PAGE} has no line {BEGIN.strip()!r}")
 
     def ratios(line: Line) -> str:
         cells = line["ratios"].items()
@@ -162,8 +159,7 @@ def main() -> None:
         "Profile: shares of a plain read and of the unit": by_weight(lines, shares),
         "Profile: instructions for each weight": instructions(lines, counts),
     }
-    tables = "\n".join(f"## {title}\n\n{body}" for title, body in sections.items())
-    PAGE.write_text(text[: text.index(BEGIN)] + BEGIN + "\n" + tables)
+    section(PAGE, "lab.cpu.cpu_wide_table", "\n".join(f"## {title}\n\n{body}" for title, body in sections.items()))
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import torch_marlin_metal as tmm
+from examples import writer
 from scripts import page_section
 from torch_marlin_metal.models.report import Report, module_bytes
 
 PAGE = Path(__file__).parents[2] / "docs/use/models.md"
 UNIFORM = ("uint4b8", "uint5b16", "uint6b32", "uint8b128")
 GROUP = 128
-WINDOW, BATCH, RATE = 128, 16, 3e-3
 CALIBRATION, HELD_OUT = 4096, 8192  # tokens
 VOCABULARY = ("none", "uint8b128", "uint4b8")
 
@@ -68,39 +68,26 @@ class Row:
     largest: float = 0.0
 
 
-def train(model: nn.Module, ids: Tensor, steps: int) -> float:
-    """Trains on random windows of a text. Returns the last loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    generator, loss = torch.Generator().manual_seed(0), torch.zeros(())
-    for step in tqdm(range(steps), desc="training"):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (step + 1) / 20) * max(0.05, 1 - step / steps)
-        starts = torch.randint(len(ids) - WINDOW, (BATCH,), generator=generator).tolist()
-        batch = torch.stack([ids[start : start + WINDOW] for start in starts])
-        loss = model(batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss.detach())
-
-
 def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -> Trained:
     """Trains a Llama on the first part of some texts, and keeps the rest."""
-    from examples.writer import make_tokenizer
-
-    tokenizer = make_tokenizer(texts, words)
+    tokenizer = writer.make_tokenizer(texts, words)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=None, **sizes)
     model = LlamaForCausalLM(config)
     ids = torch.tensor(tokenizer("\n".join(texts))["input_ids"])
-    kept = (CALIBRATION + HELD_OUT) // WINDOW * WINDOW
+    kept = (CALIBRATION + HELD_OUT) // writer.WINDOW * writer.WINDOW
     if len(ids) < 2 * kept:
         raise SystemExit(f"{name}: {len(ids)} tokens are too few")
-    loss = train(model, ids[:-kept], steps)
+    with tqdm(total=steps, desc="training") as bar:
+
+        def progress(done: int) -> float:
+            bar.update(done - bar.n)
+            return done / steps
+
+        loss = writer.train(model, ids[:-kept], progress)[-1]
     print(f"{name}: {model.num_parameters()} parameters, {len(ids) - kept} tokens, {steps} steps, loss {loss:.2f}")
-    windows = ids[-kept:].reshape(-1, WINDOW)
-    return Trained(name, model.eval(), windows[: CALIBRATION // WINDOW], windows[CALIBRATION // WINDOW :])
+    windows = ids[-kept:].reshape(-1, writer.WINDOW)
+    return Trained(name, model.eval(), windows[: CALIBRATION // writer.WINDOW], windows[CALIBRATION // writer.WINDOW :])
 
 
 def models(steps: int) -> Iterator[Trained]:
