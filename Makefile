@@ -91,7 +91,7 @@ bench: build ## CPU benchmark against PyTorch's own kernels
 	$(PY) -m lab.cpu.cpu_gemm
 
 bench-mlstm: build ## the mLSTM in one call, beside one call for each token
-	$(VENV)/bin/torch-marlin-metal bench mlstm
+	$(PY) -m lab.mac.mlstm_times
 
 macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents (TORCH=2.15.0, or all)
 	$(PY) -m build_support.macos $(if $(TORCH),--torch $(TORCH))

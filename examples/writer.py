@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -43,13 +44,13 @@ def make_model(words: int, width: int = 192, layers: int = 3) -> LlamaForCausalL
     return LlamaForCausalLM(LlamaConfig(vocab_size=words, **sizes, **heads))
 
 
-def train(model: nn.Module, ids: Tensor, seconds: float) -> list[float]:
-    """Trains on random windows of the text for a time, and returns the loss of each step."""
+def train(model: nn.Module, ids: Tensor, progress: Callable[[int], float]) -> list[float]:
+    """Trains on random windows of the text until `progress(steps)` is 1, and returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    generator, losses, begin = torch.Generator().manual_seed(0), [], time.perf_counter()
-    while (elapsed := time.perf_counter() - begin) < seconds:
+    generator, losses = torch.Generator().manual_seed(0), []
+    while (done := progress(len(losses))) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (len(losses) + 1) / 20) * max(0.05, 1 - elapsed / seconds)
+            group["lr"] = RATE * min(1, (len(losses) + 1) / 20) * max(0.05, 1 - done)
         starts = torch.randint(len(ids) - WINDOW, (BATCH,), generator=generator).tolist()
         batch = torch.stack([ids[start : start + WINDOW] for start in starts])
         loss = model(batch, labels=batch, use_cache=False).loss
@@ -72,7 +73,8 @@ def main() -> None:
     corpus = list(topics.values())
     tokenizer = make_tokenizer(corpus)
     model = make_model(len(tokenizer))
-    losses = train(model, torch.tensor(tokenizer("\n".join(corpus))["input_ids"]), options.seconds)
+    ids, begin = torch.tensor(tokenizer("\n".join(corpus))["input_ids"]), time.perf_counter()
+    losses = train(model, ids, lambda steps: (time.perf_counter() - begin) / options.seconds)
     print(
         f"a Llama of {model.num_parameters()} parameters, {len(losses)} steps: loss {losses[0]:.2f}, {losses[-1]:.2f}"
     )

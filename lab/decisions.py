@@ -316,12 +316,14 @@ def random_mixtures(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Exper
 
 
 def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
-    """Returns the tiling of a plan of gemv or fused."""
+    """Returns the tiling of a plan that "auto" may have."""
     variant, _, text = name.partition(":")
+    if variant == "two_pass":
+        return Tiling(variant, "dequantize", (0, 0, 0))
     tile = tuple(map(int, text.split("x")))
     # the gated form takes as long as moe_gemv
     named = [{**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")} for dispatch in dispatches]
-    known = {KERNELS[variant], *(form for form, _ in EXPERTS_FORMS[variant])}
+    known = {KERNELS.get(variant, f"gemm_{variant}"), *(form for form, _ in EXPERTS_FORMS.get(variant, ()))}
     products = [dispatch for dispatch in named if dispatch["kernel"] in known]
     first = products[0]
     slices = re.search(r"k_per_slice=(\d+)", first["text"])

@@ -35,8 +35,7 @@ struct GemmTile {
   uint32_t stages;  // copies of the tile's operands in threadgroup memory
 };
 
-// Returns the tiles of all variants, in the order of MARLIN_GEMM_VARIANTS. A variant's file in csrc/planner/variants/
-// declares its own.
+// Returns the tiles of all variants, in the order of MARLIN_GEMM_VARIANTS; csrc/planner/variants.cpp declares them.
 std::span<const GemmTile> gemm_tiles();
 
 // Returns true if the variant rounds the weight to the activations' type before it multiplies.

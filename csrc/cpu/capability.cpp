@@ -72,8 +72,7 @@ Detected detect() {
   const bool dq = add(zmm && (seven.ebx & bit_AVX512DQ) != 0, "avx512dq");
   const bool vl = add(zmm && (seven.ebx & bit_AVX512VL) != 0, "avx512vl");
   found.byte_dot = add(zmm && (seven.ecx & (1U << 11)) != 0, "avx512_vnni");
-  // The kernels with bf16 instructions look up 8-bit codes with AVX512-VBMI, which all of
-  // AMD's CPUs with bf16 instructions have.
+  // avx512_bf16 needs VBMI, too: its kernels look up 8-bit codes with VBMI. All of AMD's CPUs with bf16 have it.
   const bool vbmi = add(zmm && (seven.ecx & (1U << 1)) != 0, "avx512_vbmi");
   const bool bf16 = add(vbmi && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
   const bool amx =

@@ -11,7 +11,7 @@ void check_variant(const char* op, std::string_view variant, const Tensor& a) {
   std::string known = "auto";
   for (std::string_view name : kGemmVariants)
     known.append(", ").append(name);
-  fail(op, "variant", "one of " + known + ", or a variant with one of its tiles ('double_buffered:128x64x16')",
+  fail(op, "variant", "one of " + known + ", or VARIANT:TILE, such as 'double_buffered:128x64x16'",
        text("'", variant, "'"));
 }
 

@@ -9,8 +9,8 @@
 #include <stdexcept>
 
 #include "csrc/core/math.h"
-#include "csrc/gemm/gpu_plan.h"
 #include "csrc/gemm/plan_cache.h"
+#include "csrc/gemm/probe_plan.h"
 #include "csrc/mps/library.h"
 #include "csrc/mps/pytorch_internals.h"
 #include "csrc/planner/commit_policy.h"

@@ -1,6 +1,5 @@
 // The products with one packed weight for MPS: checks tensors, finds a plan, encodes it, and returns tensors.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
@@ -22,7 +21,7 @@ void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Binding
   bindings[kSlotOut] = empty_weight(weight, out.options());
   encode(compiled, bindings);
   at::mm_out(out, bindings[kSlotA], bindings[kSlotOut]);
-  if (bindings[kSlotBias].defined()) out.copy_(at::add(out.to(at::kFloat), bindings[kSlotBias]));
+  if (bindings[kSlotBias].defined()) out.add_(bindings[kSlotBias]);
 }
 
 // Finds a plan for the rows and encodes it.

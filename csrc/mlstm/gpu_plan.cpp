@@ -18,14 +18,13 @@ namespace {
 // from M1 to M2 Max have 6.7 to 9.9.
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
-// The states between mlstm_states and mlstm_output take at most this much memory, or one state per head.
+// The limit of the memory for the states between mlstm_states and mlstm_output. One state per head may exceed it.
 constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
 constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if the chunks are independent
 constexpr uint32_t kMinStepRows = 8;         // the fewest rows of C per simdgroup of mlstm_step
 
-// Throws std::invalid_argument with the text `rule` if the condition is false. An operator has checked its arguments
-// before it calls the planner. The only error that it can still meet here is a size that needs offsets of more than 32
-// bits.
+// Throws std::invalid_argument with the text `rule` if the condition is false. Operators check their arguments before
+// they plan, so only sizes whose offsets need more than 32 bits still fail here.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }
@@ -91,11 +90,11 @@ struct Planner {
     require(sizes.B > 0 && sizes.H > 0 && sizes.S > 0 && sizes.DK > 0 && sizes.DV > 0, "the problem is empty");
     constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
     const auto fits = [](int64_t a, int64_t b) { return a <= kLargest / b; };
-    require(fits(sizes.B, sizes.H) && fits(sizes.DK, sizes.DV), "B * H and DK * DV must have 31 bits");
+    require(fits(sizes.B, sizes.H) && fits(sizes.DK, sizes.DV), "B * H and DK * DV must fit in 31 bits");
     const int64_t stride = static_cast<int64_t>(round_up(uint64_t(sizes.S), 4));
     require(
         fits(stride, sizes.DV) && fits(stride, sizes.B * sizes.H) && fits(stride * sizes.B * sizes.H, kGateVectorCount),
-        "B * H * S * 6 and S * DV must have 31 bits");
+        "B * H * S * 6 and S * DV must fit in 31 bits");
     for (const MlstmStrides* strides : {&launch.q, &launch.k, &launch.v}) {
       require(strides->token >= 0 && strides->token <= kMlstmMaxStride,
               "the token stride must be at most kMlstmMaxStride");

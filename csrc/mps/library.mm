@@ -48,9 +48,9 @@ std::string message(NSError* error) {
 }
 
 // Metal's compiler is a separate process. The system may end that process when memory is short, and a sandbox may block
-// it. Metal starts the process again at the next request, so a compile that was interrupted is worth a second try. Its
-// error contains "XPC_ERROR_CONNECTION" or "internal error" (ggml-org/llama.cpp issue 12232, flutter/flutter issue
-// 68649). A crash of the compiler also gives "internal error".
+// it. Metal starts the process again at the next request, so an interrupted compile is worth a second try. The error of
+// an interrupted compile contains "XPC_ERROR_CONNECTION" or "internal error" (ggml-org/llama.cpp issue 12232,
+// flutter/flutter issue 68649). A crash of the compiler also gives "internal error".
 bool is_interruption(const std::string& error) {
   return error.find("XPC_ERROR_CONNECTION") != std::string::npos;
 }
@@ -82,9 +82,9 @@ constexpr auto kLanguageOfTensors =
 MTLCompileOptions* compile_options(Kernel kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:needs_tensor_units(kernel) ? kLanguageOfTensors : MTLLanguageVersion3_1];
-  // The FP4 and INT4 decode relies on subnormals and NaN, and zero points on the order of a subtraction, so we set
-  // mathMode to Safe. The mLSTM relies on precise exp
-  // and log, so mathFloatingPointFunctions is precise. macOS 14 has only fastMathEnabled, which controls both.
+  // mathMode is Safe for two reasons: decoding needs subnormals and NaN, and the compiler must not reorder the
+  // subtraction of zero points. The mLSTM needs precise exp and log, so mathFloatingPointFunctions is Precise. macOS 14
+  // has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   // clang warns of these methods on macOS 14, because it does not see that respondsToSelector: guards them.
 #pragma clang diagnostic push

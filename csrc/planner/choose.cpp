@@ -57,6 +57,11 @@ std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& pro
   return tiling;
 }
 
+bool is_automatic(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
+  const VariantRules& rules = rules_of(row.variant);
+  return rules.row_unit != 0 || (rules.is_automatic != nullptr && rules.is_automatic(problem, device));
+}
+
 // Returns the best tiling with a tile, or nothing if the tile cannot compute the problem.
 std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const VariantRules& rules = rules_of(row.variant);
@@ -96,7 +101,10 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   std::vector<Tiling> tilings;
   for (const GemmTile& row : gemm_tiles()) {
     if (!fits(row, problem.activations) || (!problem.variant.is_auto() && !problem.variant.names_row(row))) continue;
-    if (const auto tiling = tiling_of(row, problem, device)) tilings.push_back(*tiling);
+    if (const auto tiling = tiling_of(row, problem, device)) {
+      tilings.push_back(*tiling);
+      tilings.back().automatic = is_automatic(row, problem, device);
+    }
   }
   if (tilings.empty()) {
     refuse("gemm", "variant",
@@ -109,9 +117,8 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
 
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem) {
   const auto is_measured = [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); };
-  const auto is_decided = [](const Tiling& tiling) { return rules_of(tiling.variant).row_unit != 0; };
   const Tiling* found = problem.tuned.is_auto() ? nullptr : best_of(tilings, is_measured);
-  if (found == nullptr) found = best_of(tilings, is_decided);
+  if (found == nullptr) found = best_of(tilings, &Tiling::automatic);
   return found != nullptr ? *found : *std::ranges::min_element(tilings, {}, &Tiling::seconds);
 }
 
@@ -119,7 +126,9 @@ std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDe
   if (!problem.variant.is_auto()) return "the call names its variant";
   if (problem.tuned.names_row(chosen)) return "the tuner measured it as the fastest";
   const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
-  return std::string(find_decision(chosen.variant, type, problem.weight.format)->reason);
+  const VariantRules& rules = rules_of(chosen.variant);
+  return std::string(rules.row_unit == 0 ? rules.reason
+                                         : find_decision(chosen.variant, type, problem.weight.format)->reason);
 }
 
 }  // namespace marlin

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -11,6 +12,8 @@ namespace marlin {
 namespace {
 
 constexpr const char* kOverride = "TORCH_MARLIN_METAL_GPU";
+constexpr const char* kDecode = "TORCH_MARLIN_METAL_DECODE_MB";
+constexpr uint64_t kMostMegabytes = 1U << 20;
 
 std::atomic<MetalSystem (*)()> system_reader{nullptr};
 
@@ -57,7 +60,7 @@ GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family) {
         known.append(known.empty() ? "" : ", ").append(row.name);
       throw std::invalid_argument(std::string(kOverride) + ": expected one of " + known + ", got '" + wanted + "'");
     }
-    return {.cores = chip->cores, .chip = chip};
+    return {.cores = chip->cores, .chip = chip, .decoded_bytes = decoded_bytes()};
   }
   const Chip* chip = find_chip(name);
   if (chip == nullptr) {
@@ -70,7 +73,20 @@ GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family) {
       if (chip == nullptr || difference(row, cores) < difference(*chip, cores)) chip = &row;
     }
   }
-  return {.cores = std::max(cores, 1U), .chip = chip};
+  return {.cores = std::max(cores, 1U), .chip = chip, .decoded_bytes = decoded_bytes()};
+}
+
+uint64_t decoded_bytes() {
+  const char* value = std::getenv(kDecode);
+  if (value == nullptr || *value == '\0') return 0;
+  const std::string_view wanted = value;
+  uint64_t megabytes = 0;
+  const auto [end, error] = std::from_chars(wanted.data(), wanted.data() + wanted.size(), megabytes);
+  if (error != std::errc() || end != wanted.data() + wanted.size() || megabytes > kMostMegabytes) {
+    throw std::invalid_argument(std::string(kDecode) + ": expected MiB as a whole number of at most " +
+                                std::to_string(kMostMegabytes) + ", got '" + value + "'");
+  }
+  return megabytes << 20;
 }
 
 void set_system(GpuDevice& device, const MetalSystem& system) {

@@ -41,6 +41,8 @@ struct GpuDevice {
   const Chip* chip = &kChips.front();
   MetalSystem system{};
   bool tensor_units = false;  // true if gemm_tensor may run: the gate admits `system`, and nothing failed
+  // "auto" may decode a weight at each call, rounded to the activations' type, if that takes at most so many bytes.
+  uint64_t decoded_bytes = 0;
 
   auto operator<=>(const GpuDevice&) const = default;
 };
@@ -52,6 +54,10 @@ struct GpuDevice {
 // - `family` limits this search to chips of this family or, if kChips has none, of the newest family before it. 0 is no
 //   limit.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
+
+// Returns the bytes that TORCH_MARLIN_METAL_DECODE_MB allows for a weight that "auto" decodes; 0 if it is not set.
+// Throws std::invalid_argument if it is no whole number of MiB.
+uint64_t decoded_bytes();
 
 // Sets `system` and `tensor_units`.
 void set_system(GpuDevice& device, const MetalSystem& system);

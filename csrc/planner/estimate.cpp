@@ -23,6 +23,12 @@ constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
 // The instructions of kernels without decisions, as a fraction of the time of their matrix products.
 constexpr double kUnlistedIssue = 0.8;
+// Clocks of a load that a core's cache serves.
+constexpr double kCacheLatency = 64;
+// PyTorch's dense product: its launch, measured on an M1 Pro, and the fraction of the peak rate that it reaches,
+// measured on an M1 (4096^3, fp16).
+constexpr double kDenseLaunch = 20e-6;
+constexpr double kDenseFraction = 0.88;
 // What moe_sort takes for each pair: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
 // A sum of probabilities may exceed a whole number by less than this fraction, because its terms are rounded.
@@ -34,8 +40,8 @@ double hertz(const GpuDevice& device) {
   return device.chip->clock_ghz.value * 1e9;
 }
 
-double together(double memory, double core) {
-  return kDispatchSeconds + std::max(memory, core) + kOverlapLoss * std::min(memory, core);
+double together(double memory, double core, double launch = kDispatchSeconds) {
+  return launch + std::max(memory, core) + kOverlapLoss * std::min(memory, core);
 }
 
 bool stays(double bytes, const Chip& chip) {
@@ -99,6 +105,8 @@ Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t thr
   if (rules.row_unit == 0) {
     products /= tiling.simdgroups;
     issue = kUnlistedIssue * steps * products * clocks.value;
+    // The staged kernels load ahead; tensor waits in each step for weights and for activations.
+    if (needs_tensor_units(tiling.kernel)) wait += steps * (wait + kCacheLatency);
   } else {
     const Decision& cost = *find_decision(tiling.variant, arithmetic(problem.activations, family), weight.format);
     const double units = used / rules.row_unit;
@@ -170,9 +178,16 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
   const double weight = weight_bytes(problem.weight);
   if (tiling.tile == TileShape{}) {  // a kernel decodes the weight, and PyTorch multiplies
     const double written = double(problem.weight.K) * problem.weight.N * element_bytes(problem.activations);
-    const double rate = family_of(*device.chip).fp32_flop_per_clock.value * device.cores * hertz(device);
+    const GpuFamily& family = family_of(*device.chip);
+    const Figure& clocked =
+        problem.activations == ElementType::float16 ? family.fp16_flop_per_clock : family.fp32_flop_per_clock;
+    const double rate = kDenseFraction * clocked.value * device.cores * hertz(device);
     const double flop = 2.0 * problem.M * problem.weight.N * problem.weight.K;
-    return {.seconds = {traffic_seconds(weight + written, device), kDispatchSeconds + flop / rate}};
+    const double read = double(problem.M) * problem.weight.K * element_bytes(problem.activations);
+    // A bias is added afterwards: the result is read and written again.
+    const double results = (problem.has_bias ? 3 : 1) * output_bytes(problem, problem.M);
+    const double memory = memory_seconds(written + read + results, written, device);
+    return {.seconds = {traffic_seconds(weight + written, device), together(memory, flop / rate, kDenseLaunch)}};
   }
   const uint32_t columns = ceil_divide(problem.weight.N, tiling.tile.N);
   Estimate found;

@@ -27,6 +27,7 @@ struct Tiling : GemmTile {
   uint32_t rest_rows = 0;
   uint32_t stripes = 0;              // in striped, the number of threadgroups
   bool stripes_share_tiles = false;  // in striped, true if stripes share the K of a tile and write partial sums
+  bool automatic = false;            // true if "auto" may take it without a measurement
   double seconds = 0;                // estimated time of all dispatches
 };
 static_assert(std::is_trivially_copyable_v<Tiling> && sizeof(Tiling) <= 64, "ranking copies tilings freely");
@@ -81,8 +82,8 @@ constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem
 // compute it.
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the tiling that a tuner measured to be best. Else, of the tilings for which there are decisions, or of all if
-// there are none for the named variant, returns the one with the least estimated time.
+// Returns the tiling that a tuner measured to be best. Else, of the tilings that "auto" may take, or of all if it may
+// take none of the named variant, returns the one with the least estimated time.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem);
 
 // Returns why choose() returned this tiling.

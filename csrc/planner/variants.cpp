@@ -45,6 +45,19 @@ std::string tensor_units_refusal(const GemmProblem& problem, const GpuDevice& de
          " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)";
 }
 
+// With so many rows, the estimate for tensor is about half of that for fused or less, on all chips that have the units.
+// The rate of the units is one published measurement of another kernel, so a smaller gain might be none.
+constexpr uint32_t kTensorAutomaticRows = 128;
+
+bool is_automatic_tensor(const GemmProblem& problem, const GpuDevice& /*device*/) {
+  return problem.M >= kTensorAutomaticRows;
+}
+
+bool may_decode(const GemmProblem& problem, const GpuDevice& device) {
+  const WeightProblem& weight = problem.weight;
+  return uint64_t{weight.K} * weight.N * element_bytes(problem.activations) <= device.decoded_bytes;
+}
+
 constexpr std::array kTwoPassTiles{GemmTile{GemmVariant::two_pass, Kernel::dequantize, {0, 0, 0}, 0}};
 
 }  // namespace
@@ -88,8 +101,15 @@ constinit const VariantRules tensor_variant{
     .refusal = tensor_units_refusal,
     .row_multiple = kTensorRows,
     .simdgroup_columns = kTensorColumns,
+    .is_automatic = is_automatic_tensor,
+    .reason = "multiplies many rows on the tensor units, whose published rate is several times that of other kernels",
 };
-constinit const VariantRules two_pass_variant{.tiles = kTwoPassTiles, .rounds_weight = true};
+constinit const VariantRules two_pass_variant{
+    .tiles = kTwoPassTiles,
+    .rounds_weight = true,
+    .is_automatic = may_decode,
+    .reason = "TORCH_MARLIN_METAL_DECODE_MB allows it: decodes the weight once for all rows, rounded",
+};
 
 const VariantRules& rules_of(GemmVariant variant) {
 #define MARLIN_VARIANT_RULES(name) &name##_variant,

@@ -1,4 +1,4 @@
-// The slots, parameters and launch sizes of the kernels in layer/: normalisation, rotary embedding, gated activation
+// The slots, parameters and launch sizes of the kernels in decoder/: normalisation, rotary embedding, gated activation
 // and writing to a cache. Shared by shaders and host. Plain C subset, see kernels/shared/types.h.
 //
 // Launch sizes. Grids are counted in threadgroups.

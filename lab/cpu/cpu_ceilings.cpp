@@ -1,5 +1,5 @@
-// Measures the best rates of this machine: bytes read per second, and fp32 operations per second. cpu_ceilings.py
-// compiles this file for the machine. The clock starts when all threads are ready.
+// Measures the best rates of this machine: bytes read per second, fp32 operations per second, and product instructions
+// per second. cpu_ceilings.py compiles this file for the machine. The clock starts when all threads are ready.
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -7,6 +7,11 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -81,6 +86,57 @@ float multiply_add(const float* start, int64_t rounds, std::integer_sequence<int
   return result;
 }
 
+#if defined(__x86_64__) && defined(__linux__)
+
+// Executes an instruction on independent registers, which are all zero.
+#define MARLIN_FOUR(instruction, r, a, b, c, d)                                                                     \
+  instruction " %%" r "14, %%" r "15, %%" r a "\n\t" instruction " %%" r "14, %%" r "15, %%" r b "\n\t" instruction \
+              " %%" r "14, %%" r "15, %%" r c "\n\t" instruction " %%" r "14, %%" r "15, %%" r d "\n\t"
+#define MARLIN_TWELVE(instruction, r)                                                                      \
+  asm volatile(MARLIN_FOUR(instruction, r, "0", "1", "2", "3") MARLIN_FOUR(                                \
+                   instruction, r, "4", "5", "6", "7") MARLIN_FOUR(instruction, r, "8", "9", "10", "11"):: \
+                   : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11")
+#define MARLIN_TILES(instruction)                                                                        \
+  asm volatile(instruction " %tmm4, %tmm5, %tmm0\n\t" instruction " %tmm4, %tmm5, %tmm1\n\t" instruction \
+                           " %tmm4, %tmm5, %tmm2\n\t" instruction " %tmm4, %tmm5, %tmm3")
+
+// Configures tiles of `rows` rows, and returns false if the system refuses their registers.
+bool begin_tiles(int rows) {
+  constexpr long kPermit = 0x1023, kTileData = 18;
+  if (syscall(SYS_arch_prctl, kPermit, kTileData) != 0) return false;
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+  } config;
+  for (int tile = 0; tile < 5; ++tile)
+    config.rows[tile] = static_cast<uint8_t>(rows);
+  config.rows[5] = static_cast<uint8_t>(rows);  // activations
+  config.rows[4] = 16;                          // codes
+  asm volatile("ldtilecfg %0" ::"m"(config));
+  asm volatile(
+      "tilezero %tmm0\n\ttilezero %tmm1\n\ttilezero %tmm2\n\ttilezero %tmm3\n\ttilezero %tmm4\n\ttilezero %tmm5");
+  return true;
+}
+
+// Executes one of the kinds of cpu_instructions.cpp at least `count` times.
+void execute(int kind, int rows, int64_t count) {
+  asm volatile("vzeroall" ::: "xmm14", "xmm15");
+  if (kind >= 5 && !begin_tiles(rows)) return;
+  for (int64_t i = 0; i < count; i += kind < 5 ? 12 : 4) {
+    if (kind == 0) MARLIN_TWELVE("vfmadd231ps", "ymm");
+    if (kind == 1) MARLIN_TWELVE("vfmadd231ps", "zmm");
+    if (kind == 2) MARLIN_TWELVE("vpmaddubsw", "ymm");
+    if (kind == 3) MARLIN_TWELVE("vpdpbusd", "zmm");
+    if (kind == 4) MARLIN_TWELVE("vdpbf16ps", "zmm");
+    if (kind == 5) MARLIN_TILES("tdpbf16ps");
+    if (kind == 6) MARLIN_TILES("tdpbssd");
+  }
+  if (kind >= 5) asm volatile("tilerelease");
+}
+
+#endif
+
 std::atomic<uint64_t> sink;  // uses the results, so that the compiler keeps the work
 
 }  // namespace
@@ -107,4 +163,12 @@ double fp32_peak(int threads) {
   });
   return 2.0 * threads * kRounds * kTurns * kChains * (kBytes / 4) / time;
 }
+
+#if defined(__x86_64__) && defined(__linux__)
+// Returns how many instructions of a kind (cpu_instructions.py) the threads execute per second. Tiles have `rows` rows.
+double instruction_rate(int kind, int threads, int rows) {
+  const int64_t count = kind < 5 ? 10'000'000 : 1'000'000;
+  return threads * double(count) / seconds(threads, [&](int) { execute(kind, rows, count); });
+}
+#endif
 }

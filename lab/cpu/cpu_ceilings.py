@@ -10,19 +10,25 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+# The product instructions: fp32 multiply-adds, byte products, bf16 dot products, tile products of bf16 and of bytes.
+KINDS = ("fma_256", "fma_512", "bytes_256", "bytes_512", "bf16_512", "tile_bf16", "tile_bytes")
+
+
+def compiled(source: Path) -> ctypes.CDLL:
+    """Compiles a C++ file for this machine and loads it."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise SystemExit(f"{source.name}: expected a C++ compiler (CXX, c++, g++ or clang++), found none")
+    flags = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{source.stem}.so")
+        subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+        return ctypes.CDLL(str(path))
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise SystemExit("cpu_ceilings.py: expected a C++ compiler (CXX, c++, g++ or clang++), found none")
-    flags = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "cpu_ceilings.so")
-        subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True)
-        library = ctypes.CDLL(str(path))
+    library = compiled(Path(__file__).with_suffix(".cpp"))
     library.stream_read.restype = ctypes.c_double
     library.stream_read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.fp32_peak.restype = ctypes.c_double
@@ -38,3 +44,10 @@ def stream_read(data: torch.Tensor, threads: int) -> float:
 def fp32_peak(threads: int) -> float:
     """Returns the fp32 operations per second of `threads` threads that only execute multiply-adds on registers."""
     return float(_library().fp32_peak(threads))
+
+
+def instruction_rate(kind: str, threads: int, rows: int = 16) -> float:
+    """Returns the instructions of one of KINDS per second of `threads` threads that execute nothing else."""
+    rate = _library().instruction_rate
+    rate.restype = ctypes.c_double
+    return float(rate(KINDS.index(kind), threads, rows))

@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,9 @@ OPS = torch.ops.torch_marlin_metal
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BLOCK = 32
+PART = 64  # rows that one thread quantizes at a time
 Q4_0 = np.dtype([("scale", np.float16), ("codes", np.uint8, (BLOCK // 2,))])
-GGML_TYPE_F32, GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K = 0, 2, 8, 12
+GGML_TYPE_F32, GGML_TYPE_Q4_0 = 0, 2
 
 
 class InitParams(ctypes.Structure):
@@ -163,7 +165,13 @@ def quantize(ggml: Ggml, weight: np.ndarray, of_type: int, row_bytes: int) -> np
     """Quantizes fp32 [N, K] to blocks, as bytes [N, row_bytes], with ggml's own function."""
     N, K = weight.shape
     blocks = np.empty((N, row_bytes), np.uint8)
-    ggml.call("quantize_chunk", of_type, weight.ctypes.data, blocks.ctypes.data, 0, N, K, None)
+
+    def part(first: int) -> None:
+        rows = min(PART, N - first)
+        ggml.call("quantize_chunk", of_type, weight.ctypes.data, blocks.ctypes.data, first * K, rows, K, None)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(part, range(0, N, PART)))
     return blocks
 
 

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CODES = ("integer", "e2m1", "table")
-FP32 = r"step<marlin::cpu::Neon, \(marlin::CodeKind\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
+CODES = ("integer", "e2m1", "table", "byte", "e4m3", "planes")  # csrc/cpu/formats.h
+FP32 = r"step<marlin::cpu::Neon, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
 # For each source file, its functions by kind.
 KERNELS = {
     "kernels_neon": {
         "fp32": FP32,
-        "decode to a panel": r"unpack<marlin::cpu::Neon, \(marlin::CodeKind\)(?P<codes>\d), (?P<C>\d+)>",
+        "decode to a panel": r"unpack<marlin::cpu::Neon, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<C>\d+)>",
     },
     "byte_split_neon": {
-        "split bytes": r"split_step<.*NeonDot, \(marlin::CodeKind\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
+        "split bytes": r"split_step<.*NeonDot, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
     },
     "byte_matrix_neon": {
-        "smmla": r"split_step<.*NeonMatrix, \(marlin::CodeKind\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
+        "smmla": r"split_step<.*NeonMatrix, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<R>\d+), (?P<C>\d+)>"
     },
     "bf16_dot_neon": {
         "bfdot": r"dot_step<(?P<parts>\d), (?P<C>\d+)>",

@@ -1,17 +1,19 @@
-"""Compares `gemm` on the CPU, for weights of 8 bits and scales of two levels, with ggml, PyTorch and dense products.
+"""Compares `gemm` on the CPU, for every width of codes, with ggml, PyTorch and dense products.
 
     python -m lab.cpu.cpu_wide --library FOLDER [--isas avx2 avx512 amx] [--threads 2 16] [--record FILE]
-    python -m lab.cpu.cpu_wide --table FILE
+    python -m lab.cpu.cpu_wide --library FOLDER --count [--record FILE]
 
 FOLDER has a folder with ggml's libraries for each instruction set, such as FOLDER/avx2. Each instruction set runs in a
 process of its own, in which this package, PyTorch and oneDNN are limited to it by their environment variables. ggml
 multiplies in each of its layouts, and its fastest counts. It rounds activations to 8 bits, so it always gets them in
 fp32; PyTorch's kernels get the activations that this package gets. The weights are cold and all kernels of a line take
-turns, as in cpu_gemm.py. `--table` prints the lines of a record, the smallest ratio first.
+turns, as in cpu_gemm.py. Each line also measures a plain read and the rates of the product instructions.
+
+With `--count`, small products are executed in single steps, and the record gets the instructions for each weight of all
+kernels, by kind. cpu_wide_table.py makes the page from both records.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,46 +25,61 @@ import numpy as np
 import torch
 
 import torch_marlin_metal as tmm
-from lab.cpu.cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
-from lab.cpu.cpu_ggml import GGML_TYPE_Q4_K, GGML_TYPE_Q8_0, Ggml, layouts, quantize
+from lab.cpu.cpu_ceilings import KINDS, instruction_rate
+from lab.cpu.cpu_gemm import Call, Stream, Times, cold_bytes, ratio, time_calls
+from lab.cpu.cpu_ggml import Ggml, layouts, quantize
+from lab.cpu.cpu_instructions import each_weight
 from lab.cpu.record import Record
 from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.cli.bench import processor_name
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.repack import unpack_codes
 
-ROWS = (1, 8, 64, 512)
+ROWS = (1, 2, 4, 8, 16, 64, 512)
+COUNTED_ROWS = (1, 2, 8, 64)
+COUNTED_N = 64, 128
 LIMITS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "amx": {},
 }
-Q8, Q4 = "ggml Q8_0", "ggml Q4_K"
-INT8PACK, DENSE, ONE_LEVEL = "int8pack", "dense", "one level"
-RIVALS_OF_8 = (Q8, INT8PACK, DENSE)
+KINDS_OF = {"avx2": KINDS[0:3:2], "avx512": KINDS[:5], "amx": KINDS}
+TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}  # ggml_type
+WEIGHTS_OF_A_BLOCK = {"Q4_0": 32, "Q8_0": 32}  # the others have 256
+INT8PACK, INT4PACK, DENSE, ONE_LEVEL = "int8pack", "int4pack", "dense", "Q4_K one level"
+# The other weights of this package, with group sizes; None is one group.
+QUANTIZED: dict[str, tuple[str, int | None]] = {
+    "uint4b8 g128": ("uint4b8", 128),
+    "uint8b128 gK": ("uint8b128", None),
+    "uint8 g128": ("uint8", 128),
+    "uint8_bias g64": ("uint8_bias", 64),
+    "float8_e4m3 g128": ("float8_e4m3", 128),
+    "mxfp8 g32": ("mxfp8", 32),
+}
+RIVALS: dict[str, tuple[str, ...]] = {
+    **{name: (f"ggml {name}", DENSE) for name in TYPES},
+    "uint4b8 g128": (INT4PACK, DENSE),
+    **dict.fromkeys((*list(QUANTIZED)[1:], "Q8_0"), ("ggml Q8_0", INT8PACK, DENSE)),
+}
+RIVALS["Q4_K"] = (*RIVALS["Q4_K"], ONE_LEVEL)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SCALAR_ROWS = 8  # PyTorch's int8 kernel is scalar code for fp32: with more rows it would take seconds
+SCALAR_ROWS = 2  # PyTorch's int8 kernel is scalar code for fp32: with more rows it would take seconds
+SLOW = 1.3  # a layout of ggml whose first call takes this many times as long as the fastest's is not measured further
 CHECKED = 256  # columns whose errors are measured
-MAX_ERROR = {Q8: 0.02, Q4: 0.02, INT8PACK: 0.02, DENSE: 0.01}  # relative; ours have 1e-6 in fp32 and 4e-3 in bf16
+MAX_ERROR = {"ggml": 0.02, INT8PACK: 0.02, INT4PACK: 0.02, DENSE: 0.01}  # relative; ours have 1e-6 or, in bf16, 4e-3
 
 
-def weights(ggml: Ggml, K: int, N: int) -> tuple[dict[str, tmm.PackedWeight], dict[str, tuple[int, np.ndarray]]]:
+def weights(ggml: Ggml, K: int, N: int) -> tuple[dict[str, tmm.PackedWeight], dict[str, np.ndarray]]:
     """Returns one weight in each of this package's formats, and the blocks of ggml's types."""
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0), device="cpu")
     ours, blocks = {}, {}
-    for name, type_name, of_type, size in (
-        (Q8, "Q8_0", GGML_TYPE_Q8_0, K // 32 * 34), (Q4, "Q4_K", GGML_TYPE_Q4_K, K // 256 * 144)
-    ):  # fmt: skip
-        found = quantize(ggml, weight.numpy(), of_type, size)
-        block, decode = DECODERS[type_name]
-        blocks[name] = of_type, found
-        ours[type_name] = decode(torch.from_numpy(found).reshape(N, -1, block))
+    for name, of_type in TYPES.items():
+        block, decode = DECODERS[name]
+        blocks[name] = quantize(ggml, weight.numpy(), of_type, K // WEIGHTS_OF_A_BLOCK.get(name, 256) * block)
+        ours[name] = decode(torch.from_numpy(blocks[name]).reshape(N, -1, block))
     ours[ONE_LEVEL] = ours["Q4_K"].one_level()
-    for weight_format, group_size in (
-        ("uint8b128", K), ("uint8b128", 128), ("uint8", 128), ("uint8_bias", 64), ("float8_e4m3", 128), ("mxfp8", 32)
-    ):  # fmt: skip
-        name = f"{weight_format} g{'K' if group_size == K else group_size}"
-        ours[name] = tmm.quantize_weight(weight, weight_format, group_size)
+    for name, (weight_format, group_size) in QUANTIZED.items():
+        ours[name] = tmm.quantize_weight(weight, weight_format, group_size or K)
     return ours, blocks
 
 
@@ -71,7 +88,7 @@ def number_of(size: int) -> int:
     return max(2, cold_bytes() // size + 1)
 
 
-def copies_of(weight: tmm.PackedWeight) -> list[tmm.PackedWeight]:
+def copies_of(weight: tmm.PackedWeight, number: int) -> list[tmm.PackedWeight]:
     """Returns cold copies of a weight, whose words lie in huge pages as those of a loaded layer do."""
     tensors = weight.tensors()
     return [
@@ -85,49 +102,66 @@ def copies_of(weight: tmm.PackedWeight) -> list[tmm.PackedWeight]:
                 if name != "b_packed"
             },
         )
-        for _ in range(number_of(weight.b_packed.nbytes))
+        for _ in range(number)
     ]
 
 
 class Comparison:
     """All kernels for one shape, with some columns of the weight that each multiplies, in fp64."""
 
-    def __init__(self, ggml: Ggml, K: int, N: int) -> None:
-        self.K = K
+    def __init__(self, ggml: Ggml, K: int, N: int, cold: bool = True) -> None:
+        self.K, self.N = K, N
         ours, blocks = weights(ggml, K, N)
+        number = number_of if cold else lambda _: 1
         self.checked = torch.randperm(N)[:CHECKED]
         self.exact = {name: weight.columns(self.checked).dequantize().double() for name, weight in ours.items()}
-        self.ours = {name: copies_of(weight) for name, weight in ours.items()}
+        self.ours = {name: copies_of(weight, number(weight.b_packed.nbytes)) for name, weight in ours.items()}
+        self.nbytes = {name: sum(part.nbytes for part in weight.tensors().values()) for name, weight in ours.items()}
         self.ggml = {
-            (name, layout): product
-            for name, (of_type, found) in blocks.items()
-            for layout, product in layouts(ggml, found, K, N, number_of(found.nbytes), of_type).items()
+            (f"ggml {name}", layout): product
+            for name, found in blocks.items()
+            for layout, product in layouts(ggml, found, K, N, number(found.nbytes), TYPES[name]).items()
         }
         whole = ours["uint8b128 gK"]
         codes = (unpack_codes(whole.b_packed, 8).to(torch.int16) - 128).to(torch.int8).t().contiguous()
-        self.int8 = [codes.clone() for _ in range(number_of(codes.nbytes))]
+        self.int8 = [codes.clone() for _ in range(number(codes.nbytes))]
         self.int8_scales = whole.scales.flatten()
+        grouped = ours["uint4b8 g128"]
+        nibbles = unpack_codes(grouped.b_packed, 4).to(torch.int32).t().contiguous()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
+        self.int4 = [packed.clone() for _ in range(number(packed.nbytes))]
+        self.int4_scales = torch.stack([grouped.scales, torch.zeros_like(grouped.scales)], 2)
         dense = ours["Q8_0"].dequantize().t().contiguous()
         self.dense = {
-            name: [dense.to(dtype, copy=True) for _ in range(number_of(K * N * dtype.itemsize))]
+            name: [dense.to(dtype, copy=True) for _ in range(number(K * N * dtype.itemsize))]
             for name, dtype in DTYPES.items()
         }
         exact = self.exact
-        exact |= {Q8: exact["Q8_0"], Q4: exact["Q4_K"], INT8PACK: exact["uint8b128 gK"], DENSE: exact["Q8_0"]}
+        exact |= {f"ggml {name}": exact[name] for name in TYPES}
+        exact |= {INT8PACK: exact["uint8b128 gK"], INT4PACK: exact["uint4b8 g128"], DENSE: exact["Q8_0"]}
+        self.nbytes |= {f"ggml {name}": found.nbytes for name, found in blocks.items()}
+        self.nbytes |= {INT8PACK: codes.nbytes, INT4PACK: packed.nbytes}
 
     def int8pack(self, a: torch.Tensor, index: int) -> torch.Tensor:
         """Multiplies with PyTorch's kernel for int8 with a scale for each column."""
         return torch.ops.aten._weight_int8pack_mm(a, self.int8[index % len(self.int8)], self.int8_scales.to(a.dtype))
 
-    def times(self, M: int, dtype: str, budget: float) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Returns the seconds of each kernel in each round, and its relative error over at most eight rows."""
+    def int4pack(self, a: torch.Tensor, index: int) -> torch.Tensor:
+        """Multiplies with PyTorch's kernel for 4 bits."""
+        words = self.int4[index % len(self.int4)]
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, 128, self.int4_scales.to(a.dtype))
+
+    def calls(self, M: int, dtype: str) -> tuple[dict[str, Call], dict[str, Call], np.ndarray]:
+        """Returns the call of each kernel, what returns its result, and the activations."""
         x = np.random.default_rng(M).standard_normal((M, self.K), np.float32)
         a = torch.from_numpy(x).to(DTYPES[dtype])
         calls: dict[str, Call] = {
             name: partial(lambda copies, index: tmm.gemm(a, copies[index % len(copies)]), copies)
             for name, copies in self.ours.items()
         }
-        if dtype != "fp32" or M <= SCALAR_ROWS:
+        if dtype == "bf16":
+            calls[INT4PACK] = partial(self.int4pack, a)
+        if dtype == "bf16" or M <= SCALAR_ROWS:
             calls[INT8PACK] = partial(self.int8pack, a)
         dense = self.dense[dtype]
         calls[DENSE] = lambda index: torch.nn.functional.linear(a, dense[index % len(dense)])
@@ -135,14 +169,26 @@ class Comparison:
         for (name, layout), product in self.ggml.items():
             calls[f"{name} {layout}"], read = product.of(x)
             results[f"{name} {layout}"] = lambda _, read=read: torch.from_numpy(read())
-        times = time_calls(calls, budget, least=3)
+        return calls, results, x
+
+    def times(self, M: int, dtype: str, budget: float, least: int) -> tuple[Times, dict[str, float]]:
+        """Returns the seconds of each kernel in each round, and its relative error over at most eight rows."""
+        calls, results, x = self.calls(M, dtype)
+        first = time_calls({name: call for name, call in calls.items() if name.startswith("ggml")}, 0, least=1)
+        for of_type in {name for name, _ in self.ggml}:
+            layouts = [name for name in first if name.startswith(of_type)]
+            fastest = min(first[name][0] for name in layouts)
+            for name in layouts:
+                if first[name][0] > SLOW * fastest:
+                    del calls[name]
+        times = time_calls(calls, budget, least)
         errors = {}
-        for name, result in results.items():
-            key = next(of for of in (Q8, Q4, name) if name.startswith(of))
+        for name in calls:
+            key = " ".join(name.split()[:2]) if name.startswith("ggml") else name
             exact = torch.from_numpy(x[:8]).double() @ self.exact[key]
-            got = result(0)[:8, self.checked].double()
+            got = results[name](0)[:8, self.checked].double()
             errors[name] = float((got - exact).norm() / exact.norm())
-            limit = MAX_ERROR.get(key, 0.005 if dtype == "bf16" else 1e-5)
+            limit = MAX_ERROR.get(name.split()[0], 0.005 if dtype == "bf16" else 1e-5)
             if not errors[name] <= limit:
                 sys.exit(
                     f"cpu_wide: {name}, {M} rows {dtype}: expected an error of at most {limit}, got {errors[name]}"
@@ -150,68 +196,72 @@ class Comparison:
         return times, errors
 
 
+def fastest_of(medians: dict[str, float], rival: str) -> str | None:
+    """Returns the fastest layout of a rival, or None if it was not measured."""
+    found = [name for name in medians if name == rival or (rival.startswith("ggml") and name.startswith(rival))]
+    return min(found, key=medians.__getitem__, default=None)
+
+
 def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, threads: int, record: Record) -> None:
     """Measures every number of rows with some threads."""
     torch.set_num_threads(threads)
     ggml.call("backend_cpu_set_n_threads", ggml.backend, threads)
     isa = tmm.cpu_capability().isa
+    stream = Stream(threads)
     for dtype in DTYPES:
         for M in arguments.rows:
-            times, errors = comparison.times(M, dtype, arguments.budget)
-            medians = {name: statistics.median(taken) for name, taken in times.items()}
-            fastest = {
-                of: min((name for name in times if name.startswith(of)), key=medians.__getitem__) for of in (Q8, Q4)
+            read = max(stream.bytes_per_second() for _ in range(3))
+            rates = {
+                kind: max(instruction_rate(kind, threads, min(M, 16)) for _ in range(3))
+                for kind in KINDS_OF[arguments.within]
             }
-            fastest |= {name: name for name in (INT8PACK, DENSE, ONE_LEVEL) if name in times}
-            for name in comparison.ours:
-                of = (Q4, DENSE, ONE_LEVEL) if name == "Q4_K" else () if name == ONE_LEVEL else RIVALS_OF_8
-                rivals = [rival for rival in of if rival in fastest]
+            times, errors = comparison.times(M, dtype, arguments.budget, least=2 if M > 64 else 3)
+            medians = {name: statistics.median(taken) for name, taken in times.items()}
+            for name, rivals in RIVALS.items():
+                found = {rival: fastest for rival in rivals if (fastest := fastest_of(medians, rival))}
                 line = {
                     "isa": isa, "threads": threads, "shape": arguments.shape, "M": M, "a": dtype, "weight": name,
-                    "us": medians[name] * 1e6, "error": errors[name],
-                    "ratios": {rival: ratio(times, fastest[rival], name) for rival in rivals},
-                    "rivals": {rival: fastest[rival] for rival in rivals},
-                    "errors": {rival: errors[fastest[rival]] for rival in rivals},
+                    "us": medians[name] * 1e6, "error": errors[name], "bytes": comparison.nbytes[name],
+                    "ratios": {rival: ratio(times, layout, name) for rival, layout in found.items()},
+                    "rivals": found,
+                    "rival_us": {rival: medians[layout] * 1e6 for rival, layout in found.items()},
+                    "errors": {rival: errors[layout] for rival, layout in found.items()},
+                    "read": read, "rates": rates,
                 }  # fmt: skip
-                if rivals:
-                    record.add(**line)
-                    ratios = ", ".join(f"{rival} {value:.2f}" for rival, value in line["ratios"].items())
-                    print(
-                        f"{isa} {threads}, {M} rows {dtype}, {name}: {medians[name] * 1e6:.0f} us; {ratios}", flush=True
-                    )
+                record.add(**line)
+                ratios = ", ".join(f"{rival} {value:.2f}" for rival, value in line["ratios"].items())
+                print(f"{isa} {threads}, {M} rows {dtype}, {name}: {line['us']:.0f} us; {ratios}", flush=True)
 
 
-def print_table(path: Path) -> None:
-    """Prints a record: a line for each number of rows, those with the smallest ratio first, by weight."""
-    lines: dict[tuple[str, int, str, int], dict[str, str]] = {}
-    smallest: dict[tuple[str, int, str, int], float] = {}
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        key = line["isa"], line["threads"], line["a"], line["M"]
-        lines.setdefault(key, {})[line["weight"]] = ", ".join(f"{value:.2f}" for value in line["ratios"].values())
-        smallest[key] = min(smallest.get(key, 1e9), *line["ratios"].values())
-    weights = list(dict.fromkeys(weight for cells in lines.values() for weight in cells))
-    table("Time of each rival by ours.", ["", "rows", *weights])
-    for key in sorted(lines, key=smallest.__getitem__):
-        isa, threads, dtype, M = key
-        row(f"{isa}, {threads}, {dtype}", M, *(lines[key].get(weight, "") for weight in weights))
+def count(ggml: Ggml, record: Record) -> None:
+    """Counts the instructions for each weight of all kernels, with one thread."""
+    torch.set_num_threads(1)
+    isa = tmm.cpu_capability().isa
+    for M in COUNTED_ROWS:
+        K = 512 if M < 8 else 256
+        small, large = (Comparison(ggml, K, N, cold=False) for N in COUNTED_N)
+        for dtype in DTYPES:
+            less, more = small.calls(M, dtype)[0], large.calls(M, dtype)[0]
+            for name in sorted(less, key=lambda name: name.endswith(" CPU")):  # the slowest last
+                if name.startswith("ggml") and dtype != "fp32":
+                    continue
+                counts = each_weight(partial(less[name], 0), partial(more[name], 0), K * (large.N - small.N))
+                record.add(isa=isa, M=M, a=dtype, kernel=name, counts=counts)
+                print(f"{isa}, {M} rows {dtype}, {name}: {counts}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="folder with ggml's libraries, in a folder for each set")
+    parser.add_argument("--library", type=Path, required=True, help="ggml's libraries, in a folder for each set")
     parser.add_argument("--isas", nargs="+", default=["avx2", "avx512"], choices=list(LIMITS))
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--shape", default="4096x11008", metavar="KxN")
-    parser.add_argument("--budget", type=float, default=5.0, help="seconds for each line")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for each line")
+    parser.add_argument("--count", action="store_true", help="counts instructions instead of measuring times")
     parser.add_argument("--record", type=Path, help="file to which the results are appended")
     parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
-    parser.add_argument("--table", type=Path, help="prints a record and measures nothing")
     arguments = parser.parse_args()
-    if arguments.table:
-        print_table(arguments.table)
-        return
     if arguments.within is None:
         for isa in arguments.isas:
             limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}
@@ -219,11 +269,15 @@ def main() -> None:
             subprocess.run(command, check=True, env={**os.environ, **limits})
         return
     K, N = (int(size) for size in arguments.shape.split("x"))
-    ggml = Ggml(arguments.library / arguments.within, max(arguments.threads))
+    ggml = Ggml(arguments.library / arguments.within, 1 if arguments.count else max(arguments.threads))
+    record = Record(arguments.record)
+    if arguments.count:
+        count(ggml, record)
+        return
     print(f"{processor_name()}, torch {torch.__version__}", flush=True)
     comparison = Comparison(ggml, K, N)
     for threads in arguments.threads:
-        compare(ggml, comparison, arguments, threads, Record(arguments.record))
+        compare(ggml, comparison, arguments, threads, record)
 
 
 if __name__ == "__main__":

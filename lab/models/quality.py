@@ -11,14 +11,9 @@ measurement. "gptq" calls GPTQModel layer by layer on the calibration sentences,
 """
 
 import argparse
-import ast
 import copy
-import hashlib
 import os
 import platform
-import re
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +29,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
 import torch_marlin_metal as tmm
+from lab.models.sentences import batches, embed, sentences
 from scripts.page_section import section
 from torch_marlin_metal.repack import pack_codes
 
@@ -43,8 +39,6 @@ CASES = (
 )  # fmt: skip
 CALIBRATED = ("uint4b8", "uint4")
 PAGE = Path(__file__).parents[2] / "docs/use/which-format.md"
-BATCH = 32
-WORDS = re.compile(r"[A-Z][A-Za-z ,;:'\"()-]{40,200}\.")
 
 
 @dataclass(frozen=True)
@@ -68,54 +62,6 @@ class Result:
     similarity_error: float
     same_neighbour: float
     weight_error: float
-
-
-def sentences(count: int, calibrate: bool, seed: int = 0) -> list[str]:
-    """Returns sentences of the standard library's docstrings, from the modules for calibration or for measurement."""
-    found = sorted({text for path in library_files(calibrate) for text in docstring_sentences(path)})
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
-    if len(found) < count:
-        raise SystemExit(f"only {len(found)} sentences found, {count} wanted")
-    return [found[i] for i in order[:count].tolist()]
-
-
-def library_files(calibrate: bool) -> Iterator[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if not name.startswith(("site-packages", "test/", "idlelib/")):
-            half = hashlib.sha256(name.encode()).digest()[0] % 2
-            if half == calibrate:
-                yield path
-
-
-def docstring_sentences(path: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(path.read_text())
-    except (SyntaxError, UnicodeDecodeError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            text = " ".join((ast.get_docstring(node) or "").split())
-            yield from WORDS.findall(text)
-
-
-def batches(tokenizer, texts: list[str]) -> list[dict[str, Tensor]]:
-    ordered = sorted(texts, key=len)
-    return [
-        dict(tokenizer(ordered[i : i + BATCH], padding=True, truncation=True, max_length=128, return_tensors="pt"))
-        for i in range(0, len(ordered), BATCH)
-    ]
-
-
-@torch.inference_mode()
-def embed(model: nn.Module, tokens: list[dict[str, Tensor]]) -> Tensor:
-    parts = []
-    for batch in tokens:
-        mask = batch["attention_mask"].unsqueeze(-1)
-        states = model(**batch).last_hidden_state
-        parts.append(nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(parts)
 
 
 def compare(exact: Tensor, other: Tensor) -> tuple[float, float, float]:

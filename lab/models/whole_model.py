@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import torch_marlin_metal as tmm
-from lab.models.quality import batches, compare, embed, sentences
+from lab.models.quality import compare
+from lab.models.sentences import batches, embed, sentences
 from torch_marlin_metal.integrations.transformers import restored
 from torch_marlin_metal.models.report import module_bytes
 

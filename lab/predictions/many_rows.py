@@ -1,16 +1,17 @@
 """Compares, by the model, the products of FLUX with decoding the weight once and multiplying (`two_pass`).
 
-Nothing runs on a GPU. A number of the table is the largest ratio, over the shapes and numbers of rows, of the time of
-the tiling that the model takes to the time of `two_pass`. At most 1 means that decoding first is never faster. The
-package takes `two_pass` and `tensor` only if asked, or if the tuner has measured that they are faster: `two_pass`
-rounds the weights to 16 bits, and no time of tensor units is known.
+Nothing runs on a GPU. A number of the table is the largest ratio of the times of the planner's choice and of
+`two_pass`, over shapes, numbers of rows, and activations in fp16 and bf16. The planner takes `two_pass`, which rounds
+the weights, only if `TORCH_MARLIN_METAL_DECODE_MB` allows it; the last column allows it for every weight.
 
     python -m lab.predictions.many_rows --write
 """
 
+import os
 from pathlib import Path
 
 from lab import model
+from lab.decisions import chosen
 from scripts import page_section
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
@@ -20,25 +21,46 @@ ROWS = (1024, 1536, 2560, 4608)
 # (N, K) of FLUX: projections, both layers of a block's MLP, and both layers of a single block.
 SHAPES = ((3072, 3072), (12288, 3072), (3072, 12288), (21504, 3072), (3072, 15360))
 FORMATS = {"uint4b8": 32, "uint4_bias": 32, "nvfp4": 16}
+LIMIT = "TORCH_MARLIN_METAL_DECODE_MB"
 
 
-def ratio(weight_format: str, chip: str, variant: str) -> float:
-    """Returns the largest ratio of the times of a variant and of `two_pass`."""
+def ratio(weight_format: str, chip: str, megabytes: int = 0) -> float:
+    """Returns the largest ratio of the times of the planner's choice and of `two_pass`.
+
+    Args:
+        weight_format: one of `FORMATS`.
+        chip: the GPU.
+        megabytes: what the option allows for a decoded weight, in MiB.
+    """
     gpu = AppleSiliconGPU.from_name(chip)
-    problems = [model.Problem(M, N, K, weight_format, FORMATS[weight_format]) for M in ROWS for N, K in SHAPES]
-    return max(model.best(one, gpu, variant)[1] / model.best(one, gpu, "two_pass")[1] for one in problems)
+    problems = [
+        model.Problem(M, N, K, weight_format, FORMATS[weight_format], activations)
+        for M in ROWS
+        for N, K in SHAPES
+        for activations in ("float16", "bfloat16")
+    ]
+    before = os.environ.get(LIMIT)
+    os.environ[LIMIT] = str(megabytes)
+    try:
+        return max(
+            float(model.predict(one, chosen(gpu, one), gpu)) / model.best(one, gpu, "two_pass")[1] for one in problems
+        )
+    finally:
+        os.environ.pop(LIMIT)
+        if before is not None:
+            os.environ[LIMIT] = before
 
 
 def row(chip: str) -> str:
     """Returns the row of a chip."""
-    cells = [f"{ratio(name, chip, 'auto'):.2f}" for name in FORMATS]
-    tensor = f"{ratio('uint4b8', chip, 'tensor'):.2f}" if chip.startswith("M5") else "-"
-    return f"| {chip} | {' | '.join(cells)} | {tensor} |\n"
+    cells = [f"{ratio(name, chip):.2f}" for name in FORMATS]
+    allowed = max(ratio(name, chip, 1024) for name in FORMATS)
+    return f"| {chip} | {' | '.join(cells)} | {allowed:.2f} |\n"
 
 
 def table() -> str:
     """Returns the table in Markdown."""
-    head = f"| GPU | {' | '.join(FORMATS)} | `tensor`, uint4b8 |\n|---|{'---|' * len(FORMATS)}---|\n"
+    head = f"| GPU | {' | '.join(FORMATS)} | all, with the option |\n|---|{'---|' * len(FORMATS)}---|\n"
     return head + "".join(map(row, CHIPS))
 
 

@@ -20,6 +20,7 @@ import torch
 
 from softmetal import device
 from softmetal.proof import libraries, quantized, references
+from softmetal.proof.air.compiler import load
 from softmetal.proof.case import Launch, counted
 from tests.support.kernels import problems as kernel_problems
 from tests.support.kernels import tiles as kernel_tiles
@@ -65,7 +66,7 @@ class Row:
 
 
 def _apples(path: Path, kernel: str, launch: Launch) -> device.Counters:
-    return counted(device.load(path, kernel, checked=True), kernel, launch)[1]
+    return counted(load(path, kernel, checked=True), kernel, launch)[1]
 
 
 def _mlx(form: quantized.Format, shape: tuple[int, int, int]) -> Row:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from scripts import page_section
-from softmetal import device
 from softmetal.proof import quantized
+from softmetal.proof.air.compiler import load
 from softmetal.proof.case import counted
 from softmetal.proof.libraries import MLX_WITH_TENSORS, mlx_library
 from softmetal.reports import Counters
@@ -89,7 +89,7 @@ def mlx(weight_format: str, dtype: str, rows: int) -> Step:
     """Counts MLX's kernel for weights of N x K whose N is a multiple of the tile's."""
     form, word = FORMATS[weight_format], quantized.TYPES[dtype]
     name = f"{form.mode}_qmm_t_nax_{word}_gs_{form.group}_b_4_bm{rows}_bn64_bk64_wm2_wn2_alN_true_batch_0"
-    library = device.load(mlx_library(MLX_WITH_TENSORS), name, checked=True)
+    library = load(mlx_library(MLX_WITH_TENSORS), name, checked=True)
     counts = []
     for K in LENGTHS:
         launches = quantized.matrix_products(form, dtype, [(rows, COLUMNS, K)], turned=True, tile=(rows, COLUMNS))

@@ -11,8 +11,9 @@ import pytest
 
 from air_module import bitcode, buffer, builtin, metallib, save
 from softmetal import device
-from softmetal.msl.air.functions import Declaration, Type, UnknownFunction, cpp_function, parse_name
-from softmetal.msl.air.metallib import Metallib, MetallibError
+from softmetal.proof.air.compiler import load
+from softmetal.proof.air.functions import Declaration, Type, UnknownFunction, cpp_function, parse_name
+from softmetal.proof.air.metallib import Metallib, MetallibError
 
 # Reverses 64 numbers through threadgroup memory. The address of one load is a constant expression.
 REVERSE = """
@@ -98,7 +99,7 @@ attributes #0 = {{ nounwind }}
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_threadgroup_memory_and_barrier(tmp_path: Path, checked: bool) -> None:
-    kernel = device.load(save(tmp_path, {"reverse": reverse()}), "reverse").kernel("reverse")
+    kernel = load(save(tmp_path, {"reverse": reverse()}), "reverse").kernel("reverse")
     assert (kernel.static_threadgroup_bytes, kernel.max_total_threads) == (256, 64)
     assert [(a.name, a.index, a.is_const) for a in kernel.arguments] == [(b"x", 3, 0)]
     x = np.arange(64, dtype=np.float32)
@@ -108,14 +109,14 @@ def test_threadgroup_memory_and_barrier(tmp_path: Path, checked: bool) -> None:
 
 
 def test_checked_mode_sees_a_missing_barrier(tmp_path: Path) -> None:
-    library = device.load(save(tmp_path, {"reverse": reverse("")}), "reverse", checked=True)
+    library = load(save(tmp_path, {"reverse": reverse("")}), "reverse", checked=True)
     with pytest.raises(device.KernelFault) as fault:
         library.kernel("reverse").launch(groups=1, group=64, buffers={3: np.ones(64, np.float32)})
     assert {f.kind for f in fault.value.faults} <= {device.FaultKind.RACE, device.FaultKind.UNINITIALISED}
 
 
 def test_checked_mode_sees_the_end_of_a_buffer(tmp_path: Path) -> None:
-    library = device.load(save(tmp_path, {"reverse": reverse()}), "reverse", checked=True)
+    library = load(save(tmp_path, {"reverse": reverse()}), "reverse", checked=True)
     with pytest.raises(device.KernelFault, match=r"out-of-bounds read of 4 bytes: buffer 3 \+ 2\d\d \(x, 240 bytes\)"):
         library.kernel("reverse").launch(groups=1, group=64, buffers={3: np.ones(60, np.float32)}, seed=3)
 
@@ -123,10 +124,10 @@ def test_checked_mode_sees_the_end_of_a_buffer(tmp_path: Path) -> None:
 def test_function_constants(tmp_path: Path) -> None:
     path = save(tmp_path, {"gated": GATED})
     y, z = np.arange(5, dtype=np.float32), np.full(5, 0.5, np.float32)
-    with_offset = device.load(path, "gated", constants={"scale": 3.0, "has_offset": True})
+    with_offset = load(path, "gated", constants={"scale": 3.0, "has_offset": True})
     with_offset.kernel("gated").launch(threads=5, group=5, buffers=[y, z])
     np.testing.assert_array_equal(y, np.arange(5) * 3 + 0.5)
-    plain = device.load(path, "gated", constants={4: 2.0, 7: False})
+    plain = load(path, "gated", constants={4: 2.0, 7: False})
     plain.kernel("gated").launch(
         threads=5, group=5, buffers=[y]
     )  # without has_offset, the kernel has no second argument
@@ -142,7 +143,7 @@ def test_an_unknown_function_constant_or_kernel_is_refused_by_name(tmp_path: Pat
         ("absent", "kernel 'absent': the library has 2 functions, none of that name"),
     ):
         with pytest.raises(device.CompileError, match=message):
-            device.load(path, kernel)
+            load(path, kernel)
     with pytest.raises(UnknownFunction, match=r"air\.simd_median\.f32"):
         cpp_function(Declaration("simd_median.f32", "float", ("float",)))
 

@@ -21,8 +21,6 @@ UNVERIFIED = {
         ("NSError", "-", ["code", "domain", "localizedDescription"]),
         ("NSProcessInfo", "+", ["processInfo"]),
         ("NSProcessInfo", "-", ["operatingSystemVersion"]),
-        ("NSURL", "+", ["fileURLWithPath:"]),
-        ("NSURL", "-", ["path"]),
         ("NSMutableDictionary", "+", ["dictionary"]),
         ("NSMutableDictionary", "-", ["setObject:forKey:", "setObject:forKeyedSubscript:"]),
         ("NSDictionary", "-", ["allKeys", "objectForKey:", "objectForKeyedSubscript:"]),

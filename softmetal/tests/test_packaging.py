@@ -1,6 +1,6 @@
 """Builds the project alone: a copy of its folder is installed as a wheel in a fresh environment, and tests run there.
 
-The environment sees the packages of this one, except editable installations. The device is built from nothing.
+The environment sees the packages of this one, except editable installations. What the tests need is built from nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def python(copy: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=copy)
     paths = {"base": str(folder), "platbase": str(folder)}
     site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
-    # Python adds the folder to its path, but ignores the .pth files there, so editable installations stay hidden.
-    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Python adds these folders to its path, but ignores the .pth files there, so editable installations stay hidden.
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site_packages / "others.pth").write_text("\n".join(others) + "\n")
     interpreter = Path(sysconfig.get_path("scripts", "venv", paths)) / "python"
     options = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation")
     run(interpreter, "-m", "pip", "install", *options, copy, folder=copy)
@@ -69,8 +70,16 @@ def test_the_wheel_has_all_files(copy: Path, python: Path) -> None:
     assert files(package) == files(copy / "src" / "softmetal")
 
 
-def test_its_tests_pass_without_the_repository(copy: Path, python: Path) -> None:
+def test_it_runs_kernels_without_the_repository(copy: Path, python: Path) -> None:
     run(python, "-c", "import importlib.util as u; assert not u.find_spec('torch_marlin_metal')", folder=copy)
+    program = (copy / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "device.compile" in program
+    run(python, "-c", program, folder=copy, XDG_CACHE_HOME=str(copy.parent / "cache"))
+    assert (copy.parent / "cache" / "softmetal" / "libsoftmetal_executor.so").exists()
+
+
+@pytest.mark.whole
+def test_its_tests_pass_without_the_repository(copy: Path, python: Path) -> None:
     command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHOSEN)
     cache = copy.parent / "cache"
     assert " passed" in run(*command, folder=copy, XDG_CACHE_HOME=str(cache))

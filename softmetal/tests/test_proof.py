@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from softmetal import device
 from softmetal.proof import references, torch_products, vectors
 from softmetal.proof.__main__ import all_cases, prove, table
+from softmetal.proof.air.compiler import load
 from softmetal.proof.case import Case, compare, run
 from softmetal.proof.libraries import mlx_library, wheels
 from softmetal.proof.mistakes import MISTAKES, Mistake
@@ -95,7 +95,7 @@ def test_results_of_tensor_units_are_compared_with_fp64(kernel: str) -> None:
     """A result whose columns are in the wrong order is noticed."""
     need_wheel("mlx-metal-macos-26")
     case = CASES[kernel]
-    apples = device.load(mlx_library(case.wheel), kernel, constants=dict(case.constants))
+    apples = load(mlx_library(case.wheel), kernel, constants=dict(case.constants))
     (launch,) = case.launches(np.random.default_rng(0))
     results = run(apples, kernel, launch)
     assert case.verify is not None

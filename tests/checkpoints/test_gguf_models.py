@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from tests.support.gguf_models import FAMILIES, IDS, model_of, outputs, write
 from tests.support.llama import MODELS, write_gguf
@@ -268,6 +269,17 @@ def test_the_table_of_names_is_that_of_gguf_and_transformers() -> None:
 def test_the_page_lists_the_architectures() -> None:
     page = (ROOT / "docs" / "formats" / "checkpoints.md").read_text()
     assert "".join(f"| {name} | {known.model_type} |\n" for name, known in ARCHITECTURES.items()) in page
+
+
+def test_what_both_projects_have_is_read_or_refused_with_a_reason() -> None:
+    """Architectures whose names in gguf and in transformers agree but for signs and the ending of text models."""
+    page = (ROOT / "docs" / "formats" / "checkpoints.md").read_text()
+    refused = page.partition("Some architectures that llama.cpp and transformers have in common are not read:")[2]
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", refused.partition("\n\ntransformers runs")[0], re.MULTILINE)
+    stated = {name for row in rows[1:] for name in row.split(", ")}
+    theirs = {re.sub("[^a-z0-9]|text$", "", kind) for kind in MODEL_MAPPING_NAMES}
+    both = {name for name in MODEL_ARCH_NAMES.values() if re.sub("[^a-z0-9]", "", name) in theirs}
+    assert len(stated) > 10 and both - ARCHITECTURES.keys() - stated == {"clip"}  # the part of a model that sees images
 
 
 def test_an_unknown_architecture_says_what_to_do(tmp_path) -> None:

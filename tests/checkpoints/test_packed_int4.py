@@ -120,6 +120,7 @@ def test_modelopt_int4(group_size, algorithm, tmp_path) -> None:
     save(tmp_path, tensors, {"quantization_config": settings})
     layer = one(tmp_path)
     assert (layer.weight_format, layer.group_size, layer.source) == ("uint4b8", group_size, "modelopt int4")
+    assert open_reader(tmp_path).sizes(0) == (N, K)
     exact = codes * scales.double().numpy()[:, np.arange(K) // group_size]
     assert np.array_equal(layer.dequantize().T.numpy(), exact.astype(np.float32))
     assert not list(open_reader(tmp_path).other_tensors())

@@ -15,7 +15,7 @@ from tests.support.small_llama import WORDS, save_small_llama
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.cli.models import timing
 from torch_marlin_metal.cli.models.opened import Opened
-from torch_marlin_metal.integrations.transformers import MarlinConfig
+from torch_marlin_metal.integrations.transformers import MarlinConfig, quantizer
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,16 @@ def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypa
     assert found["machine"]["device"] == "cpu"
 
 
-def test_the_table_and_a_wrong_use(folder):
-    done = CliRunner().invoke(app, ["bench", str(folder), "--new-tokens", "2", "--rounds", "3", "--device", "cpu"])
+def test_the_table_and_a_wrong_use(folder, device, monkeypatch):
+    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)  # most of its kernels are for other prompts
+    line = ["bench", str(folder), "--new-tokens", "2", "--rounds", "3", "--device", device, "--weight-format", "uint4"]
+    done = CliRunner().invoke(app, line)
     assert (done.exit_code, "tg2" in done.stdout, "pp512" in done.stdout) == (0, True, False), done.output
-    assert "no packed layer" in done.stdout
+    assert ("predicted" in done.stdout) == (device == "mps")
+    assert "layers of uint4 g128" in done.stdout
     done = CliRunner().invoke(app, ["bench", str(folder), "--shape", "64,64"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-    assert "expected no --shape" in done.stderr
+    assert "bench MODEL: expected no --shape" in done.stderr
 
 
 @pytest.mark.usefixtures("mps")

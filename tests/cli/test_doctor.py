@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -166,7 +165,7 @@ def test_deep_needs_a_gpu(monkeypatch):
 
 
 # Checks of which other tests run a part, or which only measure times.
-UNUSED = ("first product again", "decode with commits", "concurrent compiles")
+UNUSED = ("first product again",)
 
 
 def kinds(everything: bool) -> list[doctor_variants.Kind]:
@@ -184,7 +183,14 @@ def test_every_kind_is_compared():
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("name", [name for name in doctor_steps.STEPS if name not in UNUSED])
+@pytest.mark.parametrize(
+    "name",
+    [  # in a run that takes a sample, test_every_variant_of_an_m5 has the variants
+        pytest.param(name, marks=pytest.mark.whole if name == "every variant" else ())
+        for name in doctor_steps.STEPS
+        if name not in UNUSED
+    ],
+)
 def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypatch):
     monkeypatch.setattr(doctor_variants, "EVERY_KIND", kinds(everything))
     interval = tuning.commit_interval()
@@ -192,22 +198,6 @@ def test_the_checks_pass_on_the_software_device(mps, name, everything, monkeypat
         assert doctor_steps.STEPS[name]()
     finally:
         tuning.set_commit_interval(interval)
-
-
-def test_eight_threads_compile_other_kernels_than_one_thread(mps, monkeypatch):
-    seen = []
-    together = threading.Barrier(8, timeout=20)
-
-    def compile_kernels(weight, M, dtype):
-        if len(seen) >= 8:
-            together.wait()  # raises an exception if fewer than eight threads come
-        seen.append((weight.weight_format, M, dtype, threading.get_ident()))
-
-    monkeypatch.setattr(doctor_steps, "_compile", compile_kernels)
-    values = doctor_steps.concurrent_compiles()
-    assert set(values) == {"1_threads_ms", "8_threads_ms"}
-    assert len({one[:3] for one in seen}) == len(seen) == 16
-    assert (len({one[3] for one in seen[:8]}), len({one[3] for one in seen[8:]})) == (1, 8)
 
 
 def test_the_check_of_variants_names_each_wrong_product(monkeypatch):

@@ -33,7 +33,7 @@ WRONG = {
     "inspect": ["x", "--gguf-names", "y"],
     "convert": ["x", "y", "--shard-mb", "0"],
     "verify": ["x", "y", "--tolerance", "-1"],
-    "quantize": ["x", "y", "--samples", "none"],
+    "quantize": ["x", "y", "--shard-mb", "none"],
     "generate": ["x", "y", "--tokens", "0"],
     "perplexity": ["x", "y", "--context", "3"],
     "fit": ["x", "--context", "0"],
@@ -59,7 +59,8 @@ FAILURES = [
     (2, ["convert", GPTQ, "out", "--write-gptq-version", "2"], "--write-gptq-version is for --format gptq"),
     (2, ["convert", GPTQ, "out", "--format", "awq", "--write-gptq-version", "1"], "got --format awq"),
     (2, ["bench", "--device", "abacus"], "--device: expected cpu"),
-    (2, ["bench", "--device", "cpu", "--capture", "a.gputrace"], "--capture: expected mps, got cpu"),
+    (2, ["bench", "--device", "cpu", "--variant", "all"], "--variant: expected auto, or all on mps, got 'all' on cpu"),
+    (3, ["bench", "missing", "--device", "cpu"], "missing: does not exist"),
     (2, ["profile", "--gpu", "M1", "--measure"], "--measure: expected a Mac's GPU and no --gpu, got --gpu M1"),
     (
         2,
@@ -73,7 +74,11 @@ FAILURES = [
     ),
     (2, ["quantize", "floats", "out", "--include", "c*"], "include: 'c*' matches none of the 2 layers"),
     (2, ["quantize", "floats", "out", "--include", "a", "--exclude", "*"], "they leave none of its 2 matrices"),
-    (2, ["quantize", "floats", "out", "--method", "gptq", "--group-size", "48"], "--group-size: expected -1 or one of"),
+    (
+        2,
+        ["quantize", "floats", "out", "--include", "*", "--method", "gptq"],
+        "method: expected 'rtn' or 'mse', got 'gptq'",
+    ),
     (3, ["inspect", "missing"], "missing: does not exist"),
     (3, ["verify", GPTQ, "missing"], "missing: does not exist"),
 ]
@@ -152,9 +157,8 @@ def test_an_error_shows_names_as_they_are(tmp_path):
 
 
 def test_brackets_of_a_table_are_text(capsys):
-    shown = output.table("title [a]", "heading")
-    shown.add_row("expected shape [any, 8], got [3, 4]")
-    shown.caption = "[b] of \x1b[0m"
+    rows = [["expected shape [any, 8], got [3, 4]"]]
+    shown = output.table("title [a]", "heading", rows=rows, caption="[b] of \x1b[0m")
     output.show({}, shown, as_json=False)
     out = capsys.readouterr().out
     assert "title [a]" in out
@@ -251,3 +255,12 @@ def test_an_unknown_cpu_family_is_an_error():
     done = run("verify", str(GPTQ), str(GPTQ), TORCH_MARLIN_METAL_CPU_ISA="abacus")
     assert done.returncode == 3
     assert done.stderr.startswith("error: TORCH_MARLIN_METAL_CPU_ISA: expected one of ")
+
+
+def test_a_table_that_is_too_wide_for_its_terminal_becomes_lines():
+    cells = [["model.layers.0.mlp.up_proj", "1.5", "a remark"], ["[b]", "2", ""]]
+    shown = output.table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
+    assert list(output._fitted(shown, 60)) == ["title", shown, "end"]
+    shown = output.table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
+    lines = "name: model.layers.0.mlp.up_proj\na number: 1.5\nremarks: a remark\n\nname: [b]\na number: 2"
+    assert list(output._fitted(shown, 30)) == ["title", lines, "end"]

@@ -26,6 +26,7 @@ def demo(monkeypatch):
 
 
 @pytest.mark.large
+@pytest.mark.beyond_sample
 def test_real_weights_keep_their_meaning(demo, tmp_path, device, everything, monkeypatch):
     if device == "mps" and not everything:  # the CPU runs all formats; the software device takes a minute for them
         monkeypatch.setattr(demo, "FORMATS", demo.FORMATS[1:2])

@@ -77,7 +77,7 @@ def test_a_package_that_a_job_does_not_install_is_named() -> None:
 
 def test_the_first_run_on_a_mac_installs_what_it_runs() -> None:
     first, *_ = blocks(ROOT / "docs/use/mac.md", "sh")
-    assert len(first.splitlines()) == 10
+    assert len(first.splitlines()) == 11
     job = jobs.read_commands("the page", first)
     assert "torch_marlin_metal[transformers]" in job.installs and "tests/ops/test_mps.py" in job.runs
     assert job.missing() == {}
@@ -87,9 +87,12 @@ def test_the_first_run_on_a_mac_installs_what_it_runs() -> None:
     commands = [
         shlex.split(line.split(" > ")[0]) for line in first.splitlines() if line.startswith("torch-marlin-metal")
     ]
-    assert len(commands) == 6
+    assert len(commands) == 5
     for _, name, *arguments in commands:  # an option that the command does not know raises an exception
         program.commands[name].make_context(name, arguments)
+    programs = re.findall(r"^python -m (lab\.\S+)", first, re.MULTILINE)
+    assert len(programs) == 2
+    assert all((ROOT / name.replace(".", "/")).with_suffix(".py").is_file() for name in programs)
 
 
 # What GNU's programs know and those of macOS do not.

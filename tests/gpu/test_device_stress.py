@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], torch.Tensor]], int]] = {
     "gemv of a split K": (lambda: product("gemv", 2, K=4096), 3),
     "fused": (lambda: product("fused", 9, K=4096), 3),
     "striped": (lambda: product("striped", 9), 3),
-    "two_pass": (lambda: product("two_pass", 9, bias=torch.ones(40, device="mps")), 4),
+    "two_pass": (lambda: product("two_pass", 9, bias=torch.ones(40, device="mps")), 2),
     "dequantize": (dense, 1),
     "repack": (repack, 1),
     "mlstm": (mlstm, 4),

@@ -83,7 +83,8 @@ def test_plan_lists_every_candidate():
 def test_two_pass_is_planned_and_not_taken():
     two_pass = tmm.profiling.plan(4096, 4096, 4096, gpu="M1", variant="two_pass").chosen
     assert [d.kernel for d in two_pass.dispatches] == ["dequantize", "torch.matmul"]
-    assert two_pass.dispatches[1].seconds == pytest.approx(2 * 4096**3 / 2.617e12, rel=0.01)  # at the chip's peak rate
+    peak = 2 * 4096**3 / 2.617e12  # PyTorch's product reaches 0.88 of the peak rate on an M1 Pro
+    assert two_pass.dispatches[1].seconds == pytest.approx(peak / 0.88, rel=0.01)
     assert tmm.profiling.plan(4096, 4096, 4096, gpu="M1").chosen.variant != "two_pass"
 
 

@@ -3,6 +3,7 @@
 Each family of models is read once from a GGUF file of two types, and once from another kind of file.
 """
 
+import json
 import runpy
 from dataclasses import replace
 from functools import partial
@@ -50,7 +51,7 @@ FILES = {
     "sd3": [("Q8_0", "Q5_1"), "fp8r"],
     "qwen": [("Q4_0", "IQ4_XS"), "rounded"],
     "wan": [("Q5_K", "Q3_K"), "comfy"],
-    "ltx": [("Q4_1", "Q2_K"), "nvfp4"],
+    "ltx": [("Q4_1", "Q2_K"), "nvfp4", "comfy_nvfp4", "comfy_mxfp8"],
 }
 CASES = [(name, kind) for name, kinds in FILES.items() for kind in kinds]
 LEAST = 100  # dB of two steps in fp32
@@ -129,7 +130,10 @@ def test_a_file_stays_packed_at_both_doors(name, kind, tmp_path) -> None:
         assert psnr(image(family, other), want) > LEAST
 
 
-@pytest.mark.parametrize(("name", "kind"), [("wan", ("Q5_K", "Q3_K")), ("ltx", "nvfp4")])
+ON_MPS = {"flux": "comfy", "sd3": "fp8r", "qwen": "rounded", "wan": ("Q5_K", "Q3_K"), "ltx": "comfy_nvfp4"}
+
+
+@pytest.mark.parametrize(("name", "kind"), ON_MPS.items())
 def test_a_file_makes_the_image_on_mps(name, kind, tmp_path, mps) -> None:
     family, file = write(tmp_path, name, kind)
     exact = file.reference(family)
@@ -166,6 +170,43 @@ def test_a_layer_of_bf16_in_a_gguf_file_is_reported(tmp_path) -> None:
     layer.weight = diffusers.quantizers.gguf.utils.GGUFParameter(torch.zeros(4, 16, dtype=torch.uint8), quant_type=kind)
     (entry,) = replace_linear_layers(nn.Sequential(layer), progress=False).layers
     assert entry.reason.startswith("its weight is BF16; read are Q4_0")
+
+
+DIRECTORIES = {
+    "quanto int8": (torch.int8, 127, ("weight._data", "weight._scale"), {"quant_method": "quanto"}, {}),
+    "quanto float8": (torch.float8_e4m3fn, 448, ("weight._data", "weight._scale"), {"quant_method": "quanto"}, {}),
+    "torchao int8": (
+        torch.int8, 127, ("weight.qdata", "weight.scale"), {"quant_method": "torchao"},
+        {"tensor_attributes": {"class": "Int8Tensor"}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_directories_of_quanto_and_torchao_are_packed_by_load_quantized(kind, tmp_path) -> None:
+    dtype, most, names, settings, more = DIRECTORIES[kind]
+    family = FAMILIES["ltx"]
+    torch.manual_seed(0)
+    exact, state = family.model().eval(), {}
+    linear = {name for name, module in exact.named_modules() if isinstance(module, nn.Linear)}
+    for name, tensor in exact.state_dict().items():
+        base = name.removesuffix(".weight")
+        if base == name or base not in linear:
+            state[name] = tensor
+            continue
+        scale = tensor.abs().amax(1, keepdim=True) / most
+        codes = tensor / scale
+        codes = (codes if dtype.is_floating_point else codes.round()).to(dtype)
+        state |= {f"{base}.{names[0]}": codes, f"{base}.{names[1]}": scale}
+        tensor.copy_(codes.float() * scale)
+    exact.save_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": settings} | more
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
+    model = family.model().eval()
+    load_quantized(model, tmp_path, progress=False)
+    assert packed(model).keys() == linear
+    assert psnr(image(family, model), image(family, exact)) > LEAST
 
 
 @pytest.mark.parametrize("kind", [("Q4_K",), ("Q8_0",), "comfy"])
@@ -243,6 +284,19 @@ def test_a_file_of_another_class_and_a_damaged_one_are_named(tmp_path) -> None:
     file.path.write_bytes(file.path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         by_single_file(FAMILIES["ltx"], file, quantization_config=MarlinConfig())
+
+
+@pytest.mark.parametrize("lost", ["blocks.0.ffn.net.2.weight", "scale_shift_table"])
+@pytest.mark.parametrize("kind", ["comfy", None])
+def test_a_file_that_lacks_a_tensor_is_an_error_that_names_it(lost, kind, tmp_path) -> None:
+    family, file = write(tmp_path, "wan", "comfy")
+    original = {"blocks.0.ffn.net.2.weight": "blocks.0.ffn.2.", "scale_shift_table": "head.modulation"}[lost]
+    tensors = {name: value for name, value in load_file(file.path).items() if original not in name}
+    if kind is None:
+        tensors = {name: value.contiguous() for name, value in file.decoded.items() if original not in name}
+    save_file(tensors, file.path)
+    with pytest.raises(CheckpointError, match=rf"from_single_file: .*no tensor for '{lost}'.* WanTransformer3DModel"):
+        by_single_file(family, file, quantization_config=MarlinConfig("uint4", 32))
 
 
 @pytest.mark.parametrize("ending", [".weight_scale_inv", ".scale", "_scales"])

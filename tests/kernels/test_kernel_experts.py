@@ -5,6 +5,7 @@ expert must therefore read nothing.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,11 @@ def test_last_blocks(turn: int, kernel: str, everything: bool) -> None:
         case_of_rows(kernel, turn, dtype)
 
 
+def every_second(count: int, first: int) -> list[Any]:
+    """Returns turns of which the sample has every second one. The two tests below have the formats of a sample between them."""
+    return [pytest.param(turn, marks=() if turn % 2 == first else pytest.mark.whole) for turn in range(count)]
+
+
 # top_k, slices of K, K, and the dtype of activations and results. The order of a sum shows in fp32 only.
 SLOTS = [
     (1, 4, 264, HALF),
@@ -180,7 +186,7 @@ def case_of_summed_slots(turn: int, dtype: torch.dtype | None = None) -> None:
     assert (got[2] == 0).all()
 
 
-@pytest.mark.parametrize("turn", range(len(SLOTS)))
+@pytest.mark.parametrize("turn", every_second(len(SLOTS), first=0))
 def test_slots_summed_in_one_dispatch(turn: int, everything: bool) -> None:
     for dtype in reference.DTYPES if everything else (None,):
         case_of_summed_slots(turn, dtype)
@@ -218,7 +224,7 @@ def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
     assert (got[2, 0] == 0).all() and got.any()
 
 
-@pytest.mark.parametrize("turn", range(len(GATED)))
+@pytest.mark.parametrize("turn", every_second(len(GATED), first=1))
 def test_an_activation_in_the_same_dispatch(turn: int, everything: bool) -> None:
     for dtype in reference.DTYPES if everything else (None,):
         case_of_a_gate(turn, dtype)

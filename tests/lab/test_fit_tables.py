@@ -1,11 +1,14 @@
 """lab.models.fit compares choices with one format at the same bytes; with a text, a choice is no worse for a trained model."""
 
+from examples import writer
 from lab.models import fit
 
 
 def test_a_choice_by_a_text_is_no_worse_than_one_format_for_the_smallest_model(monkeypatch) -> None:
-    for name, value in (("CALIBRATION", 512), ("HELD_OUT", 1024), ("WINDOW", 64), ("BATCH", 8)):
-        monkeypatch.setattr(fit, name, value)
+    for module, name, value in (
+        (fit, "CALIBRATION", 512), (fit, "HELD_OUT", 1024), (writer, "WINDOW", 64), (writer, "BATCH", 8),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
     texts = [f"the sum of {i} and {j} is {i + j}; the product is {i * j}." for i in range(30) for j in range(10)]
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     one = fit.trained("sums", texts, 280, 30, **sizes)

@@ -289,7 +289,13 @@ def run_scenario(name: str, whole: bool) -> None:
     print(json.dumps(failure))
 
 
-@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.whole if name == "every_format_in_checked_mode" else ())
+        for name in (scenario.__name__ for scenario in SCENARIOS)
+    ],
+)
 def test_on_an_m5(name: str, everything: bool) -> None:
     environment = next(environment for scenario, environment in SCENARIOS.items() if scenario.__name__ == name)
     script = "import softmetal; softmetal.install()\nfrom tests.ops import test_tensor_units as t\n"

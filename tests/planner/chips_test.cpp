@@ -75,8 +75,29 @@ void check_gpu_device() {
   unsetenv("TORCH_MARLIN_METAL_GPU");
 }
 
+void check_decoded_bytes() {
+  subject = "decoded_bytes";
+  unsetenv("TORCH_MARLIN_METAL_DECODE_MB");
+  expect(gpu_device("Apple M1", 8).decoded_bytes == 0, "nothing is allowed by default");
+  setenv("TORCH_MARLIN_METAL_DECODE_MB", "72", 1);
+  expect(gpu_device("Apple M1", 8).decoded_bytes == 72 << 20 && gpu_device("x", 8).decoded_bytes == 72 << 20, "MiB");
+  for (const char* value : {"-1", "1.5", "1e9", "yes", "99999999999999999999"}) {
+    setenv("TORCH_MARLIN_METAL_DECODE_MB", value, 1);
+    try {
+      gpu_device("Apple M1", 8);
+      expect(false, std::string("no error for ") + value);
+    } catch (const std::invalid_argument& error) {
+      const std::string text = error.what();
+      expect(text.find("TORCH_MARLIN_METAL_DECODE_MB: expected MiB") == 0 && text.find(value) != std::string::npos,
+             "the error names the variable and its value: " + text);
+    }
+  }
+  unsetenv("TORCH_MARLIN_METAL_DECODE_MB");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  return test::run_cases({{"chips", check_chips}, {"gpu device", check_gpu_device}}, argc, argv);
+  return test::run_cases(
+      {{"chips", check_chips}, {"gpu device", check_gpu_device}, {"decoded bytes", check_decoded_bytes}}, argc, argv);
 }

@@ -45,7 +45,24 @@ void check_names() {
          "a table leaves named variants alone");
   problem.variant = "auto";
   problem.tuned = "auto";
-  expect(!plan_gemm(problem, {}).dense_product, "auto never takes two_pass");
+}
+
+// Decoding rounds the weight, so "auto" decodes only what the option allows, and only if that takes less time.
+void check_decoding() {
+  subject = "decoding";
+  const GemmProblem many = square(4608, 12288, 3072, 32);
+  const uint64_t needed = uint64_t{2} * 12288 * 3072;
+  GpuDevice device;  // an M1
+  const auto decodes = [&](const GemmProblem& problem) { return plan_gemm(problem, device).dense_product; };
+  expect(!decodes(many), "not without the option");
+  device.decoded_bytes = needed - 1;
+  expect(!decodes(many), "not more than the option allows");
+  device.decoded_bytes = needed;
+  expect(decodes(many), "many rows");
+  expect(!decodes(square(8, 12288, 3072, 32)), "few rows take less time without");
+  const auto tilings = gemm_tilings(many, device);
+  const Tiling& chosen = choose(tilings, many);
+  expect(reason(chosen, many, device).find("TORCH_MARLIN_METAL_DECODE_MB allows it") == 0, "the reason");
 }
 
 void check_tile_refusals() {
@@ -192,6 +209,7 @@ void check_refusals() {
 
 int main(int argc, char** argv) {
   return test::run_cases({{"names", check_names},
+                          {"decoding", check_decoding},
                           {"tile refusals", check_tile_refusals},
                           {"stripe choices", check_stripe_choices},
                           {"experts", check_experts},

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "csrc/experts/gpu_plan.h"
-#include "csrc/gemm/gpu_plan.h"
+#include "csrc/gemm/probe_plan.h"
 #include "csrc/planner/device.h"
 #include "csrc/planner/estimate.h"
 #include "plan_checks.h"
@@ -295,12 +295,21 @@ void check_estimate() {
   }
 }
 
-// No Mac has confirmed the kernel yet, so "auto" must not take it. Only a call or a tuner's table may select it.
+// "auto" takes the kernel for many rows only, where the estimate is half of that of other kernels.
 void check_automatic_choice() {
-  for (const uint32_t M : {1U, 32U, 64U, 512U, 4096U}) {
-    const Plan plan = plan_gemm(square(M, 4096, 4096, 128), whole("M5 Max"));
-    subject = text(plan);
-    expect(plan.dispatches[0].instance.kernel != Kernel::gemm_tensor, "auto does not take tensor");
+  for (const std::string_view chip : {"M5", "M5 Pro", "M5 Max", "M4 Max"}) {
+    const GpuDevice device = whole(chip);
+    for (const uint32_t M : {1U, 32U, 64U, 127U, 128U, 512U, 4096U}) {
+      const GemmProblem problem = square(M, 4096, 4096, 128);
+      const Plan plan = plan_gemm(problem, device);
+      subject = text(plan);
+      const bool wanted = device.tensor_units && M >= 128;
+      expect((plan.dispatches[0].instance.kernel == Kernel::gemm_tensor) == wanted, "tensor for many rows");
+      if (!wanted) continue;
+      const auto tilings = gemm_tilings(problem, device);
+      expect(2 * seconds(problem, "tensor", device) < 1.2 * seconds(problem, "fused", device), "half of the time");
+      expect(reason(choose(tilings, problem), problem, device).find("tensor units") != std::string::npos, "the reason");
+    }
   }
 }
 

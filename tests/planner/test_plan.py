@@ -25,7 +25,7 @@ PROGRAMS = (
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_plans(name: str, run_folder: Path) -> None:
     command = [cxx.compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-    plans = [*sorted((ROOT / "csrc").glob("*/gpu_plan.cpp")), ROOT / "csrc/gemm/plan_cache.cpp"]
+    plans = [*sorted((ROOT / "csrc").glob("*/gpu_plan.cpp")), *(ROOT / "csrc/gemm").glob("p*.cpp")]
     sources = [*sorted((ROOT / "csrc/planner").rglob("*.cpp")), *plans]
     planner = cxx.of_extension(sources) or cxx.objects(run_folder, sources, command)
     test = cxx.objects(run_folder, [ROOT / f"tests/planner/{name}.cpp"], command)

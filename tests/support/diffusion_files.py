@@ -274,7 +274,48 @@ def rounded(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {f"{name}.weight": codes}, decoded
 
 
-KINDS = {"comfy": comfy, "fp8r": fp8r, "nvfp4": nvfp4, "rounded": rounded}
+def tiles(scales: Tensor) -> Tensor:
+    """Returns scales `[N, blocks]` in the order that cuBLAS documents, padded with 0."""
+    N, blocks = scales.shape
+    rows, across = -(-N // 128), -(-blocks // 4)
+    made = torch.zeros(rows * across * 512, dtype=torch.uint8)
+    n, k = torch.meshgrid(torch.arange(N), torch.arange(blocks), indexing="ij")
+    place = (n // 128 * across + k // 4) * 512 + n % 32 * 16 + n % 128 // 32 * 4 + k % 4
+    made[place] = scales.view(torch.uint8)
+    return made.reshape(128 * rows, 4 * across)
+
+
+def stated(name: str, kind: str) -> dict[str, Tensor]:
+    return {f"{name}.comfy_quant": torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)}
+
+
+def comfy_nvfp4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """ComfyUI's NVFP4: Black Forest Labs' numbers, with swapped codes, and scales in tiles."""
+    codes, scale, second = bfl.quantize_nvfp4(weight)
+    swapped = (codes % 16) * 16 + codes // 16
+    tensors = {"weight": swapped, "weight_scale": tiles(scale).view(torch.float8_e4m3fn), "weight_scale_2": second}
+    made = {f"{name}.{key}": held for key, held in tensors.items()}
+    return made | stated(name, "nvfp4"), bfl.dequantize_nvfp4(codes, scale, second)
+
+
+def comfy_mxfp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """ComfyUI's MXFP8: E4M3 codes, and exponents of 32 of them in tiles."""
+    blocks = weight.unflatten(1, (-1, 32))
+    exponents = (blocks.abs().amax(2) / 448).log2().ceil().clamp(min=-100)
+    codes = (blocks / exponents.exp2()[..., None]).to(torch.float8_e4m3fn)
+    decoded = (codes.float() * exponents.exp2()[..., None]).flatten(1)
+    held = tiles((exponents + 127).to(torch.uint8)).view(torch.float8_e8m0fnu)
+    return {f"{name}.weight": codes.flatten(1), f"{name}.weight_scale": held} | stated(name, "mxfp8"), decoded
+
+
+KINDS = {
+    "comfy_nvfp4": comfy_nvfp4,
+    "comfy_mxfp8": comfy_mxfp8,
+    "comfy": comfy,
+    "fp8r": fp8r,
+    "nvfp4": nvfp4,
+    "rounded": rounded,
+}
 
 
 def write_safetensors(folder: Path, family: Family, kind: str, prefix: str = "") -> File:
@@ -282,7 +323,7 @@ def write_safetensors(folder: Path, family: Family, kind: str, prefix: str = "")
     rng, made, state = np.random.default_rng(0), _start(folder, family, "model.safetensors"), {}
     for name, shape in family.shapes().items():
         held, own = torch.from_numpy(values(rng, shape)), prefix + name
-        if is_matrix(family, name, shape, 16):
+        if is_matrix(family, name, shape, 32):
             tensors, made.decoded[name] = KINDS[kind](own.removesuffix(".weight"), held)
             state |= tensors
         else:

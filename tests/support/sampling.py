@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
             device = item.callspec.params.get("device", "mps") if lists else "cpu"
             if item.get_closest_marker("whole") or (device == "mps" and item.get_closest_marker("beyond_sample")):
                 beyond.add(item)
-            elif device == "mps" and len(lists) > 1 and SLOW & {*item.fixturenames, *item.path.parts}:
+            elif device == "mps" and len(lists) > 1 and SLOW & {*item.fixturenames, *item.nodeid.split("/")}:
                 products[item.parent, item.originalname].append((item, set(enumerate(lists))))
         for cases in products.values():
             sample = covering([parts for _, parts in cases])

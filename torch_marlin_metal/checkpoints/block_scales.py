@@ -28,6 +28,16 @@ def nvfp4(
     )
 
 
+def untiled(stored: Tensor, N: int, blocks: int) -> Tensor:
+    """Returns codes of scales `[blocks, N]` that are stored in padded tiles of 128 x 4, each as 32 x 4 x 4.
+
+    cuBLAS takes scales in this order (its documentation of block scaling factors).
+    """
+    across = -(-blocks // 4)
+    rows = stored.reshape(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return rows.reshape(-1, 4 * across)[:N, :blocks].t()
+
+
 def mx(b_packed: Tensor, scales: Tensor, weight_format: str, bias: Tensor | None, source: str) -> PackedWeight:
     """Makes a weight of "mxfp4" or "mxfp8" from E8M0 codes `scales [K/32, N]`.
 

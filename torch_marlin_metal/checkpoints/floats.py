@@ -20,7 +20,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
-from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, check_widths, experts_of
+from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, STORED_BYTES, Widths, check_widths, experts_of
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import NameFilter
 from torch_marlin_metal.quantize.fit import Fit, sample
@@ -164,7 +164,8 @@ class FloatReader(CheckpointReader):
             seen[key] += 1
         for (name, shape), some in chosen.items():
             samples = (sample(read_matrix(self.checkpoint, layer)) for layer in some)
-            widths.add(name, shape, samples, counts[name, shape], stacked=False)
+            count = counts[name, shape]
+            widths.add(name, shape, samples, count, beside=count * STORED_BYTES)
         widths.weigh_vocabulary()
         taken = {layer.weight for layer in layers}
         fixed = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in taken)

@@ -25,7 +25,7 @@ COMMANDS: tuple[Callable[..., int], ...] = (
 
 app = typer.Typer(
     cls=Commands,
-    help="Inspects, converts, compares and quantizes checkpoints, and explains plans.",
+    help="Runs, times, converts, compares and quantizes models, and explains plans.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -45,4 +45,4 @@ def _print_version(wanted: bool) -> None:
 def options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Inspects, converts, compares and quantizes checkpoints."""
+    """Runs, times, converts, compares and quantizes models."""

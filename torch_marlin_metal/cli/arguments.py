@@ -7,7 +7,10 @@ import torch
 import typer
 
 from torch_marlin_metal.checkpoints.options import GgufNames
+from torch_marlin_metal.formats import resolve_group_size
+from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
+from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.repack import ZerosRule
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint directory or a .gguf file.", show_default=False)]
@@ -32,15 +35,12 @@ GroupSize = Annotated[
     typer.Option(help="Weights along k that share a scale; -1 for all. Default: the format's fixed size, else 128."),
 ]
 Dtype = Annotated[str, typer.Option(help="Dtype of the activations: float16, bfloat16 or float32.")]
+Shapes = Annotated[list[str] | None, typer.Option("--shape", help="N,K of a weight; may be repeated.")]
+Rows = Annotated[list[int] | None, typer.Option(min=1, help="M, rows of the activations; may be repeated.")]
 Device = Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")]
 
 
 def device_of(name: str | None) -> str:
-    """Returns the device that --device names, or the default.
-
-    Raises:
-        ValueError: the name is another one, or torch has no mps here.
-    """
     has_mps = torch.backends.mps.is_available()
     chosen = name or ("mps" if has_mps else "cpu")
     if chosen not in ("mps", "cpu") or (chosen == "mps" and not has_mps):
@@ -49,11 +49,7 @@ def device_of(name: str | None) -> str:
 
 
 def gpu_of(command: str, gpu: str | None, cores: int | None) -> AppleSiliconGPU:
-    """Returns the GPU that --gpu and --cores name, or this machine's.
-
-    Raises:
-        ValueError: the chip is unknown or has no version with so many cores, or --cores comes without --gpu.
-    """
+    """Returns the GPU that --gpu and --cores name, or this machine's."""
     if cores is None:
         return as_gpu(command, gpu)
     if gpu is None:
@@ -62,12 +58,20 @@ def gpu_of(command: str, gpu: str | None, cores: int | None) -> AppleSiliconGPU:
 
 
 def floating(name: str) -> torch.dtype:
-    """Returns a dtype by its name.
-
-    Raises:
-        ValueError: the name is not that of an activation dtype.
-    """
     dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"--dtype: expected one of {', '.join(dtypes)}, got {name!r}")
     return dtypes[name]
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"--shape: expected N,K, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def product_of(command: str, shape: str, weight_format: str, group_size: int | None, dtype: str) -> Product:
+    N, K = shape_of(shape)
+    fmt = find_format(weight_format)
+    return Product(N, K, fmt.name, resolve_group_size(command, fmt, group_size, K), dtype)

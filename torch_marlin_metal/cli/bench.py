@@ -1,4 +1,4 @@
-"""`torch-marlin-metal bench`: times this package and its alternatives on this machine."""
+"""`torch-marlin-metal bench`: times this package and its alternatives, or a language model, on this machine."""
 
 import platform
 import statistics
@@ -9,21 +9,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from torch_marlin_metal.cli.arguments import Device, GroupSize, device_of, floating
-from torch_marlin_metal.cli.bench_mlstm import TOKENS, measure_mlstm, mlstm_table
+from torch_marlin_metal.cli.arguments import Device, GroupSize, Rows, Shapes, device_of, floating, product_of
 from torch_marlin_metal.cli.models import timing
 from torch_marlin_metal.cli.models.opened import Fuse, Opened
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
-from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.extension import cpu_capability
 from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
 from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.variants import moved_bytes, roof_seconds, variants
-from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.profiling import trace
 from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
@@ -32,9 +28,9 @@ ROUNDS = 9
 
 
 def bench(
-    what: Annotated[
-        str, typer.Argument(help="products; mlstm: the mLSTM at S = --rows tokens; or a model, as `generate` takes it.")
-    ] = "products",
+    model: Annotated[
+        Path | None, typer.Argument(help="A model, as `generate` takes it; without it, products are timed.")
+    ] = None,
     shape: Shapes = None,
     rows: Rows = None,
     weight_format: Annotated[
@@ -43,167 +39,163 @@ def bench(
     group_size: GroupSize = None,
     dtype: Annotated[str | None, typer.Option(help="By default float16, or the model's own.")] = None,
     device: Device = None,
-    variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the prediction.")] = "auto",
+    variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the peak rates.")] = "auto",
     rounds: Annotated[
         int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
     ] = None,
     cold_mb: Annotated[
         int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
     ] = 256,
-    capture: Annotated[
-        Path | None, typer.Option(help="Also capture one call of each product into this .gputrace file, for Xcode.")
-    ] = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens of a prompt (512).")] = None,
     new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one (128).")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once (1).")] = None,
     fuse: Fuse = True,
     as_json: Json = False,
 ) -> int:
-    """Compares this package with torch's dense product, two_pass and torch's int4 operator.
+    """Compares this package with torch's dense product, two_pass and torch's int4 operator, or times a model.
 
-    Each is timed once per round, on chains of dependent products whose weights are not in the caches. On mps, the times
-    are taken from the GPU's own clock, and a separate column has the host's times. The output shows the median of the
-    times, and the median over the rounds of each ratio.
-
-    `bench mlstm` compares two ways of running the mLSTM: one call for a whole sequence, and one call for each token.
-    Each is timed forward and with the gradient.
+    Products are timed once per round, on chains of dependent products whose weights are not in the caches. On mps, the
+    times are taken from the GPU's own clock, and a separate column has the host's times. The output shows the median
+    of the times, and the median over the rounds of each ratio. With --variant all, every variant of this package is
+    timed instead, with its memory rate and its share of the peak speed.
 
     `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
     the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
-
-    With --variant all, every variant of this package is timed instead. Each is shown with the planner's prediction, its
-    memory rate, and its share of the peak speed. To report numbers, send the output of --json.
     """
     chosen = device_of(device)
-    if what != "products" and (shape or variant != "auto" or capture is not None):
-        raise ValueError(f"bench {what}: expected no --shape, --variant and --capture, which are for products")
-    if what not in ("products", "mlstm"):
-        if not Path(what).exists():
-            raise ValueError(f"bench: expected products, mlstm, or the path of a model, got {what!r}")
-        loaded = Opened.of(Path(what), chosen, dtype, weight_format, fuse)
+    machine = describe_machine(chosen)
+    if model is not None:
+        if shape or rows or variant != "auto":
+            raise ValueError("bench MODEL: expected no --shape, --rows and --variant, which are for products")
+        loaded = Opened.of(model, chosen, dtype, weight_format, fuse)
         prompts, singles = ([], []) if prompt_tokens or new_tokens else ([timing.PROMPT], [timing.NEW])
         sizes = (prompt_tokens or prompts, new_tokens or singles, batch or [timing.BATCH])
         speeds = timing.measure_model(loaded, *sizes, rounds or timing.ROUNDS, as_json)
-        machine, described = describe_machine(chosen), loaded.described()
-        shown = timing.model_table(machine, described, speeds)
-        show({"machine": machine, **described, "results": speeds}, shown, as_json)
+        shown = timing.model_table(in_words(machine), loaded.described(), speeds)
+        show({"machine": machine, **loaded.described(), "results": speeds}, shown, as_json)
         return DONE
     rounds, dtype, weight_format = rounds or ROUNDS, dtype or "float16", weight_format or "uint4b8"
-    if what == "mlstm":
-        machine = describe_machine(chosen)
-        found = measure_mlstm(chosen, floating(dtype), tuple(rows or TOKENS), rounds, as_json)
-        show({"machine": machine, "rounds": rounds, "results": found}, mlstm_table(machine, dtype, found), as_json)
-        return DONE
     if variant not in ("auto", "all") or (variant == "all" and chosen != "mps"):
         raise ValueError(f"--variant: expected auto, or all on mps, got {variant!r} on {chosen}")
-    if capture is not None and chosen != "mps":
-        raise ValueError(f"--capture: expected mps, got {chosen}")
     element = floating(dtype)
     products = [product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     numbers = sorted(set(rows or ROWS))
-    if capture is not None:
-        _capture(capture, products, numbers, element)
     with progress_bar(len(products) * len(numbers), "product", as_json) as bar:
         for product in products:
             weight = product.make_weight(chosen)
             for M in numbers:
                 a = torch.randn(M, product.K, dtype=element, device=chosen)
                 if variant == "all":
-                    results.append(_variant_row(product, weight, a, rounds, cold_mb * 10**6))
-                    bar.update()
-                    continue
-                chains, absent = rivals(weight, a, cold_mb * 10**6)
-                missing |= absent
-                measured = measure(chains, rounds)
-                times = {name: [found.seconds for found in values] for name, values in measured.items()}
-                host = {name: [found.host_seconds for found in values] for name, values in measured.items()}
-                results.append(
-                    {
-                        **vars(product),
-                        "M": M,
-                        "seconds": {name: statistics.median(values) for name, values in times.items()},
-                        "host_seconds": {name: statistics.median(values) for name, values in host.items()},
-                        "has_gaps": [name for name, values in measured.items() if any(v.has_gaps for v in values)],
-                        "times_faster": {name: median_ratio(times[name], times[OURS]) for name in times},
-                    }
-                )
+                    found = _variant_row(product, weight, a, rounds, cold_mb * 10**6)
+                else:
+                    found, absent = _row(weight, a, rounds, cold_mb * 10**6)
+                    missing |= absent
+                results.append({**vars(product), "M": M, **found})
                 bar.update()
-    machine = describe_machine(chosen)
     value = {"machine": machine, "rounds": rounds, "results": results, "not_compared": missing}
     shown = _variant_table(machine, results) if variant == "all" else _table(machine, results, missing)
     show(value, shown, as_json)
     return DONE
 
 
-def _capture(path: Path, products: list[Product], numbers: list[int], element: torch.dtype) -> None:
-    calls = [
-        (product.make_weight("mps"), torch.randn(M, product.K, dtype=element, device="mps"))
-        for product in products
-        for M in numbers
-    ]
-    for weight, a in calls:  # the first call compiles
-        gemm(a, weight)
-    torch.mps.synchronize()
-    with trace(capture=path, wait_until_completed=True):
-        for weight, a in calls:
-            gemm(a, weight)
-        torch.mps.synchronize()
+def _row(weight: PackedWeight, a: torch.Tensor, rounds: int, cold_bytes: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the times of a product and of its alternatives, and why others are not compared."""
+    chains, absent = rivals(weight, a, cold_bytes)
+    measured = measure(chains, rounds)
+    times = {name: [found.seconds for found in values] for name, values in measured.items()}
+    host = {name: [found.host_seconds for found in values] for name, values in measured.items()}
+    row = {
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "host_seconds": {name: statistics.median(values) for name, values in host.items()},
+        "has_gaps": [name for name, values in measured.items() if any(found.has_gaps for found in values)],
+        "times_faster": {name: median_ratio(times[name], times[OURS]) for name in times},
+    }
+    return row, absent
 
 
 def _variant_row(
     product: Product, weight: PackedWeight, a: torch.Tensor, rounds: int, cold_bytes: int
 ) -> dict[str, Any]:
-    M, gpu = a.shape[0], AppleSiliconGPU.planned()
+    gpu = AppleSiliconGPU.planned()
     rows = variants(product, weight, a, cold_bytes)
     moved = moved_bytes(weight, a)
-    roof = roof_seconds(product, M, moved, gpu.dram_bytes_per_second, gpu.matrix_flop_per_second)
+    roof = roof_seconds(product, a.shape[0], moved, gpu.dram_bytes_per_second, gpu.matrix_flop_per_second)
     measured = measure({row.name: row.chain for row in rows}, rounds)
     found = {}
     for row in rows:
         seconds = statistics.median(value.seconds for value in measured[row.name])
         found[row.name] = {"seconds": seconds, "bytes_per_second": moved / seconds, "of_roof": roof / seconds}
     has_gaps = [name for name, values in measured.items() if any(value.has_gaps for value in values)]
-    return {**vars(product), "M": M, "chosen": rows[0].name, "variants": found, "has_gaps": has_gaps}
+    return {"chosen": rows[0].name, "variants": found, "has_gaps": has_gaps}
+
+
+def _begin(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]", str(row["M"])
 
 
 def _variant_table(machine: dict[str, str], results: list[dict[str, Any]]) -> Any:
-    heading = ("product", "M", "variant", "us", "GB/s", "of roof")
-    shown = table(
-        ", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=(heading[1], *heading[3:])
+    rows = [
+        (
+            *_begin(row),
+            f"{name} (the planner's choice)" if name == row["chosen"] else name,
+            f"{found['seconds'] * 1e6:.1f}",
+            f"{found['bytes_per_second'] / 1e9:.1f}",
+            f"{found['of_roof']:.0%}",
+        )
+        for row in results
+        for name, found in row["variants"].items()
+    ]
+    return table(
+        in_words(machine),
+        *("product", "M", "variant", "us", "GB/s", "of roof"),
+        rows=rows,
+        right=("M", "us", "GB/s", "of roof"),
+        caption="GB/s: bytes that a product must move, over the measured time; of roof: peak rates",
     )
+
+
+def _table(machine: dict[str, str], results: list[dict[str, Any]], missing: dict[str, str]) -> Any:
+    names = [name for name in results[0]["seconds"] if name != OURS]
+    heading = ("product", "M", "us", "host us", "TFLOP/s", *(f"x {name}" for name in names))
+    rows = []
     for row in results:
-        product = f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]"
-        for name, found in row["variants"].items():
-            mark = " (the planner's choice)" if name == row["chosen"] else ""
-            shown.add_row(
-                product,
-                str(row["M"]),
-                name + mark,
-                f"{found['seconds'] * 1e6:.1f}",
-                f"{found['bytes_per_second'] / 1e9:.1f}",
-                f"{found['of_roof']:.0%}",
-            )
-    shown.caption = "GB/s: bytes that a product must move, over the measured time; of roof: peak rates"
-    return shown
+        seconds, host = row["seconds"][OURS], row["host_seconds"][OURS]
+        flops = 2e-12 * row["M"] * row["N"] * row["K"] / seconds
+        ratios = [f"{row['times_faster'][name]:.2f}" if name in row["times_faster"] else "" for name in names]
+        rows.append((*_begin(row), f"{seconds * 1e6:.0f}", f"{host * 1e6:.0f}", f"{flops:.3f}", *ratios))
+    lines = ["us: on the device; host us: until a call returns, beside the GPU's work"]
+    if waiting := sorted({name for row in results for name in row["has_gaps"]}):
+        lines += [f"in several command buffers, so their times may hold waits for the host: {', '.join(waiting)}"]
+    lines += ["x NAME: time of NAME divided by ours; above 1, this package is faster"]
+    lines += [f"{name} is not compared: {reason}" for name, reason in missing.items()]
+    return table(in_words(machine), *heading, rows=rows, right=heading[1:], caption="\n".join(lines))
 
 
-def describe_machine(device: str) -> dict[str, str]:
-    """Returns the facts about a machine that a reader needs to compare numbers."""
-    found = {
-        "device": device,
+def in_words(machine: dict[str, str]) -> str:
+    return ", ".join(f"{key} {text}" for key, text in machine.items())
+
+
+def facts() -> dict[str, str]:
+    """Returns what a reader of a report needs to know of any machine."""
+    return {
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "processor": processor_name(),
         "torch": torch.__version__,
         "torch_marlin_metal": __version__,
     }
+
+
+def gpu_name() -> str:
+    return f"{torch.backends.mps.get_name()}, {torch.backends.mps.get_core_count()} cores"
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """Returns the facts about a machine that a reader needs to compare numbers."""
     if device == "mps":
-        found["gpu"] = f"{torch.backends.mps.get_name()}, {torch.backends.mps.get_core_count()} cores"
-    else:
-        found["threads"] = str(torch.get_num_threads())
-        found["isa"] = cpu_capability().isa
-    return found
+        return {"device": device, **facts(), "gpu": gpu_name()}
+    return {"device": device, **facts(), "threads": str(torch.get_num_threads()), "isa": cpu_capability().isa}
 
 
 def processor_name() -> str:
@@ -216,22 +208,3 @@ def processor_name() -> str:
         lines = info.read_text().splitlines() if info.exists() else []
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return name or platform.processor() or platform.machine()
-
-
-def _table(machine: dict[str, str], results: list[dict[str, Any]], missing: dict[str, str]) -> Any:
-    names = [name for name in results[0]["seconds"] if name != OURS]
-    heading = ("product", "M", "us", "host us", "TFLOP/s", *(f"x {name}" for name in names))
-    shown = table(", ".join(f"{key} {text}" for key, text in machine.items()), *heading, right=heading[1:])
-    for row in results:
-        seconds, host = row["seconds"][OURS], row["host_seconds"][OURS]
-        product = f"{row['dtype']} x {row['weight_format']} g{row['group_size']} [{row['K']}, {row['N']}]"
-        flops = 2e-12 * row["M"] * row["N"] * row["K"] / seconds
-        ratios = [f"{row['times_faster'][name]:.2f}" if name in row["times_faster"] else "" for name in names]
-        shown.add_row(product, str(row["M"]), f"{seconds * 1e6:.0f}", f"{host * 1e6:.0f}", f"{flops:.3f}", *ratios)
-    lines = ["us: on the device; host us: until a call returns, beside the GPU's work"]
-    if waiting := sorted({name for row in results for name in row["has_gaps"]}):
-        lines += [f"in several command buffers, so their times may hold waits for the host: {', '.join(waiting)}"]
-    lines += ["x NAME: time of NAME divided by ours; above 1, this package is faster"]
-    lines += [f"{name} is not compared: {reason}" for name, reason in missing.items()]
-    shown.caption = "\n".join(lines)
-    return shown

@@ -1,7 +1,8 @@
 """`torch-marlin-metal convert`: writes a checkpoint in this package's format or another program's."""
 
 from enum import Enum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -9,9 +10,8 @@ from torch_marlin_metal.checkpoints.options import OnUnsupported
 from torch_marlin_metal.checkpoints.settings import find_settings
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import DONE, Json, show
-from torch_marlin_metal.cli.writing import directory_bytes, write
-from torch_marlin_metal.convert import open_reader
+from torch_marlin_metal.cli.output import DONE, Json, printable, progress_bar, show
+from torch_marlin_metal.convert import CheckpointReader, open_reader, write_checkpoint
 from torch_marlin_metal.sizes import human_size
 
 Target = Enum("Target", {name: name for name in TARGETS}, type=str)  # type: ignore[misc]
@@ -51,11 +51,23 @@ def convert(
         gguf_names=gguf_names,
     )
     options = {} if write_gptq_version is None else {"version": write_gptq_version}
-    write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)
-    size = directory_bytes(destination)
+    size = write(reader, destination, as_json, target=to.value, max_shard_bytes=shard_mb * 10**6, sync=sync, **options)
     is_packed = find_settings(destination) is not None
     value = {"source": str(source), "destination": str(destination), "format": to.value}
     result = to.value if is_packed else "floats: no layer is 4 bit, so the directory has no quantization settings"
-    text = f"{destination}: {len(reader)} layers of {reader.format.title} as {result}, {human_size(size)}"
+    text = f"{destination}: {len(reader)} layers, from {reader.format.name} to {result}, {human_size(size)}"
     show(value | {"layers": len(reader), "is_packed": is_packed, "bytes": size}, text, as_json)
     return DONE
+
+
+def write(reader: CheckpointReader, destination: Path, as_json: bool, **options: Any) -> int:
+    """Calls `write_checkpoint` with a progress bar. Returns the bytes of the directory's files."""
+    with progress_bar(0, "tensor", as_json) as bar:
+
+        def advance(name: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(printable(name), refresh=False)
+            bar.update(done - bar.n)
+
+        write_checkpoint(reader, destination, progress=advance, **options)
+    return sum(file.stat().st_size for file in destination.iterdir())

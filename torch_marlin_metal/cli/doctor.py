@@ -13,9 +13,8 @@ import typer
 
 from torch_marlin_metal import extension
 from torch_marlin_metal.cli import doctor_steps
-from torch_marlin_metal.cli.bench import processor_name
+from torch_marlin_metal.cli.bench import facts, gpu_name
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
-from torch_marlin_metal.version import __version__
 
 # Metal's two kinds of validation. Each changes what is tested: shader validation can double a kernel's threadgroup
 # memory (Metal.jl#839) and lower its limit of threads, and API validation can end the process in PyTorch's own kernels
@@ -56,7 +55,7 @@ def doctor(
                 for name in doctor_steps.STEPS
             ]
     if report is not None:
-        report.write_text(doctor_steps.as_text(found))
+        report.write_text(json.dumps(found, indent=1) + "\n")
     show(found, as_lines(found), as_json)
     works = extension.refusal is None and all(check["result"] == "passed" for check in found["checks"])
     return DONE if works else ANSWER_IS_NO
@@ -75,30 +74,17 @@ def as_lines(report: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Returns the versions and the hardware, which a reader of the report needs."""
-    found = {
-        "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
-        "processor": processor_name(),
+    return {
+        **facts(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_marlin_metal": __version__,
         "extension": "loaded" if extension.refusal is None else extension.refusal,
         "isa": extension.cpu_capability().isa if extension.refusal is None else "unknown",
-        "mps": "no",
+        "mps": gpu_name() if torch.backends.mps.is_available() else "no",
     }
-    if torch.backends.mps.is_available():
-        found["mps"] = f"{torch.backends.mps.get_name()}, {torch.backends.mps.get_core_count()} cores"
-    return found
 
 
 def run_check(name: str, validation: str | None = None, seconds: float = STEP_SECONDS) -> dict[str, Any]:
-    """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed.
-
-    Args:
-        name: the name of a check in `doctor_steps.QUICK` or `STEPS`.
-        validation: the kind of validation in `VALIDATION` that is on during the check, or None.
-        seconds: after this time the check counts as failed.
-    """
+    """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed."""
     kinds = {variable for kind in VALIDATION.values() for variable in kind}
     environment = {variable: value for variable, value in os.environ.items() if variable not in kinds}
     if validation is not None:
@@ -106,9 +92,8 @@ def run_check(name: str, validation: str | None = None, seconds: float = STEP_SE
     command = [*CHILD, json.dumps(sys.path), name]
     check: dict[str, Any] = {"check": name, "values": {}}
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds
-        )
+        pipes: Any = {"capture_output": True, "text": True, "errors": "replace"}
+        done = subprocess.run(command, env=environment, timeout=seconds, **pipes)
     except subprocess.TimeoutExpired:
         return {**check, "result": "failed", "summary": f"did not end within {seconds:g} s", "output": ""}
     check["output"] = done.stderr[-20000:]

@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +50,6 @@ def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor],
 
 
 def _short(errors: dict[str, float]) -> Values:
-    """Returns errors with two digits."""
     return {name: float(f"{error:.1e}") for name, error in errors.items()}
 
 
@@ -173,61 +171,6 @@ def gpu_time() -> Values:
     return {"gpu_us": values["gpu_clock"], "wall_us": values["wall_clock"], "host_us": host}
 
 
-def decode_with_commits() -> Values:
-    """Times 200 products of 2048 x 2048, as in decoding, with commits at several intervals of predicted GPU time."""
-    from torch_marlin_metal import tuning
-
-    a, product, _ = _problem(K=2048, N=2048)
-    values = {}
-    for milliseconds in (0.0, 1.0, 3.0, 10.0):
-        tuning.set_commit_interval(milliseconds * 1e-3)
-        seconds = []
-        for _ in range(5):
-            torch.mps.synchronize()
-            begin = time.perf_counter()
-            state = a[:1]
-            for _ in range(200):
-                state = product(state)
-            torch.mps.synchronize()
-            seconds.append(time.perf_counter() - begin)
-        values[f"every_{milliseconds:g}_ms"] = round(1e3 * statistics.median(seconds), 2)
-    return values
-
-
-def _compile(weight: PackedWeight, M: int, dtype: torch.dtype) -> None:
-    """Compiles the kernels of a product. Other threads can run meanwhile."""
-    torch.ops.torch_marlin_metal.compile_gemm(**weight.arguments(), bias=weight.bias, M=M, dtype=dtype)
-
-
-def concurrent_compiles() -> Values:
-    """Times eight products whose kernels one thread compiles, and eight others whose kernels eight threads compile.
-
-    Metal's default is few compiles at a time, and the package asks for more. macOS keeps compiled kernels, so the times
-    mean something only when the check runs for the first time.
-    """
-    from torch_marlin_metal import quantize_weight
-
-    half_subnormals()  # compiles the probe
-    dense = torch.randn(64, 256, generator=torch.Generator().manual_seed(0), device="cpu")
-    formats = ("uint4", "uint4_bias", "float4_e2m1", "mxfp4")  # which no earlier check uses
-    weights = [quantize_weight(dense, name).to("mps") for name in formats]
-    types = [torch.bfloat16, torch.float32]
-    values = {}
-    for threads in (1, 8):
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            tasks = [
-                pool.submit(_compile, weight, M, types[index % 2])
-                for index, weight in enumerate(weights)
-                for M in (1, 40)
-            ]
-        for task in tasks:
-            task.result()
-        values[f"{threads}_threads_ms"] = round(1e3 * (time.perf_counter() - begin), 1)
-        types.reverse()  # the same kernels for the other type of activations
-    return values
-
-
 QUICK: dict[str, Callable[[], Values]] = {
     "products on cpu": products_on_cpu,
     "products on mps": products_on_mps,
@@ -235,28 +178,20 @@ QUICK: dict[str, Callable[[], Values]] = {
 STEPS: dict[str, Callable[[], Values]] = {
     "first product": first_product,
     "first product again": first_product,
-    "concurrent compiles": concurrent_compiles,
     "every variant": every_variant,
     "products while profiling": profiled_products,
     "commits": commits,
     "mlstm": mlstm,
     "gpu time": gpu_time,
-    "decode with commits": decode_with_commits,
 }
 
 
 def values_in(printed: str) -> Values:
-    """Returns the values that a check printed. Raises ValueError if there are none."""
     lines = [line.removeprefix(MARKER) for line in printed.splitlines() if line.startswith(MARKER)]
     if not lines:
         raise ValueError("doctor: the check printed no values")
     values: Values = json.loads(lines[-1])
     return values
-
-
-def as_text(report: Values) -> str:
-    """Returns a report as the text of its file."""
-    return json.dumps(report, indent=1) + "\n"
 
 
 if __name__ == "__main__":

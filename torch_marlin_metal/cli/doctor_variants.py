@@ -34,14 +34,8 @@ def compare(kinds: Iterable[Kind]) -> dict[str, float]:
     All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` of 3-D activations is wrong
     (pytorch#192934), so a comparison with it would blame this package.
 
-    Args:
-        kinds: pairs of a weight format and a dtype of the activations and of floating scales.
-
-    Returns:
-        The largest error of each variant and dtype, as a part of the largest result.
-
-    Raises:
-        RuntimeError: products are wrong or fail. All products are tried first; the text names the first few.
+    Returns the largest error of each variant and dtype, as a part of the largest result. All products are tried before
+    a RuntimeError names the first few that are wrong.
     """
     errors: dict[str, float] = {}
     faults = []

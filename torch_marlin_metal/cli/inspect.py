@@ -36,9 +36,8 @@ def inspect(
 ) -> int:
     """Describes a checkpoint: its format, its layers and their sizes, and the layers that cannot be read.
 
-    Every layer is read and checked, one at a time. For a layer that cannot be read, the reason is shown, and the exit
-    code is 1. With --model, nothing but headers is read, and the plan of loading the checkpoint into that model of
-    transformers is shown; if it cannot be loaded, the reason is shown, and the exit code is 1.
+    Every layer is read and checked. With --model, only headers are read, and the plan of loading the checkpoint into
+    that model of transformers is shown. If a layer cannot be read or loaded, the exit code is 1.
     """
     if model is not None:
         reader = open_reader(checkpoint, allow_pickle=allow_pickle, gguf_names="hf", on_unsupported=on_unsupported)
@@ -67,8 +66,20 @@ def inspect(
         "refused": sum("refused" in layer for layer in found),
         "other_tensors": len(others),
     }
-    text = _kinds(reader, found, len(others)) if not layers else _every_layer(reader, found, len(others))
-    show(value, text, as_json)
+    kinds = Counter(map(_kind, found)).items()
+    numbers = ("N x K", "group", "bytes") if layers else ("layers",)
+    shown = table(
+        f"{reader.path}: {reader.format.title}",
+        *(
+            ("layer", "N x K", "format", "group", "scales", "bytes", "remarks")
+            if layers
+            else ("kind of layer", "layers")
+        ),
+        rows=map(_cells, found) if layers else ((kind, str(count)) for kind, count in kinds),
+        right=numbers,
+        caption=_summary(found, len(others)),
+    )
+    show(value, shown, as_json)
     return ANSWER_IS_NO if value["refused"] else DONE
 
 
@@ -83,9 +94,8 @@ def _inspect_plan(reader: CheckpointReader, config: Path, ignore: list[str], as_
         show({"path": str(reader.path), "model": type(model).__name__, "error": str(error)}, str(error), as_json)
         return ANSWER_IS_NO
     rows = list(plan.rows())
-    shown = table(f"{reader.path} in {type(model).__name__}", "in the checkpoint", "in the model", "what it becomes")
-    for row in rows:
-        shown.add_row(*row)
+    heads = ("in the checkpoint", "in the model", "what it becomes")
+    shown = table(f"{reader.path} in {type(model).__name__}", *heads, rows=rows)
     value = {"path": str(reader.path), "model": type(model).__name__, "prefix": plan.prefix, "plan": rows}
     show(value, shown, as_json)
     return DONE
@@ -104,9 +114,7 @@ def _describe(reader: CheckpointReader, index: int, name: str) -> dict[str, Any]
         "weight_format": weight.weight_format,
         "group_size": weight.group_size,
         "scales": " x ".join(
-            str(tensor.dtype).removeprefix("torch.")
-            for tensor in (weight.scales, weight.super_scales)
-            if tensor is not None
+            str(held.dtype).removeprefix("torch.") for held in (weight.scales, weight.super_scales) if held is not None
         ),
         "act_order": weight.perm is not None,
         "bias": weight.bias is not None,
@@ -115,36 +123,12 @@ def _describe(reader: CheckpointReader, index: int, name: str) -> dict[str, Any]
     }
 
 
-def _every_layer(reader: CheckpointReader, found: list[dict[str, Any]], others: int) -> Any:
-    shown = table(
-        f"{reader.path}: {reader.format.title}",
-        "layer", "N x K", "format", "group", "scales", "bytes", "remarks",
-        right=("N x K", "group", "bytes"),
-    )  # fmt: skip
-    for layer in found:
-        if "refused" in layer:
-            shown.add_row(layer["name"], "", "refused", "", "", "", layer["refused"])
-            continue
-        remarks = [word for word, present in (("act-order", layer["act_order"]), ("bias", layer["bias"])) if present]
-        shown.add_row(
-            layer["name"],
-            f"{layer['N']} x {layer['K']}",
-            layer["weight_format"],
-            str(layer["group_size"]),
-            layer["scales"],
-            human_size(layer["bytes"]),
-            ", ".join(remarks),
-        )
-    shown.caption = _summary(found, others)
-    return shown
-
-
-def _kinds(reader: CheckpointReader, found: list[dict[str, Any]], others: int) -> Any:
-    shown = table(f"{reader.path}: {reader.format.title}", "kind of layer", "layers", right=("layers",))
-    for kind, count in Counter(_kind(layer) for layer in found).items():
-        shown.add_row(kind, str(count))
-    shown.caption = _summary(found, others)
-    return shown
+def _cells(layer: dict[str, Any]) -> tuple[str, ...]:
+    if "refused" in layer:
+        return layer["name"], "", "refused", "", "", "", layer["refused"]
+    remarks = ", ".join(word for word, key in (("act-order", "act_order"), ("bias", "bias")) if layer[key])
+    size, group = f"{layer['N']} x {layer['K']}", str(layer["group_size"])
+    return layer["name"], size, layer["weight_format"], group, layer["scales"], human_size(layer["bytes"]), remarks
 
 
 def _kind(layer: dict[str, Any]) -> str:

@@ -6,15 +6,16 @@ and characters that do not print (escape sequences, line breaks) are escaped.
 
 import functools
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.protocol import rich_cast
 from rich.table import Table
 from tqdm import tqdm
 from typer.core import TyperGroup
@@ -29,8 +30,6 @@ WRONG_USE = 2  # click's own code for a wrong command line
 FAILED = 3  # exit code if the input is damaged or refused, or the output cannot be written
 INTERRUPTED = interrupt.EXIT_CODE
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-
-SPELLINGS = {"version": "write_gptq_version"}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")]
 
@@ -64,7 +63,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
 
 def _as_option(option: str, value: object) -> str:
     """Spells an option of the package as an option of the commands that take it."""
-    name = f"--{SPELLINGS.get(option, option).replace('_', '-')}"
+    name = f"--{'write-gptq-version' if option == 'version' else option.replace('_', '-')}"
     name = f"convert {name}" if option == "on_unsupported" else name  # inspect reports what convert refuses
     return name if value is None or value is True else f"{name} {value}"
 
@@ -72,21 +71,11 @@ def _as_option(option: str, value: object) -> str:
 class Commands(TyperGroup):
     """The group of all commands. With --json, it reports a wrong command line as a JSON object, too."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """Runs the command line; the arguments are click's."""
-        run = functools.partial(super().main, args, prog_name, complete_var, windows_expand_args=windows_expand_args)
-        if not standalone_mode or "--json" not in (sys.argv if args is None else args):
-            return run(standalone_mode=standalone_mode, **extra)
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        if not extra.get("standalone_mode", True) or "--json" not in (sys.argv if args is None else args):
+            return super().main(args, *rest, **extra)
         try:
-            code = run(standalone_mode=False, **extra)
+            code = super().main(args, *rest, **{**extra, "standalone_mode": False})
         except Exception as error:
             if not hasattr(error, "format_message"):  # click's errors have it in every version of click
                 raise
@@ -104,20 +93,38 @@ def printable(text: str, keep: str = "") -> str:
 def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     """Prints the result of a command, as JSON or as text."""
     if as_json:
-        _print(json.dumps(_finite(value), indent=1))
+        # numbers that are not finite become null
+        _print(json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1))
         return
     if isinstance(text, str):
         _print(printable(text, keep="\n"))
         return
-    if isinstance(text, _Table):
-        text.title, text.caption = (
-            printable(str(part), keep="\n") if part else None for part in (text.title, text.caption)
-        )
     width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width; lines must not break
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:  # rich would end the program if it wrote to a closed pipe
-        console.print(text)
+        console.print(*_fitted(text, console.width), sep="\n")
     _print(captured.get().removesuffix("\n"))
+
+
+def _fitted(shown: Any, width: int) -> Iterator[Any]:
+    """Yields tables apart from their titles and captions; lines of cells, if columns would be narrower than words."""
+    shown = rich_cast(shown)
+    if isinstance(shown, Group):
+        for part in shown.renderables:
+            yield from _fitted(part, width)
+        return
+    if not isinstance(shown, Table):
+        yield shown
+        return
+    title, caption, shown.title, shown.caption = shown.title, shown.caption, None, None
+    columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
+    heads, *rows = zip(*columns, strict=True)
+    lines = [
+        "\n".join(f"{head}: {cell}".removeprefix(": ") for head, cell in zip(heads, row, strict=True) if cell)
+        for row in rows
+    ]
+    has_place = sum(min(max(map(len, column)), 12) + 3 for column in columns) < width
+    yield from filter(None, (title, shown if has_place else "\n\n".join(lines), caption))
 
 
 def stream(text: str) -> None:
@@ -138,27 +145,16 @@ def _print(text: str, end: str = "\n") -> None:
         raise
 
 
-def _finite(value: Any) -> Any:
-    """Converts a value for JSON: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Table(Table):
-    """A table that prints its cells without interpreting markup."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
-
-
-def table(title: str, *headings: str, right: tuple[str, ...] = ()) -> Table:
-    """Makes an empty table; the columns named in `right` are aligned to the right."""
-    made = _Table(title=printable(title), title_justify="left", caption_justify="left")
+def table(
+    title: str, *headings: str, rows: Iterable[Sequence[str]], right: Sequence[str] = (), caption: str = ""
+) -> Table:
+    """Makes a table; the columns named in `right` are aligned to the right."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    made.title, made.caption = printable(title), printable(caption, "\n") or None
     for heading in headings:
         made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(printable, row))
     return made
 
 

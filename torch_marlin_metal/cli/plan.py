@@ -34,18 +34,12 @@ def plan(
         dtype=floating(dtype),
         variant=variant,
     )
-    value = {
-        "gpu": found.gpu.name,
-        "cores": found.gpu.cores,
-        "reason": found.reason,
-        "chosen": _candidate(found.chosen),
-        "candidates": [_candidate(candidate) for candidate in found.candidates],
-    }
-    show(value, found, as_json)
+    value = {"gpu": found.gpu.name, "cores": found.gpu.cores, "reason": found.reason, "chosen": _in_json(found.chosen)}
+    show({**value, "candidates": [_in_json(candidate) for candidate in found.candidates]}, found, as_json)
     return DONE
 
 
-def _candidate(candidate: PlanCandidate) -> dict[str, Any]:
+def _in_json(candidate: PlanCandidate) -> dict[str, Any]:
     return {
         "variant": candidate.variant,
         "tile": list(candidate.tile),

@@ -8,10 +8,21 @@ import torch
 import typer
 from rich.console import Group
 
-from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
+from torch_marlin_metal.cli.arguments import (
+    Cores,
+    Dtype,
+    Format,
+    Gpu,
+    GroupSize,
+    Rows,
+    Shapes,
+    floating,
+    gpu_of,
+    shape_of,
+)
 from torch_marlin_metal.cli.output import DONE, Json, show, table
-from torch_marlin_metal.cli.shapes import Rows, Shapes, shape_of
 from torch_marlin_metal.gpu.measured import measure_gpu
+from torch_marlin_metal.gpu.profiling.tiles import Choice
 from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 
@@ -46,14 +57,10 @@ def profile(
     }
     if plot is not None:
         roof.plot(plot)
-    shown = []
-    for name, guide in guides.items():
-        made = table(f"choice for N,K = {name}", "M", "variant", "tile", right=("M",))
-        for choice in guide:
-            tile = "x".join(map(str, choice.tile))
-            span = str(choice.first) if choice.first == choice.last else f"{choice.first} to {choice.last}"
-            made.add_row(span, choice.variant, tile)
-        shown.append(made)
+    shown = [
+        table(f"choice for N,K = {name}", "M", "variant", "tile", rows=map(_row, guide), right=["M"])
+        for name, guide in guides.items()
+    ]
     value: dict[str, Any] = {
         "gpu": asdict(found),
         "tiles": [asdict(row) for row in tiles.rows],
@@ -67,3 +74,8 @@ def profile(
         parts.append(rates)
     show(value, Group(*parts), as_json)
     return DONE
+
+
+def _row(choice: Choice) -> tuple[str, str, str]:
+    span = str(choice.first) if choice.first == choice.last else f"{choice.first} to {choice.last}"
+    return span, choice.variant, "x".join(map(str, choice.tile))

@@ -4,16 +4,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
-from torch_marlin_metal.cli import arguments, calibrated
+from torch_marlin_metal.cli import arguments
+from torch_marlin_metal.cli.convert import write
+from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.cli.output import DONE, Json, show
-from torch_marlin_metal.cli.writing import directory_bytes, write
-from torch_marlin_metal.convert import CheckpointReader, FloatReader, open_reader
+from torch_marlin_metal.convert import FloatReader
+from torch_marlin_metal.models.quantize import quantize_model
 from torch_marlin_metal.sizes import human_size
 
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to skip, or re:REGEX; may be repeated.")]
+TOKENS, PIECES = 512, 128  # of the text that --calibration names
 
 
 def quantize(
@@ -21,22 +26,14 @@ def quantize(
     destination: arguments.Destination,
     weight_format: arguments.Format = "uint4b8",
     group_size: arguments.GroupSize = None,
-    method: Annotated[
-        str,
-        typer.Option(help="rtn or mse; or gptq, awq (GPTQModel) or autoround, which need that package and a text."),
-    ] = "rtn",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="A text file to run through the model: for calibrated methods, or for --memory."),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
-    length: Annotated[int, typer.Option(min=8, help="Tokens of a piece of the calibration text.")] = 512,
+    method: Annotated[str, typer.Option(help="rtn, or mse: scales with the least squared error.")] = "rtn",
     vocabulary_format: arguments.VocabularyFormat = None,
     memory: Annotated[
         str | None, typer.Option(help="Choose each layer's format, so that the model has so many bytes: 9GB, 8.5GiB.")
     ] = None,
     like: Annotated[str | None, typer.Option(help="Choose each layer's format as llama.cpp does: Q4_K_M ...")] = None,
-    device: Annotated[str, typer.Option(help="Where the text is run.")] = "cpu",
+    calibration: Annotated[Path | None, typer.Option(help="With --memory: a text that shows what errors cost.")] = None,
+    device: arguments.Device = None,
     include: Include = None,
     exclude: Exclude = None,
     allow_pickle: arguments.AllowPickle = False,
@@ -46,66 +43,43 @@ def quantize(
 ) -> int:
     """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes.
 
-    What runs a text is different: it loads the whole model, and it starts again after an interruption.
+    With --calibration, the whole model is loaded first.
     """
-    options = {"max_shard_bytes": shard_mb * 10**6, "sync": sync}
-    reader: CheckpointReader
-    left: dict[str, int] = {}
+    choice: dict[str, Any] = {"include": include or None, "exclude": exclude or ()}
+    choice["vocabulary_format"] = vocabulary_format
+    how = (weight_format, group_size, method)
+    fit = None
+    if calibration is not None:
+        if memory is None:
+            raise ValueError("--calibration: expected --memory with it, which says how much the text may spend")
+        ids = _pieces(source, calibration).to(arguments.device_of(device))
+        model = opened.Opened.of(source, str(ids.device.type), None, None, fuse=False).model
+        fit = quantize_model(model, *how, memory=memory, calibration=ids, progress=False, atomic=False, **choice).fit
+        choice["chosen"], memory = fit and fit.chosen(), None
+    reader = FloatReader(source, *how, memory=memory, like=like, allow_pickle=allow_pickle, **choice)
+    fit = fit or reader.fit
+    size = write(reader, destination, as_json, max_shard_bytes=shard_mb * 10**6, sync=sync)
+    left, kinds = reader.left, Counter(reader.formats())
     value: dict[str, Any] = {"source": str(source), "destination": str(destination), "method": method}
-    floats = ""
-    if method in calibrated.METHODS:
-        if include or exclude:
-            raise ValueError(
-                f"--include and --exclude are for rtn and mse; {method} takes the layers that its package takes"
-            )
-        if (memory, like, vocabulary_format) != (None, None, None):
-            raise ValueError(
-                f"--memory, --like and --vocabulary-format are for rtn and mse; {method} has one format for all layers"
-            )
-        if destination.exists():
-            raise FileExistsError(f"{destination}: exists already")
-        pieces = calibrated.Text(calibration, samples, length)
-        with calibrated.quantized(source, destination, method, weight_format, group_size, pieces, device) as made:
-            reader = open_reader(made)
-            write(reader, destination, as_json, **options)
-    else:
-        fit = None
-        choice: dict[str, Any] = {"include": include or None, "exclude": exclude or ()}
-        choice["vocabulary_format"] = vocabulary_format
-        if calibration is not None:
-            if memory is None:
-                raise ValueError(
-                    f"--calibration is for --memory and for {', '.join(calibrated.METHODS)}; without them, {method} "
-                    "looks at the weights alone"
-                )
-            pieces = calibrated.Text(calibration, samples, length)
-            fit = calibrated.fitted(source, pieces, device, weight_format, group_size, method, memory, **choice).fit
-        reader = FloatReader(
-            source,
-            weight_format,
-            group_size,
-            method,
-            memory=memory if fit is None else None,
-            like=like,
-            chosen=None if fit is None else fit.chosen(),
-            allow_pickle=allow_pickle,
-            **choice,
-        )
-        write(reader, destination, as_json, **options)
-        left = reader.left
-        if (fit := fit or reader.fit) is not None:
-            floats = f"\n{fit.summary()}\n{fit.plot()}"
-            curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in fit.curve()]
-            value |= {"error": fit.error, "curve": curve}
-        rest, whole = sum(left.values()), sum(left.values()) + reader.taken_bytes
-        if left:
-            largest = ", ".join(sorted(left, key=lambda name: -left[name])[:4])
-            floats += f"\n{human_size(rest)} of matrices stay in floats ({rest / whole:.0%}): {largest}"
-            floats += ", ..." if len(left) > 4 else ""
-    size = directory_bytes(destination)
-    kinds = Counter(reader.formats()) if isinstance(reader, FloatReader) else Counter([weight_format] * len(reader))
+    value |= {"layers": len(reader), "formats": kinds, "bytes": size, "left_in_floats": left}
     what = ", ".join(f"{count} in {name}" for name, count in kinds.items())
     text = f"{destination}: {len(reader)} layers by {method}, {what}: {human_size(size)}"
-    value |= {"layers": len(reader), "formats": kinds, "bytes": size, "left_in_floats": left}
-    show(value, text + floats, as_json)
+    if fit is not None:
+        text += f"\n{fit.summary()}\n{fit.plot()}"
+        curve = [{"bits": one.bits, "bytes": one.total_bytes, "error": one.error} for one in fit.curve()]
+        value |= {"error": fit.error, "curve": curve}
+    if left:
+        rest = sum(left.values())
+        largest = ", ".join([*sorted(left, key=lambda name: -left[name])[:4], *(["..."] if len(left) > 4 else [])])
+        share = rest / (rest + reader.taken_bytes)
+        text += f"\n{human_size(rest)} of matrices stay in floats ({share:.0%}): {largest}"
+    show(value, text, as_json)
     return DONE
+
+
+def _pieces(source: Path, text: Path) -> Tensor:
+    """Returns the token ids of the pieces of a text, int64 `[pieces, TOKENS]`."""
+    ids = opened.open_tokenizer(source, None)(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    if len(ids) < TOKENS:
+        raise ValueError(f"--calibration: {text}: expected at least {TOKENS} tokens, got {len(ids)}")
+    return torch.tensor(ids[: len(ids) // TOKENS * TOKENS], device="cpu").view(-1, TOKENS)[:PIECES]

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from torch_marlin_metal import tuning
-from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, floating
+from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, Rows, Shapes, floating, product_of
 from torch_marlin_metal.cli.output import DONE, Json, show, table
-from torch_marlin_metal.cli.shapes import Rows, Shapes, product_of
 from torch_marlin_metal.gpu.tuning.tuner import ROWS
 
 
@@ -41,20 +40,20 @@ def tune(
     chosen_rows = sorted(set(rows)) if rows else ROWS
     found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
     path = tuning.save(found, output)
+    rows_shown, changed = [], 0
+    for entry in found.ranges:
+        same = entry.variant == entry.model_variant
+        changed += not same
+        faster = ("the same", "") if same else (entry.model_variant, f"{entry.speedup:.2f}")
+        cells = (str(entry.product), str(entry.last_rows), entry.variant, f"{entry.seconds * 1e6:.1f}", *faster)
+        rows_shown.append(cells)
     shown = table(
         f"{found.machine.gpu}, {found.machine.cores} cores, torch {found.machine.torch}",
-        "product", "M", "fastest", "us", "model's choice", "times faster",
+        *("product", "M", "fastest", "us", "model's choice", "times faster"),
+        rows=rows_shown,
         right=("M", "us", "times faster"),
-    )  # fmt: skip
-    changed = 0
-    for entry in found.ranges:
-        changed += entry.variant != entry.model_variant
-        model = entry.model_variant if entry.variant != entry.model_variant else "the same"
-        gain = f"{entry.speedup:.2f}" if entry.variant != entry.model_variant else ""
-        shown.add_row(
-            str(entry.product), str(entry.last_rows), entry.variant, f"{entry.seconds * 1e6:.1f}", model, gain
-        )
-    shown.caption = f"{changed} of {len(found.ranges)} choices differ from the planner's; written to {path}"
+        caption=f"{changed} of {len(found.ranges)} choices differ from the planner's; written to {path}",
+    )
     value = {
         "machine": vars(found.machine),
         "path": str(path),

@@ -1,7 +1,6 @@
 """`torch-marlin-metal verify`: compares two checkpoints, layer by layer and tensor by tensor."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +11,7 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show, table
-from torch_marlin_metal.convert import (
-    CheckpointError,
-    CheckpointReader,
-    NotQuantized,
-    ReadOptions,
-    open_reader,
-)
+from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, ReadOptions, open_reader
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import unpack_codes
 
@@ -27,28 +20,19 @@ from torch_marlin_metal.repack import unpack_codes
 class _Side:
     """One of the two checkpoints, quantized or in floats."""
 
-    path: Path
     reader: CheckpointReader | None
     floats: Checkpoint | None
-
-    @cached_property
-    def positions(self) -> dict[str, int]:
-        """Maps the name of each layer to its index in the reader."""
-        assert self.reader is not None
-        return {name: position for position, name in enumerate(self.reader.layer_names)}
+    positions: dict[str, int]  # of each layer in the reader
 
     @classmethod
     def open(cls, path: Path, options: ReadOptions) -> "_Side":
         try:
-            return cls(path, open_reader(path, options), None)
+            reader = open_reader(path, options)
         except NotQuantized:
-            return cls(path, None, open_checkpoint(path, options.allow_pickle, quantized=False))
-
-    def names(self) -> list[str]:
-        if self.reader is not None:
-            return self.reader.layer_names
-        assert self.floats is not None
-        return [name.removesuffix(".weight") for name in self.floats.tensors if name.endswith(".weight")]
+            floats = open_checkpoint(path, options.allow_pickle, quantized=False)
+            names = [name.removesuffix(".weight") for name in floats.tensors if name.endswith(".weight")]
+            return cls(None, floats, dict.fromkeys(names, 0))
+        return cls(reader, None, {name: position for position, name in enumerate(reader.layer_names)})
 
     def layer(self, name: str) -> tuple[PackedWeight | None, Tensor]:
         """Returns a layer's packed weight (None if it is not packed) and its weight as floats `[N, K]`."""
@@ -80,7 +64,7 @@ def verify(
     options = ReadOptions("dequantize", allow_pickle, gguf_names=gguf_names)
     sides = [_Side.open(path, options) for path in (a, b)]
     first, second = sides if sides[0].reader is not None else sides[::-1]
-    names, others = first.names(), set(second.names())
+    names, others = list(first.positions), set(second.positions)
     if first.reader is None:
         raise CheckpointError(f"{a} and {b} are both unquantized: nothing to compare")
     missing = [name for name in names if name not in others]
@@ -142,18 +126,17 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _table(value: dict[str, Any], missing: list[str], unequal: list[str]) -> Any:
-    shown = table(
-        f"{value['a']} against {value['b']}",
-        "layer", "codes", "largest error", "relative error",
-        right=("largest error", "relative error"),
-    )  # fmt: skip
-    for layer in value["layers"]:
-        codes = {True: "equal", False: "differ", None: "floats"}[layer["codes"]]
-        shown.add_row(layer["name"], codes, f"{layer['max_error']:.3g}", f"{layer['relative_error']:.3g}")
-    for name in missing:
-        shown.add_row(name, "missing", "", "")
+    codes = {True: "equal", False: "differ", None: "floats"}
+    rows = [
+        (one["name"], codes[one["codes"]], f"{one['max_error']:.3g}", f"{one['relative_error']:.3g}")
+        for one in value["layers"]
+    ]
     verdict = "equal" if value["equal"] else "not equal"
-    shown.caption = f"{verdict}: {len(value['layers'])} layers compared, {len(missing)} missing"
-    if unequal:
-        shown.caption += f"; other tensors that differ: {', '.join(unequal)}"
-    return shown
+    others = f"; other tensors that differ: {', '.join(unequal)}" if unequal else ""
+    return table(
+        f"{value['a']} against {value['b']}",
+        *("layer", "codes", "largest error", "relative error"),
+        rows=[*rows, *((name, "missing", "", "") for name in missing)],
+        right=("largest error", "relative error"),
+        caption=f"{verdict}: {len(rows)} layers compared, {len(missing)} missing{others}",
+    )

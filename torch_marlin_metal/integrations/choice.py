@@ -25,6 +25,37 @@ logger = logging.get_logger(__name__)
 NO_TIES: Mapping[str, str] = {}
 
 
+class ChoosesLayers:
+    """What the quantizers of transformers and diffusers have in common; each is also the library's own class."""
+
+    op: str
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
+        self._chosen: set[str] = set()
+        self._recipe: Recipe | None = None
+        self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Replaces "auto" and its variants by mps if the machine has it, else by the CPU."""
+        if isinstance(device_map, str):
+            return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
+        return device_map
+
+    def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
+        """Quantizes the weight `[N, K]` of a layer. An error names the layer."""
+        assert self._recipe is not None
+        try:
+            return self._recipe.quantize(name, matrix)
+        except ValueError as error:
+            raise ValueError(f"{self.op}: layer {name!r}: {error}") from error
+
+    @property
+    def is_compileable(self) -> bool:
+        """Returns True, so that `generate` and `torch.compile` may compile a model with packed layers."""
+        return True
+
+
 def choose_layers(
     op: str,
     model: nn.Module,
@@ -95,18 +126,6 @@ def choose_layers(
     )
     check_coverage(op, report)
     return list(taken), recipe
-
-
-def quantized(op: str, name: str, matrix: Tensor, recipe: Recipe) -> PackedWeight:
-    """Quantizes the weight `[N, K]` of a layer as a recipe says.
-
-    Raises:
-        ValueError: the weight cannot be quantized; the message names the layer.
-    """
-    try:
-        return recipe.quantize(name, matrix)
-    except ValueError as error:
-        raise ValueError(f"{op}: layer {name!r}: {error}") from error
 
 
 def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Module], tables: set[int]) -> bool:

@@ -18,7 +18,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in t
 # How much the error of a table of the vocabulary or of an output layer counts, beside that of all other layers
 # together: in small trained models, a fourth to three times as much. The larger number keeps it in many bits.
 VOCABULARY_WEIGHT = 4
-LAYER_BYTES = 16  # what a packed layer holds beside the tensors of its weight: the description of its format
+LAYER_BYTES = 12  # of `packed_format`, which a packed layer holds beside the tensors of its weight
+STORED_BYTES = LAYER_BYTES + 1  # in a file, which also has the layer's `GUARD`
 
 
 class Widths:
@@ -40,7 +41,7 @@ class Widths:
         samples: Iterable[Tensor],
         copies: int = 1,
         shares: str | None = None,
-        stacked: bool = True,
+        beside: int = LAYER_BYTES,
     ) -> None:
         """Adds a layer, or the layers of one kind of a mixture's experts.
 
@@ -50,14 +51,15 @@ class Widths:
             samples: see `quantize.fit.measured`.
             copies: how many matrices of this shape it has.
             shares: the name of an added layer with the same weight.
-            stacked: whether the copies are one layer with one description, as in a model and unlike in a file.
+            beside: the bytes that it has beside the tensors of its weight.
         """
         key = together(name if shares is None else shares)
         if shares is not None:
             self.units[key].names.append(name)
+            self.units[key].sizes = [size + beside for size in self.units[key].sizes]
             return
         unit = measured(name, shape, samples, copies, self._recipe, self.candidates)
-        unit.sizes = [size + LAYER_BYTES * (1 if stacked else copies) for size in unit.sizes]
+        unit.sizes = [size + beside for size in unit.sizes]
         if key not in self.units:
             self.units[key] = unit
         elif name in self.units[key].names:  # the other projection of experts

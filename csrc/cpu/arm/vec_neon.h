@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "csrc/cpu/formats.h"
+#include "csrc/cpu/kernels/integer_codes.h"
 
 namespace marlin::cpu {
 
@@ -52,6 +53,14 @@ struct Neon {
     const I code = vandq_u32(vshlq_u32(from, vdupq_n_s32(-shift)), vdupq_n_u32(15));
     return vsliq_n_u32(word, code, 4 * j);
   }
+  // Returns `bits` bits of each word, from bit `shift` on.
+  template <int shift, int bits>
+  static I field(I words) {
+    I shifted = words;
+    if constexpr (shift != 0) shifted = vshrq_n_u32(words, shift);
+    return shift + bits == 32 ? shifted : vandq_u32(shifted, vdupq_n_u32((1U << bits) - 1));
+  }
+  static F to_float(I whole) { return vcvtq_f32_u32(whole); }
   static F load_bytes(const uint8_t* p, bool is_signed) {
     uint32_t four;
     std::memcpy(&four, p, sizeof four);
@@ -82,45 +91,21 @@ struct Neon {
     }
     template <int j>
     F decode(I words) const {
-      const I code = nibble<j>(words);
+      const I code = field<4 * j, 4>(words);
       const I index = vmlaq_u32(vdupq_n_u32(0x03020100U), code, vdupq_n_u32(0x04040404U));
       return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(index)));
     }
   };
-
-  template <int j>
-  static I nibble(I words) {
-    if constexpr (j == 7) {
-      return vshrq_n_u32(words, 28);
-    } else if constexpr (j == 0) {
-      return vandq_u32(words, vdupq_n_u32(15));
-    } else {
-      return vandq_u32(vshrq_n_u32(words, 4 * j), vdupq_n_u32(15));
-    }
-  }
 };
 
 template <>
-struct Neon::Decoder<Codes::integer> {
-  float32x4_t first;
-  explicit Decoder(const float* values) : first(vdupq_n_f32(values[0])) {}
-  template <int j>
-  F decode(I words) const {
-    return vaddq_f32(vcvtq_f32_u32(nibble<j>(words)), first);
-  }
+struct Neon::Decoder<Codes::integer> : IntegerCodes<Neon, 4> {
+  using IntegerCodes::IntegerCodes;
 };
 
 template <>
-struct Neon::Decoder<Codes::byte> {
-  float32x4_t first;
-  explicit Decoder(const float* values) : first(vdupq_n_f32(values[0])) {}
-  template <int j>
-  F decode(I words) const {
-    I shifted = words;
-    if constexpr (j != 0) shifted = vshrq_n_u32(words, 8 * j);
-    const I codes = j == 3 ? shifted : vandq_u32(shifted, vdupq_n_u32(255));
-    return vaddq_f32(vcvtq_f32_u32(codes), first);
-  }
+struct Neon::Decoder<Codes::byte> : IntegerCodes<Neon, 8> {
+  using IntegerCodes::IntegerCodes;
 };
 
 // Moves exponent and mantissa of a code into the same fields of an fp32, whose exponent bias is 120 larger. A subnormal

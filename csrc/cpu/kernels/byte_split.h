@@ -66,9 +66,9 @@ bool split_segment(const float* values, int count, SplitSegment& split) {
   return true;
 }
 
-// Returns the number of 32-bit operands for 8 k of `rows` rows. An operand holds one of the three bytes of each of four
-// k: the even or the odd k, or for codes of 8 bits the first or the last four. The number is rounded up to a multiple
-// of `operands_per_load`.
+// Returns the number of 32-bit operands that hold 8 k of `rows` rows, rounded up to a multiple of `operands_per_load`.
+// An operand holds one of the three bytes of each of four k: the even or the odd k or, for codes of 8 bits, the first
+// or the last four.
 template <int operands_per_load>
 constexpr int operands_of(int rows) {
   return static_cast<int>(round_up(2 * kSplitBytes * rows, operands_per_load));

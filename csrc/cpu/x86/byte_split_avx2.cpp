@@ -30,7 +30,6 @@ struct Avx2Bytes : Avx2 {
                                                               : 4;
 
   static Sums set_sums(int32_t v) { return _mm256_set1_epi32(v); }
-  static F to_float(Sums v) { return _mm256_cvtepi32_ps(v); }
   static Bytes load_table(const int8_t* p) {
     return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
   }

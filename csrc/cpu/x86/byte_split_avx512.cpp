@@ -23,7 +23,6 @@ struct Avx512Vnni : Avx512 {
   static constexpr int kOperandsPerLoad = 1;
 
   static Sums set_sums(int32_t v) { return _mm512_set1_epi32(v); }
-  static F to_float(Sums v) { return _mm512_cvtepi32_ps(v); }
   static Bytes load_table(const int8_t* p) {
     return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
   }

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "csrc/cpu/formats.h"
+#include "csrc/cpu/kernels/integer_codes.h"
 
 namespace marlin::cpu {
 
@@ -52,6 +53,13 @@ struct Avx2 {
     const I code = _mm256_and_si256(_mm256_srl_epi32(from, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
     return _mm256_or_si256(word, _mm256_slli_epi32(code, 4 * j));
   }
+  // Returns `bits` bits of each word, from bit `shift` on.
+  template <int shift, int bits>
+  static I field(I words) {
+    const I shifted = shift == 0 ? words : _mm256_srli_epi32(words, shift);
+    return shift + bits == 32 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi32((1 << bits) - 1));
+  }
+  static F to_float(I whole) { return _mm256_cvtepi32_ps(whole); }
   static F load_bytes(const uint8_t* p, bool is_signed) {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return _mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
@@ -98,26 +106,13 @@ struct Avx2 {
 };
 
 template <>
-struct Avx2::Decoder<Codes::integer> {
-  __m256 first;
-  explicit Decoder(const float* values) : first(_mm256_set1_ps(values[0])) {}
-  template <int j>
-  F decode(I words) const {
-    const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 4 * j);
-    return _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15))), first);
-  }
+struct Avx2::Decoder<Codes::integer> : IntegerCodes<Avx2, 4> {
+  using IntegerCodes::IntegerCodes;
 };
 
 template <>
-struct Avx2::Decoder<Codes::byte> {
-  __m256 first;
-  explicit Decoder(const float* values) : first(_mm256_set1_ps(values[0])) {}
-  template <int j>
-  F decode(I words) const {
-    const I shifted = j == 0 ? words : _mm256_srli_epi32(words, 8 * j);
-    const I codes = j == 3 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi32(255));
-    return _mm256_add_ps(_mm256_cvtepi32_ps(codes), first);
-  }
+struct Avx2::Decoder<Codes::byte> : IntegerCodes<Avx2, 8> {
+  using IntegerCodes::IntegerCodes;
 };
 
 // Makes the upper and the lower byte of the bf16 values of all codes of a word, so that 32 codes share most of the
@@ -127,13 +122,9 @@ template <>
 struct Avx2::Decoder<Codes::e4m3> {
   I small_upper, small_lower;
   explicit Decoder(const float* values) {
-    alignas(16) uint8_t upper[16] = {}, lower[16] = {};
-    for (int q = 0; q < 8; ++q) {
-      upper[q] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[q]) >> 24);
-      lower[q] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[q]) >> 16);
-    }
-    small_upper = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(upper)));
-    small_lower = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(lower)));
+    const SmallE4m3 bytes(values);
+    small_upper = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes.upper)));
+    small_lower = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes.lower)));
   }
   static I all(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
   template <int j>

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "csrc/cpu/formats.h"
+#include "csrc/cpu/kernels/integer_codes.h"
 
 namespace marlin::cpu {
 
@@ -52,6 +53,13 @@ struct Avx512 {
     constexpr int kAOrBAndC = 0xF8;
     return _mm512_ternarylogic_epi32(word, rotated, _mm512_set1_epi32(static_cast<int>(15U << (4 * j))), kAOrBAndC);
   }
+  // Returns `bits` bits of each word, from bit `shift` on.
+  template <int shift, int bits>
+  static I field(I words) {
+    const I shifted = shift == 0 ? words : _mm512_srli_epi32(words, shift);
+    return shift + bits == 32 ? shifted : _mm512_and_si512(shifted, _mm512_set1_epi32((1 << bits) - 1));
+  }
+  static F to_float(I whole) { return _mm512_cvtepi32_ps(whole); }
   static F load_bytes(const uint8_t* p, bool is_signed) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
@@ -92,15 +100,8 @@ struct Avx512 {
 };
 
 template <>
-struct Avx512::Decoder<Codes::byte> {
-  __m512 first;
-  explicit Decoder(const float* values) : first(_mm512_set1_ps(values[0])) {}
-  template <int j>
-  F decode(I words) const {
-    const I shifted = j == 0 ? words : _mm512_srli_epi32(words, 8 * j);
-    const I codes = j == 3 ? shifted : _mm512_and_si512(shifted, _mm512_set1_epi32(255));
-    return _mm512_add_ps(_mm512_cvtepi32_ps(codes), first);
-  }
+struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
+  using IntegerCodes::IntegerCodes;
 };
 
 // As for AVX2: the upper and the lower byte of the bf16 values of 64 codes, which the compiler makes once for the four
@@ -109,13 +110,9 @@ template <>
 struct Avx512::Decoder<Codes::e4m3> {
   I small_upper, small_lower;
   explicit Decoder(const float* values) {
-    alignas(16) uint8_t upper[16] = {}, lower[16] = {};
-    for (int q = 0; q < 8; ++q) {
-      upper[q] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[q]) >> 24);
-      lower[q] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[q]) >> 16);
-    }
-    small_upper = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper)));
-    small_lower = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(lower)));
+    const SmallE4m3 bytes(values);
+    small_upper = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes.upper)));
+    small_lower = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes.lower)));
   }
   static I all(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
   template <int j>

@@ -185,7 +185,9 @@ class Pass {
   void run_task(Range blocks, Range strips, Range chunks, float* partial) {
     static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
     const int64_t block_strips = plan_.block_columns / plan_.strip;
-    const int64_t block_step = std::max<int64_t>(1, plan_.block_rows / plan_.max_rows);
+    // The row blocks are divided evenly, because every group of them decodes all words again.
+    const int64_t groups_of_blocks = ceil_divide(ceil_divide(x_.rows, row_tasks()), plan_.block_rows);
+    const int64_t block_step = ceil_divide(blocks.size(), groups_of_blocks);
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);

@@ -14,7 +14,8 @@ struct MlstmPlan {
   Isa isa;
   MlstmForm form;
   int64_t chunk_size;
-  // tokens of the first chunk, which is used only if the state starts at zero and no chunk's state is stored
+  // tokens of the first chunk if the state starts at zero and the states of chunks are not stored; otherwise the first
+  // chunk has chunk_size tokens
   int64_t first_chunk;
   int64_t strip;         // columns of a state per kernel call
   int64_t max_rows;      // rows per kernel call, at most

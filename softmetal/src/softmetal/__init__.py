@@ -119,9 +119,7 @@ def _load() -> Library:
     torch.backends.mps.is_available.cache_clear()
     native: Any = torch._C  # a CPU build lacks the attributes that are set below
     native._has_mps = True
-    native._mps_compileShader = lambda source: shader.compile_shader(library, source)
-    native._mps_loadMetalllib = lambda data: shader.load_metallib(library, data)
-    native._mps_loadMetallibFromPath = lambda path: shader.load_metallib_from_path(library, path)
+    native._mps_compileShader = lambda source: shader.ShaderLibrary(library, source)
     native._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
     native._mps_get_core_count = lambda: 8
     native._mps_get_name = lambda: "softmetal"

@@ -15,7 +15,6 @@ import random
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ import numpy.typing as npt
 
 from .executor import bindings as api
 from .executor.bindings import executor
-from .msl.air.compiler import compile_metallib
 from .msl.compiler import DEFAULT_FILE_NAME, DEFAULT_VERSION, compile_source
 from .msl.fast_math import PRECISE, SAFE, Math
 from .msl.tensor import INCLUDE as TENSOR_HEADERS
@@ -41,7 +39,6 @@ __all__ = [
     "KernelWarning",
     "Library",
     "compile",
-    "load",
 ]
 
 Array = npt.NDArray[Any]
@@ -239,38 +236,12 @@ def compile(
     Raises:
         CompileError: the source does not compile. The text is the compiler's messages.
     """
-    values = _values(constants)
+    values = constant_texts(constants)
     paths = tuple(map(str, include_paths))
     return _compile(source, values, checked, kernel, file_name, paths, tuple(defines), Math(math, functions), version)
 
 
-def load(
-    path: str | Path,
-    kernel: str,
-    *,
-    constants: Constants | None = None,
-    checked: bool = False,
-) -> Library:
-    """Loads one kernel of a metallib, which holds the output of Apple's compiler.
-
-    Args:
-        path: path of the metallib.
-        kernel: the kernel's name in the metallib.
-        constants: function constants by name or index. Constants that the kernel does not have are ignored.
-        checked: compiles for checked mode.
-
-    Raises:
-        CompileError: the library cannot be read, or the kernel needs a function that this device lacks.
-    """
-    return _load(Path(path), kernel, _values(constants), checked)
-
-
-@lru_cache(maxsize=256)
-def _load(path: Path, kernel: str, values: tuple[tuple[str, str], ...], checked: bool) -> Library:
-    return Library(str(compile_metallib(path, kernel=kernel, constants=dict(values), checked=checked).path))
-
-
-def _values(constants: Constants | None) -> tuple[tuple[str, str], ...]:
+def constant_texts(constants: Constants | None) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((str(k), _literal(v)) for k, v in (constants or {}).items()))
 
 

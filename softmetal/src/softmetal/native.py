@@ -56,8 +56,6 @@ class Library:
             "record_count": (c_size_t, []),
             "record": (POINTER(Result), [c_size_t, POINTER(c_char_p), POINTER(c_uint64)]),
             "new_shader_library": (c_void_p, [c_char_p, POINTER(c_void_p)]),
-            "load_metallib": (c_void_p, [c_char_p, c_size_t, POINTER(c_void_p)]),
-            "load_metallib_from_path": (c_void_p, [c_char_p, POINTER(c_void_p)]),
             "function_names": (c_void_p, [c_void_p]),
             "new_pipeline_named": (c_void_p, [c_void_p, c_char_p, POINTER(c_void_p)]),
             "release": (None, [c_void_p]),

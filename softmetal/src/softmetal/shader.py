@@ -1,8 +1,4 @@
-"""`torch.mps.compile_shader` and `torch.mps.load_metallib` on the software device.
-
-The classes match those that `torch._C._mps_compileShader`, `_mps_loadMetalllib` and `_mps_loadMetallibFromPath` return
-on a Mac.
-"""
+"""`torch.mps.compile_shader` on the software device. The classes match those that torch returns on a Mac."""
 
 from __future__ import annotations
 
@@ -147,25 +143,24 @@ def _dimensions(name: str, value: int | Sequence[int] | None) -> list[int] | Non
 
 
 class ShaderLibrary:
-    """Kernels compiled from Metal source, or those of a metallib. Each kernel is an attribute.
+    """Kernels compiled from Metal source. Each kernel is an attribute.
 
     Args:
         native: the device library.
-        make: the name of the function of `native` that makes the library.
-        arguments: all arguments of that function except the last, which receives the error.
+        source: the text.
 
     Raises:
-        RuntimeError: the device cannot make the library. The message is the device's.
+        SyntaxError: the source does not compile. The compiler's messages follow.
     """
 
-    def __init__(self, native: Library, make: str, *arguments: object) -> None:
+    def __init__(self, native: Library, source: str) -> None:
         self._native = native
         self._kernels: dict[str, ShaderKernel] = {}
         error = c_void_p()
-        self._handle = getattr(native, make)(*arguments, ctypes.byref(error))
+        self._handle = native.new_shader_library(source.encode(), ctypes.byref(error))
         message = native.take_text(error.value)
         if message is not None:
-            raise RuntimeError(message)
+            raise SyntaxError(f"failed to compile {source} with\n{message}")
         self._names = (native.take_text(native.function_names(self._handle)) or "").split()
 
     def __del__(self) -> None:
@@ -181,33 +176,3 @@ class ShaderLibrary:
         if name not in self._kernels:
             self._kernels[name] = ShaderKernel(self._native, self, name)
         return self._kernels[name]
-
-
-def compile_shader(native: Library, source: str) -> ShaderLibrary:
-    """Compiles the kernels of Metal source.
-
-    Raises:
-        SyntaxError: the source does not compile. The compiler's messages follow.
-    """
-    try:
-        return ShaderLibrary(native, "new_shader_library", source.encode())
-    except RuntimeError as error:
-        raise SyntaxError(f"failed to compile {source} with\n{error}") from None
-
-
-def load_metallib(native: Library, data: bytes) -> ShaderLibrary:
-    """Loads the kernels of a metallib in memory.
-
-    Raises:
-        RuntimeError: the metallib cannot be read.
-    """
-    return ShaderLibrary(native, "load_metallib", data, len(data))
-
-
-def load_metallib_from_path(native: Library, path: str) -> ShaderLibrary:
-    """Loads the kernels of a metallib from a file.
-
-    Raises:
-        RuntimeError: the file cannot be read.
-    """
-    return ShaderLibrary(native, "load_metallib_from_path", path.encode())

@@ -132,9 +132,10 @@ _ERROR = ("'! ", '"! ')  # how an error begins if its text is printed with repr
 
 
 def host_library() -> Path:
-    """Builds the seeds of host code like an extension. Returns the path of the library."""
+    """Builds the seeds of host code like an extension, which needs the device. Returns the path of the library."""
     import softmetal
 
+    softmetal.install()
     return softmetal.build_extension("softmetal_seed_host", sorted(Path(__file__).parent.glob("host_seeds*.mm")))
 
 
@@ -142,6 +143,7 @@ def _run_host(library: Path, names: list[str]) -> None:
     """Prints two lines for each seed: the result of the faulty code and that of the correct code."""
     import softmetal
 
+    softmetal.install()
     run = ctypes.CDLL(str(library)).run_seed
     run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p, ctypes.c_int]
     for name in names:

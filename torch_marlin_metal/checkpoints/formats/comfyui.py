@@ -1,5 +1,8 @@
 """Single files of diffusion models: E4M3 or int8 `weight` `[N, K]`, and `scale_weight` or `weight_scale` beside it.
 
+In NVFP4 layers, `weight` is uint8 `[N, K/2]`, with the even k in the high four bits, `weight_scale` holds E4M3 block
+scales in tiles, and `weight_scale_2` a global scale. MXFP8 layers have tiles of E8M0 scales.
+
 Such a file has no configuration. A tensor `scaled_fp8`, tensors `comfy_quant` beside the weights, the file's metadata,
 or matrices of 8-bit floats tell it from other files. `comfy_quant` and the metadata say in JSON how each layer is
 quantized. Files without scales have rounded values.
@@ -10,10 +13,12 @@ from typing import Any
 
 import torch
 
+from torch_marlin_metal.checkpoints import block_scales
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
-from torch_marlin_metal.checkpoints.eight_bits import read_bytes
+from torch_marlin_metal.checkpoints.eight_bits import EXPONENTS, read_bytes
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
+from torch_marlin_metal.checkpoints.grouped import as_words
 from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import (
@@ -25,7 +30,8 @@ from torch_marlin_metal.checkpoints.settings import (
 )
 from torch_marlin_metal.packed_weight import PackedWeight
 
-KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8_blockwise")
+NVFP4, MXFP8 = "nvfp4", "mxfp8"
+KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8_blockwise", NVFP4, MXFP8)
 # What a layer may state beside its kind; anything else, such as a rotation, could change what its codes mean.
 KNOWN = ("format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape", "per_row")
 MAX_TEXT = 65536
@@ -58,8 +64,32 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.unsupported(f"ComfyUI's {kind!r} is not read; known: {', '.join(KINDS)}")
     if others := sorted(set(stated) - set(KNOWN)):
         raise layer.unsupported(f"it states {', '.join(others)}, which is not known")
-    scales = None if "weight_scale" in layer else torch.ones(1, device="cpu")
+    if kind == NVFP4:
+        return _read_nvfp4(layer)
+    if kind == MXFP8:
+        N, K = layer.expect("weight", ("F8_E4M3",), None, None)
+        scales: torch.Tensor | None = _untiled(layer, EXPONENTS, N, -(-K // block_scales.MX_BLOCK)).t()
+    else:
+        scales = None if "weight_scale" in layer else torch.ones(1, device="cpu")
     return read_bytes(layer, "comfyui", scale="weight_scale", scales=scales)
+
+
+def _read_nvfp4(layer: Layer) -> PackedWeight:
+    N, half = layer.expect("weight", ("U8",), None, None)
+    if half % 4:
+        raise layer.unsupported(f"K={2 * half} is not a multiple of 8")
+    scales = _untiled(layer, ("F8_E4M3",), N, -(-2 * half // block_scales.NVFP4_BLOCK))
+    if layer.shape("weight_scale_2") not in ((), (1,)) or layer.dtype("weight_scale_2") != "F32":
+        raise layer.error("weight_scale_2", f"expected one F32 number, got {list(layer.shape('weight_scale_2'))}")
+    pairs = layer.read("weight")
+    words = as_words(pairs << 4 | pairs >> 4)
+    return block_scales.nvfp4(words, scales, layer.read("weight_scale_2"), layer.bias(N), "comfyui nvfp4")
+
+
+def _untiled(layer: Layer, dtypes: tuple[str, ...], N: int, blocks: int) -> torch.Tensor:
+    """Returns the scale codes `[blocks, N]`."""
+    layer.expect("weight_scale", dtypes, -(-N // 128) * 128, -(-blocks // 4) * 4)
+    return block_scales.untiled(layer.read("weight_scale"), N, blocks)
 
 
 FORMAT = DirectoryFormat(
@@ -70,15 +100,23 @@ FORMAT = DirectoryFormat(
     variants=(
         ("scaled_fp8; comfy_quant float8_e4m3fn; E4M3 with `weight_scale`, or without scales", "float8_e4m3"),
         ("comfy_quant int8_tensorwise, int8_blockwise with blocks of 128 x 128", "uint8b128"),
+        ("comfy_quant nvfp4", "nvfp4"),
+        ("comfy_quant mxfp8", "mxfp8"),
     ),
     refused=(
         ("float8_e5m2", "no weight format has E5M2; dequantized on request"),
-        ("nvfp4, mxfp8, rotated int8 (convrot)", "their scales lie in tiles, or the layer rotates its input"),
+        ("rotated int8 (convrot), svdquant", "the layer computes something else with its input"),
         ("K not a multiple of 8", "the operators take 8 codes along K at a time; dequantized on request"),
     ),
     anchors={},
-    roles={"weight": (".weight",), COMFY_TENSOR: (f".{COMFY_TENSOR}",), "bias": (".bias",)},
-    fields={"b_packed": "weight", "scales": "weight_scale", "bias": "bias"},
+    roles={"weight": (".weight",), COMFY_TENSOR: (f".{COMFY_TENSOR}",), "weight_scale_2": (".weight_scale_2",)}
+    | {"bias": (".bias",)},
+    fields={
+        "b_packed": "weight",
+        "scales": "weight_scale",
+        "global_scale": "weight_scale_2",
+        "bias": "bias",
+    },
     check=_check,
     read=_read,
     extras=(".scale_input", ".input_scale"),

@@ -92,14 +92,13 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _block_scales(layer: Layer, N: int, blocks: int, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns the scale codes `[blocks, N]`. Swizzled codes are padded tiles of 128 x 4, each stored as 32 x 4 x 4."""
+    """Returns the scale codes `[blocks, N]`, which may be stored in tiles."""
     rows, columns = -(-N // 128) * 32, -(-blocks // 4) * 16
     if layer.shape("scale") != (rows, columns):
         layer.expect("scale", dtypes, N, blocks)
         return layer.read("scale").t()
     layer.expect("scale", dtypes, rows, columns)
-    tiles = layer.read("scale").reshape(-1, columns // 16, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(4 * rows, columns // 4)[:N, :blocks].t()
+    return block_scales.untiled(layer.read("scale"), N, blocks)
 
 
 def _packed_rows(layer: Layer) -> tuple[int, int]:

@@ -1,10 +1,9 @@
 """`torch-marlin-metal fit`: the memory that a model would take in each weight format, without loading it."""
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +26,12 @@ from torch_marlin_metal.sizes import human_size, parse_size
 
 LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
 PROMPT = 512
+# Bytes that an operator holds beside its result while it computes, which are not visible on the meta device.
+INSIDE: dict[Any, Callable[[Tensor], int]] = {
+    # which numbers of the scores, and which rows, are -inf
+    torch.ops.aten._safe_softmax.default: lambda made: made.numel() + made.numel() // made.shape[-1] + made.itemsize,
+    torch.ops.torch_marlin_metal.moe_gemm_gated.default: lambda made: 2 * made.nbytes,  # gate and up
+}
 
 
 def fit(
@@ -46,13 +51,16 @@ def fit(
     place, file = opened.locate(model)
     rows: list[dict[str, Any]] = []
     with opened.quiet():
-        empty = _Empty(place, file, dtype)
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(place, local_files_only=True, **file)
+        empty = partial(empty_model, config, floating(dtype) if dtype else config.dtype or torch.float32)
         try:
             reader = open_reader(model, gguf_names="hf", on_unsupported="dequantize")
         except NotQuantized:
-            made = {name: empty.model(name) for name in ("floats", *WEIGHT_FORMATS)}
+            made = {name: empty(name) for name in ("floats", *WEIGHT_FORMATS)}
         else:
-            made = {"as packed": empty.loaded(reader)}
+            made = {"as packed": _loaded(empty("floats"), reader)}
         cache, activations = measured(str(model), list(made.values())[-1], context, min(prompt_tokens, context))
         for name, one in made.items():
             weights = module_bytes(one)
@@ -67,11 +75,7 @@ def fit(
 def gpu_memory(memory: str | None) -> int:
     """Returns the bytes that macOS lets a GPU use of the memory of a Mac; of this one if `memory` is None.
 
-    This Mac's GPU says it itself. For another machine, it is the least that was reported of its size: docs/use/
-    docs/use/command-line.md has the reports.
-
-    Raises:
-        ValueError: the memory is not a number of GB or MB.
+    This Mac's GPU says it itself. For another machine, it is the least that docs/use/command-line.md reports.
     """
     if memory is None and torch.backends.mps.is_available():
         return torch.mps.recommended_max_memory()
@@ -79,49 +83,35 @@ def gpu_memory(memory: str | None) -> int:
     return int(size * 2 / 3 if size <= LARGE_MAC else size * 3 / 4)
 
 
-class _Empty:
-    """Makes the model of a directory or a .gguf file on the meta device, where tensors have sizes but no values."""
+def _loaded(model: Any, reader: CheckpointReader) -> Any:
+    """Fills a model on the meta device as the loader would. Of layers with the same sizes, only one is read."""
+    read, seen = reader.read, dict[Hashable, Any]()
 
-    def __init__(self, place: Path, file: dict[str, Any], dtype: str | None) -> None:
-        from transformers import AutoConfig
+    def without_values(index: int) -> Any:
+        kind = sizes[index], reader.kind(index)
+        if kind not in seen:
+            seen[kind] = read(index)
+            for name, tensor in vars(seen[kind]).items():
+                if isinstance(tensor, Tensor) and name != "bias":  # the loader looks for zeros in biases
+                    setattr(seen[kind], name, tensor.to("meta"))
+        values = {name: one for name, one in vars(seen[kind]).items() if isinstance(one, Tensor) and one.is_meta}
+        own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in values.items()}
+        return replace(seen[kind], name=reader.layer_names[index], **own)
 
-        self._config = AutoConfig.from_pretrained(place, local_files_only=True, **file)
-        self._dtype = self._config.dtype or torch.float32 if dtype is None else floating(dtype)
-
-    def model(self, weight_format: str = "floats") -> Any:
-        return empty_model(self._config, self._dtype, weight_format)
-
-    def loaded(self, reader: CheckpointReader) -> Any:
-        """Returns the model as the loader would fill it. Of layers with the same sizes, only one is read."""
-        model, read, seen = self.model(), reader.read, dict[Hashable, Any]()
-
-        def without_values(index: int) -> Any:
-            kind = sizes[index], reader.kind(index)
-            if kind not in seen:
-                seen[kind] = read(index)
-                for name, tensor in vars(seen[kind]).items():
-                    if isinstance(tensor, Tensor) and name != "bias":  # the loader looks for zeros in biases
-                        setattr(seen[kind], name, tensor.to("meta"))
-            values = {name: one for name, one in vars(seen[kind]).items() if isinstance(one, Tensor) and one.is_meta}
-            own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in values.items()}
-            return replace(seen[kind], name=reader.layer_names[index], **own)
-
-        reader.read = without_values  # type: ignore[method-assign]
-        door = Door(
-            op="fit",
-            find=namer(model, None),
-            ties=shared_weights(model),
-            device_of=lambda name: torch.device("meta"),
-            progress=False,
-        )
-        loader = Loader(model, reader, door, lambda message: None)
-        shapes = {place.index: place.spot.shape for place in loader.plan.places}
-        for experts in loader.plan.experts.values():
-            shapes |= {index: experts.shapes[inner] for inner, index in experts.indexes.items()}
-        sizes = {index: shape and (shape.N, shape.K) for index, shape in shapes.items()}  # not in every header
-        loader.place()
-        loader.fill()
-        return model
+    reader.read = without_values  # type: ignore[method-assign]
+    options: dict[str, Any] = {
+        "ties": shared_weights(model),
+        "device_of": lambda name: torch.device("meta"),
+        "progress": False,
+    }
+    loader = Loader(model, reader, Door(op="fit", find=namer(model, None), **options), lambda message: None)
+    shapes = {place.index: place.spot.shape for place in loader.plan.places}
+    for experts in loader.plan.experts.values():
+        shapes |= {index: experts.shapes[inner] for inner, index in experts.indexes.items()}
+    sizes = {index: shape and (shape.N, shape.K) for index, shape in shapes.items()}  # not in every header
+    loader.place()
+    loader.fill()
+    return model
 
 
 def empty_model(config: Any, dtype: torch.dtype, weight_format: str) -> Any:
@@ -138,12 +128,7 @@ def empty_model(config: Any, dtype: torch.dtype, weight_format: str) -> Any:
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that operators make while it is active and that are alive.
-
-    Attributes:
-        now: bytes that are alive now.
-        most: the most that were alive at once.
-    """
+    """Counts the bytes of the living tensors that operators made while it is active: `now`, and at `most` at once."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,12 +138,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and counts the storages that it makes."""
         known = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor) and one.untyped_storage()._cdata not in known:
                 self._add(one)
+        if func in INSIDE:
+            self.most = max(self.most, self.now + INSIDE[func](result))
         return result
 
     def _add(self, tensor: Tensor) -> None:
@@ -179,10 +165,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def measured(path: str, model: Any, context: int, prompt: int) -> tuple[int, int]:
     """Returns the bytes of the cache of `context` tokens, and of what a prompt of the last of them needs beside it.
 
-    The model runs on the meta device. Attention is PyTorch's for GPUs of Macs, which holds all scores of a prompt.
-
-    Raises:
-        CheckpointError: the model cannot run without values.
+    The model runs on the meta device. Attention holds all scores of a prompt, as PyTorch's does on GPUs of Macs.
     """
     tokens = torch.zeros(1, context, dtype=torch.long, device="meta")
     run = partial(model, use_cache=True, **opened.last_logits(model))
@@ -205,11 +188,12 @@ def _tensors(cache: Any) -> list[Tensor]:
 
 
 def _table(value: dict[str, Any]) -> Any:
-    numbers = ("weights", f"cache of {value['context']}", "activations", "in all")
-    title = f"{value['model']} on a GPU with {human_size(value['gpu_bytes'])}"
-    shown = table(title, "format", *numbers, "fits", right=numbers)
+    numbers = ("weights", "cache", "prompt", "in all")
+    rows = []
     for row in value["formats"]:
         sizes = (row["weight_bytes"], value["cache_bytes"], value["activation_bytes"], row["total_bytes"])
-        shown.add_row(row["format"], *map(human_size, sizes), "yes" if row["fits"] else "no")
-    shown.caption = f"activations: of {value['prompt_tokens']} tokens of a prompt at once; 1 GB has 10^9 bytes"
-    return shown
+        rows.append((row["format"], *map(human_size, sizes), "yes" if row["fits"] else "no"))
+    title = f"{value['model']} on a GPU with {human_size(value['gpu_bytes'])}"
+    tokens = f"cache: of {value['context']} tokens; prompt: activations of {value['prompt_tokens']} tokens at once"
+    caption = f"{tokens}; 1 GB has 10^9 bytes"
+    return table(title, "format", *numbers, "fits", rows=rows, right=numbers, caption=caption)

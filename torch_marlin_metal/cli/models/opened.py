@@ -34,14 +34,7 @@ TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="A direc
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded model.
-
-    Attributes:
-        path: where it was read.
-        model: the model of transformers, on its device.
-        device: "cpu" or "mps".
-        seconds: how long loading took.
-    """
+    """A loaded model of transformers, on its device, and the seconds that loading took."""
 
     path: Path
     model: Any
@@ -50,14 +43,7 @@ class Opened:
 
     @classmethod
     def of(cls, path: Path, device: str, dtype: str | None, weight_format: str | None, fuse: bool) -> "Opened":
-        """Loads a model with transformers and this package's integration.
-
-        Raises:
-            CheckpointError: there is no such model, or it is damaged.
-            ValueError: `weight_format` names a format, but the model is packed already.
-            ImportError: transformers is missing.
-            MemoryError: its files are larger than this machine's memory.
-        """
+        """Loads a model with transformers and this package's integration; quantizes floats to a given format."""
         place, file = locate(path)
         if weight_format is not None:
             with contextlib.suppress(NotQuantized):
@@ -80,28 +66,18 @@ class Opened:
         take_over(**options)
         try:
             with quiet(), memory_errors(str(path), f"the weights have {human_size(size)}"):
-                model = AutoModelForCausalLM.from_pretrained(
-                    place,
-                    local_files_only=True,
-                    device_map=device,
-                    dtype="auto" if dtype is None else floating(dtype),
-                    **file,
-                )
+                file["dtype"] = "auto" if dtype is None else floating(dtype)
+                model = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, device_map=device, **file)
         finally:
             take_over()
         return cls(path, model.eval(), device, time.perf_counter() - begin)
 
     @property
     def vocabulary(self) -> int:
-        """Returns the number of tokens that the model knows."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def check_tokens(self, ids: list[int]) -> None:
-        """Checks that the model knows all tokens of a text.
-
-        Raises:
-            CheckpointError: it does not, because the tokenizer is another model's.
-        """
+        """Raises a CheckpointError for tokens that the model does not know, those of another model's tokenizer."""
         if max(ids) >= self.vocabulary:
             raise CheckpointError(
                 f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
@@ -122,23 +98,17 @@ class Opened:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Returns the line that says what `Opened.described` found."""
     kinds = ", ".join(f"{count} layers of {kind}" for kind, count in found["packed"].items()) or "no packed layer"
     sizes = f"{human_size(found['packed_bytes'])} of the model's {human_size(found['model_bytes'])}"
     return f"{kinds}: {sizes}; loaded in {found['load_seconds']:.3g} s on {found['device']}"
 
 
 def rate(tokens_per_second: float) -> str:
-    """Returns a number of tokens a second with three digits, in words."""
     return f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} tokens/s"
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns what transformers' `from_pretrained` takes: the directory, and the name of a .gguf file in it.
-
-    Raises:
-        CheckpointError: there is no model of transformers.
-    """
+    """Returns what transformers' `from_pretrained` takes: the directory, and the name of a .gguf file in it."""
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist; a model of the Hub must be downloaded first: hf download NAME")
     if path.is_file() and path.suffix == ".gguf":
@@ -149,14 +119,12 @@ def locate(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the files that hold a model's weights."""
     if path.is_file():
         return [path]
     return sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
 
 
 def physical_memory() -> int:
-    """Returns the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -178,15 +146,7 @@ def quiet() -> Iterator[None]:
 
 
 def open_tokenizer(model: Path, given: Path | None) -> Any:
-    """Loads a tokenizer.
-
-    Args:
-        model: the model's path, where it is looked for if none is given.
-        given: the directory in --tokenizer.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Loads the tokenizer of a given directory, else the model's own."""
     place, file = locate(model) if given is None else (given, {})
     from transformers import AutoTokenizer
 
@@ -216,15 +176,11 @@ def peak_memory(device: str) -> int:
 
 @contextmanager
 def memory_errors(op: str, size: str) -> Iterator[None]:
-    """Turns torch's errors about memory into one sentence, which says how large the problem was.
-
-    Raises:
-        MemoryError: the CPU or the GPU has not enough memory.
-    """
+    """Turns torch's errors about memory into a MemoryError, which says how large the problem was."""
     try:
         yield
     except RuntimeError as error:
         if not any(part in str(error) for part in ("out of memory", "can't allocate memory", "not enough memory")):
             raise
-        advice = "`torch-marlin-metal fit` says what fits"
-        raise MemoryError(f"{op}: there is not enough memory: {size}; {advice}") from error
+        text = f"{op}: there is not enough memory: {size}; `torch-marlin-metal fit` says what fits"
+        raise MemoryError(text) from error

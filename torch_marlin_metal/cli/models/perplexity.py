@@ -103,15 +103,15 @@ def _mean(values: Tensor) -> tuple[float, float]:
 
 
 def _table(value: dict[str, Any]) -> Any:
-    shown = table(f"{value['model']} on {value['text']}", "measure", "value", "+-", right=("value", "+-"))
-    shown.add_row("perplexity", f"{value['perplexity']:.4f}", f"{value['perplexity_error']:.4f}")
+    rows = [("perplexity", f"{value['perplexity']:.4f}", f"{value['perplexity_error']:.4f}")]
     if value["against"] is not None:
-        other, divergence = f"{value['other_perplexity']:.4f}", f"{value['divergence']:.6f}"
-        shown.add_row(f"perplexity of {value['against']}", other, f"{value['other_perplexity_error']:.4f}")
-        shown.add_row("KL divergence, mean", divergence, f"{value['divergence_error']:.6f}")
-        shown.add_row("KL divergence, 99 % of tokens are below", f"{value['divergence_99']:.6f}", "")
-        shown.add_row("same likeliest token", f"{value['same_first']:.2%}", f"{value['same_first_error']:.2%}")
-    shown.caption = (
-        f"{value['tokens']} tokens of {value['pieces']} pieces; +-: standard error\n{opened.in_words(value)}"
-    )
-    return shown
+        other, other_error = f"{value['other_perplexity']:.4f}", f"{value['other_perplexity_error']:.4f}"
+        rows += [
+            (f"perplexity of {value['against']}", other, other_error),
+            ("KL divergence, mean", f"{value['divergence']:.6f}", f"{value['divergence_error']:.6f}"),
+            ("KL divergence, 99 % of tokens are below", f"{value['divergence_99']:.6f}", ""),
+            ("same likeliest token", f"{value['same_first']:.2%}", f"{value['same_first_error']:.2%}"),
+        ]
+    caption = f"{value['tokens']} tokens of {value['pieces']} pieces; +-: standard error\n{opened.in_words(value)}"
+    title = f"{value['model']} on {value['text']}"
+    return table(title, "measure", "value", "+-", rows=rows, right=("value", "+-"), caption=caption)

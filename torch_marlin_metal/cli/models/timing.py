@@ -27,16 +27,8 @@ def measure_model(
 ) -> list[dict[str, Any]]:
     """Times a model's prompts and single tokens, each from an empty cache, on random tokens without sampling.
 
-    Args:
-        loaded: the model.
-        prompts: lengths of prompts; each is one call.
-        new: numbers of tokens that are computed one after the other, each a call that the host waits for.
-        batches: numbers of sequences that are computed at once.
-        rounds: how often each is timed, after one time that does not count.
-        as_json: shows no progress.
-
-    Raises:
-        MemoryError: a batch does not fit.
+    Each length in `prompts` is one call; each number in `new` is so many calls of one token, and the host waits for
+    each. A test is run once without counting and then `rounds` times.
     """
     tests: list[tuple[str, int, int, Callable[[Any, Tensor], None]]] = []
     for batch in batches:
@@ -57,15 +49,16 @@ def measure_model(
                     synchronize(ids.device)
                 rates.append(batch * count / (time.perf_counter() - begin))
                 bar.update()
+            del rates[0]
             steps, rows = (1, batch * count) if run is _prompt else (count, batch)
             seconds = _predicted(loaded, rows, batch)
             results.append(
                 {
                     "test": name,
                     "batch": batch,
-                    "tokens_per_second": statistics.mean(rates[1:]),
-                    "spread": statistics.stdev(rates[1:]),
-                    "rounds": rates[1:],
+                    "tokens_per_second": statistics.mean(rates),
+                    "spread": statistics.stdev(rates),
+                    "rounds": rates,
                     "predicted_tokens_per_second": batch * count / (steps * seconds) if seconds else None,
                     "peak_memory_bytes": peak_memory(loaded.device),
                 }
@@ -107,16 +100,13 @@ def _predicted(loaded: Opened, rows: int, sequences: int) -> float | None:
     )
 
 
-def model_table(machine: dict[str, str], described: dict[str, Any], results: list[dict[str, Any]]) -> Any:
-    title = ", ".join(f"{key} {text}" for key, text in machine.items())
+def model_table(machine: str, described: dict[str, Any], results: list[dict[str, Any]]) -> Any:
     has_plans = any(row["predicted_tokens_per_second"] for row in results)
-    numbers = ["batch", "tokens/s", "+-", "peak memory", *(["predicted"] if has_plans else [])]
-    shown = table(f"{described['model']} on {title}", "test", *numbers, right=tuple(numbers))
-    for row in results:
-        rates = (f"{value:.2f}" for value in (row["tokens_per_second"], row["spread"]))
-        cells = [row["test"], str(row["batch"]), *rates, human_size(row["peak_memory_bytes"])]
-        shown.add_row(*cells, *([f"{row['predicted_tokens_per_second']:.2f}"] if has_plans else []))
-    shown.caption = in_words(described)
-    if has_plans:
-        shown.caption += "\npredicted: by the planner, for the packed products alone"
-    return shown
+    keys = ("tokens_per_second", "spread", *(["predicted_tokens_per_second"] if has_plans else []))
+    numbers = ("batch", "peak memory", "tokens/s", "+-", *(["predicted"] if has_plans else []))
+    rows = [
+        (row["test"], str(row["batch"]), human_size(row["peak_memory_bytes"]), *(f"{row[key]:.2f}" for key in keys))
+        for row in results
+    ]
+    caption = in_words(described) + "\npredicted: by the planner, for the packed products alone" * has_plans
+    return table(f"{described['model']} on {machine}", "test", *numbers, rows=rows, right=numbers, caption=caption)

@@ -15,7 +15,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.extension import require
-from torch_marlin_metal.integrations.choice import choose_layers, quantized
+from torch_marlin_metal.integrations.choice import ChoosesLayers, choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
     check_devices,
@@ -32,15 +32,13 @@ from torch_marlin_metal.load.row_tensor import has_stand_ins
 from torch_marlin_metal.models.linear_layers import ModelMismatchError, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
-from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import check_patterns, selects
-from torch_marlin_metal.quantize.recipe import Recipe
 
 OP = "from_pretrained"
 logger = logging.get_logger(__name__)
 
 
-class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: ignore[misc]
     """Puts `MarlinLinear` layers into models of diffusers; their `from_pretrained` creates and calls it."""
 
     use_keep_in_fp32_modules = True
@@ -50,12 +48,11 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self._reader: CheckpointReader | None = None
         self._loader: Loader | None = None
-        self._chosen: set[str] = set()
-        self._recipe: Recipe | None = None
-        self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._saved: nn.Module | None = None
         self._dtype: torch.dtype | None = None
-        self._op = OP
+        self._single: str | None = None  # the single file that is read
+        self._has_directory = False
+        self.op = OP
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuses devices that have no kernels, and fuse="layers", which only models of transformers support."""
@@ -71,12 +68,6 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         if isinstance(device_map, dict):
             check_devices(OP, device_map)
 
-    def update_device_map(self, device_map: Any) -> Any:
-        """Replaces "auto" and its variants by mps if the machine has it, else by the CPU."""
-        if isinstance(device_map, str):
-            return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
-        return device_map
-
     @property
     def supports_parallel_loading(self) -> bool:
         """Returns False: layers are quantized one after the other."""
@@ -84,6 +75,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """Opens the directory that diffusers found, and hides the tensors of packed layers from diffusers."""
+        self._has_directory = True
         if not self.pre_quantized:
             return loaded_keys
         self._reader = open_reader(Path(checkpoint_files[0]).parent, self.quantization_config.read_options())
@@ -105,7 +97,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 excluded = self._open_file(model, state, wide)
             assert self._reader is not None
             door = Door(
-                op=self._op,
+                op=self.op,
                 find=lambda name: name,
                 ties=shared_weights(model),
                 exclude=excluded,
@@ -118,7 +110,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self._loader = Loader(model, self._reader, door, logger.warning)
             if prefix := self._loader.plan.prefix:
                 raise ModelMismatchError(
-                    f"{self._op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} "
+                    f"{self.op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} "
                     "lacks; load_quantized removes it"
                 )
             self._loader.place()
@@ -127,7 +119,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         def stays(name: str) -> str:
             return "diffusers keeps this part in float32" if wide & set(name.split(".")) else ""
 
-        chosen, self._recipe = choose_layers(self._op, model, self.quantization_config, stays)
+        chosen, self._recipe = choose_layers(self.op, model, self.quantization_config, stays)
         self._chosen = {f"{name}.weight" for name in chosen}
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -137,7 +129,10 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Finds out whether a single file is packed. Other files are quantized while they are loaded."""
-        self.pre_quantized, self._op = has_stand_ins(state_dict), "from_single_file"
+        if self._has_directory:  # from_pretrained calls this for each shard
+            return state_dict
+        self.pre_quantized, self.op = has_stand_ins(state_dict), "from_single_file"
+        self._single = str(ConvertedReader.of(state_dict).path) if self.pre_quantized else "the file"
         return state_dict
 
     def _open_file(self, model: Any, state: dict[str, Any], wide: set[str]) -> Callable[..., bool]:
@@ -148,7 +143,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 parameter.data = parameter.data.to(dtype)
         self._reader = reader = ConvertedReader.of(state)
         chosen = self.quantization_config.modules_to_not_convert
-        check_patterns(self._op, reader.names(), modules_to_not_convert=chosen)
+        check_patterns(self.op, reader.names(), modules_to_not_convert=chosen)
         state.clear()
         state.update({name: read() for name, read, _ in reader.others()})
         return lambda name, *module: selects(chosen, name) or bool(wide & set(name.split(".")))
@@ -156,7 +151,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
         """Refuses a directory that lacks a weight that was to be quantized."""
         if lost := sorted(self._chosen.intersection(missing_keys)):
-            raise CheckpointError(f"{self._op}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
+            raise CheckpointError(f"{self.op}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
         return missing_keys
 
     def check_if_quantized_param(
@@ -177,8 +172,7 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     ) -> None:
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
-        assert self._recipe is not None
-        packed = quantized(self._op, name, param_value, self._recipe)
+        packed = self._packed_weight(name, param_value)
         # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
@@ -193,12 +187,24 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             inherit(layer, linear)
             model.set_submodule(name, layer)
         self._made.clear()
+        if self._single is not None:
+            self._check_complete(model, self._single)
         model.is_quantized = False  # if true, diffusers refuses .half() and .to(dtype)
         if self.quantization_config.fuse:
             fuse_projections(model)
         if self.quantization_config.prepare:
             prepare(model, progress=logging.is_progress_bar_enabled())
         return model
+
+    def _check_complete(self, model: Any, file: str) -> None:
+        """Refuses a single file that lacks tensors, which diffusers leaves without values."""
+        lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise CheckpointError(
+                f"{self.op}: {file}: no tensor for {lost[0]!r}{more} of a {type(model).__name__}; expected a file of "
+                "the whole model, with the settings (config=...) that belong to it"
+            )
 
     @contextmanager
     def saving(self, model: Any) -> Iterator[None]:
@@ -244,8 +250,3 @@ class MarlinDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Returns False: weights are constant."""
         return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """Returns True: `torch.compile` takes packed layers."""
-        return True

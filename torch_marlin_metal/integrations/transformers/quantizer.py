@@ -19,7 +19,7 @@ from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.settings import names_no_layer
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse.layers import fuse_layers
-from torch_marlin_metal.integrations.choice import choose_layers, quantized
+from torch_marlin_metal.integrations.choice import ChoosesLayers, choose_layers
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig
 from torch_marlin_metal.integrations.transformers.float_experts import FloatExperts, MergedOneByOne
 from torch_marlin_metal.integrations.transformers.names import rearranges, siblings, tied_modules
@@ -44,26 +44,22 @@ from torch_marlin_metal.models.experts import NamedExperts
 from torch_marlin_metal.models.linear_layers import is_transposed, packed_layer
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.swap import inherit
-from torch_marlin_metal.packed_weight import PackedWeight
-from torch_marlin_metal.quantize.recipe import Recipe
 
 logger = logging.get_logger(__name__)
 
 
-class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
+class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
     """Puts `MarlinLinear` layers into transformers models; `from_pretrained` creates and calls it."""
 
     requires_calibration = False
+    op = OP
     quantization_config: MarlinConfig
 
     def __init__(self, quantization_config: MarlinConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._packed: PackedCheckpoint | None = None
         self._device_map: dict[str, Any] | None = None
-        self._chosen: set[str] = set()
-        self._recipe: Recipe | None = None
         self._conversions: list[Any] = []
-        self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
         self._failure: Exception | None = None
         self.float_experts: FloatExperts | None = None
         self.reinitializes = False  # `ignore_mismatched_sizes` of from_pretrained
@@ -73,12 +69,6 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         require(OP)
         if isinstance(device_map, dict):
             check_devices(OP, device_map)
-
-    def update_device_map(self, device_map: Any) -> Any:
-        """Replaces "auto" and its variants by mps if the machine has it, else by the CPU."""
-        if isinstance(device_map, str):
-            return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
-        return device_map
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
         """Leaves a plan unchanged. Its rules name modules, so `PackedCheckpoint.fill` finds those of packed layers."""
@@ -190,10 +180,6 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
         initialized(linear.weight)
         return True
 
-    def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
-        assert self._recipe is not None
-        return quantized(OP, name, matrix, self._recipe)
-
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.
         model.is_quantized = False
@@ -298,11 +284,6 @@ class MarlinQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         """Returns True: weights are constant, but adapters can be trained, because `gemm` passes gradients through."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Returns True, so that `generate` may compile its decoding step with a static cache."""
         return True
 
 

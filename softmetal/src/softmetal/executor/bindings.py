@@ -49,7 +49,6 @@ class ConstantValue(c.Structure):
 class CompileRequest(c.Structure):
     _fields_ = [
         ("source", c.c_char_p),
-        ("metallib", c.c_char_p),
         ("file_name", c.c_char_p),
         ("include_paths", c.POINTER(c.c_char_p)),
         ("include_path_count", c.c_uint32),

@@ -27,15 +27,14 @@ enum { SM_MATH_SAFE = 0, SM_MATH_RELAXED = 1, SM_MATH_FAST = 2 };
 
 typedef struct {
   const char* source;                // Metal Shading Language text
-  const char* metallib;              // path of a metallib, in place of source, includes and defines
   const char* file_name;             // for errors and reports; NULL: "program_source.metal"
   const char* const* include_paths;  // for #include "..."
   uint32_t include_path_count;
   const sm_constant_value* constants;
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
-  uint32_t math;               // SM_MATH_*; ignored for a metallib, which was compiled in a mode of its own
-  uint32_t fast_functions;     // if true, exp is fast::exp and not precise::exp; ignored for a metallib
+  uint32_t math;               // SM_MATH_*
+  uint32_t fast_functions;     // if true, exp is fast::exp and not precise::exp
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
   const char* kernel;         // host name of the only kernel to compile; NULL: all; "": none, just names and arguments
@@ -46,10 +45,6 @@ typedef struct {
 // SOFTMETAL_PYTHON names the interpreter that runs the compiler; the default is python3.
 int sm_compile(const sm_compile_request* request, char** path_or_error);
 void sm_free_text(char* text);
-
-// Stores data in the cache, in a file named by a hash of the data and the suffix. Returns 0 and the path, or 1 and an
-// error.
-int sm_keep(const void* data, size_t length, const char* suffix, char** path_or_error);
 
 // ---- libraries -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from .. import device
 from . import libraries
+from .air.compiler import load
 from .mistakes import Mistake, mistaken
 
 Array = npt.NDArray[Any]
@@ -196,9 +197,7 @@ def compare(
     """
     outcome = Outcome(case)
     try:
-        apples = device.load(
-            libraries.mlx_library(case.wheel), case.kernel, constants=dict(case.constants), checked=checked
-        )
+        apples = load(libraries.mlx_library(case.wheel), case.kernel, constants=dict(case.constants), checked=checked)
         with mistaken(mistake):
             ours = _compiled(case.headers, instances, case.constants, checked, mistake, case.wheel)
         for launch in case.launches(np.random.default_rng(seed)):

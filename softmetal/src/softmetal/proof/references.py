@@ -17,6 +17,7 @@ import torch
 
 from .. import device
 from . import libraries
+from .air.compiler import load
 from .case import Array, Launch, numbers, outputs, run, stored
 
 Generator = np.random.Generator
@@ -65,9 +66,7 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
     """Runs a kernel; returns a message for each launch whose error exceeds the bound."""
     found = []
     try:
-        library = device.load(
-            reference.library(), reference.kernel, constants=dict(reference.constants), checked=checked
-        )
+        library = load(reference.library(), reference.kernel, constants=dict(reference.constants), checked=checked)
         for expected in reference.launches(np.random.default_rng(seed)):
             if problem := error_of(expected, run(library, reference.kernel, expected.launch)):
                 found.append(problem)

@@ -322,14 +322,6 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   extern id<MTLLibrary> softmetal_new_library(NSString*, MTLCompileOptions*, NSError**);
   return softmetal_new_library(source, options, error);
 }
-- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error {
-  extern id<MTLLibrary> softmetal_library_of_data(dispatch_data_t, NSError**);
-  return softmetal_library_of_data(data, error);
-}
-- (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
-  extern id<MTLLibrary> softmetal_library_of_url(NSURL*, NSError**);
-  return softmetal_library_of_url(url, error);
-}
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
   extern id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction>, NSError**);
   return softmetal_new_pipeline(function, error);

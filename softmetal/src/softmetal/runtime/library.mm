@@ -1,4 +1,4 @@
-// Libraries, functions and pipelines. The executor's compiler makes them from Metal source text or a metallib.
+// Libraries, functions and pipelines. The executor's compiler makes them from Metal source text.
 #include <algorithm>
 #include <cstdlib>
 
@@ -19,7 +19,6 @@ const sm_library* Program::open(bool checked, const char* kernel) const {
     macros.push_back(define.c_str());
   sm_compile_request request{};
   request.source = source.c_str();
-  request.metallib = metallib.empty() ? nullptr : metallib.c_str();
   request.constants = values.data();
   request.constant_count = static_cast<uint32_t>(values.size());
   request.checked = checked;
@@ -295,26 +294,6 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
     }
   }
   return softmetal::open_library(std::move(program), error);
-}
-
-id<MTLLibrary> softmetal_library_of_url(NSURL* url, NSError** error) {
-  return softmetal::open_library({{}, [[url path] UTF8String], {}, {}}, error);
-}
-
-id<MTLLibrary> softmetal_library_of_data(dispatch_data_t data, NSError** error) {
-  const void* bytes = nullptr;
-  size_t length = 0;
-  dispatch_data_t map = dispatch_data_create_map(data, &bytes, &length);
-  char* text = nullptr;
-  const int failed = sm_keep(bytes, length, "metallib", &text);
-  [map release];
-  const std::string path_or_error = text;
-  sm_free_text(text);
-  if (failed != 0) {
-    softmetal::set_error(error, MTLLibraryErrorInternal, path_or_error);
-    return nil;
-  }
-  return softmetal::open_library({{}, path_or_error, {}, {}}, error);
 }
 
 id<MTLComputePipelineState> softmetal_new_pipeline(id<MTLFunction> function, NSError** error) {

@@ -73,7 +73,7 @@ struct Resident {
   bool is_read_only = false;
 };
 
-// Metal source or a metallib, with macros and function constants.
+// Metal source, with macros and function constants.
 struct Program {
   struct Constant {
     std::string name;  // empty: the constant is identified by its index
@@ -82,7 +82,6 @@ struct Program {
     std::string type;  // as in MSL
   };
   std::string source;
-  std::string metallib;              // the path of a metallib, instead of source
   std::vector<std::string> defines;  // NAME=VALUE
   std::vector<Constant> constants;
   uint32_t math = SM_MATH_FAST;   // Metal's default

@@ -43,10 +43,8 @@ SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // Returns the i-th of the latest dispatches. The result is valid until the next dispatch.
 SOFTMETAL_EXPORT const sm_result* softmetal_record(size_t i, const char** kernel, uint64_t* seed);
 
-// torch.mps.compile_shader and torch.mps.load_metallib. The caller releases objects with softmetal_release.
+// torch.mps.compile_shader. The caller releases objects with softmetal_release.
 SOFTMETAL_EXPORT void* softmetal_new_shader_library(const char* source, char** error);
-SOFTMETAL_EXPORT void* softmetal_load_metallib(const void* data, size_t length, char** error);
-SOFTMETAL_EXPORT void* softmetal_load_metallib_from_path(const char* path, char** error);
 SOFTMETAL_EXPORT char* softmetal_function_names(void* library);  // one a line
 SOFTMETAL_EXPORT void* softmetal_new_pipeline_named(void* library, const char* name, char** error);
 SOFTMETAL_EXPORT void softmetal_release(void* object);

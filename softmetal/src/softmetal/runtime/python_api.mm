@@ -1,4 +1,4 @@
-// The C functions behind `import softmetal`: settings, results, torch.mps.compile_shader, load_metallib.
+// The C functions behind `import softmetal`: settings, results, torch.mps.compile_shader.
 #include <cstring>
 
 #include <ATen/mps/MPSStream.h>
@@ -129,22 +129,6 @@ void* softmetal_new_shader_library(const char* source, char** error) {
     [options setMathMode:MTLMathModeSafe];
     [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
     return [device newLibraryWithSource:[NSString stringWithUTF8String:source] options:options error:failure];
-  });
-}
-
-void* softmetal_load_metallib(const void* data, size_t length, char** error) {
-  return library_from(error, [&](id<MTLDevice> device, NSError** failure) {
-    dispatch_data_t bytes = dispatch_data_create(data, length, nil, DISPATCH_DATA_DESTRUCTOR_DEFAULT);
-    id<MTLLibrary> library = [device newLibraryWithData:bytes error:failure];
-    [bytes release];
-    return library;
-  });
-}
-
-void* softmetal_load_metallib_from_path(const char* path, char** error) {
-  return library_from(error, [&](id<MTLDevice> device, NSError** failure) {
-    NSString* text = [NSString stringWithUTF8String:path];
-    return [device newLibraryWithURL:[NSURL fileURLWithPath:text] error:failure];
   });
 }
 

@@ -121,9 +121,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   using namespace softmetal;
   const char* python = std::getenv("SOFTMETAL_PYTHON");
   const CompilerPlace place = {python != nullptr ? python : "python3", home()};
-  const bool is_metallib = request->metallib != nullptr;
-  const std::string input = is_metallib ? request->metallib : request->source;
-  std::vector<std::string> arguments = {is_metallib ? "msl.air.compiler" : "msl.compiler"};
+  const std::string input = request->source;
+  std::vector<std::string> arguments = {"msl.compiler"};
   if (request->file_name != nullptr) arguments.insert(arguments.end(), {"--file-name", request->file_name});
   for (uint32_t i = 0; i < request->include_path_count; ++i) {
     arguments.insert(arguments.end(), {"--include", request->include_paths[i]});
@@ -136,16 +135,16 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     std::string name = constant.name != nullptr ? constant.name : std::to_string(constant.index);
     arguments.insert(arguments.end(), {"--constant", name + "=" + constant.value});
   }
-  if (request->language_version != 0 && !is_metallib) {
+  if (request->language_version != 0) {
     arguments.insert(arguments.end(), {"--language-version", std::to_string(request->language_version)});
   }
   if (request->kernel != nullptr) arguments.insert(arguments.end(), {"--kernel", request->kernel});
-  if (!is_metallib && request->math != SM_MATH_SAFE) {
+  if (request->math != SM_MATH_SAFE) {
     arguments.insert(arguments.end(), {"--math", request->math == SM_MATH_FAST ? "fast" : "relaxed"});
   }
-  if (!is_metallib && request->fast_functions != 0) arguments.insert(arguments.end(), {"--functions", "fast"});
+  if (request->fast_functions != 0) arguments.insert(arguments.end(), {"--functions", "fast"});
   const char* vary = std::getenv("SOFTMETAL_VARY");
-  if (!is_metallib && vary != nullptr && *vary != 0) arguments.insert(arguments.end(), {"--vary", vary});
+  if (vary != nullptr && *vary != 0) arguments.insert(arguments.end(), {"--vary", vary});
   if (request->checked != 0) arguments.push_back("--checked");
   std::string memo = cache_folder() + "/" + fingerprint(identity(input, place.python, arguments)) + ".memo";
   std::string path;
@@ -155,7 +154,7 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   }
   // Adds the folder with the headers of tensors. It is not part of the memo's name, because the memo itself lists each
   // of these headers that the source includes. A changed header therefore makes the memo invalid.
-  if (!is_metallib) arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
+  arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
   Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);
   if (answer.status != 0 || lines.empty()) {
@@ -165,21 +164,4 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
   remember(memo, lines);
   *path_or_error = strdup(lines[0].c_str());
   return 0;
-}
-
-extern "C" int sm_keep(const void* data, size_t length, const char* suffix, char** path_or_error) {
-  using namespace softmetal;
-  const std::string bytes(static_cast<const char*>(data), length);
-  const std::string path = cache_folder() + "/" + fingerprint(bytes) + "." + suffix;
-  *path_or_error = strdup(path.c_str());
-  if (access(path.c_str(), R_OK) == 0) return 0;
-  const std::string temporary = path + "." + std::to_string(getpid());
-  FILE* file = std::fopen(temporary.c_str(), "wb");
-  const bool is_written = file != nullptr && std::fwrite(bytes.data(), 1, length, file) == length;
-  const bool is_closed = file != nullptr && std::fclose(file) == 0;
-  if (is_written && is_closed && std::rename(temporary.c_str(), path.c_str()) == 0) return 0;
-  unlink(temporary.c_str());
-  free(*path_or_error);
-  *path_or_error = strdup((temporary + ": cannot be written: " + std::strerror(errno)).c_str());
-  return 1;
 }

@@ -150,12 +150,6 @@ STAND_IN_STATE
 @end
 FOUNDATION_EXPORT NSErrorUserInfoKey const NSLocalizedDescriptionKey;
 
-@interface NSURL : NSObject <NSCopying>
-STAND_IN_STATE
-+ (NSURL*)fileURLWithPath:(NSString*)path;
-@property(readonly, copy) NSString* path;
-@end
-
 typedef struct {
   NSInteger majorVersion;
   NSInteger minorVersion;

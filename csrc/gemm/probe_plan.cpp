@@ -1,4 +1,4 @@
-#include "csrc/gemm/gpu_plan.h"
+#include "csrc/gemm/probe_plan.h"
 
 #include <array>
 #include <string_view>

@@ -1,33 +1,21 @@
 """Compiles a kernel of a metallib to a shared object for the executor: llvm-dis, translate.py, llvm-link, clang.
 
-Results are cached by content. The executor's sm_compile calls `main` through server.py. `python -m msl.air.compiler` does
-the same: the metallib's path on standard input; it prints the library's path and the files that it was made from, one
-per line.
+Results are cached by content.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
-from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
-from ..compiler import (
-    Compiled,
-    answer,
-    cached,
-    install_llvm,
-    library_files,
-    link_library,
-    optimised,
-)
-from ..llvm.arithmetic import add_metal_arithmetic
-from ..tools import CompileError, cache_folder, run
+from ... import device
+from ...msl.compiler import cached, install_llvm, link_library, optimised
+from ...msl.llvm.arithmetic import add_metal_arithmetic
+from ...msl.tools import CompileError, cache_folder, run
 from .functions import UnknownFunction
 from .metadata import MetadataError
-from .metallib import KERNEL, Metallib, MetallibError, open_metallib
-from .tables import names_only
+from .metallib import Metallib, MetallibError, open_metallib
 from .translate import Translation
 from .values import TranslateError
 
@@ -69,34 +57,33 @@ def _assemble(translation: Translation, checked: bool, path: Path) -> None:
     link_library(optimised(linked, checked) if checked else linked, checked, path)
 
 
-def compile_metallib(
-    path: Path, *, kernel: str | None, constants: Mapping[str, str] | None = None, checked: bool = False
-) -> Compiled:
-    """Compiles one kernel of a library. If `kernel` is "" or None, the result names all kernels and has no code.
+def load(
+    path: str | Path, kernel: str, *, constants: device.Constants | None = None, checked: bool = False
+) -> device.Library:
+    """Loads one kernel of a metallib, which holds the output of Apple's compiler.
 
     Args:
         path: path of the metallib.
-        kernel: the kernel's name in the library.
-        constants: function constants by name, or by index as text. Values are C text ("true", "-3", "0x1p+1").
-        checked: instruments the code for checked mode.
+        kernel: the kernel's name in the metallib.
+        constants: function constants by name or index. Constants that the kernel does not have are ignored.
+        checked: compiles for checked mode.
 
     Raises:
-        CompileError: the library cannot be read, it has no kernel of this name, or the kernel cannot be translated.
+        CompileError: the library cannot be read, it has no kernel of this name, or the kernel needs a function that
+            this device lacks.
     """
     try:
-        library = open_metallib(path)
-        return Compiled(_compile(library, kernel, dict(constants or {}), checked), (str(path),))
+        return _load(Path(path), kernel, device.constant_texts(constants), checked)
     except (MetallibError, OSError) as error:
         raise CompileError(str(error)) from error
 
 
-def _compile(library: Metallib, kernel: str | None, values: dict[str, str], checked: bool) -> Path:
-    if not kernel:
-        names = [f.name for f in library.functions.values() if f.kind == KERNEL]
-        path = _cached(".so", "names", names, checked)
-        if not path.exists():
-            link_library(names_only(names, checked), checked, path)
-        return path
+@lru_cache(maxsize=256)
+def _load(path: Path, kernel: str, values: tuple[tuple[str, str], ...], checked: bool) -> device.Library:
+    return device.Library(str(_compile(open_metallib(path), kernel, dict(values), checked)))
+
+
+def _compile(library: Metallib, kernel: str, values: dict[str, str], checked: bool) -> Path:
     if kernel not in library.functions:
         raise CompileError(f"kernel {kernel!r}: the library has {len(library.functions)} functions, none of that name")
     code = library.bitcode(kernel)
@@ -107,17 +94,3 @@ def _compile(library: Metallib, kernel: str | None, values: dict[str, str], chec
         except (TranslateError, MetadataError, UnknownFunction) as error:
             raise CompileError(f"kernel {kernel!r}: {error}") from error
     return path
-
-
-def _compiled(options: argparse.Namespace) -> Compiled:
-    path = Path(sys.stdin.read())
-    return compile_metallib(path, kernel=options.kernel, constants=options.constants, checked=options.checked)
-
-
-def main() -> int:
-    """Compiles the metallib that standard input names, with the options of the command line. Returns the exit status."""
-    return answer(argparse.ArgumentParser(description=__doc__), _compiled, [*library_files(), *_files()])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -36,11 +36,3 @@ def library_table(kernel_rows: Sequence[str], constants: Sequence[Constant], def
 
 
 SITE = "%sm_site = type { ptr, i32, i32, i32, i32 }"
-
-
-def names_only(names: Sequence[str], checked: bool) -> str:
-    """Returns a library that names its kernels and has no code."""
-    lines = [SITE, "@sm_sites = internal constant [0 x %sm_site] []"]
-    lines += [string_constant(f"@sm_kn{i}", name) for i, name in enumerate(names)]
-    rows = [f"{{ ptr @sm_kn{i}, ptr null, ptr null, i32 0, i32 0, i32 0 }}" for i in range(len(names))]
-    return "\n".join([*lines, library_table(rows, (), set(), checked).replace("@SITES@", "0"), ""])

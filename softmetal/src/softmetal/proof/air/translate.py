@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ..attributes import BUILTINS
+from ...msl.attributes import BUILTINS
 from .functions import Declaration, cpp_builtin, cpp_function, llvm_wrapper
 from .metadata import THREADGROUP_SPACE, Argument, MetadataError, read_metadata
 from .tables import SITE, library_table, string_constant

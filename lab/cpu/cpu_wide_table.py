@@ -1,0 +1,166 @@
+"""Writes the tables of cpu_wide.md from the records of cpu_wide.py.
+
+    python -m lab.cpu.cpu_wide_table TIMES COUNTS
+
+A cell is one weight beside one rival. For each cell below 1.0, a letter says what limits this package's kernel, by
+`reason`, from numbers of the same line: bytes read beside a plain read, product instructions beside the rate at which
+the threads execute nothing else, and all instructions beside the rival's.
+"""
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lab.cpu.cpu_wide import ONE_LEVEL
+from scripts.page_section import section
+
+PAGE = Path(__file__).with_name("cpu_wide.md")
+MEMORY, UNIT, MORE = 0.85, 0.7, 1.05  # the borders of `reason`
+ISAS = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AMX"}
+Counts = dict[tuple[str, str, int, str], dict[str, float]]
+Line = dict[str, Any]
+
+
+def read(path: Path) -> list[Line]:
+    """Returns the lines of a record."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def counts_of(lines: list[Line]) -> Counts:
+    """Returns the instructions for each weight, by instruction set, activations, rows and kernel."""
+    found = {}
+    for line in lines:
+        dtypes = ("bf16", "fp32") if line["kernel"].startswith("ggml") else (line["a"],)
+        for dtype in dtypes:
+            found[line["isa"], dtype, line["M"], line["kernel"]] = line["counts"]
+    return found
+
+
+def counted(counts: Counts, line: Line, kernel: str) -> tuple[int, dict[str, float]] | None:
+    """Returns the counts of a kernel at the largest counted number of rows that is at most the line's, and that number.
+
+    64 rows stand for 512. Otherwise the line has less than four times as many rows, or the result is None: with other
+    numbers of rows, a program may choose other kernels.
+    """
+    rows = [M for isa, dtype, M, name in counts if (isa, dtype, name) == (line["isa"], line["a"], kernel)]
+    rows = [M for M in rows if M <= line["M"] < 4 * M or M == 64 < line["M"]]
+    return (max(rows), counts[line["isa"], line["a"], max(rows), kernel]) if rows else None
+
+
+def product_us(counts: Counts, line: Line) -> float:
+    """Returns the time of this package's product instructions if the threads executed nothing else."""
+    rows, kinds = counted(counts, line, line["weight"]) or (1, {})
+    K, N = (int(size) for size in line["shape"].split("x"))
+    weights, total = K * N, 0.0
+    for kind, rate in line["rates"].items():
+        tiles = kind.startswith("tile")
+        times = -(-line["M"] // 16) / -(-rows // 16) if tiles else line["M"] / rows
+        total += kinds.get(kind, 0.0) * times * weights / rate
+    return total * 1e6
+
+
+def reason(line: Line, counts: Counts, rival: str) -> str:
+    """Says what keeps this package's kernel from being as fast as the rival's, as a letter that the page explains."""
+    products = product_us(counts, line)
+    if line["bytes"] / line["us"] * 1e6 >= MEMORY * line["read"]:
+        return "m"
+    if products >= min(line["rival_us"][rival], UNIT * line["us"]):
+        return "p"
+    ours, theirs = counted(counts, line, line["weight"]), counted(counts, line, line["rivals"][rival])
+    if not ours or not theirs:
+        return "n"
+    more = ours[1]["all"] / ours[0] > MORE * theirs[1]["all"] / theirs[0]
+    return "i" if more else "w"
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = ["| " + " | ".join(line) + " |" for line in (columns, *rows)]
+    lines.insert(1, "|" + "---|" * len(columns))
+    return "\n".join(lines) + "\n"
+
+
+def by_weight(lines: list[Line], cell: Callable[[Line], str]) -> str:
+    """Returns a table with a column for each weight; the lines with the smallest ratio come first."""
+    weights = list(dict.fromkeys(line["weight"] for line in lines))
+    rows: dict[tuple[str, int, str, int], dict[str, Line]] = {}
+    for line in lines:
+        rows.setdefault((line["isa"], line["threads"], line["a"], line["M"]), {})[line["weight"]] = line
+
+    def smallest(key: tuple[str, int, str, int]) -> float:
+        return min(ratio for line in rows[key].values() for ratio in line["ratios"].values())
+
+    return table(
+        ["", "rows", *weights],
+        [
+            [f"{ISAS[key[0]]}, {key[1]}, {key[2]}", str(key[3]), *(cell(rows[key][weight]) for weight in weights)]
+            for key in sorted(rows, key=smallest)
+        ],
+    )
+
+
+def summary(lines: list[Line], counts: Counts) -> str:
+    """Counts the cells of each rival and instruction set."""
+    rows = []
+    for rival in dict.fromkeys(rival for line in lines for rival in line["ratios"] if rival != ONE_LEVEL):
+        for isa, name in ISAS.items():
+            part = [line for line in lines if line["isa"] == isa and rival in line["ratios"]]
+            ratios = [line["ratios"][rival] for line in part]
+            why = Counter(reason(line, counts, rival) for line in part if line["ratios"][rival] < 1).most_common()
+            numbers = [str(len(part)), str(sum(number for _, number in why)), f"{min(ratios):.2f}"]
+            letters = ", ".join(f"{number} {letter}" for letter, number in why)
+            rows.append([rival, name, *numbers, f"{statistics.median(ratios):.2f}", letters])
+    return table(["rival", "instructions", "cells", "below 1.0", "lowest", "median", "reasons"], rows)
+
+
+def instructions(lines: list[Line], counts: Counts) -> str:
+    """Lists the instructions for each weight of every kernel that was fastest somewhere."""
+    names = dict.fromkeys(line["weight"] for line in lines)
+    layouts = {rival: [] for line in lines for rival in line["rivals"]}
+    for line in lines:
+        for rival, layout in line["rivals"].items():
+            if layout not in layouts[rival]:
+                layouts[rival].append(layout)
+    names |= dict.fromkeys(layout for found in layouts.values() for layout in sorted(found))
+    rows = []
+    for isa, dtype, M in dict.fromkeys(key[:3] for key in counts):
+        found = [counts.get((isa, dtype, M, name)) for name in names]
+        if any(found):
+            cells = [f"{kinds['all']:.2f}" if kinds else "" for kinds in found]
+            rows.append([f"{ISAS[isa]}, {dtype}", str(M), *cells])
+    return table(["", "rows", *names], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("times", type=Path)
+    parser.add_argument("counts", type=Path)
+    arguments = parser.parse_args()
+    lines, counts = read(arguments.times), counts_of(read(arguments.counts))
+
+    def ratios(line: Line) -> str:
+        cells = line["ratios"].items()
+        letters = {rival: reason(line, counts, rival) for rival, ratio in cells if ratio < 1 and rival != ONE_LEVEL}
+        return ", ".join(f"{ratio:.2f} {letters.get(rival, '')}".strip() for rival, ratio in cells)
+
+    def shares(line: Line) -> str:
+        rate = line["bytes"] / line["us"] * 1e6 / line["read"]
+        return f"{rate:.2f}, {product_us(counts, line) / line['us']:.2f}"
+
+    found = [ratio for line in lines for rival, ratio in line["ratios"].items() if rival != ONE_LEVEL]
+    below = sum(ratio < 1 for ratio in found)
+    sections = {
+        f"Rivals: {below} of {len(found)} cells are below 1.0": summary(lines, counts),
+        "All cells": by_weight(lines, ratios),
+        "Profile: shares of a plain read and of the unit": by_weight(lines, shares),
+        "Profile: instructions for each weight": instructions(lines, counts),
+    }
+    section(PAGE, "lab.cpu.cpu_wide_table", "\n".join(f"## {title}\n\n{body}" for title, body in sections.items()))
+
+
+if __name__ == "__main__":
+    main()
