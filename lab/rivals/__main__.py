@@ -158,8 +158,9 @@ def _grouped(found: Iterable[Cell], key: str) -> dict[tuple[object, ...], list[C
 
 
 def _names(values: Iterable[object], order: Iterable[object]) -> str:
-    chosen_values = set(values)
-    return ", ".join(str(value) for value in order if value in chosen_values)
+    """Returns the values in an order, and "all" for all of several."""
+    found, known = set(values), list(order)
+    return "all" if len(known) > 2 and found == set(known) else ", ".join(str(each) for each in known if each in found)
 
 
 def summary(found: list[Cell]) -> Iterator[str]:
@@ -174,19 +175,19 @@ def summary(found: list[Cell]) -> Iterator[str]:
 def above(found: list[Cell]) -> Iterator[str]:
     """Yields a table of the cells above 0.95, those with the same reason in one line.
 
-    The largest are first, and those whose rival runs on tensor units last.
+    The largest are first, and those whose rival runs on tensor units last, all formats together.
     """
     yield "| most | cells | weights | kind | rows | chips | reason |\n|---|---|---|---|---|---|---|"
-    groups = _grouped((each for each in found if each.ratio > MOST), "form kind reason")
-
-    def order(own: list[Cell]) -> tuple[bool, float]:
-        return own[0].tensor_units is not None, -max(each.ratio for each in own)
-
-    for (form, kind, reason), own in sorted(groups.items(), key=lambda item: order(item[1])):
-        rows = _names((each.rows for each in own), ROWS)
-        chips = _names((each.chip for each in own), CHIPS)
-        most = max(each.ratio for each in own)
-        yield f"| {most:.2f} | {len(own)} | {form} | {kind} | {rows} | {chips} | {reason} |"
+    over = [each for each in found if each.ratio > MOST]
+    alone = _grouped((each for each in over if not each.tensor_units), "form kind reason")
+    on_units = _grouped((each for each in over if each.tensor_units), "kind reason")
+    for groups in (alone, on_units):
+        for own in sorted(groups.values(), key=lambda own: -max(each.ratio for each in own)):
+            forms = _names((each.form for each in own), (form.name for form in FORMS))
+            rows = _names((each.rows for each in own), ROWS)
+            chips = _names((each.chip for each in own), CHIPS)
+            most = max(each.ratio for each in own)
+            yield f"| {most:.2f} | {len(own)} | {forms} | {own[0].kind} | {rows} | {chips} | {own[0].reason} |"
 
 
 def _texts(own: list[Cell]) -> str:
