@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
 from tests.support.pages import blocks, readme_program
+from tests.support.programs import run_python
 from torch_marlin_metal.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,11 @@ def run_program(text: str, folder: Path) -> None:
     program = folder / "snippets.py"
     program.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, program], cwd=folder, env=environment, capture_output=True, text=True)
+    if "import softmetal" in text:  # the device must come before transformers
+        command = [sys.executable, program]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    else:
+        done = run_python(program, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 This module imports only torch: a process that uses the software Metal device loads it before transformers.
 """
 
-import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import DeviceMesh
 
-# The imports take seconds of CPU time. With "forkserver", one process imports the modules, and every test process is
-# a fork of that process.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torch_marlin_metal"])
+from tests.support.programs import start_server
 
 
 def run(
@@ -42,6 +39,7 @@ def run(
     Returns:
         If `join` is false, an object whose `join()` waits for the processes; otherwise None.
     """
+    start_server()
     arguments = (function, world, str(folder / "rendezvous"), timeout, arguments)
     return processes.start_processes(_process, arguments, world, join, start_method=start_method)
 
