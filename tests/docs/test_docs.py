@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -55,11 +54,7 @@ def run_program(text: str, folder: Path) -> None:
     program = folder / "snippets.py"
     program.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if "import softmetal" in text:  # the device must come before transformers
-        command = [sys.executable, program]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    else:
-        done = run_python(program, cwd=folder, env=environment)
+    done = run_python(program, cwd=folder, env=environment, mps="import softmetal" in text)
     assert done.returncode == 0, done.stderr
 
 

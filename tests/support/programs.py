@@ -1,7 +1,6 @@
 """Forks of a process that has imported torch and transformers, and nothing of this package.
 
-These imports take five seconds of CPU time in a process of its own. No fork can make the software Metal device, which
-must come before transformers.
+These imports take five seconds of CPU time in a process of its own.
 """
 
 import contextlib
@@ -16,6 +15,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
+
+from tests.support.mps import load_mps
 
 ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
@@ -33,7 +34,11 @@ def start_server() -> None:
 
 
 def run_python(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: int = 300
+    *arguments: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    mps: bool = False,
+    timeout: int = 300,
 ) -> CompletedProcess[str]:
     """Runs what `python` with these arguments runs, in a fork, and returns the exit code and both outputs.
 
@@ -41,6 +46,7 @@ def run_python(
         *arguments: `-c` and a program, `-m` and a module, or a file; then the program's own arguments.
         cwd: the folder to run in; by default, this process's.
         env: the environment; by default, this process's.
+        mps: whether the program uses the device. On Linux it is the software Metal device, which is made first.
         timeout: the seconds after which SIGALRM ends the program.
     """
     start_server()
@@ -48,14 +54,17 @@ def run_python(
     environment = dict(os.environ if env is None else env)
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = FORKS.Process(target=_run, args=(words, str(cwd or Path.cwd()), environment, outputs, timeout))
+        started = (words, str(cwd or Path.cwd()), environment, mps, outputs, timeout)
+        process = FORKS.Process(target=_run, args=started)
         process.start()
         process.join()
         assert process.exitcode is not None
         return CompletedProcess(words, process.exitcode, *(file.read_text() for file in outputs))
 
 
-def _run(words: list[str], folder: str, environment: dict[str, str], outputs: list[Path], timeout: int) -> None:
+def _run(
+    words: list[str], folder: str, environment: dict[str, str], mps: bool, outputs: list[Path], timeout: int
+) -> None:
     for number, file in enumerate(outputs, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     assert "transformers.quantizers" in sys.modules and "torch_marlin_metal" not in sys.modules
@@ -63,6 +72,11 @@ def _run(words: list[str], folder: str, environment: dict[str, str], outputs: li
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    if mps:
+        load_mps()
+    from tests.support.preloaded import ask_for_mps
+
+    ask_for_mps()
     with _as_interpreter(words):
         if words[0] == "-c":
             main = sys.modules["__main__"] = types.ModuleType("__main__")
