@@ -115,7 +115,7 @@ def test_each_failure_is_one_sentence(folder, tmp_path, monkeypatch):
     for arguments, code, sentence in (
         ((tmp_path / "none", "x"), 3, "none: does not exist; a model of the Hub must be downloaded first"),
         ((tmp_path, "x"), 3, "expected a directory with a config.json of transformers, or a .gguf file"),
-        ((without, "x"), 3, "its tokenizer cannot be loaded"),
+        ((without, "x"), 3, "its tokenizer cannot be loaded: --tokenizer names"),
         ((plain, "--chat"), 3, "its tokenizer has no chat template; without --chat"),
         ((folder,), 2, "generate: expected a prompt, or --chat"),
         ((fewer, "w9", "--tokenizer", folder), 3, "expected tokens below its vocabulary of 9, the tokenizer gives 9"),
