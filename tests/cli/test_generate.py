@@ -65,7 +65,7 @@ def test_a_packed_model_takes_no_weight_format(folder, tmp_path):
     options = ("--tokenizer", folder, "--weight-format", "nvfp4")
     code, out, err = call("generate", tmp_path, "w5", *options)
     assert (code, out) == (2, "")
-    assert "--weight-format: expected a model of floats, got" in err and "already" in err
+    assert "--weight-format: expected a model of floats, got" in err and "is packed (" in err
 
 
 def test_a_gguf_file_with_a_tokenizer_from_elsewhere(folder, tmp_path):

@@ -47,8 +47,8 @@ class Opened:
         place, file = locate(path)
         if weight_format is not None:
             with contextlib.suppress(NotQuantized):
-                packed = open_reader(path, gguf_names="hf", on_unsupported="dequantize").format.title
-                raise ValueError(f"--weight-format: expected a model of floats, got {path}, which has {packed} already")
+                packed = open_reader(path, gguf_names="hf", on_unsupported="dequantize").format.name
+                raise ValueError(f"--weight-format: expected a model of floats, got {path}, which is packed ({packed})")
         size, memory = sum(part.stat().st_size for part in weight_files(path)), physical_memory()
         if weight_format is None and size > memory:
             raise MemoryError(
