@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedModel
 
@@ -13,12 +14,16 @@ from torch_marlin_metal import fuse_layers, load_quantized, quantize_model
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-CONFIG = OlmoConfig(vocab_size=64, eos_token_id=1, **SIZES)
+
+
+def config() -> OlmoConfig:
+    """Returns a config of its own for each model: a model that is saved packed writes its settings into its config."""
+    return OlmoConfig(vocab_size=64, eos_token_id=1, **SIZES)
 
 
 def floats() -> OlmoForCausalLM:
     torch.manual_seed(0)
-    return OlmoForCausalLM(CONFIG).bfloat16().eval()  # its norms have no weights
+    return OlmoForCausalLM(config()).bfloat16().eval()  # its norms have no weights
 
 
 def quantized() -> OlmoForCausalLM:
@@ -29,7 +34,7 @@ def quantized() -> OlmoForCausalLM:
 
 def loaded_by_name(folder) -> OlmoForCausalLM:
     with torch.device("meta"):
-        model = OlmoForCausalLM(CONFIG).bfloat16()
+        model = OlmoForCausalLM(config()).bfloat16()
     load_quantized(model, folder, progress=False)
     return model
 
@@ -67,6 +72,15 @@ def test_a_model_of_transformers_has_a_dtype_and_a_device(tmp_path) -> None:
     assert fuse_layers(models[0]).fused
 
 
+def test_peft_adds_adapters_to_a_model_without_parameters() -> None:
+    model = get_peft_model(quantized(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    ids = torch.arange(8)[None]
+    model(ids, labels=ids).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 4 and any(parameter.grad.any() for parameter in trained)
+    assert {parameter.device for parameter in trained} == {model.device}
+
+
 def test_a_model_of_transformers_without_packed_layers_is_as_before() -> None:
     class Empty(PreTrainedModel):
         config_class = OlmoConfig
@@ -74,7 +88,7 @@ def test_a_model_of_transformers_without_packed_layers_is_as_before() -> None:
 
     for name in ("dtype", "device"):
         with pytest.raises(StopIteration):
-            getattr(Empty(CONFIG), name)
+            getattr(Empty(config()), name)
 
 
 def test_load_quantized_lets_the_library_save(tmp_path, monkeypatch) -> None:
