@@ -206,9 +206,9 @@
 // Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
-// MARLIN_FUNCTIONS defines the functions of a file. Compiling all takes 14 times as long as compiling one, and a product
-// needs one or two. The host therefore compiles one at a time: it defines MARLIN_ONLY as a template instance, such as
-// gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the instance's host name.
+// MARLIN_FUNCTIONS defines the functions of a file. Compiling all takes 14 times as long as compiling one, and a
+// product needs one or two. The host therefore compiles one at a time: it defines MARLIN_ONLY as a template instance,
+// such as gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the instance's host name.
 #ifdef MARLIN_ONLY
 #define MARLIN_FUNCTIONS(...) MARLIN_INSTANTIATE_AS(MARLIN_ONLY_NAME, MARLIN_ONLY)
 #else
