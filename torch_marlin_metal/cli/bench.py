@@ -12,7 +12,7 @@ import typer
 from torch_marlin_metal.cli.arguments import Device, GroupSize, Rows, Shapes, device_of, floating, product_of
 from torch_marlin_metal.cli.models import timing
 from torch_marlin_metal.cli.models.opened import Fuse, Opened
-from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
+from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show
 from torch_marlin_metal.extension import cpu_capability
 from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
@@ -20,6 +20,7 @@ from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.variants import moved_bytes, roof_seconds, variants
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
@@ -52,12 +53,12 @@ def bench(
     fuse: Fuse = True,
     as_json: Json = False,
 ) -> int:
-    """Compares this package with torch's dense product, two_pass and torch's int4 operator, or times a model.
+    """Times packed products beside torch's, or a model.
 
-    Products are timed once per round, on chains of dependent products whose weights are not in the caches. On mps, the
-    times are taken from the GPU's own clock, and a separate column has the host's times. The output shows the median
-    of the times, and the median over the rounds of each ratio. With --variant all, every variant of this package is
-    timed instead, with its memory rate and its share of the peak speed.
+    The rivals are torch's dense product, torch's int4 operator, and two_pass, which decodes the weight first. Each is
+    timed once per round, on a chain of products whose weights are not in the caches; on mps by the GPU's own clock,
+    with the host's times in another column. The table has medians over the rounds, of the times and of the ratios.
+    With --variant all, it has every variant of this package, its memory rate and its share of the peak speed.
 
     `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
     the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
@@ -178,7 +179,7 @@ def in_words(machine: dict[str, str]) -> str:
 
 
 def facts() -> dict[str, str]:
-    """Returns what a reader of a report needs to know of any machine."""
+    """Returns the facts about a machine that every report has."""
     return {
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "processor": processor_name(),
