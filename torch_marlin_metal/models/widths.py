@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
+from torch_marlin_metal.layers.packed_layer import model_device
 from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
 from torch_marlin_metal.models.experts import shape_of
 from torch_marlin_metal.models.linear_layers import is_transposed, matrix_of
@@ -129,7 +130,7 @@ class _Text:
 
     def _predictions(self) -> Iterator[Tensor]:
         """Yields the logarithms of the probabilities of the next tokens, fp32 `[B, S, V]`."""
-        device = next(self._model.parameters()).device
+        device = model_device(self._model) or torch.device("cpu")
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
