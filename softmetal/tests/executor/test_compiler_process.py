@@ -104,6 +104,26 @@ def test_the_servers_clang_compiles_for_all_requests_until_it_ends() -> None:
     assert status == 0 and value(path) == 3
 
 
+STATIC = """#include <unistd.h>
+int main(int n, char** words) { (void)n; words[0] = "clang++-19"; return execvp(words[0], words); }
+"""
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["a script", "a static program"])
+def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path) -> None:
+    """A static program does not load the library that keeps clang resident. A script must not pass it on to clang."""
+    launcher = tmp_path / "launcher"
+    if is_static:
+        subprocess.run(["cc", "-static", "-x", "c", "-", "-o", str(launcher)], input=STATIC, text=True, check=True)
+    else:
+        launcher.write_text('#!/bin/sh\ntest -z "$LD_PRELOAD" && exec clang++-19 "$@"\n')
+        launcher.chmod(0o755)
+    environment = os.environ | {"SOFTMETAL_CXX": str(launcher)}
+    code = "from softmetal.msl import tools; print(tools.run([tools.CLANG, '-E', '-P', '-x', 'c', '-'], 'here'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "here"
+
+
 def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
     script = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
     script += (

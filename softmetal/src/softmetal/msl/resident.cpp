@@ -6,6 +6,8 @@
 // arguments after the program's name, and the environment, each with a 0 at the end. Four descriptors come with it:
 // input, output, messages, and a pipe that takes the exit status as one byte. The process ends when the socket closes.
 #include <dlfcn.h>
+#include <poll.h>
+#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,7 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string>
+#include <map>
 #include <vector>
 
 extern "C" char** environ;
@@ -30,9 +32,9 @@ constexpr size_t kLongestRequest = 1 << 20;  // bytes
 
 Main compiler_main = nullptr;
 
-void tell_status(int status, void* pipe) {
+void tell_status(int pipe, int status) {
   const unsigned char byte = static_cast<unsigned char>(status);
-  if (write(static_cast<int>(reinterpret_cast<intptr_t>(pipe)), &byte, 1) != 1) _exit(1);
+  if (write(pipe, &byte, 1) != 1) return;  // whoever asked has ended
 }
 
 // Receives a request. Returns the number of bytes, 0 at the end.
@@ -56,8 +58,11 @@ ssize_t receive(char* text, int (&descriptors)[kDescriptors]) {
 
 [[noreturn]] void answer(char* text, const char* end, const int (&descriptors)[kDescriptors], char** own) {
   signal(SIGINT, SIG_DFL);
+  signal(SIGPIPE, SIG_DFL);
+  const sigset_t none = {};
+  sigprocmask(SIG_SETMASK, &none, nullptr);
   close(kChannel);
-  on_exit(tell_status, reinterpret_cast<void*>(static_cast<intptr_t>(descriptors[3])));
+  close(descriptors[3]);
   std::vector<char*> words;
   for (char* word = text; word < end; word += std::strlen(word) + 1)
     words.push_back(word);
@@ -80,22 +85,52 @@ ssize_t receive(char* text, int (&descriptors)[kDescriptors]) {
   exit(compiler_main(static_cast<int>(arguments.size()) - 1, arguments.data(), environ));
 }
 
+// Tells the statuses of the processes that have ended. `pipes` has the pipe of each process.
+void tell_ended(std::map<pid_t, int>& pipes) {
+  int status = 0;
+  for (pid_t child; (child = waitpid(-1, &status, WNOHANG)) > 0;) {
+    const auto pipe = pipes.find(child);
+    if (pipe == pipes.end()) continue;
+    tell_status(pipe->second, WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+    close(pipe->second);
+    pipes.erase(pipe);
+  }
+}
+
 int serve(int, char** own, char**) {
   close_range(kChannel + 1, ~0U, 0);  // whoever reads an inherited pipe waits until every copy of its end is closed
   signal(SIGINT, SIG_IGN);            // an interrupt from the terminal ends the process that asks, and then this one
+  signal(SIGPIPE, SIG_IGN);
+  sigset_t ends = {};
+  sigaddset(&ends, SIGCHLD);
+  sigprocmask(SIG_BLOCK, &ends, nullptr);
+  pollfd events[] = {{kChannel, POLLIN, 0}, {signalfd(-1, &ends, SFD_CLOEXEC | SFD_NONBLOCK), POLLIN, 0}};
+  if (send(kChannel, "", 1, MSG_NOSIGNAL) != 1) _exit(0);  // tells that this library is in charge
   auto& text = *new std::vector<char>(kLongestRequest + 1);
-  int descriptors[kDescriptors];
-  for (ssize_t n; (n = receive(text.data(), descriptors)) > 0;) {
+  std::map<pid_t, int> pipes;
+  while (true) {
+    if (poll(events, 2, -1) < 0) continue;
+    signalfd_siginfo ended;
+    while (read(events[1].fd, &ended, sizeof ended) > 0) {
+    }
+    tell_ended(pipes);
+    if (events[0].revents == 0) continue;
+    int descriptors[kDescriptors];
+    const ssize_t n = receive(text.data(), descriptors);
+    if (n <= 0) _exit(0);
     text[static_cast<size_t>(n)] = 0;
     const pid_t child = fork();
     if (child == 0) answer(text.data(), text.data() + n, descriptors, own);
-    if (child < 0) dprintf(descriptors[2], "cannot fork: %s\n", strerror(errno));
-    for (int descriptor : descriptors)
-      close(descriptor);
-    while (waitpid(-1, nullptr, WNOHANG) > 0) {
+    if (child < 0) {
+      dprintf(descriptors[2], "cannot fork: %s\n", strerror(errno));
+      tell_status(descriptors[3], 1);
+      close(descriptors[3]);
+    } else {
+      pipes[child] = descriptors[3];
     }
+    for (int i = 0; i < 3; ++i)
+      close(descriptors[i]);
   }
-  _exit(0);
 }
 
 }  // namespace

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 
-def _start(compiler: str, library: Path) -> socket.socket:
+def _start(compiler: str, library: Path) -> socket.socket | None:
     """Starts the compiler with the library of resident.cpp and returns the socket that takes requests.
+
+    Returns None if the compiler ends instead, because it does not load the library: a launcher such as ccache can be a
+    static program.
 
     Raises:
         FileNotFoundError: there is no such compiler.
@@ -18,8 +22,12 @@ def _start(compiler: str, library: Path) -> socket.socket:
     with theirs:
         silent = [(os.POSIX_SPAWN_OPEN, i, os.devnull, os.O_RDWR, 0) for i in range(3)]
         files = [*silent, (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
-        os.posix_spawnp(compiler, [compiler], {**os.environ, "LD_PRELOAD": str(library)}, file_actions=files)
-    return ours
+        process = os.posix_spawnp(compiler, [compiler], {**os.environ, "LD_PRELOAD": str(library)}, file_actions=files)
+    if ours.recv(1):
+        return ours
+    ours.close()
+    os.waitpid(process, 0)
+    return None
 
 
 class Resident:
@@ -36,6 +44,9 @@ class Resident:
 
     def run(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes]:
         """Runs the compiler on `data`. Returns its status, -1 if a signal ended it, its output and its messages."""
+        if self._channel is None:
+            done = subprocess.run([self._place[0], *arguments], input=data, capture_output=True)
+            return done.returncode, done.stdout, done.stderr
         entries = [f"{name}={value}" for name, value in os.environ.items()]
         texts = [os.getcwd(), str(len(arguments)), *arguments, *entries]
         request = b"".join(os.fsencode(text) + b"\0" for text in texts)
@@ -50,8 +61,9 @@ class Resident:
             except ConnectionError:  # the compiler's process was killed
                 self._channel.close()
                 self._channel = _start(*self._place)
-                socket.send_fds(self._channel, [request], [*files, write_end])
-            os.close(write_end)
+                return self.run(arguments, data)
+            finally:
+                os.close(write_end)
             status = os.read(read_end, 1)
             output, messages = (os.pread(file, os.fstat(file).st_size, 0) for file in files[1:])
         finally:
