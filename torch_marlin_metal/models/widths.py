@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
+from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts, stores_transposed
 from torch_marlin_metal.layers.packed_layer import model_device
 from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
 from torch_marlin_metal.models.experts import shape_of
@@ -118,7 +118,7 @@ def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
     assert stack is not None
     for index in range(0, len(stack), -(-len(stack) // SAMPLE_EXPERTS)):
         matrix = stack.detach()[index]
-        yield sample(matrix.T if getattr(module, "is_transposed", False) else matrix)
+        yield sample(matrix.T if stores_transposed(module) else matrix)
 
 
 class _Text:
@@ -180,7 +180,7 @@ def _estimates(
 
 def _round(name: str, module: nn.Module, weight: Tensor, recipe: Recipe) -> None:
     """Rounds a weight in place to its format in a recipe."""
-    transposed = is_transposed(module) or bool(getattr(module, "is_transposed", False))
+    transposed = stores_transposed(module) if is_experts(module) else is_transposed(module)
     for matrix in weight if weight.dim() == 3 else [weight]:
         rows = matrix.T if transposed else matrix
         rows.copy_(recipe.quantize(name, rows.detach().contiguous()).dequantize().T)
