@@ -147,7 +147,8 @@ void test_large_m(const Machine& machine) {
     c.a_type = ElementType::bfloat16;
     worst = std::max(worst, check_gemm(machine, make(c)));
   }
-  std::printf("%s: gemm, M = 61, 513 and 1030, largest error %.3f of the arithmetic bound\n", name(machine).c_str(), worst);
+  std::printf("%s: gemm, M = 61, 513 and 1030, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
+              worst);
 }
 
 void test_overflow(const Machine& machine) {

@@ -60,6 +60,7 @@ class Letters:
     """Stands for T5's tokenizer: a letter is a token."""
 
     model_max_length = 512
+    tokenize, added_tokens_encoder = list, {}
 
     def __call__(self, texts, max_length, truncation=True, **more):
         ids = torch.zeros(len(texts), max_length, dtype=torch.long)
