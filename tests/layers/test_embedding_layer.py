@@ -68,7 +68,7 @@ def test_state_dict_round_trip():
 def test_compiles_without_a_break(device):
     layer = tmm.MarlinEmbedding.from_embedding(embedding(), "nvfp4").to(device)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda ids: layer(ids) * 2, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda ids: layer(ids) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((3,), (2, 5)):
         ids = torch.randint(40, shape, device=device)
         torch.testing.assert_close(compiled(ids), layer(ids) * 2)

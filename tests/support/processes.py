@@ -1,5 +1,6 @@
-"""Runs a function in several processes of torch.distributed, which are forks of one process."""
+"""Runs a function in several processes of torch.distributed, which on Linux are forks of one process."""
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch.multiprocessing as processes
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.programs import start_server
+
+START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"  # Apple's frameworks do not work in a fork
 
 
 def run(
@@ -34,9 +37,10 @@ def run(
     Returns:
         If `join` is false, an object whose `join()` waits for the processes; otherwise None.
     """
-    start_server()
+    if START_METHOD == "forkserver":
+        start_server()
     arguments = (function, world, str(folder / "rendezvous"), timeout, arguments)
-    return processes.start_processes(_process, arguments, world, join, start_method="forkserver")
+    return processes.start_processes(_process, arguments, world, join, start_method=START_METHOD)
 
 
 def _process(

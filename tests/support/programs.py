@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -49,9 +50,12 @@ def run_python(
         mps: whether the program uses the device. On Linux it is the software Metal device, which is made first.
         timeout: the seconds after which SIGALRM ends the program.
     """
-    start_server()
     words = [str(argument) for argument in arguments]
     environment = dict(os.environ if env is None else env)
+    if sys.platform == "darwin":  # Apple's frameworks do not work in a fork
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    start_server()
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         started = (words, str(cwd or Path.cwd()), environment, mps, outputs, timeout)
