@@ -62,8 +62,8 @@ class Letters:
     model_max_length = 512
     tokenize, added_tokens_encoder = list, {}
 
-    def __call__(self, texts, max_length, truncation=True, **more):
-        ids = torch.zeros(len(texts), max_length, dtype=torch.long)
+    def __call__(self, texts, max_length=0, **more):
+        ids = torch.zeros(len(texts), max(max_length, *map(len, texts)), dtype=torch.long)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = torch.tensor([ord(letter) % 64 for letter in text])
         return SimpleNamespace(input_ids=ids)
