@@ -13,12 +13,16 @@ from torch_marlin_metal import fuse_layers, load_quantized, quantize_model
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-CONFIG = OlmoConfig(vocab_size=64, eos_token_id=1, **SIZES)
+
+
+def config() -> OlmoConfig:
+    """Returns a config of its own for each model: a model that is saved packed writes its settings into its config."""
+    return OlmoConfig(vocab_size=64, eos_token_id=1, **SIZES)
 
 
 def floats() -> OlmoForCausalLM:
     torch.manual_seed(0)
-    return OlmoForCausalLM(CONFIG).bfloat16().eval()  # its norms have no weights
+    return OlmoForCausalLM(config()).bfloat16().eval()  # its norms have no weights
 
 
 def quantized() -> OlmoForCausalLM:
@@ -29,7 +33,7 @@ def quantized() -> OlmoForCausalLM:
 
 def loaded_by_name(folder) -> OlmoForCausalLM:
     with torch.device("meta"):
-        model = OlmoForCausalLM(CONFIG).bfloat16()
+        model = OlmoForCausalLM(config()).bfloat16()
     load_quantized(model, folder, progress=False)
     return model
 
@@ -74,7 +78,7 @@ def test_a_model_of_transformers_without_packed_layers_is_as_before() -> None:
 
     for name in ("dtype", "device"):
         with pytest.raises(StopIteration):
-            getattr(Empty(CONFIG), name)
+            getattr(Empty(config()), name)
 
 
 def test_load_quantized_lets_the_library_save(tmp_path, monkeypatch) -> None:
