@@ -79,7 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm-dsa": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
     "t5encoder": {"feed_forward_proj": "gated-gelu"},
 }
-# Other beginnings of names in the checkpoints of which gguf's table knows the names.
+# Other prefixes of the names in gguf's table.
 BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
 BEGINNINGS |= {"nomic-bert": ("layers.", "model.layers.")}
 # Names of gguf for endings of transformers' names, where gguf's table has none.

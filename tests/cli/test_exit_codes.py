@@ -16,6 +16,7 @@ from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import output
 from torch_marlin_metal.cli.app import COMMANDS, app
+from torch_marlin_metal.printing import table
 
 ROOT = Path(__file__).parents[2]
 GPTQ = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-asym-g64-v1"
@@ -159,7 +160,7 @@ def test_an_error_shows_names_as_they_are(tmp_path):
 
 def test_brackets_of_a_table_are_text(capsys):
     rows = [["expected shape [any, 8], got [3, 4]"]]
-    shown = output.table("title [a]", "heading", rows=rows, caption="[b] of \x1b[0m")
+    shown = table("title [a]", "heading", rows=rows, caption="[b] of \x1b[0m")
     output.show({}, shown, as_json=False)
     out = capsys.readouterr().out
     assert "title [a]" in out
@@ -259,8 +260,8 @@ def test_an_unknown_cpu_family_is_an_error():
 
 def test_a_table_that_is_too_wide_for_its_terminal_becomes_lines():
     cells = [["model.layers.0.mlp.up_proj", "1.5", "a remark"], ["[b]", "2", ""]]
-    shown = output.table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
+    shown = table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
     assert list(output._fitted(shown, 60)) == ["title", shown, "end"]
-    shown = output.table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
+    shown = table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
     lines = "name: model.layers.0.mlp.up_proj\na number: 1.5\nremarks: a remark\n\nname: [b]\na number: 2"
     assert list(output._fitted(shown, 30)) == ["title", lines, "end"]

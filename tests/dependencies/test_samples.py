@@ -46,7 +46,7 @@ def test_always_on_mps(x, y, mps): pass
 def test_a_run_takes_a_sample_unless_everything_is_asked_for(tmp_path) -> None:
     """Runs a file with the project's plugin on a worker of pytest-xdist.
 
-    Of a product, a sample has all cases on the CPU, and each value on mps; of one list, it has all cases.
+    A sample of a product of parameters has all cases on the CPU and each value on mps. Of one list it has all cases.
     """
     (tmp_path / "test_marks.py").write_text(PROGRAM)
     counts = []

@@ -186,7 +186,9 @@ def test_the_picture_shows_each_folder_of_the_code():
     lines = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "docs/images/folders.svg").read_text())
     boxes = re.findall(r"(\w+)/(?= |$)", " ".join(line for line in lines if line.endswith("/")))
     box = lines[lines.index("torch_marlin_metal/") + 1 : lines.index("csrc/python/")]
-    python = {room for line in box for names in re.findall(r"((?:[a-z]+ +)*[a-z]+):", line) for room in names.split()}
+    python = {
+        room for line in box for names in re.findall(r"((?:[a-z]+, )*[a-z]+):", line) for room in names.split(", ")
+    }
     folders = {Path(path).parts[:2] for path in TRACKED if path.count("/") > 1}
     assert {room for top, room in folders if top in ("csrc", "kernels")} == set(boxes) - {
         "torch_marlin_metal",

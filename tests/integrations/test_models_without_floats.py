@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedModel
 
@@ -69,6 +70,15 @@ def test_a_model_of_transformers_has_a_dtype_and_a_device(tmp_path) -> None:
         check(again.to(torch.float16), torch.float16)
     assert all(torch.equal(model(ids).logits, models[0](ids).logits) for model in models)
     assert fuse_layers(models[0]).fused
+
+
+def test_peft_adds_adapters_to_a_model_without_parameters() -> None:
+    model = get_peft_model(quantized(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    ids = torch.arange(8)[None]
+    model(ids, labels=ids).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 4 and any(parameter.grad.any() for parameter in trained)
+    assert {parameter.device for parameter in trained} == {model.device}
 
 
 def test_a_model_of_transformers_without_packed_layers_is_as_before() -> None:

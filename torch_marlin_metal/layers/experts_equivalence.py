@@ -99,7 +99,7 @@ def _with_small_weights(experts: nn.Module) -> Any:
 
 
 def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Returns what `MarlinExperts` computes of `x [T, H]`, in floats."""
+    """Returns the result of `MarlinExperts` for `x [T, H]`, in floats."""
 
     def product(a: Tensor, kind: str) -> Tensor:
         weight, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")

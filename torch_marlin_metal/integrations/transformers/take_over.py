@@ -57,7 +57,7 @@ STOPS = "bitsandbytes_4bit"
 GGUF = "gguf"
 METHODS = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods}
 ONLY_WIDE = ("fp8", "bitsandbytes_8bit")  # methods without a layer of 4 bit
-# Methods that transformers itself reads with another method's config class, if a script passes that class.
+# Config classes that a script may pass, and the other methods whose checkpoints transformers reads with them.
 READ_BY: Mapping[type, tuple[str, ...]] = {AutoRoundConfig: ("gptq", "awq")}
 
 
