@@ -64,12 +64,6 @@ constexpr float e8m0_to_float(uint8_t code) {
   const uint32_t finite = code == 0U ? 0x00400000U : uint32_t{code} << 23;
   return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
 }
-consteval std::array<float, 256> e8m0_values() {
-  std::array<float, 256> values{};
-  for (size_t code = 0; code < values.size(); ++code)
-    values[code] = e8m0_to_float(static_cast<uint8_t>(code));
-  return values;
-}
 
 inline float load_element(const void* data, ElementType type, int64_t index) {
   switch (type) {

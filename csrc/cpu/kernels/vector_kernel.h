@@ -204,7 +204,8 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
-    // The same as e8m0_to_float, with comparisons of 32 bits, because GCC compares bytes if it can, and widens the masks.
+    // The same as e8m0_to_float, with comparisons of 32 bits, because GCC compares bytes if it can, and widens the
+    // masks.
     const uint8_t* __restrict codes = source;
     float* __restrict to = out;
     for (; i < count; ++i) {

@@ -120,9 +120,9 @@ struct Avx512::Decoder<Codes::e4m3> {
   F decode(I words) const {
     const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const I fours = _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(first_bytes));
-    // Lane i gets the codes of k = i / 2, those of the even k of columns 0 to 7 in lanes 0 and 1
-    const I codes = _mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
+    // Each 128 bits get eight columns of two k: those of k = 0 and 1 in the lower half, of k = 2 and 3 in the upper.
+    const I codes =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
     const I zero = _mm512_setzero_si512();
     const I two = halves(j % 2 == 0 ? _mm512_unpacklo_epi8(zero, codes) : _mm512_unpackhi_epi8(zero, codes));
     return _mm512_cvtph_ps(j < 2 ? _mm512_castsi512_si256(two) : _mm512_extracti64x4_epi64(two, 1));
