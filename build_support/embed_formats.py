@@ -18,7 +18,7 @@ ROWS: tuple[tuple[str, str, int, int, str, str, int, str], ...] = (
 
 
 def macro(text: str, name: str) -> str:
-    """Returns what a macro stands for, in one line.
+    """Returns a macro's replacement text, in one line.
 
     Raises:
         ValueError: the text does not define the macro.

@@ -1,19 +1,34 @@
-"""Shows what ninja compiles: a short line for each file, in place of the compiler's whole command."""
+"""Shows what ninja compiles: one line on a terminal, ten lines in a log, in place of a command for each file."""
 
 import contextlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-_COMPILES = re.compile(r"^(\[\d+/\d+\]) .* -c (?:-c )?(\S+) -o ")
+_COMPILES = re.compile(r"^\[(\d+)/(\d+)\] .* -c (?:-c )?(\S+) -o ")
 
 
-def shorten(line: str, root: str) -> str:
-    """Returns "[3/79] csrc/core/x.cpp" for a line with the compile of a file below `root`; other lines unchanged."""
-    found = _COMPILES.match(line)
-    return f"{found[1]} {os.path.relpath(found[2], root)}\n" if found else line
+def shorten(lines: Iterable[str], root: str, terminal: bool) -> Iterator[str]:
+    """Yields "[8/79] csrc/core/x.cpp" for compiles of files below `root`, and other lines unchanged.
+
+    On a terminal each compile overwrites the one before it. Elsewhere each tenth of the compiles has a line.
+    """
+    is_open = False
+    for line in lines:
+        found = _COMPILES.match(line)
+        if not found:
+            yield "\n" * is_open + line
+            is_open = False
+            continue
+        done, total = int(found[1]), int(found[2])
+        text = f"[{done}/{total}] {os.path.relpath(found[3], root)}"
+        if terminal:
+            yield f"\r\033[K{text}" + "\n" * (done == total)
+            is_open = done < total
+        elif done * 10 // total > (done - 1) * 10 // total:
+            yield text + "\n"
 
 
 @contextlib.contextmanager
@@ -27,8 +42,8 @@ def short_lines(root: str) -> Iterator[None]:
 
     def copy() -> None:
         with os.fdopen(readable, errors="replace") as lines, os.fdopen(screen, "w", closefd=False) as out:
-            for line in lines:
-                out.write(shorten(line, root))
+            for part in shorten(lines, root, os.isatty(screen)):
+                out.write(part)
                 out.flush()
 
     copier = threading.Thread(target=copy)

@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True},
     "glm-dsa": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
 }
-# Other beginnings of names in the checkpoints of which gguf's table knows the names.
+# Other prefixes of the names in gguf's table.
 BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
 BEGINNINGS |= {"nomic-bert": ("layers.", "model.layers.")}
 # Names of gguf for endings of transformers' names, where gguf's table has none.

@@ -15,7 +15,7 @@ EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's name for a tree
 
 
 def git(*arguments: str) -> str:
-    """Returns what a git command prints, or "" if it fails."""
+    """Returns the output of a git command, or "" if it fails."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 

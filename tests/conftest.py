@@ -1,7 +1,7 @@
 """Fixtures for several folders: a tiny model of tests/data/models with a device, and what a test has made so far."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ def folder_and_device(request) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def new_objects() -> Iterator[Callable[[], list[Any]]]:
+def new_objects() -> Callable[[], list[Any]]:
     """Returns a function that returns the objects made since the test began, of those that Python's collector knows.
 
     The objects of imported packages, more than a million, are left out: to look at each takes 0.2 s.
     """
     gc.collect()
     gc.freeze()
-    yield gc.get_objects
-    gc.unfreeze()
+    return gc.get_objects

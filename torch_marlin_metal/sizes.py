@@ -16,7 +16,7 @@ def human_size(count: float) -> str:
 
 
 def parse_size(argument: str, text: str | int, *, binary: bool = False) -> int:
-    """Returns the bytes that a size such as "9 GB", "16GiB" or 9000000000 stands for.
+    """Converts a size such as "9 GB", "16GiB" or 9000000000 to bytes.
 
     Args:
         argument: the caller's argument, for the error.

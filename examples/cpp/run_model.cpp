@@ -3,7 +3,8 @@
 //   cmake -S examples/cpp -B build/cpp -DCMAKE_PREFIX_PATH="$(python examples/cpp/export_model.py --prefix-path)"
 //   cmake --build build/cpp
 //   python examples/cpp/export_model.py model.pt2 && build/cpp/run_model model.pt2
-#include <ATen/ATen.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linspace.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch_marlin_metal/ops.h>
 

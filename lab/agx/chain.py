@@ -279,7 +279,7 @@ HINTS = (
 
 
 def hints(msg, opt):
-    """Returns what a message of Mesa means for the kernel, and what to try next."""
+    """Explains a message of Mesa: its meaning for the kernel, and the next step."""
     out = [f"hint: {h}" for r, h in HINTS if re.search(r, msg)][:2]
     if opt < 2:
         out.append(f"hint: Mesa could not take this with -O{opt}; try " + ("--O1 or " if opt == 0 else "") + "--O2")

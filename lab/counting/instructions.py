@@ -224,7 +224,7 @@ def is_set_up() -> bool:
 
 
 def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | str]:
-    """Returns what `measure` returns for each case. Several cases are compiled at a time."""
+    """Returns the result of `measure` for each case. Several cases are compiled at a time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda case: measure(folder, case), chosen))
 

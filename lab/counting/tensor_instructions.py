@@ -94,7 +94,7 @@ class Counts:
 
 
 def stat(folder: Path, source: str, entry: str, options: list[str]) -> dict[str, Any]:
-    """Returns what the tool counts.
+    """Returns the tool's counts.
 
     Raises:
         RuntimeError: the tool fails.
@@ -143,7 +143,7 @@ def calls_of(weight_format: str) -> int:
 
 
 def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int) -> dict[str, Any]:
-    """Returns what the tool counts in gemm_tensor with a tile of 64 x 64."""
+    """Returns the tool's counts for gemm_tensor with a tile of 64 x 64."""
     case = instructions.Case("gemm_tensor", "gemm/tensor", weight_format, dtype, group_size=group_size, rows=64)
     # Only groups of 16 are short in this kernel, and nvfp4's scales are part of its operands.
     constants = case.constants() | {"short_group_size": 0}

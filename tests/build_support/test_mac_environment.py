@@ -2,13 +2,12 @@
 
 import _osx_support
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from build_support.mac_environment import mac_environment
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 UNIVERSAL2 = {  # the values of Python 3.11 from python.org
@@ -49,6 +48,6 @@ def test_setup_sets_the_environment_before_it_builds() -> None:
         "print(os.environ.get('ARCHFLAGS'), os.environ.get('MACOSX_DEPLOYMENT_TARGET'))"
     )
     bare = {name: value for name, value in os.environ.items() if name not in ("ARCHFLAGS", "MACOSX_DEPLOYMENT_TARGET")}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=bare, capture_output=True, text=True)
+    done = run_python("-c", script, cwd=ROOT, env=bare)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "-arch arm64 14.0"

@@ -39,6 +39,11 @@ FAILURES = {
     "no device": (RuntimeError("no mps device on this machine"), 3),
     "no memory": (MemoryError(), 3),
 }
+SENTENCES = {  # where they are not the error's own text
+    "no permission": "x: Permission denied",
+    "a full disk": "y: No space left on device",
+    "no memory": "MemoryError",
+}
 
 
 def test_the_table_of_failures_has_every_command_and_every_code():
@@ -66,12 +71,13 @@ def failing(monkeypatch, command: str, error: BaseException, *options: str):
 def test_a_failure_has_its_code_and_prints_one_line_or_one_object(monkeypatch, tmp_path, command, kind):
     monkeypatch.chdir(tmp_path)
     error, code = FAILURES[kind]
+    sentence = SENTENCES.get(kind, str(error))
     done = failing(monkeypatch, command, error)
     assert (done.exit_code, done.stdout) == (code, "")
-    assert done.stderr == f"error: {str(error) or 'MemoryError'}\n"
+    assert done.stderr == f"error: {sentence}\n"
     done = failing(monkeypatch, command, error, "--json")
     assert (done.exit_code, done.stderr) == (code, "")
-    assert json.loads(done.stdout) == {"error": str(error) or "MemoryError", "type": type(error).__name__}
+    assert json.loads(done.stdout) == {"error": sentence, "type": type(error).__name__}
     assert not list(tmp_path.iterdir())
 
 

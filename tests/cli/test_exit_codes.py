@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import output
 from torch_marlin_metal.cli.app import COMMANDS, app
+from torch_marlin_metal.printing import table
 
 ROOT = Path(__file__).parents[2]
 GPTQ = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-asym-g64-v1"
@@ -158,7 +160,7 @@ def test_an_error_shows_names_as_they_are(tmp_path):
 
 def test_brackets_of_a_table_are_text(capsys):
     rows = [["expected shape [any, 8], got [3, 4]"]]
-    shown = output.table("title [a]", "heading", rows=rows, caption="[b] of \x1b[0m")
+    shown = table("title [a]", "heading", rows=rows, caption="[b] of \x1b[0m")
     output.show({}, shown, as_json=False)
     out = capsys.readouterr().out
     assert "title [a]" in out
@@ -197,6 +199,7 @@ def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
     """After the imports, Ctrl-C must raise KeyboardInterrupt in the command, so that the command can clean up."""
     code = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = ["torch-marlin-metal", "convert", sys.argv[1], sys.argv[2]]
 from torch_marlin_metal.cli.main import main
 from torch_marlin_metal.checkpoints import writer
@@ -210,19 +213,16 @@ def interrupted(*_, **__):
 writer._write_rest = interrupted
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(GPTQ), str(tmp_path / "out")], check=False, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=heed_ctrl_c,
-    )  # fmt: skip
+    done = run_python("-c", code, GPTQ, tmp_path / "out", env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (130, "cleaned up\n")
     assert done.stderr.endswith("interrupted\n")
 
 
-def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
     # The child's output is buffered, so a failing write shows only when the output is flushed. If a command forgets to
     # flush, these tests fail.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | environment
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -252,15 +252,16 @@ def test_a_closed_stdout():
 
 
 def test_an_unknown_cpu_family_is_an_error():
-    done = run("verify", str(GPTQ), str(GPTQ), TORCH_MARLIN_METAL_CPU_ISA="abacus")
+    environment = os.environ | {"TORCH_MARLIN_METAL_CPU_ISA": "abacus"}
+    done = run_python("-m", "torch_marlin_metal", "verify", GPTQ, GPTQ, env=environment)
     assert done.returncode == 3
     assert done.stderr.startswith("error: TORCH_MARLIN_METAL_CPU_ISA: expected one of ")
 
 
 def test_a_table_that_is_too_wide_for_its_terminal_becomes_lines():
     cells = [["model.layers.0.mlp.up_proj", "1.5", "a remark"], ["[b]", "2", ""]]
-    shown = output.table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
+    shown = table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
     assert list(output._fitted(shown, 60)) == ["title", shown, "end"]
-    shown = output.table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
+    shown = table("title", "name", "a number", "remarks", rows=cells, right=["a number"], caption="end")
     lines = "name: model.layers.0.mlp.up_proj\na number: 1.5\nremarks: a remark\n\nname: [b]\na number: 2"
     assert list(output._fitted(shown, 30)) == ["title", lines, "end"]

@@ -65,7 +65,7 @@ def test_a_packed_model_takes_no_weight_format(folder, tmp_path):
     options = ("--tokenizer", folder, "--weight-format", "nvfp4")
     code, out, err = call("generate", tmp_path, "w5", *options)
     assert (code, out) == (2, "")
-    assert "--weight-format: expected a model of floats, got" in err and "already" in err
+    assert "--weight-format: expected a model of floats, got" in err and "is packed (" in err
 
 
 def test_a_gguf_file_with_a_tokenizer_from_elsewhere(folder, tmp_path):
@@ -115,7 +115,7 @@ def test_each_failure_is_one_sentence(folder, tmp_path, monkeypatch):
     for arguments, code, sentence in (
         ((tmp_path / "none", "x"), 3, "none: does not exist; a model of the Hub must be downloaded first"),
         ((tmp_path, "x"), 3, "expected a directory with a config.json of transformers, or a .gguf file"),
-        ((without, "x"), 3, "its tokenizer cannot be loaded"),
+        ((without, "x"), 3, "its tokenizer cannot be loaded: --tokenizer names"),
         ((plain, "--chat"), 3, "its tokenizer has no chat template; without --chat"),
         ((folder,), 2, "generate: expected a prompt, or --chat"),
         ((fewer, "w9", "--tokenizer", folder), 3, "expected tokens below its vocabulary of 9, the tokenizer gives 9"),

@@ -1,11 +1,11 @@
 """`python -m torch_marlin_metal.run` gives a program that was not written for this package the import that it needs."""
 
-import subprocess
 import sys
 
 import pytest
 
 from tests.support.llama import MODELS
+from tests.support.programs import run_python
 from torch_marlin_metal import run
 
 PROGRAM = """import sys
@@ -34,10 +34,9 @@ def program(tmp_path, monkeypatch):
 
 def test_a_console_script_in_a_process_of_its_own(program, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(program))
-    command = [sys.executable, "-m", "torch_marlin_metal.run", "tiny-program", GPTQ, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("-m", "torch_marlin_metal.run", "tiny-program", GPTQ, "--help")
     assert (done.returncode, done.stdout) == (7, "layers 14 ['--help']\n"), done.stderr
-    alone = subprocess.run([sys.executable, program / "tiny_program.py", GPTQ], capture_output=True, text=True)
+    alone = run_python(program / "tiny_program.py", GPTQ)
     assert alone.returncode == 1 and "optimum" in alone.stderr
 
 

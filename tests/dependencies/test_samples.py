@@ -46,16 +46,16 @@ def test_always_on_mps(x, y, mps): pass
 def test_a_run_takes_a_sample_unless_everything_is_asked_for(tmp_path) -> None:
     """Runs a file with the project's plugin on a worker of pytest-xdist.
 
-    Of a product, a sample has all cases on the CPU, and each value on mps; of one list, it has all cases.
+    A sample of a product of parameters has all cases on the CPU and each value on mps. Of one list it has all cases.
     """
     (tmp_path / "test_marks.py").write_text(PROGRAM)
     counts = []
     for options in ([], ["--everything"]):
-        command = [sys.executable, "-m", "pytest", "-v", "-n", "1", "-p", "tests.support.sampling", *options]
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
-            capture_output=True, text=True,
-        )  # fmt: skip
+        plugins = ["-p", "xdist", "-p", "tests.support.sampling", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-v", "-n", "1", *plugins, *options]
+        alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **alone}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         names = re.findall(r"PASSED \S+::(test_\w+)(?:\[(\S+)\])?", done.stdout)
         counts.append(Counter(name for name, _ in names))
         for device in ("cpu", "mps"):

@@ -8,7 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.programs import run_python
+
 STEPS = 60
+
+
+def run_forked(command, check):
+    """Runs the command of the package, as the demo does, in a process that need not import torch again."""
+    assert command[0] == sys.executable and check
+    done = run_python(*command[1:])
+    print(done.stdout)
+    print(done.stderr, file=sys.stderr)
+    assert done.returncode == 0
 
 
 @pytest.fixture
@@ -18,6 +29,7 @@ def demo(monkeypatch):
     spec.loader.exec_module(module)
     clock = itertools.count(0, 1 / STEPS)  # a fake clock gives the same steps on any machine
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_forked))
     text = "one two three four five six seven eight nine ten "
     monkeypatch.setattr(module, "topics", {"a": text * 40})
     for name, value in {"PROMPT": "one two three", "WINDOW": 32, "BATCH": 4}.items():

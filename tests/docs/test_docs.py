@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
 from tests.support.pages import blocks, readme_program
+from tests.support.programs import run_python
 from torch_marlin_metal.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def run_program(text: str, folder: Path) -> None:
     program = folder / "snippets.py"
     program.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, program], cwd=folder, env=environment, capture_output=True, text=True)
+    done = run_python(program, cwd=folder, env=environment, mps="import softmetal" in text)
     assert done.returncode == 0, done.stderr
 
 
@@ -186,7 +186,9 @@ def test_the_picture_shows_each_folder_of_the_code():
     lines = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "docs/images/folders.svg").read_text())
     boxes = re.findall(r"(\w+)/(?= |$)", " ".join(line for line in lines if line.endswith("/")))
     box = lines[lines.index("torch_marlin_metal/") + 1 : lines.index("csrc/python/")]
-    python = {room for line in box for names in re.findall(r"((?:[a-z]+ +)*[a-z]+):", line) for room in names.split()}
+    python = {
+        room for line in box for names in re.findall(r"((?:[a-z]+, )*[a-z]+):", line) for room in names.split(", ")
+    }
     folders = {Path(path).parts[:2] for path in TRACKED if path.count("/") > 1}
     assert {room for top, room in folders if top in ("csrc", "kernels")} == set(boxes) - {
         "torch_marlin_metal",

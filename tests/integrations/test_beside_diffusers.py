@@ -1,8 +1,6 @@
 """With the import, diffusers loads and saves what it loads and saves without it: floats, and every method's directory."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ pytest.importorskip("diffusers")
 
 from tests.integrations.test_diffusers import transformer
 from tests.support.diffusers_outcomes import outcomes
+from tests.support.programs import run_python
 
 # Methods whose packages are not in the test environment: diffusers' own error must come through.
 SETTINGS = {
@@ -33,8 +32,8 @@ def test_the_import_changes_nothing_for_other_directories(tmp_path) -> None:
         model.save_pretrained(folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    command = [sys.executable, "-m", "tests.support.diffusers_outcomes", folder, tmp_path / "without"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    done = run_python("-m", "tests.support.diffusers_outcomes", folder, tmp_path / "without", cwd=root)
     assert done.returncode == 0, done.stderr
     found = outcomes(folder, tmp_path / "with")
     assert found == json.loads(done.stdout.splitlines()[-1])

@@ -1,13 +1,12 @@
 """Models of diffusers: quantized while loading or in memory, saved, loaded with and without this package."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.support.models import same
+from tests.support.programs import run_python
 from torch_marlin_metal import MarlinLinear, quantize_model
 from torch_marlin_metal.checkpoints.card import CARD
 from torch_marlin_metal.checkpoints.errors import CheckpointError
@@ -174,7 +173,7 @@ def saved(floats, tmp_path):
 
 def test_without_this_package_diffusers_says_what_to_import(saved) -> None:
     code = f"from diffusers import FluxTransformer2DModel as Flux\nFlux.from_pretrained({str(saved)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert done.returncode == 1
     assert ADVICE in done.stderr
 

@@ -1,7 +1,6 @@
 """What peft and Trainer say about a whole model: parameters, preparation, prompts, and what is trained."""
 
 import copy
-import subprocess
 import sys
 
 import pytest
@@ -22,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.support.adapters import IDS, config, layers_of, llama, packed_model
 from tests.support.mixtures import family
+from tests.support.programs import run_python
 from torch_marlin_metal import MarlinLinear, quantize_model
 from torch_marlin_metal.integrations import peft as integration
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
@@ -200,5 +200,5 @@ print(type(get_peft_model(model, LoraConfig(target_modules=["0"])).base_model.mo
 )
 def test_peft_needs_no_import_of_this_package(imports):
     script = WITHOUT_IMPORT.format(first=imports[0], second=imports[1], third=imports[2])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    done = run_python("-c", script)
     assert done.stdout == "MarlinLoraLinear\n", done.stderr

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from tests.support.models import make_model, same
+from tests.support.programs import run_python
 from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.checkpoints.card import CARD
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
@@ -60,7 +59,7 @@ def packed(model) -> list[str]:
 
 def alone(code: str) -> str:
     """Runs a program that does not import this package. The program must fail. Returns the program's standard error."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert done.returncode == 1
     assert "torch_marlin_metal" not in done.stdout
     return done.stderr

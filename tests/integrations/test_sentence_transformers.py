@@ -1,8 +1,5 @@
 """Models of sentence-transformers that were quantized in memory or while they loaded."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,6 +7,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from tests.support.models import same
+from tests.support.programs import run_python
 from torch_marlin_metal import MarlinLinear, quantize_model
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
 from torch_marlin_metal.integrations.transformers import MarlinConfig
@@ -58,7 +56,7 @@ def test_a_model_quantized_in_memory_loads_the_same_bits(floats, tmp_path) -> No
     assert same(again.state_dict(), model.state_dict())
     assert (again.encode(TEXTS) == model.encode(TEXTS)).all()
     alone = f"from sentence_transformers import SentenceTransformer as S\nS({str(tmp_path / 'saved')!r}, device='cpu')"
-    done = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", alone)
     assert done.returncode == 1
     assert ADVICE in done.stderr
 
@@ -69,7 +67,7 @@ def test_a_module_alone_is_refused_without_its_import(floats, tmp_path) -> None:
     (tmp_path / "dense").mkdir()
     model[2].save(str(tmp_path / "dense"))
     code = f"from sentence_transformers.base.modules.dense import Dense\nDense.load({str(tmp_path / 'dense')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert done.returncode == 1
     assert "size mismatch for linear.weight" in done.stderr
     assert same(Dense.load(str(tmp_path / "dense")).state_dict(), model[2].state_dict())

@@ -30,6 +30,7 @@ from torch import nn
 
 import torch_marlin_metal as tmm
 from tests.journeys.architectures import FIRST, result_of
+from tests.support.programs import run_python
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 
@@ -72,8 +73,9 @@ def install_lines(folder: Path) -> str:
 
 def source_distribution(folder: Path) -> str:
     """2: the sdist contains what a build needs."""
-    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "WITHOUT_EXTENSION": "1"})
+    environment = {**os.environ, "WITHOUT_EXTENSION": "1"}
+    made = run_python("setup.py", "-q", "sdist", "-d", folder, cwd=ROOT, env=environment)
+    assert made.returncode == 0, made.stderr
     names = subprocess.run(["tar", "tzf", *folder.glob("*.tar.gz")], check=True, capture_output=True, text=True).stdout
     counts = {kind: len(re.findall(rf"\.{kind}$", names, re.MULTILINE)) for kind in ("h", "metal", "mm", "cpp")}
     assert all(counts.values()) and "build_support/" in names
@@ -87,7 +89,7 @@ def other_torch(folder: Path) -> str:
         "import torch, sys\ntorch.__version__ = type(torch.__version__)('2.99.0')\n"
         "import torch_marlin_metal as t\nt.cpu_capability()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code, cwd=ROOT)
     assert done.returncode == 1, done.stdout
     last = done.stderr.strip().splitlines()[-1]
     needs = next(need for need in importlib.metadata.requires("torch_marlin_metal") or [] if need.startswith("torch"))
@@ -130,7 +132,7 @@ def from_somebody(folder: Path) -> str:
     tmm.quantize_model(model, "uint4", 32, progress=False)
     model.save_pretrained(folder / "llama")
     code = f"from transformers import AutoModelForCausalLM as A\nA.from_pretrained({str(folder / 'llama')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.returncode == 1 and ADVICE in done.stderr
     assert "import torch_marlin_metal" in (folder / "llama/README.md").read_text()
     return f"error: {done.stderr.strip().splitlines()[-1][:200]}; the directory's README.md says it, too"

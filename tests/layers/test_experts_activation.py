@@ -178,7 +178,7 @@ def test_a_module_that_is_the_activation_is_a_part_of_the_layer() -> None:
         (512, ["moe_sort", "moe_fused", "gated_activation", "moe_sort", "moe_fused", "moe_reduce"]),
     ],
 )
-@pytest.mark.parametrize("name", ["silu", "clamped", "limited"])
+@pytest.mark.parametrize("name", ["silu", "clamped", pytest.param("limited", marks=pytest.mark.whole)])
 def test_a_forward_dispatches_two_kernels_or_six_and_does_not_wait(name, tokens, kernels, mps):
     import softmetal
 

@@ -30,7 +30,7 @@ MODELS = {
     "gemma4-affine4": (2, 1e-5),
     "deepseek_v2-affine4": (1, 1e-5),
     "deepseek_v3-affine4": (1, 1e-5),
-    "llama4-affine4": (0, 1e-4),
+    "llama4-affine4": (2, 1e-4),
     "granitemoe-affine4": (2, 2e-5),
     "granitemoehybrid-affine4": (2, 1e-5),
     "laguna-affine4": (1, 1e-5),

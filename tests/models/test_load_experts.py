@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
@@ -124,17 +126,59 @@ def test_experts_can_be_excluded_together_or_one_layer_of_them(exclude, tmp_path
     torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-5)
 
 
-def test_experts_that_compute_something_else_are_named(tmp_path) -> None:
-    """transformers gives the experts of Llama 4 every token, scaled by the router, which MarlinExperts does not do."""
+def llama4() -> Llama4ForCausalLM:
+    """transformers gives the experts of Llama 4 every token, with zeros for the tokens of other experts."""
+    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 32}
-    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, num_local_experts=2, pad_token_id=0))
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0))
+    for parameter in model.model.layers[0].feed_forward.experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("door", ["quantize_model", "from_pretrained", "load_quantized"])
+def test_experts_that_take_each_token_stay_packed(door, tmp_path) -> None:
+    floats = llama4()
+    if door == "from_pretrained":
+        floats.save_pretrained(tmp_path / "floats")
+        config = MarlinConfig("uint4b8", 32)
+        model = Llama4ForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config).eval()
+    else:
+        model = llama4()
+        quantize_model(model, "uint4b8", 32, progress=False)
+    model.save_pretrained(tmp_path / "packed")
+    if door == "load_quantized":
+        with torch.device("meta"):
+            model = Llama4ForCausalLM(floats.config).eval()
+        load_quantized(model, tmp_path / "packed", progress=False)
+    again = Llama4ForCausalLM.from_pretrained(tmp_path / "packed").eval()
+    assert same(again.state_dict(), model.state_dict())
+    exact = Llama4ForCausalLM.from_pretrained(tmp_path / "packed").eval().dequantize()
+    experts, decoded = (one.model.layers[0].feed_forward.experts for one in (model, exact))
+    assert isinstance(experts, MarlinExperts)
+    assert decoded.gate_up_proj.shape == (4, 64, 128)
+    torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(exact), logits(floats), rtol=0.5, atol=0.5)
+    tokens = torch.randn(4 * 6, 64) * (torch.rand(4 * 6, 1) < 0.3)
+    torch.testing.assert_close(experts(tokens), decoded(tokens), rtol=1e-4, atol=1e-5)
+    assert not experts(torch.zeros(4, 64)).any()
+
+
+class Twice(Llama4TextExperts):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def test_experts_that_compute_something_else_are_named(tmp_path) -> None:
+    model = llama4()
+    model.model.layers[0].feed_forward.experts.__class__ = Twice
     layers = []
     for name, module in model.model.layers[0].named_modules():
         if type(module) is torch.nn.Linear:
             layers.append(quantize_weight(module.weight.detach(), "uint4b8", 32))
             layers[-1].name = f"model.layers.0.{name}"
-    for index in range(2):
+    for index in range(4):
         for part in ("gate_proj", "up_proj", "down_proj"):
             layers.append(quantize_weight(torch.randn(64, 64), "uint4b8", 32))
             layers[-1].name = f"model.layers.0.feed_forward.experts.{index}.{part}"
@@ -143,14 +187,14 @@ def test_experts_that_compute_something_else_are_named(tmp_path) -> None:
         (name, tensor) for name, tensor in model.state_dict().items() if name not in taken and ".experts." not in name
     ]
     convert.export_checkpoint(layers, tmp_path / "packed", "gptq", other_tensors=others)
-    with pytest.raises(ModelMismatchError, match="Llama4TextExperts computes something else than MarlinExperts"):
+    with pytest.raises(ModelMismatchError, match="Twice computes something else than MarlinExperts"):
         load_quantized(model, tmp_path / "packed", on_unsupported="error", progress=False)
-    with pytest.warns(UserWarning, match="feed_forward.experts is decoded to floats: Llama4TextExperts computes"):
+    with pytest.warns(UserWarning, match="feed_forward.experts is decoded to floats: Twice computes"):
         load_quantized(model, tmp_path / "packed", progress=False)
     experts = model.model.layers[0].feed_forward.experts
     gate, up, down = (layer.dequantize() for layer in layers[-3:])
-    assert torch.equal(experts.gate_up_proj[1], torch.cat([gate, up], 1))
-    assert torch.equal(experts.down_proj[1], down)
+    assert torch.equal(experts.gate_up_proj[3], torch.cat([gate, up], 1))
+    assert torch.equal(experts.down_proj[3], down)
 
 
 def test_experts_without_a_down_are_not_decoded_into_fewer(tmp_path) -> None:

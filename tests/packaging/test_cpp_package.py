@@ -13,6 +13,7 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from build_support import cpp_library
+from tests.support.programs import run_python
 
 needs_cmake = sys.platform != "linux" or shutil.which("cmake") is None
 has_toolkit = CUDA_HOME is not None and Path(CUDA_HOME, "include", "cuda_runtime.h").exists()
@@ -33,14 +34,16 @@ def run(*command: str | Path, **options: str) -> str:
     return done.stdout
 
 
-def prefix_path() -> str:
-    return run(sys.executable, EXAMPLE / "export_model.py", "--prefix-path", PYTHONPATH=str(ROOT)).strip()
+def export_model(argument: str | Path) -> str:
+    done = run_python(EXAMPLE / "export_model.py", argument, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cpp")
-    run("cmake", "-S", EXAMPLE, "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix_path()}")
+    run("cmake", "-S", EXAMPLE, "-B", folder, f"-DCMAKE_PREFIX_PATH={export_model('--prefix-path')}")
     run("cmake", "--build", folder)
     return folder / "run_model"
 
@@ -52,7 +55,7 @@ def values(text: str, name: str) -> torch.Tensor:
 
 def test_a_program_runs_a_model_and_an_operator(program: Path, tmp_path: Path) -> None:
     package = tmp_path / "model.pt2"
-    expected = run(sys.executable, EXAMPLE / "export_model.py", package, PYTHONPATH=str(ROOT))
+    expected = export_model(package)
     printed = run(program, package)
     assert values(expected, "model").abs().max() > 0.01
     torch.testing.assert_close(values(printed, "model"), values(expected, "model"), rtol=1e-5, atol=1e-5)

@@ -76,7 +76,8 @@ def environment(request: pytest.FixtureRequest, checkout: Path, tmp_path_factory
     scripts = Path(sysconfig.get_path("scripts", "venv", paths))
     site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
     # Python adds the folder to its path, but ignores the .pth files there, so the editable installation stays hidden.
-    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Python runs the second line when it starts: the collector would take a third of the time of each import.
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\nimport gc; gc.disable()\n")
     what = checkout
     if request.param == "source distribution":
         passed(run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", folder, folder=checkout))
@@ -91,13 +92,6 @@ def environment(request: pytest.FixtureRequest, checkout: Path, tmp_path_factory
             shutil.copy(file, package)
     assert list(package.glob("_C*"))
     return scripts
-
-
-def test_doctor_passes_in_the_checkout(environment: Path, checkout: Path) -> None:
-    lines = passed(run(environment / "torch-marlin-metal", "doctor", folder=checkout)).splitlines()
-    found = dict(line.split("  ", 1) for line in lines)
-    assert found["extension"].strip() == "loaded"
-    assert found["products on cpu"].strip().startswith("passed: error of ")
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="runs on the software Metal device")
@@ -132,7 +126,7 @@ def test_pytest_works_in_the_checkout(environment: Path, checkout: Path) -> None
     assert " passed" in passed(run(*command, folder=checkout))
 
 
-def test_a_checkout_that_differs_is_refused(environment: Path, checkout: Path) -> None:
+def test_a_checkout_that_differs_is_refused_but_not_by_doctor(environment: Path, checkout: Path) -> None:
     show = "import torch_marlin_metal as t; print(t.extension.refusal); t.cpu_capability()"
     file = checkout / "torch_marlin_metal" / "layers" / "fuse.py"
     text = file.read_text()
@@ -151,4 +145,6 @@ def test_a_checkout_that_differs_is_refused(environment: Path, checkout: Path) -
     assert f"`pip install {checkout}`" in done.stdout
     assert done.stderr.splitlines()[-1].endswith(f": {done.stdout.strip()}")
     # The command is the installed one, and so are its checks.
-    assert "products on cpu     passed" in passed(doctor)
+    found = dict(line.split("  ", 1) for line in passed(doctor).splitlines())
+    assert found["extension"].strip() == "loaded"
+    assert found["products on cpu"].strip().startswith("passed: error of ")

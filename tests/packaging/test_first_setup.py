@@ -52,7 +52,7 @@ def test_nothing_is_said_where_torch_is_installed() -> None:
 
 def test_the_build_shows_a_file_in_a_line() -> None:
     """Prints what ninja prints, from a process and from its child, and shows other lines unchanged."""
-    compile_line = "[3/79] ccache c++ -MMD -I/include -c -c /root/csrc/core/x.cpp -o /root/build/x.o -std=c++20"
+    compile_line = "[8/79] ccache c++ -MMD -I/include -c -c /root/csrc/core/x.cpp -o /root/build/x.o -std=c++20"
     program = f"""
 import os, subprocess
 from build_support.progress import short_lines
@@ -62,5 +62,10 @@ with short_lines("/root"):
 print({compile_line!r})
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[3/79] csrc/core/x.cpp", "x.cpp:1:2: error: no", compile_line]
-    assert shorten("[2/3] c++ -c /root/a.mm -o a.o\n", "/root") == "[2/3] a.mm\n"
+    assert done.stdout.splitlines() == ["[8/79] csrc/core/x.cpp", "x.cpp:1:2: error: no", compile_line]
+    compiles = [f"[{done}/74] c++ -c /root/{done}.mm -o a.o\n" for done in range(1, 75)]
+    tenths = (8, 15, 23, 30, 37, 45, 52, 60, 67, 74)
+    assert list(shorten(compiles, "/root", False)) == [f"[{done}/74] {done}.mm\n" for done in tenths]
+    shown = "".join(shorten([compiles[0], compiles[1], "warning\n", compiles[73]], "/root", True))
+    clear = "\r\033[K"
+    assert shown == f"{clear}[1/74] 1.mm{clear}[2/74] 2.mm\nwarning\n{clear}[74/74] 74.mm\n"

@@ -1,9 +1,9 @@
 """Tests the errors of setup.py on machines where the extension cannot be built, and its search for ninja."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -12,14 +12,8 @@ def build(tmp_path: Path, before: str, **environment: str) -> str:
     """Builds the extension in a process that runs `before` first. Returns the last line of standard error."""
     outputs = ["--build-temp", str(tmp_path), "--build-lib", str(tmp_path)]
     run = f"import runpy, sys; {before}; sys.argv = ['setup.py', '--quiet', 'build_ext', *{outputs!r}]"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{run}; runpy.run_path('setup.py', run_name='__main__')"],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = f"{run}; runpy.run_path('setup.py', run_name='__main__')"
+    done = run_python("-c", program, cwd=ROOT, env={**os.environ, **environment})
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]
 
@@ -55,6 +49,6 @@ def test_ninja_is_found_in_an_environment_that_is_not_activated(tmp_path: Path) 
     """Without ninja, PyTorch compiles one file at a time."""
     run = "import runpy, sys; sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py', run_name='__main__'); "
     found = f"{run}from torch.utils.cpp_extension import is_ninja_available as found; print(found())"
-    command, environment = [sys.executable, "-c", found], {**os.environ, "PATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = run_python("-c", found, cwd=ROOT, env={**os.environ, "PATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True"

@@ -15,6 +15,7 @@ import yaml
 
 import torch_marlin_metal
 from build_support import backend
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,10 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    sdist = ["sdist", "--dist-dir", str(folder)]
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder), *sdist], cwd=ROOT, check=True
-    )
+    done = run_python("setup.py", "--quiet", "egg_info", "--egg-base", folder, "sdist", "--dist-dir", folder, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         opened.extractall(folder / "unpacked", filter="data")
@@ -48,7 +47,8 @@ def test_all_kernels_are_embedded(unpacked: Path) -> None:
     script = "import sys; from build_support.embed_kernels import write_kernel_sources as w; from pathlib import Path"
     for root, target in ((ROOT, "here.cpp"), (unpacked, "there.cpp")):
         write = f"{script}; w(Path('kernels'), Path(sys.argv[1]))"
-        subprocess.run([sys.executable, "-c", write, str(unpacked / target)], cwd=root, check=True)
+        done = run_python("-c", write, unpacked / target, cwd=root)
+        assert done.returncode == 0, done.stderr
     assert (unpacked / "here.cpp").read_bytes() == (unpacked / "there.cpp").read_bytes()
 
 
@@ -65,8 +65,10 @@ def test_metadata(unpacked: Path) -> None:
     assert "Requires-Dist: torch>=2.13\n" in (unpacked / "PKG-INFO").read_text()
     environment = {name: value for name, value in os.environ.items() if name != "WITHOUT_EXTENSION"}
     (unpacked / "info").mkdir()
-    command = [sys.executable, "setup.py", "--quiet", "dist_info", "--output-dir", str(unpacked / "info")]
-    subprocess.run(command, cwd=unpacked, check=True, env=environment)
+    done = run_python(
+        "setup.py", "--quiet", "dist_info", "--output-dir", unpacked / "info", cwd=unpacked, env=environment
+    )
+    assert done.returncode == 0, done.stderr
     (metadata,) = unpacked.glob("info/*.dist-info/METADATA")
     major, minor = torch.__version__.split(".")[:2]
     assert f"Requires-Dist: torch=={major}.{minor}.*\n" in metadata.read_text()
@@ -129,7 +131,7 @@ def test_an_isolated_build_takes_the_installed_torch(isolated: bool, tmp_path: P
     folders = (
         "import setuptools, sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; " if isolated else ""
     )
-    done = subprocess.run([sys.executable, "-c", folders + show], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", folders + show, cwd=ROOT)
     assert done.stdout == f"[]\n{torch.__version__}\n", done.stderr
 
 

@@ -5,13 +5,13 @@ same error.
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.programs import run_python
 from torch_marlin_metal import convert, extension, interface
 from torch_marlin_metal.checkpoints import words
 
@@ -76,8 +76,7 @@ for arguments in json.loads(sys.argv[1]):
 def run(folder: Path, before: str = "", after: str = "", *arguments: str) -> dict:
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     code = IMPORT.format(before=before, after=after)
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", code, *arguments, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

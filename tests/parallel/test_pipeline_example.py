@@ -63,7 +63,7 @@ def stage(rank: int, world: int, cases, wanted) -> None:
 
 def test_two_processes_generate_the_tokens_of_one(mps: str, tmp_path) -> None:
     wanted = [one_process(name, device) for device, name in CASES]
-    run(stage, 2, tmp_path, CASES, wanted, start_method="spawn")  # the device does not survive a fork
+    run(stage, 2, tmp_path, CASES, wanted)
 
 
 def test_a_tied_output_layer_reads_the_embedding_on_the_last_process() -> None:

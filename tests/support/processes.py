@@ -1,9 +1,6 @@
-"""Runs a function in several processes of torch.distributed.
+"""Runs a function in several processes of torch.distributed, which on Linux are forks of one process."""
 
-This module imports only torch: a process that uses the software Metal device loads it before transformers.
-"""
-
-import multiprocessing
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import DeviceMesh
 
-# The imports take seconds of CPU time. With "forkserver", one process imports the modules, and every test process is
-# a fork of that process.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torch_marlin_metal"])
+from tests.support.programs import start_server
+
+START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"  # Apple's frameworks do not work in a fork
 
 
 def run(
@@ -25,7 +22,6 @@ def run(
     folder: Path,
     *arguments: Any,
     timeout: float = 120,
-    start_method: str = "forkserver",
     join: bool = True,
 ) -> Any:
     """Runs `function(rank, world, *arguments)` in `world` processes with one thread each, joined by gloo.
@@ -36,19 +32,23 @@ def run(
         folder: the folder through which the processes meet; each call needs its own.
         *arguments: passed to `function`.
         timeout: seconds that a process waits for the others.
-        start_method: the start method of Python's multiprocessing.
         join: whether to wait for the processes.
 
     Returns:
         If `join` is false, an object whose `join()` waits for the processes; otherwise None.
     """
+    if START_METHOD == "forkserver":
+        start_server()
     arguments = (function, world, str(folder / "rendezvous"), timeout, arguments)
-    return processes.start_processes(_process, arguments, world, join, start_method=start_method)
+    return processes.start_processes(_process, arguments, world, join, start_method=START_METHOD)
 
 
 def _process(
     rank: int, function: Callable[..., None], world: int, file: str, timeout: float, arguments: tuple[Any, ...]
 ) -> None:
+    from tests.support.preloaded import ask_for_mps  # which only the fork server may import first
+
+    ask_for_mps()  # the import of the function's module has made the device, if the function needs it
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)

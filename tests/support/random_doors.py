@@ -124,7 +124,7 @@ def of_sentence_transformers(rng: random.Random, work: Path) -> str:
     layers = pack_some(rng, body, target)
     state = random_models.others(body, layers)
     tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, "[UNK]"))
-    # transformers would take the dtype of the scales for that of a config that states none.
+    # Without a dtype in the config, transformers would take the dtype of the scales.
     config = json.loads(body.config.to_json_string()) | {"dtype": "float32"}
     try:
         write(work / "saved", target, layers, state, config)

@@ -1,6 +1,5 @@
 """Compares the mLSTM on each device with the fp64 recurrence (mlstm_reference.py). Both get the same rounded inputs."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 import torch_marlin_metal  # noqa: F401  registers the operators
 from tests.support import mlstm_reference
 from tests.support.mlstm_cases import REGIMES, Problem, Regime, array, make, relative_to_max
+from tests.support.programs import run_python
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -314,6 +314,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tmm.xlstm.mlstm(x, x, x, gate, gate)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
     unit = 1 if sys.platform == "darwin" else 1024
     assert int(done.stdout) * unit < 24e6

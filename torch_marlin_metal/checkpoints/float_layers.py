@@ -16,7 +16,7 @@ from torch_marlin_metal.checkpoints.model_names import ModelNames
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.layers.embedding import why_not_embedding
 from torch_marlin_metal.layers.experts_equivalence import why_unknown
-from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts
+from torch_marlin_metal.layers.float_experts import PARTS, SPLIT, WEIGHTS, find_module, is_experts, stores_transposed
 from torch_marlin_metal.layers.stays import staying_layers
 from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
@@ -150,7 +150,7 @@ class FloatModel:
             return []
         if info.shape != tuple(module._parameters[kind].shape):
             return []
-        transposed = bool(getattr(module, "is_transposed", False))
+        transposed = stores_transposed(module)
         E, K = info.shape[0], info.shape[1 if transposed else 2]
         if K % 8 or not info.nbytes:
             return []

@@ -152,7 +152,7 @@ def width_of(bits: int) -> int:
 
 
 def centre(bits: int) -> int:
-    """Returns what to add to codes so that their middle becomes the middle of the operators' wider codes."""
+    """Returns the number that moves the middle of the codes to the middle of the operators' wider codes."""
     return SIGN[width_of(bits)] - (1 << bits - 1)
 
 

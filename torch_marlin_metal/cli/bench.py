@@ -12,7 +12,7 @@ import typer
 from torch_marlin_metal.cli.arguments import Device, GroupSize, Rows, Shapes, device_of, floating, product_of
 from torch_marlin_metal.cli.models import timing
 from torch_marlin_metal.cli.models.opened import Fuse, Opened
-from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
+from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show
 from torch_marlin_metal.extension import cpu_capability
 from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.tuning.chains import measure, median_ratio
@@ -20,6 +20,7 @@ from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.gpu.tuning.variants import moved_bytes, roof_seconds, variants
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.version import __version__
 
 SHAPES = ("4096,4096", "14336,4096", "4096,14336")
@@ -178,7 +179,7 @@ def in_words(machine: dict[str, str]) -> str:
 
 
 def facts() -> dict[str, str]:
-    """Returns what a reader of a report needs to know of any machine."""
+    """Returns the facts about a machine that every report has."""
     return {
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "processor": processor_name(),

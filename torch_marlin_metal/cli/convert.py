@@ -10,8 +10,9 @@ from torch_marlin_metal.checkpoints.options import OnUnsupported
 from torch_marlin_metal.checkpoints.settings import find_settings
 from torch_marlin_metal.checkpoints.writer import TARGETS
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import DONE, Json, printable, progress_bar, show
+from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show
 from torch_marlin_metal.convert import CheckpointReader, open_reader, write_checkpoint
+from torch_marlin_metal.printing import printable
 from torch_marlin_metal.sizes import human_size
 
 Target = Enum("Target", {name: name for name in TARGETS}, type=str)  # type: ignore[misc]

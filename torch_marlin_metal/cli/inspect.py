@@ -10,13 +10,14 @@ import typer
 from torch_marlin_metal.checkpoints.checkpoint import open_checkpoint
 from torch_marlin_metal.checkpoints.float_layers import empty_model, matrices
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show, table
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, UnsupportedFormat, open_reader
 from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import plan_load, shared_weights
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size
 
 Unsupported = Literal["error", "dequantize"]

@@ -9,11 +9,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.protocol import rich_cast
 from rich.table import Table
@@ -23,6 +22,7 @@ from typer.core import TyperGroup
 from torch_marlin_metal import extension, interrupt
 from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.printing import printable
 
 DONE = 0
 ANSWER_IS_NO = 1  # exit code if inspect finds a layer to refuse, or verify a difference
@@ -83,13 +83,6 @@ class Commands(TyperGroup):
         sys.exit(code)
 
 
-def printable(text: str, keep: str = "") -> str:
-    """Escapes characters that do not print, as in a Python string, except those in `keep`."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-
-
 def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     """Prints the result of a command, as JSON or as text."""
     if as_json:
@@ -99,7 +92,8 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     if isinstance(text, str):
         _print(printable(text, keep="\n"))
         return
-    width = None if sys.stdout is not None and sys.stdout.isatty() else 200  # a pipe has no width; lines must not break
+    # a pipe has no width; lines must not break
+    width = None if sys.stdout is not None and sys.stdout.isatty() else 10_000
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:  # rich would end the program if it wrote to a closed pipe
         console.print(*_fitted(text, console.width), sep="\n")
@@ -145,19 +139,6 @@ def _print(text: str, end: str = "\n") -> None:
         raise
 
 
-def table(
-    title: str, *headings: str, rows: Iterable[Sequence[str]], right: Sequence[str] = (), caption: str = ""
-) -> Table:
-    """Makes a table; the columns named in `right` are aligned to the right."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    made.title, made.caption = printable(title), printable(caption, "\n") or None
-    for heading in headings:
-        made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*map(printable, row))
-    return made
-
-
 def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
     """Makes a progress bar on stderr; it stays invisible unless stderr is a terminal."""
     return tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=True if as_json else None, file=sys.stderr)
@@ -165,6 +146,8 @@ def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
 
 def _fail(error: Exception, code: int, as_json: bool) -> int:
     message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        message = f"{error.filename}: {error.strerror}"  # without Python's "[Errno 2]"
     if as_json:
         try:
             _print(json.dumps({"error": message, "type": type(error).__name__}))

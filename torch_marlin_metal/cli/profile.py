@@ -20,9 +20,10 @@ from torch_marlin_metal.cli.arguments import (
     gpu_of,
     shape_of,
 )
-from torch_marlin_metal.cli.output import DONE, Json, show, table
+from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.gpu.measured import measure_gpu
 from torch_marlin_metal.gpu.profiling.tiles import Choice
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 

@@ -7,8 +7,9 @@ import typer
 
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, Rows, Shapes, floating, product_of
-from torch_marlin_metal.cli.output import DONE, Json, show, table
+from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.gpu.tuning.tuner import ROWS
+from torch_marlin_metal.printing import table
 
 
 def tune(

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_marlin_metal.cli import arguments
-from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show, table
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show
 from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, ReadOptions, open_reader
 from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.repack import unpack_codes
 
 

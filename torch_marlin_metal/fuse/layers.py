@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse import caches, gated, masks, norms, residual, rotary, sinks
 from torch_marlin_metal.layers.equivalence import TOLERANCE, difference, has_forward_of_its_own
+from torch_marlin_metal.layers.packed_layer import model_device
 
 TOKENS = 6  # length of the run that shows with which arguments layers are called
 
@@ -129,7 +130,7 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     Returns the results. If the model cannot run, returns an empty list and the reason.
     """
     embedding = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = model_device(model) or torch.device("cpu")
     if embedding is None or device.type == "meta":
         return [], "the model has no embedding of tokens, or no values"
     generator = torch.Generator().manual_seed(0)
@@ -231,7 +232,7 @@ def _fuse_residuals(model: nn.Module, known: dict[nn.Module, norms.Norm], report
         if has_forward_of_its_own(layer):
             report.left.append((name, "residual additions: its forward is replaced or has hooks"))
             del layers[name]
-    device = next(model.parameters()).device
+    device = model_device(model) or torch.device("cpu")
     embedding: Any = next(m for m in model.modules() if hasattr(m, "num_embeddings"))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)

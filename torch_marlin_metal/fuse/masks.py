@@ -31,7 +31,7 @@ def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
 
 
 def kept_with(mask: Tensor, key: Any, module: Any, make: Callable[[], Tensor]) -> Tensor:
-    """Returns what `make` computes from a mask. Only the first module of a forward computes it.
+    """Returns the result of `make` for a mask. Only the first module of a forward computes it.
 
     While torch.compile traces, attributes of tensors are not available, so every call computes the value.
 

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.printing import RichText, table
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,16 @@ class AppleSiliconGPU(RichText):
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:
-        table = Table(title=f"{self.name}, {self.cores} GPU cores, Apple{self.family}", title_justify="left")
-        for heading in ("figure", "value", "source"):
-            table.add_column(heading, justify="right" if heading == "value" else "left", overflow="fold")
-        for key, figure in self.figures.items():
-            table.add_row(key, f"{figure.value:g}", figure.source)
+        rows = [(key, f"{figure.value:g}", figure.source) for key, figure in self.figures.items()]
         derived = "derived from the rows above"
-        table.add_row("fp32 TFLOP/s", f"{self.flop_per_second() / 1e12:.2f}", derived)
-        table.add_row("fp16 TFLOP/s", f"{self.flop_per_second(torch.float16) / 1e12:.2f}", derived)
-        table.add_row("matrix TFLOP/s", f"{self.matrix_flop_per_second / 1e12:.2f}", derived)
-        table.add_row("matrix flop per byte", f"{self.balance:.1f}", derived)
-        return table
+        rows += [
+            ("fp32 TFLOP/s", f"{self.flop_per_second() / 1e12:.2f}", derived),
+            ("fp16 TFLOP/s", f"{self.flop_per_second(torch.float16) / 1e12:.2f}", derived),
+            ("matrix TFLOP/s", f"{self.matrix_flop_per_second / 1e12:.2f}", derived),
+            ("matrix flop per byte", f"{self.balance:.1f}", derived),
+        ]
+        title = f"{self.name}, {self.cores} GPU cores, Apple{self.family}"
+        return table(title, "figure", "value", "source", rows=rows, right=["value"])
 
 
 def as_gpu(function: str, gpu: AppleSiliconGPU | str | None) -> AppleSiliconGPU:

@@ -13,7 +13,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.device import AppleSiliconGPU
 from torch_marlin_metal.gpu.occupancy import SIMD_WIDTH
 from torch_marlin_metal.gpu.tuning.chains import Chain, gpu_clock, measure
-from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.printing import RichText, table
 
 # The primitives that docs/inside/kernels.md lists. Each has a type, an expression for the next value of `x` in round
 # `i`, and the clocks that the model assumes for one simdgroup on one scheduler. Each lane has eight independent values,
@@ -128,16 +128,13 @@ class MeasuredGPU(RichText):
         return {figure.name: asdict(figure) for figure in self.figures}
 
     def __rich__(self) -> Table:
-        table = Table(
-            title=f"measured beside the model of {self.gpu.name}, {self.gpu.cores} cores", title_justify="left"
-        )
-        for heading in ("figure", "unit", "measured", "model", "measured / model"):
-            table.add_column(heading, justify="left" if heading in ("figure", "unit") else "right")
-        for row in self.figures:
-            table.add_row(
-                row.name, row.unit, f"{row.measured:.4g}", f"{row.model:.4g}", f"{row.measured / row.model:.2f}"
-            )
-        return table
+        rows = [
+            (row.name, row.unit, f"{row.measured:.4g}", f"{row.model:.4g}", f"{row.measured / row.model:.2f}")
+            for row in self.figures
+        ]
+        title = f"measured beside the model of {self.gpu.name}, {self.gpu.cores} cores"
+        right = ("measured", "model", "measured / model")
+        return table(title, "figure", "unit", *right, rows=rows, right=right)
 
 
 def measure_gpu(rounds: int = 9) -> MeasuredGPU:

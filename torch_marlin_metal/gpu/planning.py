@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.table import Table
 
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.formats import resolve_group_size
 from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.gpu.occupancy import Occupancy, occupancy_of
-from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.printing import RichText, table
 
 _FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _CODES = {torch.uint8: "uint8", torch.int8: "int8"}
@@ -107,27 +106,25 @@ class GemmPlan(RichText):
         )
 
     def __rich__(self) -> Group:
-        table = Table(title=self.title, title_justify="left", caption_justify="left")
-        right = ("bytes", "registers", "SIMD/core")
-        for heading in ("", "variant", "tile", "grid", "threads", *right):
-            table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
-        for candidate in self.candidates:
-            for index, dispatch in enumerate(candidate.dispatches):
-                first = index == 0
-                held = dispatch.occupancy
-                table.add_row(
-                    "->" if candidate is self.chosen and first else "",
-                    candidate.variant if first else f"  then {dispatch.kernel}",
-                    "x".join(map(str, candidate.tile)) if first else "",
-                    "x".join(map(str, dispatch.grid)),
-                    str(dispatch.threads[0] * dispatch.threads[1]),
-                    str(dispatch.threadgroup_bytes),
-                    str(dispatch.half_registers) if held else "",
-                    str(held.simdgroups) if held else "",
-                )
-        table.caption = f"{self.chosen.name}: {self.reason}"
+        right = ("predicted us", "threads", "bytes", "registers", "SIMD/core")
+        rows = [
+            (
+                "->" if candidate is self.chosen and not index else "",
+                f"  then {dispatch.kernel}" if index else candidate.variant,
+                "" if index else "x".join(map(str, candidate.tile)),
+                "" if index else f"{candidate.seconds * 1e6:.1f}",
+                "x".join(map(str, dispatch.grid)),
+                str(dispatch.threads[0] * dispatch.threads[1]),
+                str(dispatch.threadgroup_bytes),
+                *((str(dispatch.half_registers), str(held.simdgroups)) if (held := dispatch.occupancy) else ("", "")),
+            )
+            for candidate in self.candidates
+            for index, dispatch in enumerate(candidate.dispatches)
+        ]
+        reason = f"{self.chosen.name}: {self.reason}"
+        headings = ("", "variant", "tile", right[0], "grid", *right[1:])
         lines = "\n  then ".join(dispatch.text for dispatch in self.chosen.dispatches)
-        return Group(table, lines)
+        return Group(table(self.title, *headings, rows=rows, right=right, caption=reason), lines)
 
 
 def plan(

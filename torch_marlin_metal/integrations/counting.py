@@ -1,7 +1,8 @@
-"""The number of weights in packed layers, which are buffers and therefore no parameters of PyTorch."""
+"""What libraries ask a model's parameters: their number, dtype and device. Packed weights are buffers instead."""
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from torch_marlin_metal.formats import weight_format
@@ -12,3 +13,8 @@ def packed_weights(modules: Iterable[nn.Module]) -> int:
     """Returns the number of packed weights in these modules. Layers that share their words count once."""
     layers = {id(module.b_packed): module for module in modules if isinstance(module, PackedLayer)}
     return sum(weight_format(layer.weight_format).codes_per_word * layer.b_packed.numel() for layer in layers.values())
+
+
+def packed_dtype(model: nn.Module) -> torch.dtype | None:
+    """Returns the dtype that a model's first packed layer had as a layer of floats, or None without a packed layer."""
+    return next((module.dtype for module in model.modules() if isinstance(module, PackedLayer)), None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.equivalence import agrees, in_mode, random_like
-from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
+from torch_marlin_metal.layers.float_experts import WEIGHTS, apply_gate, is_experts, stores_transposed, takes_each_token
 
 TOKENS, EXPERTS, TOP_K = 4, 3, 2
 HIDDEN, INNER = 16, 24  # a model's own sizes would need gigabytes
@@ -42,20 +42,27 @@ def why_unknown(experts: nn.Module) -> str:
     if buffers := [name for name, _ in experts.named_buffers()]:
         return f"{name} has a buffer: {buffers[0]}"
     unlike = f"{name} computes something else than MarlinExperts"
-    if not hasattr(experts, "_apply_gate"):
+    if not is_experts(experts):
         return unlike
+    each = takes_each_token(experts)
+    if each and len(experts._parameters) > len(WEIGHTS):
+        return f"{name} has a bias, which it adds to tokens of other experts, too"
     with torch.no_grad(), torch.device("cpu"):  # a model can be made while another device is the default one
         x, ids = (
             random_like(torch.empty(TOKENS, HIDDEN, device="cpu")),
             torch.arange(TOKENS * TOP_K, device="cpu").view(TOKENS, TOP_K),
         )
         ids, weights = ids % min(EXPERTS, counts[0]), random_like(torch.empty(TOKENS, TOP_K, device="cpu"), seed=1)
+        if each:
+            x = random_like(torch.empty(TOKENS * min(EXPERTS, counts[0]), HIDDEN, device="cpu"))
+            ids, weights = torch.arange(len(x), device="cpu")[:, None] // TOKENS, torch.ones(len(x), 1, device="cpu")
+        arguments = (x,) if each else (x, ids, weights)
         try:
             small = _with_small_weights(experts)
             with in_mode(small, training=False):
-                expected, own = _compute(small, x, ids, weights), small.forward(x, ids, weights)
+                expected, own = _compute(small, x, ids, weights), small.forward(*arguments)
             with in_mode(small, training=True):
-                in_training = small.forward(x, ids, weights)
+                in_training = small.forward(*arguments)
         except Exception:  # the class takes other arguments or other sizes
             return unlike
     if not agrees(own, expected):
@@ -92,13 +99,13 @@ def _with_small_weights(experts: nn.Module) -> Any:
 
 
 def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Returns what `MarlinExperts` computes of `x [T, H]`, in floats."""
+    """Returns the result of `MarlinExperts` for `x [T, H]`, in floats."""
 
     def product(a: Tensor, kind: str) -> Tensor:
         weight, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")
         y = torch.einsum("tsk,tsnk->tsn", a, (weight.mT if experts.is_transposed else weight)[ids])
         return y if bias is None else y + bias[ids]
 
-    inner = experts._apply_gate(product(x[:, None].expand(-1, TOP_K, -1), WEIGHTS[0]))
+    inner = apply_gate(experts, product(x[:, None].expand(-1, ids.shape[1], -1), WEIGHTS[0]))
     result: Tensor = (product(inner, WEIGHTS[1]) * weights[..., None]).sum(1)
     return result

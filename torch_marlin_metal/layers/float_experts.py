@@ -1,15 +1,20 @@
 """Experts of mixtures in floats, as transformers stacks them: which modules they are, and which layers are theirs.
 
 An experts module has the parameters `gate_up_proj` and `down_proj`, `[E, N, K]` or, if `is_transposed`, `[E, K, N]`,
-and perhaps a bias for each. Its method `_apply_gate` is the activation. Checkpoints store experts in two ways. gpt-oss
-stacks all experts in one tensor, and its layers are named `experts.gate_up_proj.3`. Others have one Linear for each
-part of each expert: `experts.3.gate_proj`, or `experts.3.w1` in Mixtral.
+and perhaps a bias for each. Its method `_apply_gate` is the activation. The experts of Llama 4 take all tokens once for
+each expert, and zeros in the place of the tokens of other experts; their activation is `act_fn(gate) * up`.
+
+Checkpoints store experts in two ways. gpt-oss stacks all experts in one tensor, and its layers are named
+`experts.gate_up_proj.3`. Others have one Linear for each part of each expert: `experts.3.gate_proj`, or `experts.3.w1`
+in Mixtral.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
@@ -22,7 +27,21 @@ KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 def is_experts(module: nn.Module | None) -> bool:
     """Returns whether a module has stacked experts in floats with an activation, which may be ones to refuse."""
-    return is_stack(module) and hasattr(module, "_apply_gate")
+    return is_stack(module) and (hasattr(module, "_apply_gate") or takes_each_token(module))
+
+
+def takes_each_token(module: nn.Module | None) -> bool:
+    """Returns whether the forward of experts takes only tokens, `[E * T, H]`, and no choice of experts."""
+    arguments = () if module is None else inspect.signature(type(module).forward).parameters
+    return len(arguments) == 2 and hasattr(module, "act_fn") and not hasattr(module, "_apply_gate")
+
+
+def apply_gate(module: Any, gate_up: Tensor) -> Tensor:
+    """Returns `[..., I]`, the activation of an experts module for gate and up `[..., 2 * I]`."""
+    if hasattr(module, "_apply_gate"):
+        return module._apply_gate(gate_up)  # type: ignore[no-any-return]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return module.act_fn(gate) * up  # type: ignore[no-any-return]
 
 
 def is_stack(module: nn.Module | None) -> bool:

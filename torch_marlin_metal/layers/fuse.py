@@ -84,7 +84,7 @@ class FusedLinear(nn.Module):
 
 
 def _state(a: Tensor) -> tuple[Any, ...]:
-    """Returns what a result depends on besides the tensor: how often it was written, gradients, and autocast."""
+    """Returns the state on which a result depends: the tensor's version, gradients, and autocast."""
     if torch.compiler.is_compiling():  # a graph cannot ask whether a tensor was written
         return ()
     kind = a.device.type

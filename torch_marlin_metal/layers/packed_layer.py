@@ -1,5 +1,6 @@
 """The base class of layers with packed weights: their tensors, dtypes and state_dict."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
@@ -215,6 +216,11 @@ class PackedLayer(nn.Module):
             except PackedWeightError as error:
                 found.append(f"{prefix}{error}")
         return found
+
+
+def model_device(model: nn.Module) -> torch.device | None:
+    """Returns the device of a model's first parameter or, without parameters, of its first buffer."""
+    return next((tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())), None)
 
 
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:

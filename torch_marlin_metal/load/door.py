@@ -61,6 +61,7 @@ class Door:
         op: the caller's name, for errors.
         find: maps the name of a layer or tensor in the checkpoint to its name in the model; None leaves it out.
         ties: modules that share the weight of another module: name -> name of that module.
+        bias_ties: biases that are not yet the same tensor in the model, but will be: name -> name of the other.
         exclude: layers that become floats.
         exclude_argument: the name of that argument at this door.
         ignore: layers and tensors of the checkpoint that the model may lack, by their names in the model.
@@ -80,6 +81,7 @@ class Door:
     op: str
     find: Callable[[str], str | None]
     ties: Mapping[str, str] = field(default_factory=dict)
+    bias_ties: Mapping[str, str] = field(default_factory=dict)
     exclude: Filter | None = ()
     exclude_argument: str = "exclude"
     ignore: NameFilter | None = ()

@@ -90,9 +90,11 @@ class Loader:
                 if spot.shape is not None and spot is place.spot:
                     self._replace(spot.target, PendingLinear(spot.shape))
                 elif spot.target.module._parameters.get("weight") is not None:
-                    self.changes.hollow_out(spot.target.module)
+                    self.changes.hollow_out(spot.target.module, "weight")
+            for name in place.bias_to:
+                self.changes.hollow_out(*self._tensors.owner(name))
         for experts in self.plan.experts.values():
-            self._replace(experts.target, PendingExperts())
+            self._replace(experts.target, PendingExperts(experts.target.module))
 
     def fill(self, split: Split | None = None) -> list[LayerReport]:
         """Reads the packed layers and puts them into their places. Returns a report of each.
@@ -180,6 +182,8 @@ class Loader:
                 yield self._report(spot, part)
                 return
         weight = self._reader.read(place.index)
+        if weight is not None and weight.bias is None and place.bias_from:
+            weight = replace(weight, bias=self._model.get_parameter(place.bias_from))
         if weight is None:
             yield from self._skip(place)
         elif not self._has_size(spot, weight):
@@ -189,11 +193,13 @@ class Loader:
             values = self._decode(place, weight, device)
             if isinstance(weight, DenseWeight) and not place.dense.endswith(EXCLUDED):
                 self._add_late(place.index, weight.kind, values.nbytes)
+            self._share_bias(place)
             for one in place.spots():
                 why = reason if one is spot else f"its weight is that of {spot.name}"
                 yield self._report(one, one.target.module, why)
         else:
             first = self._pack(spot, weight, device)
+            self._share_bias(place)
             yield self._report(spot, first)
             for user in place.users:
                 shared = replace(first.to_packed(), bias=user.target.module._parameters.get("bias"))
@@ -243,6 +249,11 @@ class Loader:
             layer = fit_layer(door.op, spot.name, spot.shape, weight, device=device, dtype=door.dtype)
         self._put(spot.target, layer)
         return layer
+
+    def _share_bias(self, place: Place) -> None:
+        if place.bias_to:
+            bias = self._model.get_parameter(f"{place.spot.name}.bias")
+            self.changes.set_tensors(self._tensors, place.bias_to, bias)
 
     def _put(self, target: Target, layer: nn.Module) -> None:
         """Replaces what is in a place now."""

@@ -67,25 +67,26 @@ class Changes:
         parameters, buffers, kept = dict(module._parameters), dict(module._buffers), dict(module.__dict__)
 
         def restore() -> None:
-            module.__dict__.pop("weight", None)
-            module.__dict__.update({key: kept[key] for key in ("weight",) if key in kept})
+            for key in parameters:
+                module.__dict__.pop(key, None)
+            module.__dict__.update({key: kept[key] for key in parameters if key in kept})
             for held, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 held.clear()
                 held.update(before)  # type: ignore[arg-type]
 
         self._undo.append(restore)
 
-    def hollow_out(self, module: nn.Module) -> None:
-        """Removes the weight of a module until it is loaded, so that a host library neither reports nor makes it.
+    def hollow_out(self, module: nn.Module, key: str) -> None:
+        """Removes a parameter of a module until it is loaded, so that a host library neither reports nor makes it.
 
         A tensor without values stays in its place, for models that access the weights of their submodules. The mark
         that it is initialized is on this tensor: the module may have other tensors, which its class initializes.
         """
         self.remember(module)
-        weight = module._parameters["weight"]
-        assert weight is not None
-        module._parameters["weight"] = None
-        module.__dict__["weight"] = initialized(torch.empty_like(weight, device="meta"))
+        held = module._parameters[key]
+        assert held is not None
+        module._parameters[key] = None
+        module.__dict__[key] = initialized(torch.empty_like(held, device="meta"))
 
     def set_parameter(self, module: nn.Module, key: str, values: Tensor, like: Tensor) -> nn.Parameter:
         """Sets a parameter of a module, which keeps `requires_grad` of the tensor that it replaces."""

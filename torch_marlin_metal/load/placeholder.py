@@ -39,7 +39,16 @@ class PendingLinear(nn.Module):
 
 
 class PendingExperts(nn.Module):
-    """Holds the place of the packed experts of a mixture; it has no parameters."""
+    """Holds the place of the packed experts of a mixture; it has no parameters.
+
+    Some models initialize tensors of their children, as `PendingLinear` says. Each parameter of the replaced module is
+    therefore a tensor here that has no values.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        for name, tensor in experts._parameters.items():
+            self.__dict__[name] = None if tensor is None else initialized(torch.empty_like(tensor, device="meta"))
 
     def forward(self, *args: Tensor) -> NoReturn:
         """Raises an error, because the model is not loaded yet."""

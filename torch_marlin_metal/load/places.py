@@ -40,6 +40,9 @@ class Place:
         users: modules that share the weight and that the checkpoint lacks, so that the loader fills them, too.
         dense: why the layer becomes floats, or "".
         no_layer: whether that is because the model's class takes only floats there, as for a router.
+        bias_from: a tensor of another module, which the layer has as its bias if it has none of its own in the
+            checkpoint, or "".
+        bias_to: tensors of other modules that the checkpoint lacks, because they are the layer's bias.
     """
 
     index: int
@@ -48,6 +51,8 @@ class Place:
     users: list[Spot] = field(default_factory=list)
     dense: str = ""
     no_layer: bool = False
+    bias_from: str = ""
+    bias_to: list[str] = field(default_factory=list)
 
     def spots(self) -> list[Spot]:
         """Returns all modules that get this weight."""

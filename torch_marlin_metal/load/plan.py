@@ -91,6 +91,7 @@ class _Planner:
         check_patterns(self._door.op, excludable, **{self._door.exclude_argument: self._door.exclude})
         for place in plan.places:
             place.dense = self._why_dense(place)
+        self._tie_biases(dense)
         self._leave_scales_out()
         if self._door.hosted:
             self._refuse_codes()
@@ -253,6 +254,23 @@ class _Planner:
                 if all(user is not spot.target for spot in users):
                     users.append(Spot(user, linear_shape(user.module)))
 
+    def _tie_biases(self, dense: set[str | None]) -> None:
+        """Finds the biases that are also tensors of other modules, as in the heads of BERT and of its kind.
+
+        Args:
+            dense: the model's tensors that are in the checkpoint as floats.
+        """
+        tensors = ModelTensors(self._model)
+        replaced = {f"{name}.bias" for place in self._plan.places for name in place.spot.target.names}
+        ties = [*self._door.bias_ties.items(), *((one, other) for other, one in self._door.bias_ties.items())]
+        for place in self._plan.places:
+            bias = f"{place.spot.name}.bias"
+            if bias in tensors:
+                tied = [*tensors.names_of(bias), *(other for one, other in ties if one == bias)]
+                others = [name for name in tied if name not in replaced]
+                place.bias_from = next((name for name in others if name in dense), "")
+                place.bias_to = [] if place.bias_from else others
+
     def _why_dense(self, place: Place) -> str:
         """Returns why a weight becomes floats, or "". Modules that share a weight become floats together."""
         for spot in place.spots():
@@ -294,6 +312,7 @@ class _Planner:
         replaced += [experts.target for experts in plan.experts.values()]
         gone = tuple(f"{name}." for target in replaced for name in target.names)
         filled |= {name for name in tensors if name.startswith(gone)}
+        filled |= {name for place in plan.places for name in place.bias_to}
         found: dict[str, FloatTensor] = {}
         lost: dict[str, str] = {}
         plan.floats = []

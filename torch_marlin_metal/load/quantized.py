@@ -18,6 +18,7 @@ from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import Rename, namer
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.models.report import Report, module_bytes
+from torch_marlin_metal.models.savers import let_it_save
 from torch_marlin_metal.patterns import Filter, NameFilter
 
 OP = "load_quantized"
@@ -45,7 +46,8 @@ def load_quantized(
 
     The experts of a mixture, which transformers stacks in `gate_up_proj` and `down_proj`, become one `MarlinExperts`.
     Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
-    error occurs, the model is not changed; for this, the former tensors are kept until the end.
+    error occurs, the model is not changed; for this, the former tensors are kept until the end. A model of
+    transformers, diffusers or sentence-transformers can then be saved, as after `quantize_model`.
 
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place. If all names
@@ -108,7 +110,9 @@ def load_quantized(
         dtype=dtype,
         progress=progress,
     )
-    return load_all(model, reader, door, split, fuse)
+    report = load_all(model, reader, door, split, fuse)
+    let_it_save(OP, model)
+    return report
 
 
 def load_all(

@@ -15,7 +15,7 @@ from torch_marlin_metal.layers.activation import Activation
 from torch_marlin_metal.layers.common_format import stack_exactly
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts, StackError, difference
 from torch_marlin_metal.layers.experts_equivalence import why_unknown
-from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
+from torch_marlin_metal.layers.float_experts import WEIGHTS, apply_gate, stores_transposed, takes_each_token
 from torch_marlin_metal.layers.mixed_experts import FloatExpertWeights, JoinedExpertWeights
 from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.packed_weight import COLUMN_TENSORS, FLOAT_DTYPES, PackedWeight
@@ -73,8 +73,7 @@ class Gate:
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """Returns `[..., I]` of gate and up `[..., 2 * I]`."""
-        activated: Tensor = self.__self__._apply_gate(gate_up)
-        return activated
+        return apply_gate(self.__self__, gate_up)
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,12 @@ class ExpertLayers:
             raise StackError(self.why_unknown)
         stacks = [self._stack(number, read, dtype, floats) for number in range(len(WEIGHTS))]
         joined = self.alternates and not isinstance(stacks[0], JoinedExpertWeights)
-        return NamedExperts(replace(self, parts=(), alternates=False) if joined else self, *stacks)
+        return (replace(self, parts=(), alternates=False) if joined else self).module(*stacks)
+
+    def module(self, gate_up: Any, down: Any) -> "NamedExperts":
+        """Makes the module of these layers from its stacks."""
+        kind = ExpertsOfEachToken if takes_each_token(self.gate_module) else NamedExperts
+        return kind(self, gate_up, down)
 
     def _stack(self, number: int, read: Any, dtype: torch.dtype | None, floats: Any) -> Any:
         """Makes the stack of gate and up (`number` 0) or of down (1)."""
@@ -295,6 +299,18 @@ class NamedExperts(MarlinExperts):
         return experts  # type: ignore[no-any-return]
 
 
+class ExpertsOfEachToken(NamedExperts):
+    """Experts that take all tokens once for each expert, as those of Llama 4 do; the host waits for the device."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns `[E * T, H]` for `hidden_states [E * T, H]`, whose rows of tokens of other experts are zeros."""
+        rows = hidden_states.ne(0).any(-1).nonzero()  # zeros give zeros
+        experts = rows // (len(hidden_states) // self.num_experts)
+        weights = hidden_states.new_ones(experts.shape)
+        computed = super().forward(hidden_states[rows[:, 0]], experts, weights)
+        return torch.zeros_like(hidden_states).index_copy(0, rows[:, 0], computed)
+
+
 def pack_experts(experts: nn.Module, quantize: Callable[[str, Tensor], PackedWeight]) -> NamedExperts:
     """Packs experts in floats, one at a time.
 
@@ -309,7 +325,7 @@ def pack_experts(experts: nn.Module, quantize: Callable[[str, Tensor], PackedWei
         stack, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")
         assert stack is not None
         weight = stack.detach()[int(index)]
-        weight = weight.T.contiguous() if getattr(experts, "is_transposed", False) else weight
+        weight = weight.T.contiguous() if stores_transposed(experts) else weight
         return replace(quantize(name, weight), bias=None if bias is None else bias.detach()[int(index)])
 
     return layers.pack(packed)

@@ -110,7 +110,7 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
 
 
 def of_llama_cpp(config: Any, file: FileSettings, complete: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yields (source, setting, value) that llama.cpp or its converter fixes without a key."""
+    """Yields (source, setting, value) for settings that llama.cpp or its converter hard-codes, so no key has them."""
     for setting, value in FOLDED.get(file.architecture, {}).items():
         yield "general.architecture", setting, value
     if not complete:

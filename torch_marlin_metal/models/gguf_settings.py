@@ -82,7 +82,7 @@ def _of_key(case: Case, name: str) -> Iterator[Difference]:
 
 
 def _of_tensors(case: Case) -> Iterator[Difference]:
-    """Yields what the names and shapes of the tensors say."""
+    """Yields differences between the config and the names and shapes of the file's tensors."""
     file, config = case.file, case.config
     table = file.tensors.get("token_embd.weight")
     said: list[tuple[str, tuple[str, ...], Any]] = [
@@ -117,7 +117,7 @@ def _of_tensors(case: Case) -> Iterator[Difference]:
 
 
 def _of_biases(case: Case) -> Iterator[Difference]:
-    """Yields that q, k and v have biases and the output projection has none, if the config has one setting for all."""
+    """Yields a difference if only q, k and v have biases, and the config has one setting for all four projections."""
     name = "blk.0.attn_output.bias"
     if case.file.architecture in WITHOUT_OUTPUT_BIAS:
         return
@@ -128,9 +128,10 @@ def _of_biases(case: Case) -> Iterator[Difference]:
 
 
 def _of_llama_cpp(case: Case) -> Iterator[Difference]:
-    """Yields what llama.cpp computes for an architecture if no key says otherwise.
+    """Yields differences between the config and llama.cpp's defaults, which apply if the file has no key.
 
-    It knows the scale of Gemma's attention from the number of layers, and normalizes the weights of Qwen 3's experts.
+    llama.cpp derives the scale of Gemma's attention from the number of layers, and normalizes the weights of Qwen 3's
+    experts.
     """
     config, architecture = case.config, case.file.architecture
     if (

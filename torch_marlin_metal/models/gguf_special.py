@@ -24,7 +24,8 @@ GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "
 GATING |= {"gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
 ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert")  # model types whose tokens see later tokens
-# Architectures with images, whose files transformers' models for texts read. All parts of a position are equal there.
+# Architectures with images. transformers reads their files as models for text only, where all parts of a position are
+# equal.
 TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 
@@ -286,7 +287,7 @@ def _dense(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _finetuned(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields whether the attention of Granite's hybrid models depends on positions, which this key says there."""
+    """Yields a difference if only one of key and config has rotary positions, for Granite's hybrid models."""
     if has_setting(case.config, "position_embedding_type"):
         held = case.config.position_embedding_type
         if (held == "rope") != bool(value):

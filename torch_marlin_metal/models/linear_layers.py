@@ -121,7 +121,7 @@ def real_device(device: torch.device) -> torch.device:
 
 
 def misfit(name: str, expected: list[int], found: list[int]) -> str:
-    """Returns what is wrong if the weight of a layer has another size in a checkpoint than in the model, or ""."""
+    """Returns an error message if a layer's weight differs in size between checkpoint and model, else ""."""
     if found == expected:
         return ""
     return f"layer {name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"

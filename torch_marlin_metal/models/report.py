@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from torch import nn
 
-from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.printing import RichText, table
 from torch_marlin_metal.quantize.fit import Fit
 from torch_marlin_metal.sizes import human_size
 
@@ -78,22 +78,20 @@ class Report(RichText):
         return done / (done + self.left_bytes) if done else 0.0
 
     def __rich__(self) -> Table:
-        table = Table(title=self.title, caption=self.summary(), title_justify="left", caption_justify="left")
-        for heading in ("layer", "kind", "N x K", "format", "bytes", "error", "left because"):
-            numeric = heading in ("N x K", "bytes", "error")
-            table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-        for layer in self.layers:
-            size = human_size(layer.bytes_before)
-            table.add_row(
+        rows = [
+            (
                 layer.name,
                 layer.kind,
                 "x".join(map(str, layer.shape)) if layer.shape else "",
                 f"{layer.weight_format} g{layer.group_size}" if layer.weight_format else "",
-                size if layer.reason else f"{size} > {human_size(layer.bytes_after)}",
+                human_size(layer.bytes_before) + ("" if layer.reason else f" > {human_size(layer.bytes_after)}"),
                 "" if layer.error is None else f"{layer.error:.2%}",
                 layer.reason,
             )
-        return table
+            for layer in self.layers
+        ]
+        headings = ("layer", "kind", "N x K", "format", "bytes", "error", "left because")
+        return table(self.title, *headings, rows=rows, right=("N x K", "bytes", "error"), caption=self.summary())
 
     def summary(self) -> str:
         """Returns one line of counts and sizes."""

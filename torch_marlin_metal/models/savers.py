@@ -1,8 +1,8 @@
 """Lets models of transformers, diffusers and sentence-transformers save packed layers, and peft add adapters to them.
 
-For each library, a module in `integrations` does this. When a model of the library is quantized in memory, nothing else
-imports that module, so the functions here import it by its name. The import goes against the order of the folders:
-`models` is otherwise independent of `integrations`.
+For each library, a module in `integrations` does this. When a model of the library is quantized in memory or filled by
+`load_quantized`, nothing else imports that module, so the functions here import it by its name. The import goes against
+the order of the folders: `models` is otherwise independent of `integrations`.
 """
 
 import importlib

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts
+from torch_marlin_metal.layers.float_experts import WEIGHTS, is_experts, stores_transposed
+from torch_marlin_metal.layers.packed_layer import model_device
 from torch_marlin_metal.layers.widths import SAMPLE_EXPERTS, Widths, experts_of
 from torch_marlin_metal.models.experts import shape_of
 from torch_marlin_metal.models.linear_layers import is_transposed, matrix_of
@@ -117,7 +118,7 @@ def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
     assert stack is not None
     for index in range(0, len(stack), -(-len(stack) // SAMPLE_EXPERTS)):
         matrix = stack.detach()[index]
-        yield sample(matrix.T if getattr(module, "is_transposed", False) else matrix)
+        yield sample(matrix.T if stores_transposed(module) else matrix)
 
 
 class _Text:
@@ -129,7 +130,7 @@ class _Text:
 
     def _predictions(self) -> Iterator[Tensor]:
         """Yields the logarithms of the probabilities of the next tokens, fp32 `[B, S, V]`."""
-        device = next(self._model.parameters()).device
+        device = model_device(self._model) or torch.device("cpu")
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
@@ -179,7 +180,7 @@ def _estimates(
 
 def _round(name: str, module: nn.Module, weight: Tensor, recipe: Recipe) -> None:
     """Rounds a weight in place to its format in a recipe."""
-    transposed = is_transposed(module) or bool(getattr(module, "is_transposed", False))
+    transposed = stores_transposed(module) if is_experts(module) else is_transposed(module)
     for matrix in weight if weight.dim() == 3 else [weight]:
         rows = matrix.T if transposed else matrix
         rows.copy_(recipe.quantize(name, rows.detach().contiguous()).dequantize().T)

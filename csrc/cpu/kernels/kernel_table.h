@@ -97,7 +97,7 @@ struct DequantizeBlock {
   const uint32_t* words;  // [count], or [2, count] of 8-bit codes
   int64_t ld_words;
   HighPlane high;       // of codes in two planes
-  int high_k;           // the block's first k, counted from that of `high`
+  int high_k;           // the block's first k, counted from the first k of `high`
   const float* scales;  // [count]; in scales, zeros and values, every NaN is the canonical quiet NaN
   const float* zeros;   // [count]; unused if role is none
   ZerosRole role;

@@ -14,7 +14,7 @@ struct HighWords {
   Lanes second;  // the field of k = 2 in byte 1, and of k = 6 in byte 3, as far up as those of `first`
   Lanes mask;    // of the fields of codes whose k is even, four bits further up
 
-  // `k` is the block's first, counted from that of the plane.
+  // `k` is the block's first k, counted from the plane's first k.
   [[gnu::always_inline]] HighWords(const HighPlane& plane, int k, int column) {
     const uint32_t shift = high_shift(plane.bits, static_cast<uint32_t>(k) / kBlockK);
     first = __builtin_bit_cast(Lanes, V::load_words(plane.row(k) + column)) >> shift;

@@ -32,7 +32,7 @@ struct Block {
   static constexpr int kCodes = kBlockK / kWords;  // of a word
   typename V::I word[kWords * C];
 
-  // `k` is the first of the eight, counted from that of the second plane.
+  // `k` is the first of the eight, counted from the second plane's first k.
   [[gnu::always_inline]] Block(const uint32_t* words, int64_t ld_words, const HighPlane& high, int k) {
     unroll<V, kRows * C>([&](auto i) __attribute__((always_inline)) {
       word[i] = V::load_words(words + i / C * ld_words + i % C * V::width);

@@ -42,7 +42,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _stated(layer: Layer) -> dict[str, Any]:
-    """Returns what the file says about a layer."""
+    """Returns a layer's settings, which the file has as a JSON text."""
     where = Path(layer.file)
     if COMFY_TENSOR in layer:
         (length,) = layer.expect(COMFY_TENSOR, ("U8",), None)

@@ -68,7 +68,7 @@ def latent(checkpoint: Checkpoint, base: str) -> tuple[str, str] | None:
 
 
 def shift(checkpoint: Checkpoint, name: str) -> float:
-    """Returns what mlx-lm has added to a tensor."""
+    """Returns the number that mlx-lm added to all values of a tensor."""
     return 1.0 if checkpoint.config.get("model_type") in SHIFTING and name.endswith(SHIFTED) else 0.0
 
 

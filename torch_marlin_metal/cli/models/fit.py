@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_marlin_metal.cli.arguments import floating
 from torch_marlin_metal.cli.models import opened
-from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show, table
+from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
 from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, open_reader
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.load.door import Door
@@ -22,6 +22,7 @@ from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.models.report import module_bytes
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size, parse_size
 
 LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
@@ -73,9 +74,11 @@ def fit(
 
 
 def gpu_memory(memory: str | None) -> int:
-    """Returns the bytes that macOS lets a GPU use of the memory of a Mac; of this one if `memory` is None.
+    """Returns the bytes that macOS lets the GPU of a Mac use.
 
-    This Mac's GPU says it itself. For another machine, it is the least that docs/use/command-line.md reports.
+    Args:
+        memory: the Mac's memory, such as "16GB"; None for this machine, whose GPU knows the limit if it is a Mac. The
+            shares of other machines are the least that docs/use/command-line.md lists.
     """
     if memory is None and torch.backends.mps.is_available():
         return torch.mps.recommended_max_memory()

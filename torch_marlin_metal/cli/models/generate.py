@@ -32,8 +32,8 @@ def generate(
 ) -> int:
     """Continues a prompt, or answers messages in a chat, and prints the text while the model generates it.
 
-    stdout has nothing but the text. The last lines on stderr say what was loaded, and the tokens a second. With --chat,
-    each line of stdin is a message, until its end (Ctrl-D).
+    stdout has only the text; the last lines of stderr say what was loaded and how fast it was. With --json, the text is
+    printed at the end, in one object. With --chat, each line of stdin is a further message, until Ctrl-D.
     """
     if prompt is None and not chat:
         raise ValueError("generate: expected a prompt, or --chat")

@@ -47,8 +47,8 @@ class Opened:
         place, file = locate(path)
         if weight_format is not None:
             with contextlib.suppress(NotQuantized):
-                packed = open_reader(path, gguf_names="hf", on_unsupported="dequantize").format.title
-                raise ValueError(f"--weight-format: expected a model of floats, got {path}, which has {packed} already")
+                packed = open_reader(path, gguf_names="hf", on_unsupported="dequantize").format.name
+                raise ValueError(f"--weight-format: expected a model of floats, got {path}, which is packed ({packed})")
         size, memory = sum(part.stat().st_size for part in weight_files(path)), physical_memory()
         if weight_format is None and size > memory:
             raise MemoryError(
@@ -85,7 +85,7 @@ class Opened:
             )
 
     def described(self) -> dict[str, Any]:
-        """Returns what was loaded, in JSON types."""
+        """Describes the loaded model, in JSON types."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, PackedLayer)]
         return {
             "model": str(self.path),
@@ -108,9 +108,11 @@ def rate(tokens_per_second: float) -> str:
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns what transformers' `from_pretrained` takes: the directory, and the name of a .gguf file in it."""
+    """Returns the arguments of transformers' `from_pretrained`: the directory, and the name of a .gguf file in it."""
     if not path.exists():
-        raise CheckpointError(f"{path}: does not exist; a model of the Hub must be downloaded first: hf download NAME")
+        raise CheckpointError(
+            f"{path}: does not exist; a model of the Hub must be downloaded first: hf download NAME --local-dir FOLDER"
+        )
     if path.is_file() and path.suffix == ".gguf":
         return path.parent, {"gguf_file": path.name}
     if not (path / "config.json").is_file():
@@ -156,9 +158,10 @@ def open_tokenizer(model: Path, given: Path | None) -> Any:
     except ImportError:
         raise
     except Exception as error:  # each class of tokenizers fails in its own way
-        reason = str(error).partition("\n")[0].rstrip(": ")
+        reason = str(error).partition("\n")[0]
+        why = "" if reason.rstrip().endswith(":") else f" ({reason})"  # a list follows, which names no file
         raise CheckpointError(
-            f"{given or model}: its tokenizer cannot be loaded ({reason}): --tokenizer names a directory that has one"
+            f"{given or model}: its tokenizer cannot be loaded{why}: --tokenizer names a directory that has one"
         ) from error
 
 

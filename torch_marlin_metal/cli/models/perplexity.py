@@ -10,8 +10,9 @@ from torch import Tensor
 
 from torch_marlin_metal.cli.arguments import Device, device_of
 from torch_marlin_metal.cli.models import opened
-from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show, table
+from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show
 from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.printing import table
 
 
 def perplexity(
@@ -34,7 +35,8 @@ def perplexity(
     quantizes only the first model. Both are in memory at the same time.
     """
     place = device_of(device)
-    ids = opened.open_tokenizer(model, tokenizer)(text.read_text(encoding="utf-8"))["input_ids"]
+    written = text.read_text(encoding="utf-8")
+    ids = opened.open_tokenizer(model, tokenizer)(written)["input_ids"]
     count = min(len(ids) // context, pieces or len(ids))
     if not count:
         raise ValueError(f"perplexity: {text}: expected at least --context {context} tokens, got {len(ids)}")

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.cli.models.opened import Opened, in_words, last_logits, memory_errors, peak_memory, quiet
-from torch_marlin_metal.cli.output import progress_bar, table
+from torch_marlin_metal.cli.output import progress_bar
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.chains import synchronize
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size
 
 PROMPT, NEW, BATCH, ROUNDS = 512, 128, 1, 5

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch_marlin_metal.formats import weight_format as format_of
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.gpu.planning import GemmPlan, plan
-from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.printing import RichText, table
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,15 @@ class Roofline(RichText):
             f"{self.bandwidth / 1e9:.0f} GB/s, balance {self.gpu.balance:.1f} flop per byte"
         )
         title = f"{self.weight_format} on {self.gpu.name} ({self.gpu.cores} cores): {roofs}"
-        table = Table(title=title, title_justify="left")
-        for heading in ("M", "N", "K", "variant", "flop/byte", "roof TFLOP/s"):
-            table.add_column(heading, justify="left" if heading == "variant" else "right")
-        for point in self.points:
-            table.add_row(
-                str(point.M),
-                str(point.N),
-                str(point.K),
-                point.variant,
-                f"{point.intensity:.1f}",
-                f"{point.attainable / 1e12:.3f}",
+        rows = [
+            (
+                *map(str, (point.M, point.N, point.K, point.variant)),
+                *(f"{point.intensity:.1f}", f"{point.attainable / 1e12:.3f}"),
             )
-        return table
+            for point in self.points
+        ]
+        right = ("M", "N", "K", "flop/byte", "roof TFLOP/s")
+        return table(title, *right[:3], "variant", *right[3:], rows=rows, right=right)
 
     def plot(self, path: str | Path) -> None:
         """Draws the roofline into a file; the file's ending selects the image format.

@@ -13,7 +13,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.gpu.occupancy import SIMD_WIDTH, Occupancy, occupancy_of
 from torch_marlin_metal.gpu.planning import element_name, plan
-from torch_marlin_metal.printing import RichText
+from torch_marlin_metal.printing import RichText, table
 
 THREADGROUP_LIMIT = 32 * 1024  # Metal's limit, in bytes of threadgroup memory
 
@@ -70,21 +70,10 @@ class TileTable(RichText):
         "flop/byte",
     )  # fmt: skip
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """Returns the table's rows as text."""
-        return [_cells(row) for row in self.rows]
-
     def __rich__(self) -> Table:
         dtype = str(self.dtype).removeprefix("torch.")
-        table = Table(
-            title=f"{dtype} activations on {self.gpu.name}; balance {self.gpu.balance:.1f} flop per byte",
-            title_justify="left",
-        )
-        for heading in self.HEADINGS:
-            table.add_column(heading, justify="left" if heading in ("variant", "tile") else "right", overflow="fold")
-        for cells in self.cells():
-            table.add_row(*cells)
-        return table
+        title = f"{dtype} activations on {self.gpu.name}; balance {self.gpu.balance:.1f} flop per byte"
+        return table(title, *self.HEADINGS, rows=map(_cells, self.rows), right=self.HEADINGS[2:])
 
 
 def _cells(row: TileRow) -> tuple[str, ...]:

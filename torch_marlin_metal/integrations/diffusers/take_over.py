@@ -1,15 +1,17 @@
-"""Enters the quantizer into diffusers' tables, and wraps three methods of diffusers' models."""
+"""Enters the quantizer into diffusers' tables, and wraps methods and the property `dtype` of diffusers' models."""
 
 import functools
 from pathlib import Path
 from typing import Any
 
 import diffusers.quantizers.auto as tables
+import torch
 from diffusers import ModelMixin
 
 from torch_marlin_metal.checkpoints.card import write_card
 from torch_marlin_metal.checkpoints.formats.native import METHOD
 from torch_marlin_metal.checkpoints.options import spelled
+from torch_marlin_metal.integrations.counting import packed_dtype
 from torch_marlin_metal.integrations.diffusers.quantizer import MarlinDiffusersQuantizer
 from torch_marlin_metal.integrations.diffusers.single_file import take_files
 from torch_marlin_metal.integrations.transformers.config import MarlinConfig, as_config
@@ -50,6 +52,16 @@ def install() -> None:
         return result
 
     ModelMixin.save_pretrained = save_pretrained
+    first_dtype = ModelMixin.dtype.fget
+
+    def dtype(self: Any) -> torch.dtype | None:
+        held, kept = packed_dtype(self), tuple(self._keep_in_fp32_modules or ())
+        floats = (name for name, one in self.named_parameters() if one.is_floating_point())
+        if held is not None and all(any(part in name for part in kept) for name in floats):
+            return held  # diffusers would take that of the first buffer, a packed layer's scales
+        return first_dtype(self)  # type: ignore[no-any-return]
+
+    ModelMixin.dtype = property(dtype, doc=ModelMixin.dtype.__doc__)
 
 
 def _take_arguments() -> None:

@@ -76,7 +76,7 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """Returns what is added to the result of the base layer, as peft's layer does."""
+        """Returns DoRA's update, which peft adds to the base layer's result."""
         # The norm is computed in the dtype of the magnitudes, so that the ratio of an untrained adapter is 1 in every
         # dtype.
         norm = self.norm(base_layer, lora_A.weight, lora_B.weight, scaling).to(self.weight.dtype)

@@ -72,7 +72,7 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
         return [name for name in self.active_adapters if name in self.lora_A]
 
     def _rows(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
-        """Returns what an adapter adds to the product of each row with its expert, `[T, top_k, N]`."""
+        """Returns an adapter's update of the product of each row with its expert, `[T, top_k, N]`."""
         A, B = self.lora_A[name], self.lora_B[name]
         inner = A(self._cast_input_dtype(x, A.weight.dtype)).unflatten(-1, (self.num_experts, -1))
         inner = inner.unsqueeze(1) if x.dim() == 2 else inner  # [T, 1 or top_k, E, r]

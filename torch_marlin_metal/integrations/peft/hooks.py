@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import peft.tuners.lora.model
 from peft import LoraConfig, PeftMixedModel, PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers, onload_layer
 from torch import nn
@@ -19,6 +20,7 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.fuse import FusedLinear
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import model_device
 
 PACKED = (MarlinLinear, FusedLinear, MarlinEmbedding, MarlinExperts, ExpertWeights)
 
@@ -168,7 +170,19 @@ def _merge_and_unload(original: Callable[..., nn.Module]) -> Callable[..., nn.Mo
     return merge_and_unload
 
 
-WRAPPERS: tuple[tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+def _get_device_map(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Wraps a function that asks the first parameter, which a packed model may not have, for the model's device."""
+
+    def get_device_map(model: Any) -> dict[str, Any]:
+        if hasattr(model, "hf_device_map") or next(model.parameters(), None) is not None:
+            return original(model)
+        return {"": model_device(model)}
+
+    return get_device_map
+
+
+WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+    (peft.tuners.lora.model, "get_device_map", _get_device_map),
     (BaseTuner, "__init__", _init),
     (BaseTuner, "inject_adapter", _inject_adapter),
     (BaseTuner, "_inject_parameters", _inject_parameters),

@@ -14,9 +14,9 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.layers.experts import ExpertWeights
-from torch_marlin_metal.layers.float_experts import WEIGHTS
+from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.load.model_tensors import initialized
-from torch_marlin_metal.models.experts import ExpertLayers, NamedExperts
+from torch_marlin_metal.models.experts import ExpertLayers
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -59,7 +59,7 @@ class FloatExperts:
         owner, _, kind = parameter.rpartition(".")
         layers, module = self._layers[owner], model.get_submodule(owner)
         number, held = WEIGHTS.index(kind), module.get_parameter(kind)
-        transposed, bias = bool(getattr(module, "is_transposed", False)), layers.shapes[number].bias
+        transposed, bias = stores_transposed(module), layers.shapes[number].bias
 
         def packed() -> Iterator[list[PackedWeight]]:
             count = 0
@@ -111,7 +111,7 @@ class FloatExperts:
             for kind, stack in zip(WEIGHTS, (gate_up, down), strict=True):
                 if stack.bias is not None:
                     stack.bias.data.copy_(old.get_parameter(f"{kind}_bias").detach())
-            experts = NamedExperts(layers, gate_up, down)
+            experts = layers.module(gate_up, down)
             inherit(experts, old)
             model.set_submodule(name, experts)
 

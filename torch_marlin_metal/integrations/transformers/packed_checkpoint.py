@@ -71,10 +71,13 @@ class PackedCheckpoint:
         conversions = [*self._added, *conversions]
         names = ModelNames(model, conversions, is_stack)
         unused = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        keys = model.all_tied_weights_keys
+        biases = {name: source for name, source in keys.items() if name.endswith(".bias")}
         door = Door(
             op=OP,
             find=names.find,
-            ties=tied_modules(model.all_tied_weights_keys),
+            ties=tied_modules(keys),
+            bias_ties=biases,
             exclude=self._config.modules_to_not_convert,
             ignore=self._config.ignore,
             exclude_argument="modules_to_not_convert",
@@ -94,11 +97,12 @@ class PackedCheckpoint:
             prefix = PrefixChange(prefix_to_remove=re.escape(plan.prefix.removesuffix(".")))
             self._added, conversions = [prefix, *self._added], [prefix, *conversions]
         self._loader.place()
-        for place in plan.places:
-            for name in place.spot.target.names:
-                model.all_tied_weights_keys.pop(f"{name}.bias", None)  # the checkpoint's layer has its bias
+        packed_biases = {f"{name}.bias" for place in plan.places for name in place.spot.target.names}
+        for name, source in biases.items():
+            if not packed_biases.isdisjoint((name, source)):
+                del keys[name]
         for name in plan.settled:
-            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+            keys.pop(f"{name}.weight", None)
         dense = {name for name, _, _ in self.reader.others()}
         kept = {name.removeprefix(plan.prefix) for name in self.reader.tensor_files().keys() - dense}
         packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import transformers.modeling_gguf_pytorch_utils
-import transformers.modeling_utils
+# `as` also finds a submodule that a program imported before the package, which then lacks its name.
+import transformers.modeling_gguf_pytorch_utils as gguf
+import transformers.modeling_utils as models
 import transformers.quantizers.auto as tables
 from transformers import AutoRoundConfig, GgufConfig, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
@@ -56,7 +57,7 @@ STOPS = "bitsandbytes_4bit"
 GGUF = "gguf"
 METHODS = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods}
 ONLY_WIDE = ("fp8", "bitsandbytes_8bit")  # methods without a layer of 4 bit
-# Methods that transformers itself reads with another method's config class, if a script passes that class.
+# Config classes that a script may pass, and the other methods whose checkpoints transformers reads with them.
 READ_BY: Mapping[type, tuple[str, ...]] = {AutoRoundConfig: ("gptq", "awq")}
 
 
@@ -146,12 +147,10 @@ def restored() -> Iterator[None]:
 
 
 def _wrap() -> None:
-    module = transformers.modeling_utils
     PreTrainedModel.from_pretrained = classmethod(_tries_twice(PreTrainedModel.from_pretrained.__func__))
-    module.maybe_load_adapters = _notes_path(module.maybe_load_adapters)
-    module.get_hf_quantizer = _chooses(module.get_hf_quantizer)
-    module.get_state_dict_dtype = _of_weights(module.get_state_dict_dtype)
-    gguf = transformers.modeling_gguf_pytorch_utils
+    models.maybe_load_adapters = _notes_path(models.maybe_load_adapters)
+    models.get_hf_quantizer = _chooses(models.get_hf_quantizer)
+    models.get_state_dict_dtype = _of_weights(models.get_state_dict_dtype)
     gguf.load_gguf_checkpoint = reads_all_settings(gguf.load_gguf_checkpoint, lambda: _active)
 
 

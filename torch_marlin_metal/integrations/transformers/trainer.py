@@ -8,7 +8,7 @@ import functools
 import sys
 from typing import Any
 
-import transformers.trainer_utils
+import transformers.trainer_utils as trainer_utils
 from transformers.utils import logging
 
 from torch_marlin_metal.integrations.counting import packed_weights
@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 def install() -> None:
     """Wraps the check that `Trainer` makes of its model; a second call does nothing."""
-    original = getattr(transformers.trainer_utils, CHECK)
+    original = getattr(trainer_utils, CHECK)
     if getattr(original, "names_packed_weights", False):
         return
 

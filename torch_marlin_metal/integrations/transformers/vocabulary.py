@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from torch_marlin_metal.integrations.transformers.names import tied_modules
+from torch_marlin_metal.integrations.transformers.stored import empty_model
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
@@ -22,9 +23,7 @@ def install() -> None:
     def tie_weights(self: Any, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> Any:
         if missing_keys is not None or not any(isinstance(module, MarlinLinear) for module in self.modules()):
             return tie(self, missing_keys, recompute_mapping)
-        keys = (
-            self.get_expanded_tied_weights_keys(all_submodels=True) if recompute_mapping else self.all_tied_weights_keys
-        )
+        keys = _tied_keys(self) if recompute_mapping else self.all_tied_weights_keys
         before, self.all_tied_weights_keys = self.all_tied_weights_keys, _tie_packed(self, keys)
         try:
             return tie(self, missing_keys, recompute_mapping=False)
@@ -52,6 +51,19 @@ def install() -> None:
     tie_weights.knows_packed_layers = True  # type: ignore[attr-defined]
     PreTrainedModel.tie_weights = tie_weights
     PreTrainedModel.resize_token_embeddings = resize_token_embeddings
+
+
+def _tied_keys(model: Any) -> dict[str, str]:
+    """Returns the keys of tied tensors by the model's config as it is now.
+
+    For a head with a tied bias, transformers looks for the names among the model's tensors, where a packed weight has
+    none. Then a model of floats on the meta device has them.
+    """
+    try:
+        keys: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+    except ValueError:
+        keys = empty_model(model).get_expanded_tied_weights_keys(all_submodels=True)
+    return keys
 
 
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:

@@ -107,7 +107,7 @@ def _check_racing() -> int:
 
 
 def table() -> str:
-    """Returns what is compared as a Markdown table: families, numbers of kernels, and with what."""
+    """Returns the comparisons as a Markdown table: each family, its number of kernels, and its reference."""
     rows = [(Counter(c.family for c in all_cases()), "our compile, bit for bit"),
             (Counter(r.family for r in all_references()), "torch on the CPU, within a bound")]  # fmt: skip
     lines = ["| compared with | kernels | families |", "|---|---|---|"]

@@ -1,0 +1,60 @@
+"""Heads whose bias is also a tensor of another module, so that a file has it under one of the two names."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import FlavaConfig, FlavaForPreTraining, XLMRobertaConfig, XLMRobertaForMaskedLM
+
+from tests.support.models import same
+from torch_marlin_metal import MarlinLinear, load_quantized, quantize_model
+from torch_marlin_metal.integrations.transformers import MarlinConfig
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+WORDS = {"vocab_size": 64, "max_position_embeddings": 16}
+
+
+def xlm_roberta() -> XLMRobertaForMaskedLM:
+    return XLMRobertaForMaskedLM(XLMRobertaConfig(**SIZES, **WORDS))
+
+
+def flava() -> FlavaForPreTraining:
+    image = SIZES | {"image_size": 32, "patch_size": 16, "vocab_size": 64}
+    parts = {"text_config": SIZES | WORDS, "image_config": image, "multimodal_config": SIZES}
+    return FlavaForPreTraining(FlavaConfig(**parts, hidden_size=64, projection_dim=64, init_codebook=False))
+
+
+# The head's bias, the tensor that is the same one, and which of the two a saved file has.
+XLM = xlm_roberta, "lm_head.decoder.bias", "lm_head.bias", "lm_head.bias"
+FLAVA = flava, "mlm_head.decoder.bias", "mlm_head.bias", "mlm_head.decoder.bias"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("make", "inner", "outer", "stored"), [XLM, FLAVA], ids=["xlm-roberta", "flava"])
+def test_a_tied_bias_is_saved_once_and_loaded_as_one_tensor(make, inner, outer, stored, packed, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        model.get_parameter(outer).normal_()
+    bias = model.get_parameter(outer).detach().clone()
+    with torch.device("meta"):
+        empty = make()
+    floats = () if packed else ("*.decoder", "*.word_embeddings")
+    quantize_model(model, "uint4", 32, exclude=floats, progress=False)
+    model.save_pretrained(tmp_path)
+    assert {inner, outer} & load_file(tmp_path / "model.safetensors").keys() == {stored}
+    hosted, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    load_quantized(empty, tmp_path, progress=False)
+    for loaded in (hosted, empty):
+        assert isinstance(loaded.get_submodule(inner.removesuffix(".bias")), MarlinLinear) == packed
+        assert loaded.get_parameter(inner) is loaded.get_parameter(outer)
+        assert torch.equal(loaded.get_parameter(inner), bias)
+        assert same(loaded.state_dict(), model.state_dict())
+        loaded.tie_weights()
+        assert same(loaded.state_dict(), model.state_dict())
+    if packed:
+        floats = MarlinConfig(modules_to_not_convert=inner.removesuffix(".bias"))
+        loaded = type(model).from_pretrained(tmp_path, quantization_config=floats)
+        assert loaded.get_submodule(inner.removesuffix(".bias")).weight.is_floating_point()
+        assert loaded.get_parameter(inner) is loaded.get_parameter(outer)
+        assert torch.equal(loaded.get_parameter(inner), bias)

@@ -1,0 +1,106 @@
+"""Forks of a process that has imported torch and transformers, and nothing of this package.
+
+These imports take five seconds of CPU time in a process of its own.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+from tests.support.mps import load_mps
+
+ROOT = Path(__file__).parents[2]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.support.preloaded"])
+
+
+def start_server() -> None:
+    """Starts the process whose forks the programs are, unless it runs. It finds its imports from the root."""
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
+
+
+def run_python(
+    *arguments: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    mps: bool = False,
+    timeout: int = 300,
+) -> CompletedProcess[str]:
+    """Runs what `python` with these arguments runs, in a fork, and returns the exit code and both outputs.
+
+    Args:
+        *arguments: `-c` and a program, `-m` and a module, or a file; then the program's own arguments.
+        cwd: the folder to run in; by default, this process's.
+        env: the environment; by default, this process's.
+        mps: whether the program uses the device. On Linux it is the software Metal device, which is made first.
+        timeout: the seconds after which SIGALRM ends the program.
+    """
+    words = [str(argument) for argument in arguments]
+    environment = dict(os.environ if env is None else env)
+    if sys.platform == "darwin":  # Apple's frameworks do not work in a fork
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    start_server()
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        started = (words, str(cwd or Path.cwd()), environment, mps, outputs, timeout)
+        process = FORKS.Process(target=_run, args=started)
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return CompletedProcess(words, process.exitcode, *(file.read_text() for file in outputs))
+
+
+def _run(
+    words: list[str], folder: str, environment: dict[str, str], mps: bool, outputs: list[Path], timeout: int
+) -> None:
+    for number, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    assert "transformers.quantizers" in sys.modules and "torch_marlin_metal" not in sys.modules
+    signal.alarm(timeout)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if mps:
+        load_mps()
+    from tests.support.preloaded import ask_for_mps
+
+    ask_for_mps()
+    with _as_interpreter(words):
+        if words[0] == "-c":
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        elif words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def _as_interpreter(words: list[str]) -> Iterator[None]:
+    """Sets what a program sees of its interpreter, and flushes its output at the end."""
+    is_file = words[0] not in ("-c", "-m")
+    sys.orig_argv = [sys.executable, *words]
+    sys.argv = words if is_file else [words[0], *words[2:]]
+    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [str(Path(words[0]).parent) if is_file else "", *added, *installed]
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
