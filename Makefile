@@ -12,6 +12,7 @@ TESTS ?= tests softmetal/tests
 # Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
+DEVICE_SOURCES := $(shell find softmetal/src -name '*.mm' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # The files that clang-format checks: all but the headers in the folders of the device's msl/, many of which are tables of
 # macros.
 CXX_FILES := $(shell find csrc kernels -type f) $(wildcard lab/*/*.cpp \
@@ -38,9 +39,10 @@ $(VENV)/.installed: pyproject.toml softmetal/pyproject.toml scripts/system_packa
 	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable softmetal
 	@touch $@
 
-$(BUILT): $(VENV)/.installed $(SOURCES)
+$(BUILT): $(VENV)/.installed $(SOURCES) $(DEVICE_SOURCES)
 	@echo "== building the extension in place"
 	@SOFTMETAL=$$(sh scripts/system_packages.sh has-softmetal && echo 1) $(PY) setup.py --quiet build_ext --inplace
+	@if sh scripts/system_packages.sh has-softmetal; then $(PY) -c 'import softmetal; softmetal.install()'; fi
 	@touch $@
 
 # Runs make again, because BUILT depends on the packages of the software Metal device, and the set-up installs them.

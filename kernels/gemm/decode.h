@@ -78,10 +78,17 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
 // of a code are moved into the same fields of a half, whose exponent bias is 8 larger. Adding 0x4000 carries the sign
 // to bit 15, and a mask drops the other bits. The NaN codes 0x7F and 0xFF become 1.875 and -1.875, which no other code
 // does.
-MARLIN_INLINE half2 e4m3_scaled(uint word, uint j) {
+MARLIN_INLINE half2 e4m3_scaled_no_nan(uint word, uint j) {
   const uint raised = j == 0 ? (word & 0x00FF00FFu) << 7 : (word & 0xFF00FF00u) >> 1;
-  const half2 values = as_type<half2>((raised + 0x40004000u) & 0xBF80BF80u);
+  return as_type<half2>((raised + 0x40004000u) & 0xBF80BF80u);
+}
+MARLIN_INLINE half2 e4m3_scaled(uint word, uint j) {
+  const half2 values = e4m3_scaled_no_nan(word, j);
   return half2(abs(values.x) == 1.875h ? half(NAN) : values.x, abs(values.y) == 1.875h ? half(NAN) : values.y);
+}
+// Returns true if one of a word's codes is NaN: only 0x7F carries into the bit of the sign.
+MARLIN_INLINE bool has_e4m3_nan(uint word) {
+  return (((word & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) != 0;
 }
 constant constexpr float kE4M3Unit = 256.0f;
 
@@ -145,10 +152,13 @@ struct FastCodes<CodeKind::integer, 8> {
   static MARLIN_INLINE float odd_unit(DecodeOptions form) { return even_unit(form); }
 };
 
+// One test finds the NaN codes of a word, and makes code 0 NaN. The sum over k then is NaN, whichever code was.
 template <>
 struct FastCodes<CodeKind::e4m3, 8> {
   static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {
-    return float2(e4m3_scaled(word, j % 2) * half2(form.subnormal ? 1.0h : half(kE4M3Unit)));
+    half2 values = e4m3_scaled_no_nan(word, j % 2);
+    if (j % 2 == 0) values.x = has_e4m3_nan(word) ? half(NAN) : values.x;
+    return float2(values * half2(form.subnormal ? 1.0h : half(kE4M3Unit)));
   }
   static MARLIN_INLINE float even_unit(DecodeOptions form) { return form.subnormal ? kE4M3Unit : 1.0f; }
   static MARLIN_INLINE float odd_unit(DecodeOptions form) { return even_unit(form); }

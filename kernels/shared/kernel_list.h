@@ -193,6 +193,7 @@
 #define MARLIN_INSTANTIATE_TENSOR_integer(format, kernel) \
   MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_INSTANTIATE_FORMAT_ELEMENT, format, kernel)
 #define MARLIN_INSTANTIATE_TENSOR_e2m1(format, kernel) MARLIN_INSTANTIATE_TENSOR_integer(format, kernel)
+#define MARLIN_INSTANTIATE_TENSOR_e4m3(format, kernel) MARLIN_INSTANTIATE_TENSOR_integer(format, kernel)
 #define MARLIN_INSTANTIATE_TENSOR_table(format, kernel)
 #define MARLIN_INSTANTIATE_TENSOR_FORMAT(format, codes, bits, offset, scales, zeros, group, formula, kernel) \
   MARLIN_INSTANTIATE_TENSOR_##codes(format, kernel)
@@ -205,10 +206,9 @@
 // Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
-// MARLIN_FUNCTIONS defines the functions of a file. Compiling all of them takes 14 times as long as compiling one
-// (gemv; lab/software/compile_cost.py), and a product needs one or two. The host therefore compiles one at a time:
-// it defines MARLIN_ONLY as a template instance, such as gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the
-// instance's host name.
+// MARLIN_FUNCTIONS defines the functions of a file. Compiling all takes 14 times as long as compiling one, and a
+// product needs one or two. The host therefore compiles one at a time: it defines MARLIN_ONLY as a template instance,
+// such as gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the instance's host name.
 #ifdef MARLIN_ONLY
 #define MARLIN_FUNCTIONS(...) MARLIN_INSTANTIATE_AS(MARLIN_ONLY_NAME, MARLIN_ONLY)
 #else

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from lab.counting import instructions
 from lab.counting.kernel_counts import write_or_check
 from lab.model.counts import KernelCounts
 from softmetal.proof.libraries import MLX_WITH_TENSORS, mlx_include
+from torch_marlin_metal.formats import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "lab" / "agx" / "tensor_stub"
@@ -139,7 +142,12 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
 
 def calls_of(weight_format: str) -> int:
     """Returns the products of a step of 32 k: two left operands in two halves, and the sums of activations."""
-    return 6 if weight_format == "uint4_bias" else 4
+    return 6 if WEIGHT_FORMATS[weight_format].zeros_role == "bias" else 4
+
+
+def counted_formats(dtype: str) -> dict[str, None]:
+    """Returns the formats that the model knows with this dtype, except those with a lut, which have no such kernel."""
+    return dict.fromkeys(form for form, _, _ in instructions.forms(dtype) if not WEIGHT_FORMATS[form].has_lut)
 
 
 def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int) -> dict[str, Any]:
@@ -187,7 +195,9 @@ def model_rows() -> list[KernelCounts]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare_ours(folder)
-        return [model_row(folder, form, dtype) for dtype in COUNTED_AS for form in PAIRS]
+        wanted = [(form, dtype) for dtype in COUNTED_AS for form in counted_formats(dtype)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda pair: model_row(folder, *pair), wanted))
 
 
 def mlx(folder: Path, header: str, entry: str) -> Counts:
@@ -206,7 +216,7 @@ def prepare_ours(folder: Path) -> None:
     with (folder / "kernels/gemm/tensor.metal").open("a") as source:
         source.writelines(
             f'MARLIN_INSTANTIATE_AS("gemm_tensor_{form}_float32", gemm_tensor<WeightFormat::{form}, float>)\n'
-            for form in PAIRS
+            for form in counted_formats("bfloat16")
         )
 
 

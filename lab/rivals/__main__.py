@@ -1,37 +1,40 @@
-"""Prints our predicted times beside those of llama.cpp and MLX at every number of rows from 1 to 64.
+"""Prints our predicted times beside those of llama.cpp and MLX at 1 to 64 rows.
 
-    python -m lab.rivals                      # the cells where our time is above 0.95 of theirs, and a summary
-    python -m lab.rivals --all --csv all.csv  # all cells
-    python -m lab.rivals --one-row            # one row on every chip: our time without the launch, over its bytes'
+    python -m lab.rivals              # the table of lab/notes/few-rows.md, about 20 seconds
+    python -m lab.rivals --write      # writes it there
+    python -m lab.rivals --one-row    # one row on every chip: our time without the launch, over its bytes'
 
 Nothing runs on a GPU. A cell is our time over the time of the fastest rival that reads files of the same format. Times
-are those of the planner's choice by the lab's model, and of the rivals' kernels by the same model (rivals.py). Both
-leave out tensor units.
+are those of the planner's choice by the lab's model, and of the rivals' kernels by the same model (rivals.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lab.decisions import chosen
-from lab.model import ExpertsProblem, Problem, costs
-from lab.model.counts import NotCounted
-from lab.rivals.rivals import Rival, seconds
-from torch_marlin_metal.formats import WEIGHT_FORMATS
+from lab.model import ExpertsProblem, Problem, Tiling, best, costs
+from lab.rivals.rivals import Rival, Time, fastest, on_tensor_units
+from scripts.page_section import main as print_or_write
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
+PAGE = Path(__file__).resolve().parents[1] / "notes" / "few-rows.md"
 CHIPS = ("M1", "M1 Max", "M3 Max", "M4 Max", "M5 Max")
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
-ROWS = range(1, 65)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 EXPERTS, TOP_K = 8, 2
 MOST = 0.95
-# Below this ratio of issue and matrix time to memory time, the bytes decide.
-BY_BYTES = 1.0
+LETTERS = {
+    "dram": "b", "l2": "c", "issue": "i", "complex": "x", "matrix": "m", "occupancy": "w", "launch": "n", "tensor": "t"
+}  # fmt: skip
+UNITS = {
+    "dram": "bytes", "l2": "cache", "issue": "issue slots", "complex": "complex unit", "matrix": "matrix clocks",
+    "occupancy": "waits", "launch": "launch", "tensor": "rate of tensor units",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,31 +58,32 @@ class Form:
 
 
 LLAMA = {name: Rival("llama.cpp", name) for name in ("q4_0", "q4_K", "q5_K", "q6_K", "q8_0", "mxfp4")}
-FORMS = tuple(
-    form
-    for form in (
-        Form("uint4b8 g32", "uint4b8", 32, None, (LLAMA["q4_0"], Rival("MLX", "affine4", 32))),
-        Form("uint4b8 g64", "uint4b8", 64, None, (Rival("MLX", "affine4", 64),)),
-        Form("uint4_bias g32", "uint4_bias", 32, None, (Rival("MLX", "affine4", 32),)),
-        Form("uint4_bias g64", "uint4_bias", 64, None, (Rival("MLX", "affine4", 64),)),
-        Form("Q4_K", "uint4_bias", 32, "uint8", (LLAMA["q4_K"],)),
-        Form("Q5_K", "uint5_bias", 32, "uint8", (LLAMA["q5_K"],)),
-        Form("Q6_K", "uint6b32", 16, "int8", (LLAMA["q6_K"],)),
-        Form("MLX 6 bit g64", "uint6_bias", 64, None, (Rival("MLX", "affine6", 64),)),
-        Form("Q8_0", "uint8b128", 32, None, (LLAMA["q8_0"],)),
-        Form("MLX 8 bit g64", "uint8_bias", 64, None, (Rival("MLX", "affine8", 64),)),
-        Form("MXFP4", "mxfp4", 32, None, (LLAMA["mxfp4"], Rival("MLX", "mxfp4"))),
-        Form("NVFP4", "nvfp4", 16, None, (Rival("MLX", "nvfp4"),)),
-        Form("MXFP8", "mxfp8", 32, None, (Rival("MLX", "mxfp8"),)),
-        Form("FP8 in blocks of 128", "float8_e4m3", 128, None, (Rival("MLX", "mxfp8"),)),
-    )
-    if form.weight_format in WEIGHT_FORMATS
+FORMS = (
+    Form("uint4b8 g32", "uint4b8", 32, None, (LLAMA["q4_0"], Rival("MLX", "affine4", 32))),
+    Form("uint4b8 g64", "uint4b8", 64, None, (Rival("MLX", "affine4", 64),)),
+    Form("uint4_bias g32", "uint4_bias", 32, None, (Rival("MLX", "affine4", 32),)),
+    Form("uint4_bias g64", "uint4_bias", 64, None, (Rival("MLX", "affine4", 64),)),
+    Form("Q4_K", "uint4_bias", 32, "uint8", (LLAMA["q4_K"],)),
+    Form("Q5_K", "uint5_bias", 32, "uint8", (LLAMA["q5_K"],)),
+    Form("MLX 5 bit g64", "uint5_bias", 64, None, (Rival("MLX", "affine5", 64),)),
+    Form("Q6_K", "uint6b32", 16, "int8", (LLAMA["q6_K"],)),
+    Form("MLX 6 bit g64", "uint6_bias", 64, None, (Rival("MLX", "affine6", 64),)),
+    Form("Q8_0", "uint8b128", 32, None, (LLAMA["q8_0"],)),
+    Form("MLX 8 bit g64", "uint8_bias", 64, None, (Rival("MLX", "affine8", 64),)),
+    Form("MXFP4", "mxfp4", 32, None, (LLAMA["mxfp4"], Rival("MLX", "mxfp4"))),
+    Form("NVFP4", "nvfp4", 16, None, (Rival("MLX", "nvfp4"),)),
+    Form("MXFP8", "mxfp8", 32, None, (Rival("MLX", "mxfp8"),)),
+    Form("FP8, blocks of 128", "float8_e4m3", 128, None, (Rival("MLX", "mxfp8"),)),
 )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Our time and the fastest rival's, in seconds, and what takes longest in ours."""
+    """Our time and the fastest rival's, and our bytes over the rival's.
+
+    Attributes:
+        tensor_units: our time on tensor units where the rival's kernel runs on them.
+    """
 
     form: str
     experts: bool
@@ -87,63 +91,142 @@ class Cell:
     N: int
     K: int
     rows: int
-    ours: float
-    theirs: float
-    tiling: str
-    memory: float
-    bound: str
-    rival_bytes: float
+    ours: Time
+    theirs: Time
+    byte_ratio: float
+    tensor_units: Time | None
 
     @property
     def ratio(self) -> float:
         """Returns our time over theirs."""
-        return self.ours / self.theirs
+        return self.ours.seconds / self.theirs.seconds
+
+    @property
+    def kind(self) -> str:
+        """Returns "dense" or "experts"."""
+        return "experts" if self.experts else "dense"
+
+    @property
+    def letters(self) -> str:
+        """Returns what takes longest in ours and in theirs."""
+        return LETTERS[self.ours.bound] + LETTERS[self.theirs.bound]
 
     @property
     def reason(self) -> str:
         """Returns why the ratio is not lower."""
-        if self.bound in ("dram", "launch"):
-            return (
-                f"memory: {self.memory / self.ours:.0%} of our time is reading as many bytes x {self.rival_bytes:.2f}"
-            )
-        return f"{self.bound}: both loops take longer than memory ({self.memory / self.ours:.0%} of our time)"
+        ours, theirs = UNITS[self.ours.bound], UNITS[self.theirs.bound]
+        if self.tensor_units:
+            return f"ours: {ours}, without tensor units; theirs on tensor units, at least: {theirs}"
+        if self.ours.bound == self.theirs.bound == "dram":
+            return f"both: bytes, ours {self.byte_ratio:.2f} of theirs"
+        return f"both: {ours}" if ours == theirs else f"ours: {ours}; theirs: {theirs}"
 
 
-def cells(chips: tuple[str, ...], rows: range | list[int]) -> Iterator[Cell]:
-    """Yields the cells of all formats, dense and with experts, where the tool counted our kernels and theirs."""
+def our_time(problem: Problem | ExpertsProblem, tiling: Tiling, gpu: AppleSiliconGPU) -> Time:
+    """Returns the time of a tiling, and what takes longest in its longest dispatch."""
+    cost = costs(problem, tiling, gpu)
+    longest = max(cost.dispatches, key=lambda dispatch: float(dispatch.seconds))
+    return Time(float(cost.seconds), longest.bound)
+
+
+def cell(form: Form, experts: int, gpu: AppleSiliconGPU, N: int, K: int, rows: int) -> Cell:
+    """Returns a cell; 0 experts are a dense product."""
+    problem = form.mixture(rows, N, K) if experts else form.problem(rows, N, K)
+    times = {rival: fastest(rival, rows, N, K, gpu, experts, TOP_K) for rival in form.rivals}
+    rival = min(times, key=lambda each: times[each].seconds)
+    bytes_ratio = form.problem(rows, N, K).weight_bytes / (N * K * rival.bytes_per_weight)
+    has_units = on_tensor_units(rival, rows, gpu)
+    units = our_time(problem, best(problem, gpu, "tensor")[0], gpu) if has_units else None
+    ours = our_time(problem, chosen(gpu, problem), gpu)
+    return Cell(form.name, bool(experts), gpu.name, N, K, rows, ours, times[rival], bytes_ratio, units)
+
+
+def cells(chips: tuple[str, ...] = CHIPS, rows: Iterable[int] = ROWS) -> Iterator[Cell]:
+    """Yields the cells of all formats, dense and with experts."""
     for form in FORMS:
-        for chip in chips:
-            gpu = AppleSiliconGPU.from_name(chip)
-            for N, K in SHAPES:
-                for experts in (0, EXPERTS):
-                    for M in rows:
-                        times = {r: seconds(r, M, N, K, gpu, experts, TOP_K) for r in form.rivals}
-                        known = {r: time for r, time in times.items() if time is not None}
-                        if len(known) < len(times):
-                            continue
-                        problem = form.mixture(M, N, K) if experts else form.problem(M, N, K)
-                        tiling = chosen(gpu, problem)
-                        try:
-                            cost = costs(problem, tiling, gpu)
-                        except NotCounted:
-                            continue
-                        longest = max(cost.dispatches, key=lambda dispatch: float(dispatch.seconds))
-                        rival = min(known, key=lambda r: known[r])
-                        ours_bytes = form.problem(M, N, K).weight_bytes
-                        yield Cell(
-                            form.name, bool(experts), chip, N, K, M, float(cost.seconds), known[rival],
-                            f"{tiling.name} x{tiling.simdgroups} /{tiling.splits}", longest.dram_seconds,
-                            longest.bound, ours_bytes / (N * K * rival.bytes_per_weight),
-                        )  # fmt: skip
+        for experts in (0, EXPERTS):
+            for chip in chips:
+                gpu = AppleSiliconGPU.from_name(chip)
+                yield from (cell(form, experts, gpu, N, K, M) for M in rows for N, K in SHAPES)
 
 
-def one_row(form: Form, gpu: AppleSiliconGPU) -> float | None:
-    """Returns the time of one row without launches, over the time of the bytes that it moves; None if not counted."""
+def _grouped(found: Iterable[Cell], key: str) -> dict[tuple[object, ...], list[Cell]]:
+    groups: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
+    for each in found:
+        groups[tuple(getattr(each, name) for name in key.split())].append(each)
+    return groups
+
+
+def _names(values: Iterable[object], order: Iterable[object]) -> str:
+    """Returns the values in an order, and "all" for all of several."""
+    found, known = set(values), list(order)
+    return "all" if len(known) > 2 and found == set(known) else ", ".join(str(each) for each in known if each in found)
+
+
+def summary(found: list[Cell]) -> Iterator[str]:
+    """Yields a table with a line for each format, without the cells whose rival runs on tensor units."""
+    yield "| weights | cells | above 1 | above 0.95 | most, dense | most, experts |\n|---|---|---|---|---|---|"
+    for (form,), own in _grouped((each for each in found if not each.tensor_units), "form").items():
+        above = [sum(each.ratio > limit for each in own) for limit in (1, MOST)]
+        most = [max(each.ratio for each in own if each.experts == experts) for experts in (False, True)]
+        yield f"| {form} | {len(own)} | {above[0]} | {above[1]} | {most[0]:.2f} | {most[1]:.2f} |"
+
+
+def above(found: list[Cell]) -> Iterator[str]:
+    """Yields a table of the cells above 0.95, those with the same reason in one line.
+
+    The largest are first, and those whose rival runs on tensor units last, all formats together.
+    """
+    yield "| most | cells | weights | kind | rows | chips | reason |\n|---|---|---|---|---|---|---|"
+    over = [each for each in found if each.ratio > MOST]
+    alone = _grouped((each for each in over if not each.tensor_units), "form kind reason")
+    on_units = _grouped((each for each in over if each.tensor_units), "kind reason")
+    for groups in (alone, on_units):
+        for own in sorted(groups.values(), key=lambda own: -max(each.ratio for each in own)):
+            forms = _names((each.form for each in own), (form.name for form in FORMS))
+            rows = _names((each.rows for each in own), ROWS)
+            chips = _names((each.chip for each in own), CHIPS)
+            most = max(each.ratio for each in own)
+            yield f"| {most:.2f} | {len(own)} | {forms} | {own[0].kind} | {rows} | {chips} | {own[0].reason} |"
+
+
+def _texts(own: list[Cell]) -> str:
+    """Returns the ratios of the shapes with their letters; letters that all share stand once, at the end."""
+    letters = [each.letters for each in own]
+    if len(set(letters)) == 1:
+        return " ".join(f"{each.ratio:.2f}" for each in own) + f" {letters[0]}"
+    return " ".join(f"{each.ratio:.2f}{text}" for each, text in zip(own, letters, strict=True))
+
+
+def everything(found: list[Cell]) -> Iterator[str]:
+    """Yields the table of all cells: a line for each format, kind and chip."""
+    yield "| weights | kind | chip |" + "".join(f" {rows} |" for rows in ROWS) + "\n" + "|---" * (3 + len(ROWS)) + "|"
+    for (form, kind, chip), own in _grouped(found, "form kind chip").items():
+        columns = _grouped(own, "rows").values()
+        yield f"| {form} | {kind} | {chip} | " + " | ".join(map(_texts, columns)) + " |"
+        units = [
+            " ".join(f"{each.tensor_units.seconds / each.theirs.seconds:.2f}" for each in column if each.tensor_units)
+            for column in columns
+        ]
+        if any(units):
+            yield f"| | | {chip}, `tensor` | " + " | ".join(units) + " |"
+
+
+def section() -> str:
+    """Returns the section of the page."""
+    found = list(cells())
+    parts = (
+        ("", summary(found)),
+        ("### Cells above 0.95\n\n", above(found)),
+        ("### Every cell\n\n", everything(found)),
+    )
+    return "\n\n".join(title + "\n".join(lines) for title, lines in parts)
+
+
+def one_row(form: Form, gpu: AppleSiliconGPU) -> float:
+    """Returns the time of one row without launches, over the time of the bytes that it moves."""
     problem = form.problem(1, *SHAPES[1])
-    try:
-        dispatches = costs(problem, chosen(gpu, problem), gpu).dispatches
-    except NotCounted:
-        return None
+    dispatches = costs(problem, chosen(gpu, problem), gpu).dispatches
     moved = sum(dispatch.dram_seconds for dispatch in dispatches)
     return float(sum(dispatch.seconds - dispatch.launch_seconds for dispatch in dispatches) / moved)
 
@@ -153,42 +236,11 @@ def print_one_row() -> None:
     print("chip", *(form.name for form in FORMS), sep=" | ")
     for name in AppleSiliconGPU.names():
         gpu = AppleSiliconGPU.from_name(name)
-        ratios = (one_row(form, gpu) for form in FORMS)
-        print(name, *("not counted" if ratio is None else f"{ratio:.3f}" for ratio in ratios), sep=" | ")
-
-
-def main() -> int:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m lab.rivals", description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="print all cells")
-    parser.add_argument("--csv", type=Path, help="write all cells into a file")
-    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
-    parser.add_argument("--chips", nargs="*", default=CHIPS)
-    parser.add_argument("--one-row", action="store_true", help="print the time of one row over its bytes, and end")
-    options = parser.parse_args()
-    if options.one_row:
-        print_one_row()
-        return 0
-    found = sorted(cells(tuple(options.chips), options.rows), key=lambda cell: -cell.ratio)
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*Cell.__dataclass_fields__, "ratio", "reason"])
-            for cell in found:
-                writer.writerow([*vars(cell).values(), f"{cell.ratio:.3f}", cell.reason])
-    for cell in found:
-        if options.all or cell.ratio > MOST:
-            kind = "experts" if cell.experts else "dense"
-            print(
-                f"{cell.ratio:.2f} {cell.form}, {kind}, {cell.chip}, {cell.N} x {cell.K}, {cell.rows} rows: "
-                f"{1e6 * cell.ours:.0f} us, theirs {1e6 * cell.theirs:.0f} us, {cell.tiling}; {cell.reason}"
-            )
-    for form in dict.fromkeys(cell.form for cell in found):
-        own = [cell.ratio for cell in found if cell.form == form]
-        above = f"{sum(ratio > MOST for ratio in own)} above {MOST}, {sum(ratio > 1 for ratio in own)} above 1"
-        print(f"{form}: {len(own)} cells, {above}, most {max(own):.2f}")
-    return 0
+        print(name, *(f"{one_row(form, gpu):.3f}" for form in FORMS), sep=" | ")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:] == ["--one-row"]:
+        print_one_row()
+    else:
+        print_or_write(PAGE, "lab.rivals", section)

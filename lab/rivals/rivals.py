@@ -3,7 +3,8 @@
 `counts.csv` has what the tool of lab/agx counted in their sources (-O1, the M1's GPU). A row has the clocks of a
 scheduler per weight and lane, of these the clocks of matrix products (17 each), and the registers of a thread. 0 clocks
 are a kernel that the tool cannot compile: its time is that of its bytes. Where a project's choice between tilings is
-not known, the fastest is taken.
+not known, the fastest is taken. Kernels for tensor units cannot be counted, either: their time is the least that they
+can take, that of their bytes or of their products at the published rate of the units.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from lab.model.experts import expected_routing
 from lab.model.geometry import ceil_divide
-from lab.model.kernel import DISPATCH_SECONDS, KernelLoad, figure, kernel_cost
+from lab.model.kernel import DISPATCH_SECONDS, KernelLoad, figure, kernel_cost, occupancy
 from lab.published.published_kernels import Product, mlx_takes_matrix
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
@@ -56,6 +57,14 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Time:
+    """A predicted time in seconds, and what takes longest in it: as in `DispatchCost`, or "tensor"."""
+
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
 class Rival:
     """A project's format, as MLX's "affine4" with a group size."""
 
@@ -82,10 +91,10 @@ class Work:
     K: int
     activation_bytes: int
 
-    def seconds(
+    def time(
         self, kernel: Kernel, rival: Rival, gpu: AppleSiliconGPU, *, columns: int, simdgroups: int, step: float,
         clocks: float | None = None, loads_ahead: bool = False, splits: int = 1,
-    ) -> float:  # fmt: skip
+    ) -> Time:  # fmt: skip
         """Returns the predicted time of a kernel.
 
         Args:
@@ -118,7 +127,8 @@ class Work:
             l2_bytes=self.blocks * (of_weight + self.rows * self.K * self.activation_bytes * self.N / columns),
         )
         adds_up = DISPATCH_SECONDS if splits > 1 else 0.0
-        return float(kernel_cost(load, gpu).seconds) + adds_up
+        cost = kernel_cost(load, gpu).scalar(gpu, occupancy(load, gpu))
+        return Time(cost.seconds + adds_up, cost.bound)
 
 
 @cache
@@ -151,36 +161,36 @@ def _work(rows: int, tokens: int, top_k: int, experts: int, N: int, K: int, size
 
 def llama_times(
     rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int, top_k: int
-) -> Iterator[float]:
+) -> Iterator[Time]:
     """Yields the times of llama.cpp's kernels that take so many rows."""
     vector = find(rival, "vector", 1)
     if vector is not None and (tokens == 1 or experts):
         columns, simdgroups = LLAMA_VECTOR[rival.format]
         work = _work(1, tokens, top_k, experts, N, K, 4)
-        yield work.seconds(vector, rival, gpu, columns=columns, simdgroups=simdgroups, step=VECTOR_STEP)
+        yield work.time(vector, rival, gpu, columns=columns, simdgroups=simdgroups, step=VECTOR_STEP)
     pairs = find(rival, "columns", tokens)
     if pairs is not None and tokens == pairs.rows and not experts:
         work = _work(pairs.rows, tokens, top_k, experts, N, K, 4)
-        yield work.seconds(pairs, rival, gpu, columns=8, simdgroups=2, step=VECTOR_STEP)
+        yield work.time(pairs, rival, gpu, columns=8, simdgroups=2, step=VECTOR_STEP)
     few = find(rival, "few", 8 if experts else min(tokens, FEW_MOST_ROWS))
     if few is not None and tokens > 1 and (experts or tokens <= FEW_MOST_ROWS):
         work = _work(few.rows, tokens, top_k, experts, N, K, 4)
         for blocks in (FEW_COUNTED_BLOCKS,) if experts else FEW_BLOCKS:
             shared = FEW_SHARED_CLOCKS * few.rows / 8 * (1 / blocks - 1 / FEW_COUNTED_BLOCKS)
             for simdgroups in FEW_SIMDGROUPS:
-                yield work.seconds(
+                yield work.time(
                     few, rival, gpu, columns=8 * blocks, simdgroups=simdgroups, step=8 * blocks,
                     clocks=few.clocks + shared, loads_ahead=rival.format in FEW_LOADS_AHEAD,
                 )  # fmt: skip
     matrix = find(rival, "matrix", 1)
     if matrix is not None and (tokens > FEW_MOST_ROWS or experts):
         work = _work(matrix.rows, tokens, top_k, experts, N, K, 4)
-        yield work.seconds(matrix, rival, gpu, columns=64, simdgroups=4, step=16)
+        yield work.time(matrix, rival, gpu, columns=64, simdgroups=4, step=16)
 
 
 def mlx_times(
     rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int, top_k: int
-) -> Iterator[float]:
+) -> Iterator[Time]:
     """Yields the times of MLX's kernels that take so many rows."""
     vector, matrix = find(rival, "vector", 1), find(rival, "matrix", 1)
     assert vector is not None and matrix is not None
@@ -190,22 +200,38 @@ def mlx_times(
         wide = find(rival, "wide", max(2, ceil_divide(tokens, blocks)))
         assert wide is not None
         work = Work(ceil_divide(tokens, blocks), blocks, 1, N, K, 2)
-        yield work.seconds(wide, rival, gpu, columns=MLX_COLUMNS, simdgroups=2, step=32)
+        yield work.time(wide, rival, gpu, columns=MLX_COLUMNS, simdgroups=2, step=32)
     elif by_rows or experts:
         work = _work(1, tokens, top_k, experts, N, K, 2)
-        yield work.seconds(vector, rival, gpu, columns=MLX_COLUMNS, simdgroups=2, step=VECTOR_STEP)
+        yield work.time(vector, rival, gpu, columns=MLX_COLUMNS, simdgroups=2, step=VECTOR_STEP)
     if not by_rows:
         work = _work(matrix.rows, tokens, top_k, experts, N, K, 2)
         tiles = ceil_divide(tokens, 32) * ceil_divide(N, 32)
         for splits in (1,) if experts else (1, min(max(1, 512 // tiles), K // 64)):
-            yield work.seconds(matrix, rival, gpu, columns=32, simdgroups=4, step=8, splits=splits)
+            yield work.time(matrix, rival, gpu, columns=32, simdgroups=4, step=8, splits=splits)
 
 
-def seconds(
+def tensor_time(
     rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int = 0, top_k: int = 1
-) -> float | None:
-    """Returns the time of a project's fastest kernel, or None where it runs on tensor units."""
-    if gpu.family >= TENSOR_FAMILY and tokens >= TENSOR_ROWS[rival.project]:
-        return None
+) -> Time:
+    """Returns the least time of a product on tensor units."""
+    work = _work(1, tokens, top_k, experts, N, K, 2)
+    moved = work.weights * N * K * rival.bytes_per_weight + work.blocks * (K + N) * work.activation_bytes
+    products = work.blocks * N * K / 512 * figure(gpu, "tensor_clocks_fp16")
+    bytes_time = moved / gpu.reachable_dram_bytes_per_second
+    product_time = products / (figure(gpu, "schedulers") * gpu.cores * gpu.clock_hz)
+    longest = max(bytes_time, product_time)
+    return Time(DISPATCH_SECONDS + longest, "tensor" if product_time == longest else "dram")
+
+
+def fastest(rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int = 0, top_k: int = 1) -> Time:
+    """Returns the time of a project's fastest kernel; 0 experts are a dense product."""
+    if on_tensor_units(rival, tokens, gpu):
+        return tensor_time(rival, tokens, N, K, gpu, experts, top_k)
     times = llama_times if rival.project == "llama.cpp" else mlx_times
-    return min(times(rival, tokens, N, K, gpu, experts, top_k))
+    return min(times(rival, tokens, N, K, gpu, experts, top_k), key=lambda time: time.seconds)
+
+
+def on_tensor_units(rival: Rival, tokens: int, gpu: AppleSiliconGPU) -> bool:
+    """Returns whether the project's kernel for so many rows runs on tensor units."""
+    return gpu.family >= TENSOR_FAMILY and tokens >= TENSOR_ROWS[rival.project]

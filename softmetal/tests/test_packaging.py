@@ -70,6 +70,7 @@ def test_the_wheel_has_all_files(copy: Path, python: Path) -> None:
     assert files(package) == files(copy / "src" / "softmetal")
 
 
+@pytest.mark.whole
 def test_it_runs_kernels_without_the_repository(copy: Path, python: Path) -> None:
     run(python, "-c", "import importlib.util as u; assert not u.find_spec('torch_marlin_metal')", folder=copy)
     program = (copy / "README.md").read_text().split("```python\n")[1].split("```")[0]

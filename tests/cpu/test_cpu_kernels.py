@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,10 @@ def build(
     *flags: str,
     compiler: str | None = None,
     plain: tuple[Path, ...] = (),
+    plain_flags: tuple[str, ...] = PLAIN,
     tile_flags: tuple[str, ...] = (),
     programs: tuple[str, ...] = PROGRAMS,
+    sources: Sequence[Path] = SOURCES,
 ) -> dict[str, Path]:
     """Compiles the kernels and the test programs, and returns the programs by name.
 
@@ -68,17 +71,20 @@ def build(
         folder: the fixture `run_folder`.
         flags: compiler flags.
         compiler: the compiler; None for this machine's own.
-        plain: sources that are compiled with the flags `PLAIN` instead.
+        plain: sources that are compiled with `plain_flags` instead.
+        plain_flags: compiler flags.
         tile_flags: additional flags for the AMX kernels.
         programs: the test programs.
+        sources: the kernels.
     """
-    others = [path for path in SOURCES if path != TILES and path not in plain]
+    tiles = [path for path in sources if path == TILES]
+    others = [path for path in sources if path != TILES and path not in plain]
     tests = {test: ROOT / f"tests/cpu/{test}.cpp" for test in programs}
     whole = command(*flags, compiler=compiler)
     mains = cxx.objects(folder, tests.values(), whole)
     parts = [
-        *kernel_objects(folder, [path for path in plain if path != TILES], PLAIN, compiler).values(),
-        *kernel_objects(folder, [TILES], (*(PLAIN if TILES in plain else flags), *tile_flags), compiler).values(),
+        *kernel_objects(folder, [path for path in plain if path != TILES], plain_flags, compiler).values(),
+        *kernel_objects(folder, tiles, (*(plain_flags if TILES in plain else flags), *tile_flags), compiler).values(),
         *kernel_objects(folder, others, flags, compiler).values(),
     ]
     return {test: cxx.link(folder, [mains[source], *parts], whole) for test, source in tests.items()}

@@ -2,14 +2,15 @@
 
 import math
 import os
-import subprocess
 import sys
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.extension import native
 
@@ -199,6 +200,5 @@ def test_bad_intervals():
     assert "TORCH_MARLIN_METAL_COMMIT_MS: expected milliseconds, 0 for never, got 'fast'" in done.stderr
 
 
-def run_with(program: str, text: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "TORCH_MARLIN_METAL_COMMIT_MS": text}
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+def run_with(program: str, text: str) -> CompletedProcess[str]:
+    return run_python("-c", program, env={**os.environ, "TORCH_MARLIN_METAL_COMMIT_MS": text})

@@ -1,24 +1,20 @@
 """`import torch_marlin_metal` neither reads the user's files nor imports the tuner."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = "1, 64, 128, group_size=32"
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(code: str, mps: bool = True, **environment: str) -> CompletedProcess[str]:
+    return run_python("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, mps=mps)
 
 
 def test_import_opens_no_file_of_the_user_and_imports_no_tuner(tmp_path) -> None:
@@ -37,7 +33,7 @@ assert len(opened) > 10
 tmm.tuning.load
 print(tmm.profiling.tile_table.__name__, "tuning" in dir(tmm))
 """
-    done = run_python(code, HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), TORCH_MARLIN_METAL_TUNED="")
+    done = run(code, mps=False, HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), TORCH_MARLIN_METAL_TUNED="")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "[]", "tile_table True"]
     assert "UserWarning" not in done.stderr
@@ -53,7 +49,6 @@ def test_a_table_that_cannot_be_read_is_a_warning_of_the_first_choice(tmp_path, 
     else:
         table.write_text(damage)
     code = f"""
-import softmetal; softmetal.install()
 import warnings, torch, torch_marlin_metal as tmm
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
@@ -63,7 +58,7 @@ with warnings.catch_warnings(record=True) as found:
     tmm.profiling.plan({PRODUCT})
     print([str(w.message).split(":")[1].strip() for w in found if "tuned" in str(w.message)])
 """
-    done = run_python(code, TORCH_MARLIN_METAL_TUNED=str(table))
+    done = run(code, TORCH_MARLIN_METAL_TUNED=str(table))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["0", "['tuned choices are not used']"]
 
@@ -74,7 +69,6 @@ with warnings.catch_warnings(record=True) as found:
 def test_a_cache_folder_that_cannot_be_searched_is_a_warning(tmp_path, reason) -> None:
     (tmp_path / ".cache").mkdir(mode=0)
     code = f"""
-import softmetal; softmetal.install()
 import os, warnings, torch, torch_marlin_metal as tmm, torch_marlin_metal.tuning
 torch.ones(1, device="mps")
 if os.getuid() == 0:  # whom no permission stops
@@ -85,7 +79,7 @@ with warnings.catch_warnings(record=True) as found:
 print(chosen == tmm.profiling.plan({PRODUCT}, tuned=False).chosen.variant, [str(w.message) for w in found if "tuned choices are not used" in str(w.message)])
 """
     named = {} if reason == "Permission denied" else {"TORCH_MARLIN_METAL_TUNED": "/" + "x" * 5000}
-    done = run_python(code, HOME=str(tmp_path), **{"XDG_CACHE_HOME": "", "TORCH_MARLIN_METAL_TUNED": ""} | named)
+    done = run(code, HOME=str(tmp_path), **{"XDG_CACHE_HOME": "", "TORCH_MARLIN_METAL_TUNED": ""} | named)
     assert done.returncode == 0, done.stderr
     assert reason in done.stdout
     assert done.stdout.startswith("True")
@@ -95,8 +89,7 @@ print(chosen == tmm.profiling.plan({PRODUCT}, tuned=False).chosen.variant, [str(
 @pytest.mark.usefixtures("mps")
 def test_threads_that_multiply_first_all_use_the_saved_table(tmp_path) -> None:
     code = """
-import softmetal; softmetal.install()
-import threading, torch, torch_marlin_metal as tmm
+import softmetal, threading, torch, torch_marlin_metal as tmm
 product = tmm.tuning.Product(64, 128, "uint4b8", 32)
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange
 entry = TunedRange(product, 1, 4, "single_stage", 1e-6, "gemv", 1.5)
@@ -112,6 +105,6 @@ torch.mps.synchronize()
 kernels = [record.kernel for record in softmetal.counters() if record.kernel.startswith("gem")]
 print(len(kernels), all(kernel.startswith("gemm_single_stage") for kernel in kernels))
 """
-    done = run_python(code, TORCH_MARLIN_METAL_TUNED=str(tmp_path / "tuned.json"))
+    done = run(code, TORCH_MARLIN_METAL_TUNED=str(tmp_path / "tuned.json"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4 True"

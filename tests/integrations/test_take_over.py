@@ -9,6 +9,7 @@ from transformers.quantizers import register_quantization_config, register_quant
 
 import torch_marlin_metal.integrations.transformers as integration
 from tests.support.llama import MODELS
+from tests.support.programs import run_python
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, restored, take_over, taken_over
 from torch_marlin_metal.integrations.transformers.take_over import STOPS
 
@@ -58,3 +59,10 @@ def test_a_missing_transformers_is_named(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'transformers>=5.23' accelerate.*not installed"):
         integration._require_transformers()
+
+
+def test_the_import_works_after_that_of_a_module_of_transformers() -> None:
+    """The package of transformers can then lack the module's name."""
+    first = "import transformers.modeling_gguf_pytorch_utils, transformers.modeling_utils, transformers.trainer_utils"
+    done = run_python("-c", f"{first}\nimport torch_marlin_metal.integrations.transformers")
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("E4M3", "(word & 0xFF00FF00u) >> 1", "(word & 0xFF00FF00u) >> 2"),
         ("E4M3 sign", "& 0xBF80BF80u", "& 0x3F803F80u"),
         ("E4M3 NaN", "abs(values.y) == 1.875h ? half(NAN) : values.y", "values.y"),
+        ("E4M3 NaN", "0x7F7F7F7Fu) + 0x01010101u", "0x7F7F7F7Fu) + 0x00010101u"),
         ("planes", "0x00010001u << field", "0x00010000u << field"),
         ("planes", "const uint place = stays ? 8 : 4;", "const uint place = 4;"),
         ("planes", "upper << (place - field)", "upper << (place - field + 1)"),

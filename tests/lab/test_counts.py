@@ -18,6 +18,7 @@ from metal_tokens import Err, flatten  # noqa: E402
 
 from lab.counting import instructions, kernel_counts  # noqa: E402
 from lab.model import counts as model_counts  # noqa: E402
+from torch_marlin_metal.formats import WEIGHT_FORMATS  # noqa: E402
 
 # Two loops: the inner one is instructions 1 to 5, the outer one 0 to 7. Columns: offset, bytes, name, format, number of
 # elements, target of a jump, text. Format 2 has elements of 4 bytes.
@@ -129,3 +130,14 @@ def test_a_missing_compiler_is_named(
     monkeypatch.setattr(sys, "argv", [program.__name__])
     assert program.main() == 2
     assert "the compiler is not here: run sh lab/agx/setup.sh" in capsys.readouterr().err
+
+
+def test_every_format_without_a_table_has_a_kernel_for_tensor_units_in_the_whole_file_and_is_counted() -> None:
+    """A kind of codes that kernel_list.h does not name would leave a macro in gemm/tensor.metal that nothing defines."""
+    header = (ROOT / "kernels/shared/kernel_list.h").read_text()
+    formats = {name: row.code_kind for name, row in WEIGHT_FORMATS.items()}
+    assert all(f"#define MARLIN_INSTANTIATE_TENSOR_{kind}(" in header for kind in formats.values())
+    counted = {
+        row.weight_format for row in model_counts.rows() if (row.activations, row.kernel) == ("float16", "gemm_tensor")
+    }
+    assert counted == {name for name, kind in formats.items() if kind != "table"}

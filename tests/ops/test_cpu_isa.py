@@ -1,22 +1,22 @@
 """Runs the numerics tests again for each instruction-set family that this machine has."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 import torch_marlin_metal as tmm
+from tests.support.programs import run_python
 
 FAMILIES = [isa for isa in tmm.cpu_capability().available if isa != tmm.cpu_capability().isa]
 MODULE = Path(__file__).with_name("test_gemm.py")
 VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
 
 
-def run_forced(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
+def run_forced(isa: str, *command: str) -> CompletedProcess[str]:
     environment = {**os.environ, VARIABLE: isa}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    return run_python(*command, env=environment)
 
 
 @pytest.mark.parametrize("isa", FAMILIES)

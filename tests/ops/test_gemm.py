@@ -42,9 +42,14 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
         reference.check_gemm(result, exact[:M], bound[:M])
 
 
-def pairs(Ns, groups, whole):
-    """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation."""
-    return itertools.product(Ns, groups) if whole else zip(Ns, itertools.cycle(groups), strict=False)
+def pairs(Ns, K, weight_format, whole):
+    """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation.
+
+    The rotation starts at another group size for each K.
+    """
+    groups = group_sizes(weight_format, K)
+    turns = itertools.islice(itertools.cycle(groups), K_ALL.index(K), None)
+    return list(itertools.product(Ns, groups) if whole else zip(Ns, turns, strict=False))
 
 
 def dtypes(weight_format, K, whole):
@@ -59,7 +64,7 @@ def test_small_shapes(weight_format, K, device, everything):
     # On mps each N needs kernels of its own, so each K takes every second N.
     Ns = N_ALL if whole else [N for i, N in enumerate(N_ALL) if (i + K_ALL.index(K)) % 2 == 0]
     for dtype in dtypes(weight_format, K, whole):
-        for N, group_size in pairs(Ns, group_sizes(weight_format, K), whole):
+        for N, group_size in pairs(Ns, K, weight_format, everything):
             check_shape(weight_format, dtype, K, N, group_size, M_ALL if whole else (1, 5, 33), device)
 
 
@@ -68,9 +73,10 @@ def test_small_shapes(weight_format, K, device, everything):
 @pytest.mark.large
 def test_large_shapes(weight_format, K, device, everything):
     Ns = N_ALL if everything else (*N_ALL, *N_ALL) if device == "cpu" else (129,)
-    for dtype, (N, group_size) in itertools.product(
-        dtypes(weight_format, K, everything or device == "cpu"), pairs(Ns, group_sizes(weight_format, K), everything)
-    ):
+    shapes = pairs(Ns, K, weight_format, everything)
+    types = dtypes(weight_format, K, everything or device == "cpu")
+    cases = itertools.product(types, shapes) if everything else zip(itertools.cycle(types), shapes, strict=False)
+    for dtype, (N, group_size) in cases:
         rows = M_ALL if everything else (1, 2, 8, 17, 100) if device == "cpu" else (1, 17, 65)
         check_shape(weight_format, dtype, K, N, group_size, rows, device)
 

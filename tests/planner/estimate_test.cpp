@@ -135,7 +135,7 @@ void check_decisions() {
   levels.weight.scales = levels.weight.zeros = ElementType::uint8;
   expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 123, "registers of two levels");
   levels.weight.scales = levels.weight.zeros = ElementType::float16;
-  expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 111, "registers of one level");
+  expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 103, "registers of one level");
   const GpuFamily& m2 = family_of(*find_chip("M2"));
   const GpuFamily& m3 = family_of(*find_chip("M3"));
   expect(arithmetic(ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat, "an M2 has no bfloat");

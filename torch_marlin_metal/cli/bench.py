@@ -53,12 +53,12 @@ def bench(
     fuse: Fuse = True,
     as_json: Json = False,
 ) -> int:
-    """Compares this package with torch's dense product, two_pass and torch's int4 operator, or times a model.
+    """Times packed products beside torch's, or a model.
 
-    Products are timed once per round, on chains of dependent products whose weights are not in the caches. On mps, the
-    times are taken from the GPU's own clock, and a separate column has the host's times. The output shows the median
-    of the times, and the median over the rounds of each ratio. With --variant all, every variant of this package is
-    timed instead, with its memory rate and its share of the peak speed.
+    The rivals are torch's dense product, torch's int4 operator, and two_pass, which decodes the weight first. Each is
+    timed once per round, on a chain of products whose weights are not in the caches; on mps by the GPU's own clock,
+    with the host's times in another column. The table has medians over the rounds, of the times and of the ratios.
+    With --variant all, it has every variant of this package, its memory rate and its share of the peak speed.
 
     `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
     the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.

@@ -39,10 +39,15 @@ def value(path: str) -> int:
     return int(x[0])
 
 
+def children(process: int, name: bytes) -> list[int]:
+    """Returns the process ids of a process's children that have `name` in their commands."""
+    of_threads = [path.read_text().split() for path in Path(f"/proc/{process}/task").glob("*/children")]
+    return [int(p) for found in of_threads for p in found if name in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
 def servers() -> list[int]:
     """Returns the process ids of this process's compiler servers that run."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(p) for p in children if b"msl.server" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return children(os.getpid(), b"msl.server")
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +69,10 @@ def test_a_known_request_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     assert "program_source.metal:3" in request(SOURCE + "\n#error no\n")[1]
     monkeypatch.setenv("PATH", "/nowhere")
     assert request(SOURCE) == (0, path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
+    monkeypatch.setenv("SOFTMETAL_CXX", "clang++-of-nobody")
     status, message = request(SOURCE + " ")
-    assert status == 1 and "clang++-19 not found" in message
+    assert status == 1 and "clang++-of-nobody not found" in message
 
 
 def test_one_server_compiles_for_all_threads() -> None:
@@ -86,14 +93,50 @@ def test_a_new_server_replaces_one_that_ended() -> None:
     assert len(servers()) == 1 and servers() != [old]
 
 
+def test_the_servers_clang_compiles_for_all_requests_until_it_ends() -> None:
+    assert request(SOURCE, 1)[0] == 0
+    (server,) = servers()
+    (old,) = children(server, b"clang++")
+    assert request(SOURCE, 2)[0] == 0
+    assert children(server, b"clang++") == [old]
+    os.kill(old, signal.SIGKILL)
+    status, path = request(SOURCE, 3)  # the process that answers this request starts another
+    assert status == 0 and value(path) == 3
+
+
+STATIC = """#include <unistd.h>
+int main(int n, char** words) { (void)n; words[0] = "clang++-19"; return execvp(words[0], words); }
+"""
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["a script", "a static program"])
+def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path) -> None:
+    """A static program does not load the library that keeps clang resident. A script must not pass it on to clang."""
+    launcher = tmp_path / "launcher"
+    if is_static:
+        subprocess.run(["cc", "-static", "-x", "c", "-", "-o", str(launcher)], input=STATIC, text=True, check=True)
+    else:
+        launcher.write_text('#!/bin/sh\ntest -z "$LD_PRELOAD" && exec clang++-19 "$@"\n')
+        launcher.chmod(0o755)
+    environment = os.environ | {"SOFTMETAL_CXX": str(launcher)}
+    code = "from softmetal.msl import tools; print(tools.run([tools.CLANG, '-E', '-P', '-x', 'c', '-'], 'here'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "here"
+
+
 def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
     script = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-    script += "from test_compiler_process import SOURCE, request, servers\nassert request(SOURCE, 20)[0] == 0\nprint(*servers())"
-    pid = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    script += (
+        "from test_compiler_process import SOURCE, children, request, servers\nassert request(SOURCE, 20)[0] == 0\n"
+    )
+    script += "print(*servers(), *children(*servers(), b'clang++'))"
+    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    processes = [Path(f"/proc/{number}") for number in printed.split()]
+    assert len(processes) == 2
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    while any(process.exists() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not Path(f"/proc/{pid}").exists()
+    assert [process for process in processes if process.exists()] == []
 
 
 def test_an_absent_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 namespace host {
 namespace {
 
-const bool added = add({
+const bool added_correct = add({
     {"correct",
      [] {
        id<MTLBuffer> x = buffer(64), y = buffer(64);

@@ -4,7 +4,7 @@
 namespace host {
 namespace {
 
-const bool added = add({
+const bool added_violations = add({
     {"second encoder",
      [] { encode([](Encoder) { [at::mps::getCurrentMPSStream()->commandBuffer() computeCommandEncoder]; }); }},
     {"slot 31", [] { encode([](Encoder e) { [e setBuffer:buffer(16) offset:0 atIndex:31]; }); }},

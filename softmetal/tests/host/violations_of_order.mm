@@ -18,7 +18,7 @@ struct OtherStream {
   ~OtherStream() { softmetal_set_stream(0); }
 };
 
-const bool added = add({
+const bool added_violations_of_order = add({
     {"encoding after endEncoding",
      [] {
        id<MTLCommandBuffer> commands = [[[device() newCommandQueue] autorelease] commandBuffer];

@@ -7,7 +7,7 @@
 namespace host {
 namespace {
 
-const bool kAdded = add_seeds({
+const bool added_seeds = add_seeds({
     {"bindings: input and output exchanged",
      [](bool good) {
        return copied([&](Encoder e, id<MTLBuffer> x, id<MTLBuffer> y) {

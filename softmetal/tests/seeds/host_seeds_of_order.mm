@@ -6,7 +6,7 @@ namespace {
 
 const MTLResourceUsage kReadWrite = static_cast<MTLResourceUsage>(MTLResourceUsageRead | MTLResourceUsageWrite);
 
-const bool kAdded = add_seeds({
+const bool added_seeds_of_order = add_seeds({
     {"waiting: a queue of its own reads what torch computes",
      [](bool good) {
        const at::Tensor x = at::full({kCount}, 3.0F, at::device(at::kMPS)).mul(2);

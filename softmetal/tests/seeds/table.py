@@ -136,7 +136,8 @@ def host_library() -> Path:
     import softmetal
 
     softmetal.install()
-    return softmetal.build_extension("softmetal_seed_host", sorted(Path(__file__).parent.glob("host_seeds*.mm")))
+    source = Path(__file__).parents[1] / "host" / "all.mm"
+    return softmetal.build_extension("softmetal_test_host", [source])
 
 
 def _run_host(library: Path, names: list[str]) -> None:

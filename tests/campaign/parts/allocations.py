@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,24 +138,36 @@ def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tup
     return most, False
 
 
-def run(kind: str, seed: int, of_extension: bool, work: Path, most: int = MOST) -> tuple[int, bool]:
-    """Attacks a call in a process that has loaded the failing allocator. Returns what `attack` returns."""
+def run(calls: Sequence[tuple[str, int, bool]], work: Path, most: int = MOST) -> list[tuple[int, bool]]:
+    """Attacks calls one after another in a process that has loaded the failing allocator.
+
+    Args:
+        calls: of each call, the name of a function of this module that makes it, the function's seed, and `of_extension`.
+        work: an empty folder.
+        most: as `attack` has it.
+
+    Returns:
+        What `attack` returns for each call.
+    """
     code = (
-        "import json, random, sys, torch; from pathlib import Path; from tests.campaign.parts import allocations as a; "
-        f"torch.set_num_threads(1); made = a.{kind}(random.Random({seed}), Path(sys.argv[1])); "
-        f"print(json.dumps(a.attack(made, {of_extension}, {most})))"
+        "import json, random, sys, torch; from pathlib import Path; from tests.campaign.parts import allocations as a\n"
+        "torch.set_num_threads(1)\n"
+        f"for number, (kind, seed, of_extension) in enumerate({list(calls)!r}):\n"
+        "    work = Path(sys.argv[1], str(number)); work.mkdir()\n"
+        "    made = getattr(a, kind)(random.Random(seed), work)\n"
+        f"    print(json.dumps(a.attack(made, of_extension, {most})), flush=True)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(work)], check=False, capture_output=True, text=True,
         cwd=ROOT, env={**os.environ, "LD_PRELOAD": str(shim())},
     )  # fmt: skip
-    assert done.returncode == 0, f"{kind} {seed}: {done.returncode}: {done.stderr[-1500:]}"
-    count, all_of_them = json.loads(done.stdout.splitlines()[-1])
-    return count, all_of_them
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, f"{calls[len(results)]}: {done.returncode}: {done.stderr[-1500:]}"
+    return [(count, all_of_them) for count, all_of_them in results]
 
 
 def case(rng: random.Random, work: Path) -> Counter[str]:
     """Attacks one call of a random kind."""
     kind = rng.choice((product, experts, quantization, loading, conversion)).__name__
-    count, all_of_them = run(kind, rng.randrange(1 << 30), rng.random() < 0.3, work)
+    ((count, all_of_them),) = run([(kind, rng.randrange(1 << 30), rng.random() < 0.3)], work)
     return Counter({f"{kind}, {'all' if all_of_them else 'the first'} allocations": count, f"{kind} calls": 1})

@@ -75,6 +75,8 @@ _NOT_YET = (
 )  # instrumented later, after llvm/alignment.py has read the text
 _BEFORE_CHECKS = [
     "-O2",
+    # This pass takes a third of the optimiser's time for products, and saves almost no load.
+    *("-mllvm", "-enable-load-pre=false"),
     *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
     # The first three checks call functions of the executor. local-bounds executes a trap instead of a call.
     *("-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds,local-bounds", "-fsanitize-recover=all"),

@@ -8,6 +8,7 @@ a pipe that takes the exit status as one byte. The server ends when the executor
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -48,6 +49,7 @@ def _status(arguments: Sequence[str], is_current: bool) -> int:
 
 def _answer(request: str, descriptors: Sequence[int], is_current: bool) -> None:
     """Answers one request in a process of its own."""
+    gc.disable()  # a request ends before the collector is worth its time
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count, *texts = request.split("\0")
     arguments, entries = texts[: int(count)], texts[int(count) : -1]
