@@ -19,7 +19,13 @@ from typing import Any
 import gguf
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTextEncoding,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING_NAMES
 
 FILE = Path(__file__).parents[1] / "torch_marlin_metal" / "checkpoints" / "formats" / "gguf_table.py"
@@ -34,13 +40,13 @@ READ = (
     *("nemotron_h", "mistral3", "mistral4", "gemma3n", "phimoe", "afmoe", "exaone-moe"),
     *("hunyuan-moe", "falcon-h1", "gpt2", "gptneox", "falcon", "bloom", "mpt", "mamba", "mamba2", "jamba"),
     *("starcoder", "minicpm3", "apertus", "bitnet", "chatglm", "jais2", "glm-dsa"),
-    *("bert", "nomic-bert", "modern-bert", "eurobert"),
+    *("bert", "nomic-bert", "modern-bert", "eurobert", "t5encoder"),
 )
 # For texts, the text models of Qwen 2 VL and Qwen 3 VL compute what Qwen 2 and Qwen 3 compute.
 MODEL_TYPES = {"phi2": "phi", "command-r": "cohere", "hunyuan-dense": "hunyuan_v1_dense", "deepseek2": "deepseek_v3"}
 MODEL_TYPES |= {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe", "granitehybrid": "granitemoehybrid"}
 MODEL_TYPES |= {"mistral3": "ministral3", "hunyuan-moe": "hunyuan_v1_moe"}
-MODEL_TYPES |= {"starcoder": "gpt_bigcode", "chatglm": "glm", "glm-dsa": "glm_moe_dsa"}
+MODEL_TYPES |= {"starcoder": "gpt_bigcode", "chatglm": "glm", "glm-dsa": "glm_moe_dsa", "t5encoder": "t5"}
 # Settings for classes whose default config has not all kinds of layers, or cannot be built.
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -71,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "falcon-h1": {"mamba_rms_norm": True},
     "falcon": {"new_decoder_architecture": True},
     "glm-dsa": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
+    "t5encoder": {"feed_forward_proj": "gated-gelu"},
 }
 # Other prefixes of the names in gguf's table.
 BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
@@ -97,8 +104,8 @@ SILENT = {
     "ffn_sub_norm.weight": "ffn_sub_norm",
     "correct_output_scale": "altup_correct_scale.weight",
 }
-# Parameters that are no tensors of files: llama.cpp stores them as metadata.
-NO_TENSORS = re.compile(r".*\.act_fn\.(alpha_[pn]|beta|eps)")
+# Parameters that are no tensors of files: llama.cpp stores them as metadata, or they are another one's values.
+NO_TENSORS = re.compile(r".*\.act_fn\.(alpha_[pn]|beta|eps)|encoder\.embed_tokens\.weight")
 ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert")  # their files have no head
 # What differs from SILENT and from gguf's table in one architecture.
 OWN = {
@@ -135,8 +142,12 @@ def pairs(architecture: str) -> tuple[str, dict[str, str]]:
     config = AutoConfig.for_model(model_type(architecture), **SETTINGS.get(architecture, {}))
     config.num_hidden_layers = min(config.num_hidden_layers, 4)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    if architecture in ENCODERS:
+        auto = AutoModel
+    if architecture == "t5encoder":
+        auto = AutoModelForTextEncoding
     with torch.device("meta"):
-        model = (AutoModel if architecture in ENCODERS else auto).from_config(config)
+        model = auto.from_config(config)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, BLOCKS)
     silent = SILENT | OWN.get(architecture, {})
@@ -161,7 +172,7 @@ def pairs(architecture: str) -> tuple[str, dict[str, str]]:
                 raise SystemExit(f"{architecture}: gguf has no name for {tensor}; add one to SILENT")
             bare = ending is None and not module.endswith(".weight")
             name += ".weight" * (bare and not stacked and not name.endswith(("ssm_a", "ssm_d")))
-            name = re.sub(r"blk\.\d+\.", ".", name)
+            name = re.sub(r"(enc\.)?blk\.\d+\.", ".", name)
         elif block is not None:
             name = f".{name}"
             module = module if ending and not name.endswith((".weight", ".bias")) else tensor

@@ -59,30 +59,10 @@ constexpr float e4m3_to_float(uint8_t code) {
   return std::bit_cast<float>(sign | ((code & 0x7FU) == 0x7FU ? 0x7FC00000U : finite));
 }
 
-// The upper and the lower byte of the bf16 values of the smallest eight E4M3 codes, which are zero or subnormal. The
-// other bytes are zero.
-struct SmallE4m3 {
-  alignas(16) uint8_t upper[16] = {};
-  alignas(16) uint8_t lower[16] = {};
-
-  explicit SmallE4m3(const float* values) {
-    for (int q = 0; q < 8; ++q) {
-      upper[q] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[q]) >> 24);
-      lower[q] = static_cast<uint8_t>(std::bit_cast<uint32_t>(values[q]) >> 16);
-    }
-  }
-};
-
 // OCP E8M0: 2^(code - 127); code 0 is the fp32 subnormal 2^-127, 0xFF is NaN.
 constexpr float e8m0_to_float(uint8_t code) {
   const uint32_t finite = code == 0U ? 0x00400000U : uint32_t{code} << 23;
   return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
-}
-consteval std::array<float, 256> e8m0_values() {
-  std::array<float, 256> values{};
-  for (size_t code = 0; code < values.size(); ++code)
-    values[code] = e8m0_to_float(static_cast<uint8_t>(code));
-  return values;
 }
 
 inline float load_element(const void* data, ElementType type, int64_t index) {

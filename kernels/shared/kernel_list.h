@@ -203,7 +203,8 @@
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_FORMAT, kernel)
 #define MARLIN_INSTANTIATE_tensor_operands(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_TENSOR_FORMAT, kernel)
-// Instantiates one row of a library's list. Kernels with plain names are not templates, so nothing is instantiated.
+// Instantiates the kernel of one row of a library's list. A kernel with plain naming is no template, so its row expands
+// to nothing.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
 // MARLIN_FUNCTIONS defines the functions of a file. Compiling all takes 14 times as long as compiling one, and a

@@ -7,7 +7,8 @@ FOLDER has a folder with ggml's libraries for each instruction set, such as FOLD
 process of its own, in which this package, PyTorch and oneDNN are limited to it by their environment variables. ggml
 multiplies in each of its layouts, and its fastest counts. It rounds activations to 8 bits, so it always gets them in
 fp32; PyTorch's kernels get the activations that this package gets. The weights are cold and all kernels of a line take
-turns, as in cpu_gemm.py. Each line also measures a plain read and the rates of the product instructions.
+turns, as in cpu_gemm.py. Each line also measures a plain read, the rates of the product instructions, and this
+package's kernel with a part of the weight that stays in the second-level caches.
 
 With `--count`, small products are executed in single steps, and the record gets the instructions for each weight of all
 kernels, by kind. cpu_wide_table.py makes the page from both records.
@@ -64,6 +65,7 @@ RIVALS: dict[str, tuple[str, ...]] = {
 RIVALS["Q4_K"] = (*RIVALS["Q4_K"], ONE_LEVEL)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SCALAR_ROWS = 2  # PyTorch's int8 kernel is scalar code for fp32: with more rows it would take seconds
+CACHED_K = 128  # the rows of a weight, for each thread, that a product from caches reads: 1.4 MB of 8-bit codes
 SLOW = 1.3  # a layout of ggml whose first call takes this many times as long as the fastest's is not measured further
 CHECKED = 256  # columns whose errors are measured
 MAX_ERROR = {"ggml": 0.02, INT8PACK: 0.02, INT4PACK: 0.02, DENSE: 0.01}  # relative; ours have 1e-6 or, in bf16, 4e-3
@@ -104,6 +106,15 @@ def copies_of(weight: tmm.PackedWeight, number: int) -> list[tmm.PackedWeight]:
         )
         for _ in range(number)
     ]
+
+
+def first_rows(weight: tmm.PackedWeight, K: int) -> tmm.PackedWeight:
+    """Returns a weight of the first K rows."""
+    parts = {
+        name: tensor[: max(1, tensor.size(0) * K // weight.K)].contiguous() if tensor.dim() == 2 else tensor
+        for name, tensor in weight.tensors().items()
+    }
+    return tmm.PackedWeight(weight_format=weight.weight_format, group_size=min(weight.group_size, K), **parts)
 
 
 class Comparison:
@@ -171,6 +182,16 @@ class Comparison:
             results[f"{name} {layout}"] = lambda _, read=read: torch.from_numpy(read())
         return calls, results, x
 
+    def cached(self, M: int, dtype: str, K: int) -> dict[str, float]:
+        """Returns the seconds that each kernel of this package would take for all rows at its speed from caches."""
+        a = torch.randn(M, K).to(DTYPES[dtype])
+        parts = {name: copies_of(first_rows(copies[0], K), 1)[0] for name, copies in self.ours.items()}
+        found = {}
+        for name, part in parts.items():  # one after the other: a kernel's weight stays in the caches
+            times = time_calls({name: lambda _, part=part: tmm.gemm(a, part)}, budget=0.0, least=12 if M < 64 else 3)
+            found[name] = statistics.median(times[name]) * self.K / K
+        return found
+
     def times(self, M: int, dtype: str, budget: float, least: int) -> tuple[Times, dict[str, float]]:
         """Returns the seconds of each kernel in each round, and its relative error over at most eight rows."""
         calls, results, x = self.calls(M, dtype)
@@ -217,6 +238,7 @@ def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, t
             }
             times, errors = comparison.times(M, dtype, arguments.budget, least=2 if M > 64 else 3)
             medians = {name: statistics.median(taken) for name, taken in times.items()}
+            cached = comparison.cached(M, dtype, min(CACHED_K * threads, comparison.K))
             for name, rivals in RIVALS.items():
                 found = {rival: fastest for rival in rivals if (fastest := fastest_of(medians, rival))}
                 line = {
@@ -226,15 +248,15 @@ def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, t
                     "rivals": found,
                     "rival_us": {rival: medians[layout] * 1e6 for rival, layout in found.items()},
                     "errors": {rival: errors[layout] for rival, layout in found.items()},
-                    "read": read, "rates": rates,
+                    "read": read, "rates": rates, "cached_us": cached[name] * 1e6,
                 }  # fmt: skip
                 record.add(**line)
                 ratios = ", ".join(f"{rival} {value:.2f}" for rival, value in line["ratios"].items())
                 print(f"{isa} {threads}, {M} rows {dtype}, {name}: {line['us']:.0f} us; {ratios}", flush=True)
 
 
-def count(ggml: Ggml, record: Record) -> None:
-    """Counts the instructions for each weight of all kernels, with one thread."""
+def count(ggml: Ggml, record: Record, kernels: list[str] | None) -> None:
+    """Counts the instructions for each weight of all kernels, or of those that are named, with one thread."""
     torch.set_num_threads(1)
     isa = tmm.cpu_capability().isa
     for M in COUNTED_ROWS:
@@ -243,7 +265,7 @@ def count(ggml: Ggml, record: Record) -> None:
         for dtype in DTYPES:
             less, more = small.calls(M, dtype)[0], large.calls(M, dtype)[0]
             for name in sorted(less, key=lambda name: name.endswith(" CPU")):  # the slowest last
-                if name.startswith("ggml") and dtype != "fp32":
+                if (kernels and name not in kernels) or (name.startswith("ggml") and dtype != "fp32"):
                     continue
                 counts = each_weight(partial(less[name], 0), partial(more[name], 0), K * (large.N - small.N))
                 record.add(isa=isa, M=M, a=dtype, kernel=name, counts=counts)
@@ -259,6 +281,7 @@ def main() -> None:
     parser.add_argument("--shape", default="4096x11008", metavar="KxN")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for each line")
     parser.add_argument("--count", action="store_true", help="counts instructions instead of measuring times")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="counts only these, such as 'mxfp8 g32'")
     parser.add_argument("--record", type=Path, help="file to which the results are appended")
     parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
     arguments = parser.parse_args()
@@ -272,7 +295,7 @@ def main() -> None:
     ggml = Ggml(arguments.library / arguments.within, 1 if arguments.count else max(arguments.threads))
     record = Record(arguments.record)
     if arguments.count:
-        count(ggml, record)
+        count(ggml, record, arguments.kernels)
         return
     print(f"{processor_name()}, torch {torch.__version__}", flush=True)
     comparison = Comparison(ggml, K, N)

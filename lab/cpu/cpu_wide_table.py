@@ -19,7 +19,7 @@ from lab.cpu.cpu_wide import ONE_LEVEL
 from scripts.page_section import section
 
 PAGE = Path(__file__).with_name("cpu_wide.md")
-MEMORY, UNIT, MORE = 0.85, 0.7, 1.05  # the borders of `reason`
+MEMORY, UNIT, MORE, CACHED, BOTH = 0.85, 0.7, 1.05, 0.7, 0.9  # the borders of `reason`
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AMX"}
 Counts = dict[tuple[str, str, int, str], dict[str, float]]
 Line = dict[str, Any]
@@ -71,10 +71,11 @@ def reason(line: Line, counts: Counts, rival: str) -> str:
     if products >= min(line["rival_us"][rival], UNIT * line["us"]):
         return "p"
     ours, theirs = counted(counts, line, line["weight"]), counted(counts, line, line["rivals"][rival])
-    if not ours or not theirs:
-        return "n"
-    more = ours[1]["all"] / ours[0] > MORE * theirs[1]["all"] / theirs[0]
-    return "i" if more else "w"
+    if ours and theirs and ours[1]["all"] / ours[0] > MORE * theirs[1]["all"] / theirs[0]:
+        return "i"
+    if line["cached_us"] >= min(line["rival_us"][rival], CACHED * line["us"]):
+        return "c"
+    return "b" if line["cached_us"] + line["bytes"] / line["read"] * 1e6 >= BOTH * line["us"] else "w"
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -149,14 +150,14 @@ def main() -> None:
 
     def shares(line: Line) -> str:
         rate = line["bytes"] / line["us"] * 1e6 / line["read"]
-        return f"{rate:.2f}, {product_us(counts, line) / line['us']:.2f}"
+        return f"{rate:.2f}, {product_us(counts, line) / line['us']:.2f}, {line['cached_us'] / line['us']:.2f}"
 
     found = [ratio for line in lines for rival, ratio in line["ratios"].items() if rival != ONE_LEVEL]
     below = sum(ratio < 1 for ratio in found)
     sections = {
         f"Rivals: {below} of {len(found)} cells are below 1.0": summary(lines, counts),
         "All cells": by_weight(lines, ratios),
-        "Profile: shares of a plain read and of the unit": by_weight(lines, shares),
+        "Profile: shares of a plain read, of the unit and of the caches": by_weight(lines, shares),
         "Profile: instructions for each weight": instructions(lines, counts),
     }
     section(PAGE, "lab.cpu.cpu_wide_table", "\n".join(f"## {title}\n\n{body}" for title, body in sections.items()))

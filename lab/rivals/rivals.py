@@ -74,7 +74,7 @@ class Rival:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Returns the bytes of a weight with its share of scales and biases."""
+        """Returns the bytes for each element of a weight, with its share of scales and biases."""
         if self.format.startswith("affine"):
             return int(self.format[-1]) / 8 + 4 / self.group_size
         return (BYTES if self.project == "llama.cpp" else MLX_BYTES)[self.format]

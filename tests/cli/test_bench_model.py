@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypatch):
-    """A clock that ticks at each call of the model makes the rates plain counts."""
+    """With a clock that ticks once for each call of the model, every rate is a simple count."""
     calls = []
     forward = LlamaForCausalLM.forward
 

@@ -77,6 +77,10 @@ void test_choices() {
       {kZen4, problem(8, 4096, 4096, bfloat16), "bf16_dot_small_m parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, bfloat16), "bf16_dot_small_m parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(17, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(48, 4096, 4096, bfloat16), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, problem(49, 4096, 4096, bfloat16), "bf16_dot_panel parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, coded(24, WeightFormat::uint8b128, 32), "bf16_dot parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, coded(25, WeightFormat::mxfp8, 32), "bf16_dot_panel parts=1 strip=32 tasks=1x2x1"},
       {kZen4, problem(8, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, float16), "byte_split parts=1 strip=32 tasks=1x2x1"},
       {kZen4, problem(16, 4096, 4096, float32), "small_m parts=1 strip=64 tasks=1x2x1"},
@@ -261,6 +265,8 @@ void test_shapes() {
     check_kernel(dot->fp32_row, kernel_shape(dotting, CpuKernel::bf16_dot_fp32_row), "bf16_dot_fp32_row");
     check_kernel(dot->small_m, kernel_shape(dotting, CpuKernel::bf16_dot_small_m), "bf16_dot_small_m");
     check_kernel(dot->large_m, kernel_shape(dotting, CpuKernel::bf16_dot), "bf16_dot");
+    if (dotting == Isa::avx512)
+      check_kernel(dot->panel, kernel_shape(dotting, CpuKernel::bf16_dot_panel), "bf16_dot_panel");
   }
   if (const MatrixKernel* kernel = avx2_byte_split_kernel()) {
     check_kernel(*kernel, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", kSplit);

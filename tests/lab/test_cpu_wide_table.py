@@ -15,12 +15,19 @@ KINDS = {"fma_512": 0.0, "tile_bf16": 0.0}
 
 
 def made(
-    *, us: float = 100.0, rival_us: float = 50.0, products: float = 1e-3, ours: float = 1.0, theirs: float | None = 2.0
+    *,
+    us: float = 100.0,
+    rival_us: float = 90.0,
+    products: float = 1e-3,
+    ours: float = 1.0,
+    theirs: float | None = 2.0,
+    cached: float = 30.0,
 ) -> tuple[dict[str, Any], dict[Any, dict[str, float]]]:
     """Returns a cell of 1000 x 1000 weights that take 1 MB, and counts; a plain read has 100 GB/s, so it takes 10 us."""
     line = {
         "isa": "amx", "a": "fp32", "M": 8, "weight": "Q8_0", "shape": "1000x1000", "bytes": 1e6, "read": 100e9,
         "us": us, "rivals": {"dense": "dense"}, "rival_us": {"dense": rival_us}, "rates": {"fma_512": 1e9},
+        "cached_us": cached,
     }  # fmt: skip
     found = [{"isa": "amx", "a": "fp32", "M": 8, "kernel": "Q8_0", "counts": KINDS | {"fma_512": products, ALL: ours}}]
     if theirs is not None:
@@ -33,10 +40,14 @@ def made(
     [
         ({"us": 11.0}, "m"),  # 0.91 of a plain read
         ({"products": 0.08}, "p"),  # the products take 80 of 100 us
-        ({"products": 0.06}, "p"),  # they take 60 us, and the rival's kernel 50
+        ({"products": 0.06, "rival_us": 50.0}, "p"),  # they take 60 us, and the rival's kernel 50
         ({"products": 0.04}, "w"),
         ({"ours": 3.0}, "i"),
-        ({"theirs": None}, "n"),
+        ({"ours": 3.0, "theirs": None}, "w"),
+        ({"cached": 75.0}, "c"),  # from caches the kernel takes 75 of 100 us
+        ({"cached": 60.0, "rival_us": 50.0}, "c"),
+        ({"cached": 75.0, "ours": 3.0}, "i"),
+        ({"us": 40.0, "cached": 27.0}, "b"),  # from caches 27 us, and a plain read 10 us
     ],
 )
 def test_reason_of_a_cell(cell: dict[str, Any], letter: str) -> None:

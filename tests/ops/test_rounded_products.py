@@ -48,6 +48,24 @@ def test_values_are_within_the_documented_bound(variant_of_format):
 
 
 @pytest.mark.skipif(not IS_FAST, reason="this CPU has no fast products of bf16, so two_pass is the exact product")
+def test_the_option_for_decoded_weights_rounds_products_of_many_rows(monkeypatch):
+    weight = reference.make_weight("uint4b8", K, N, 32)  # takes 4.3 MiB in bf16
+
+    def product(rows: int, variant: str) -> torch.Tensor:
+        return OPS.gemm(activations(rows), weight.b_packed, weight.scales, variant=variant, **weight.arguments)
+
+    rounded, exact, few = product(128, "two_pass"), product(128, "auto"), product(127, "auto")
+    assert not torch.equal(rounded, exact)
+    for megabytes, rows, expected in (("5", 128, rounded), ("5", 127, few), ("4", 128, exact), ("0", 128, exact)):
+        monkeypatch.setenv("TORCH_MARLIN_METAL_DECODE_MB", megabytes)
+        assert torch.equal(product(rows, "auto"), expected), (megabytes, rows)
+    assert torch.equal(product(128, "fused"), exact)
+    monkeypatch.setenv("TORCH_MARLIN_METAL_DECODE_MB", "much")
+    with pytest.raises(ValueError, match="TORCH_MARLIN_METAL_DECODE_MB: expected MiB as a whole number"):
+        product(128, "auto")
+
+
+@pytest.mark.skipif(not IS_FAST, reason="this CPU has no fast products of bf16, so two_pass is the exact product")
 def test_training_rounds_the_weights_of_tables_and_evaluation_does_not():
     torch.manual_seed(0)
     linear = torch.nn.Linear(K, 64).to(DTYPE)

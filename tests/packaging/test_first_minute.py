@@ -31,7 +31,7 @@ main()
 
 
 def run(*command: object, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder, without the variables of this process's Python and of continuous integration."""
+    """Runs a command in a folder, without the environment variables PYTHON* and TORCH_MARLIN_METAL_*."""
     ours = ("PYTHON", "TORCH_MARLIN_METAL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     kept["OMP_WAIT_POLICY"] = "passive"

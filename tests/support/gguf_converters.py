@@ -281,6 +281,14 @@ def of_jais2(writer: GGUFWriter, config) -> None:
     writer.add_rope_dimension_count(config.head_dim)
 
 
+def of_t5(writer: GGUFWriter, config) -> None:
+    shape(writer, config, context=512)
+    writer.add_feed_forward_length(config.d_ff)
+    lengths(writer, config.d_kv)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_relative_attn_buckets_count(config.relative_attention_num_buckets)
+
+
 def of_encoder(writer: GGUFWriter, config) -> None:
     base(writer, config, "layer_norm_rms_eps" if writer.arch == "eurobert" else "layer_norm_eps", 128)
     writer.add_token_type_count(2)

@@ -10,7 +10,13 @@ import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTextEncoding,
+)
 
 from tests.support.gguf_changes import MLA, changed, experts, factor, reordered, several
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
@@ -68,6 +74,9 @@ OWN_SIZES = {
     "nomic-bert": ENCODER,
     "modern-bert": ENCODER | {"local_attention": 8, "layer_types": SLIDING[::-1]},
     "eurobert": ENCODER,
+    "t5encoder": {"d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2}
+    | {"feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 8},
+    "t5encoder of version 1.0": {"d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2},
     "qwen35": LINEAR,
     "qwen35moe": LINEAR,
     "exaone4": {"sliding_window": 8, "layer_types": SLIDING},
@@ -92,6 +101,7 @@ FAMILIES += [
     ("granitehybrid", "granitehybrid dense"),
     ("falcon", "falcon multi query"),
     ("chatglm", "chatglm fused"),
+    ("t5encoder", "t5encoder of version 1.0"),
 ]
 TYPES = {
     "gemma3": "gemma3_text",
@@ -112,9 +122,10 @@ TYPES |= dict.fromkeys(("granitehybrid", "granitehybrid dense"), "granitemoehybr
 TYPES |= {"mistral3": "ministral3", "gemma3n": "gemma3n_text"}
 TYPES |= {"exaone-moe": "exaone_moe", "hunyuan-moe": "hunyuan_v1_moe", "falcon-h1": "falcon_h1", "gptneox": "gpt_neox"}
 TYPES |= {"falcon multi query": "falcon", "starcoder": "gpt_bigcode", "chatglm": "glm", "chatglm fused": "glm"}
+TYPES |= dict.fromkeys(("t5encoder", "t5encoder of version 1.0"), "t5")
 TYPES |= {"glm-dsa": "glm_moe_dsa", "nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
 ARGUMENTS = {"bert": {"add_pooling_layer": False}}  # of model classes; files have no pooler
-ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert")
+ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert", "t5encoder")
 REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo", "mistral3", "granitehybrid")
 LINEAR_ATTENTION = ("qwen35", "qwen35moe", "qwen3next")
 # Tensors that the converter keeps in fp32, by a part of their names.
@@ -148,7 +159,9 @@ PLAIN = ("F32", "F16", "BF16")
 def model_of(family: str, **settings: Any) -> nn.Module:
     """Returns a model of a family with random weights, the same at each call."""
     torch.manual_seed(0)
-    sizes = SIZES | OWN_SIZES.get(family, {}) | settings
+    own = OWN_SIZES.get(family, {})
+    # T5's config has other names for all of the sizes.
+    sizes = ({"vocab_size": 64} if family.startswith("t5") else SIZES) | own | settings
     if family.startswith("falcon") and family != "falcon-h1":
         del sizes["head_dim"]  # the class has no setting for it
     config = AutoConfig.for_model(TYPES.get(family, family), **sizes)
@@ -166,6 +179,8 @@ def model_of(family: str, **settings: Any) -> nn.Module:
 
 def auto_class(family: str) -> Any:
     """Returns the class of transformers that makes a model of a family."""
+    if family.startswith("t5"):
+        return AutoModelForTextEncoding
     if family in ENCODERS:
         return AutoModel
     return AutoModelForImageTextToText if family == "mistral4" else AutoModelForCausalLM
@@ -252,8 +267,8 @@ def write(
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     stored: dict[str, list[tuple[np.ndarray, np.ndarray, str]]] = {}
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and tied:
-            continue
+        if (name == "lm_head.weight" and tied) or name == "encoder.embed_tokens.weight":
+            continue  # another tensor's values
         flat = tensor.view(-1).numpy()  # shares the memory of the model
         index = np.arange(flat.size).reshape(tensor.shape)
         fused = re.search(r"\.(\d+)\.self_attn\.[qkv]_proj\.(weight|bias)", name) if model.fuses_qkv else None

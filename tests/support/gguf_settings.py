@@ -328,6 +328,7 @@ CASES |= {
         converters.of_encoder,
     ),
     "eurobert": ("eurobert", "eurobert", PLAIN, converters.of_encoder),
+    "t5encoder": ("t5encoder", "t5encoder", {"layer_norm_epsilon": 1e-3}, converters.of_t5),
 }
 # Cases whose file states no multipliers, because they are in the weights, and what a model for it has instead.
 NEUTRAL = {

@@ -343,7 +343,7 @@ class MarlinExperts(nn.Module):
         return self.activate(self.gate_up(hidden_states, top_k_index))
 
     def activate(self, gate_up: Tensor) -> Tensor:
-        """Returns `[..., I]`, the activation of the product `[..., 2 * I]` of `gate_up`."""
+        """Applies the activation function to the output `[..., 2 * I]` of `gate_up`; returns `[..., I]`."""
         return (self._known or self.activation)(gate_up)
 
 

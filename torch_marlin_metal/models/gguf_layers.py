@@ -86,6 +86,12 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
         yield "position_embd.weight", "max_position_embeddings", positions[0]
     if types := shapes.get("token_types.weight"):
         yield "token_types.weight", "type_vocab_size", types[0]
+    if kind == "t5":
+        heads = int(file.number("attention.head_count") or 0)
+        yield "enc.blk.0.attn_q.weight", "d_kv", shapes["enc.blk.0.attn_q.weight"][0] // max(heads, 1)
+        yield "enc.blk.0.ffn_up.weight", "d_ff", shapes["enc.blk.0.ffn_up.weight"][0]
+        is_gated = "enc.blk.0.ffn_gate.weight" in shapes
+        yield "enc.blk.0.ffn_gate.weight", "feed_forward_proj", "gated-gelu" if is_gated else "relu"
     if kind in ("gpt2", "gpt_bigcode"):
         yield "blk.0.ffn_up.weight", "n_inner", width[0]
     if kind == "mpt":

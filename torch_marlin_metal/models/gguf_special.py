@@ -23,7 +23,7 @@ PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "
 GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "afmoe", "exaone-moe", "glm-dsa"), 2)
 GATING |= {"gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
-ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert")  # model types whose tokens see later tokens
+ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert", "t5")  # model types whose tokens see later tokens
 # Architectures with images. transformers reads their files as models for text only, where all parts of a position are
 # equal.
 TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")

@@ -135,6 +135,7 @@ struct Bf16DotKernels {
   MatrixKernel fp32_row;  // for one row of fp32, each activation split into three bf16 terms
   MatrixKernel small_m;   // for bf16 activations
   MatrixKernel large_m;   // for bf16 activations
+  MatrixKernel panel;     // for several blocks of rows of bf16 that share decoded codes; empty on Arm
 };
 
 // Kernels that split each activation into three bytes, for integer and E2M1 codes. On x86 also for integers of 5, 6 and

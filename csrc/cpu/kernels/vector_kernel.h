@@ -16,6 +16,13 @@ namespace marlin::cpu {
 template <class V, Codes codes>
 using DecoderOf = typename V::template Decoder<codes == Codes::planes ? Codes::byte : codes>;
 
+// What a decoder's numbers must be multiplied by, a power of two, to give the values of the codes.
+template <class Decoder>
+constexpr float unit_of() {
+  if constexpr (requires { Decoder::unit; }) return Decoder::unit;
+  return 1.F;
+}
+
 // The words of eight k of C vectors of columns.
 template <class V, Codes codes, int C>
 struct Block {
@@ -38,11 +45,17 @@ struct Block {
       });
     }
   }
-  // Returns the values of the codes of k = j, in vector c.
+  // Returns the values of the codes of k = j, in vector c, in the decoder's unit.
   template <int j, int c>
   [[gnu::always_inline]] typename V::F decode(const DecoderOf<V, codes>& decoder) const {
     if constexpr (codes == Codes::planes) return decoder.template decode<j / 2>(word[j % 2 * C + c]);
     return decoder.template decode<j % kCodes>(word[j / kCodes * C + c]);
+  }
+  template <int j, int c>
+  [[gnu::always_inline]] typename V::F value(const DecoderOf<V, codes>& decoder) const {
+    constexpr float kUnit = unit_of<DecoderOf<V, codes>>();
+    const typename V::F decoded = decode<j, c>(decoder);
+    return kUnit == 1.F ? decoded : V::mul(decoded, V::set1(kUnit));
   }
 };
 
@@ -95,6 +108,10 @@ void step(const Step& s) {
         ahead += block.kRows * s.ld_words;
       }
     }
+    constexpr float kUnit = from_panel ? 1.F : unit_of<DecoderOf<V, codes>>();
+    if constexpr (kUnit != 1.F) {
+      unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::mul(acc[i], V::set1(kUnit)); });
+    }
   });
 }
 
@@ -107,7 +124,7 @@ void unpack(const Step& s, float* panel) {
     const Block<V, codes, C> block(words, s.ld_words, s.high, k);
     prefetch_block<V, codes, C>(ahead, s.ld_words);
     unroll<V, 8 * C>([&](auto i) __attribute__((always_inline)) {
-      V::store(panel + i * V::width, block.template decode<i / C, i % C>(decoder));
+      V::store(panel + i * V::width, block.template value<i / C, i % C>(decoder));
     });
     words += block.kRows * s.ld_words;
     ahead += block.kRows * s.ld_words;
@@ -187,9 +204,15 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
-    static constexpr auto kValues = e8m0_values();
-    for (; i < count; ++i)
-      out[i] = kValues[source[i]];
+    // The same as e8m0_to_float, with comparisons of 32 bits, because GCC compares bytes if it can, and widens the
+    // masks.
+    const uint8_t* __restrict codes = source;
+    float* __restrict to = out;
+    for (; i < count; ++i) {
+      constexpr uint32_t kSmallest = 0x00400000, kNan = 0x7F800000, kQuiet = 0x00400000;
+      const uint32_t bits = uint32_t{codes[i]} << 23;
+      to[i] = std::bit_cast<float>(std::max(bits, kSmallest) | (bits == kNan ? kQuiet : 0U));
+    }
   }
 }
 
@@ -240,7 +263,7 @@ template <class V, Codes codes, ElementType type, ZerosRole role>
     });
     unroll<V, 8>([&](auto j) __attribute__((always_inline)) {
       unroll<V, 2>([&](auto c) __attribute__((always_inline)) {
-        w[c] = block.template decode<j, c>(decoder);
+        w[c] = block.template value<j, c>(decoder);
         if constexpr (role == ZerosRole::zero_point) w[c] = V::sub(w[c], zero[c]);
         w[c] = V::mul(w[c], scale[c]);
         if constexpr (role == ZerosRole::bias) w[c] = V::add(V::rounded(w[c]), zero[c]);

@@ -1,7 +1,7 @@
-// Decodes packed words to tiles of bf16 codes. amx.cpp includes this after its ISA pragma, so everything here has
-// internal linkage. The panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns], each element a
-// pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7), because shifting a word gives two codes that are
-// 4 k apart. For codes of 8 bits they are (0, 2), (1, 3), (4, 6), (5, 7).
+// Decodes packed words to tiles of bf16 codes. Files include this after their ISA pragma, so everything here has
+// internal linkage. In amx.cpp, the panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns],
+// each element a pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7), because shifting a word gives two
+// codes that are 4 k apart. For codes of 8 bits they are (0, 2), (1, 3), (4, 6), (5, 7).
 #pragma once
 
 #include "csrc/cpu/kernels/bf16_parts.h"

@@ -12,6 +12,7 @@ MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi")
 #include "csrc/cpu/kernels/bf16_parts.h"
 #include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/kernels/segments.h"
+#include "csrc/cpu/x86/amx_codes.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {
@@ -31,8 +32,9 @@ struct NibbleTable {
 };
 
 // s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of two k in 32 bits: k = j and
-// j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7.
-template <Codes codes, int parts, int R, int C>
+// j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7. The panel holds the same pairs of codes, as
+// [k/8, pair, column].
+template <Codes codes, bool from_panel, int parts, int R, int C>
 void dot_step(const Step& s) {
   // Each part has its own accumulators. If one row's parts shared them, each instruction would wait for the previous
   // one.
@@ -41,6 +43,7 @@ void dot_step(const Step& s) {
   const std::conditional_t<bytes, BytePairs<codes>, NibbleTable> table(s.values);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
+  const float* panel = s.panel;
   const auto* x = static_cast<const int32_t*>(s.x);
   add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
     __m512 acc[sums];
@@ -49,7 +52,7 @@ void dot_step(const Step& s) {
       __m512i word[C], code[C], odd[C], odd_pairs[C];
       unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
         constexpr int kPairs = 4 / words_per_block(codes);  // of a word
-        if constexpr (j % kPairs == 0) {
+        if constexpr (!from_panel && j % kPairs == 0) {
           unroll<V, C>([&](auto c) __attribute__((always_inline)) {
             word[c] = V::load_words(words + c * V::width);
             __builtin_prefetch(ahead + c * V::width, 0, 2);
@@ -58,7 +61,9 @@ void dot_step(const Step& s) {
           ahead += s.ld_words;
         }
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          if constexpr (codes == Codes::planes) {
+          if constexpr (from_panel) {
+            code[c] = _mm512_loadu_si512(panel + (j * C + c) * V::width);
+          } else if constexpr (codes == Codes::planes) {
             // The bytes of even k are pairs 0 and 2, and those of odd k pairs 1 and 3.
             if constexpr (j == 0) {
               const HighWords<V> upper(s.high, k, c * V::width);
@@ -84,6 +89,7 @@ void dot_step(const Step& s) {
         });
       });
       x += 4 * parts * R;
+      if constexpr (from_panel) panel += 4 * C * V::width;
     }
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
       total[i] = acc[i];
@@ -92,6 +98,19 @@ void dot_step(const Step& s) {
       }
     });
   });
+}
+
+template <class Decoded, int C>
+void unpack_pairs(const Step& s, float* panel) {
+  const Decoded codes(s.values);
+  for (int row = 0; row < s.k / kBlockK; ++row, panel += 4 * C * V::width) {
+    for (int c = 0; c < C; ++c) {
+      __m512i pairs[4];
+      codes.decode(s, row, c * V::width, pairs);
+      for (int j = 0; j < 4; ++j)
+        _mm512_storeu_si512(panel + (j * C + c) * V::width, pairs[j]);
+    }
+  }
 }
 
 template <int parts>
@@ -124,7 +143,7 @@ constexpr MatrixKernel dot_kernel() {
   auto fill = [&]<Codes codes, int... i>(std::integral_constant<Codes, codes>, Codes of,
                                          std::integer_sequence<int, i...>) {
     auto& steps = kernel.step[static_cast<size_t>(of)];
-    ((steps[static_cast<size_t>(min_rows + i)] = &dot_step<codes, parts, min_rows + i, C>), ...);
+    ((steps[static_cast<size_t>(min_rows + i)] = &dot_step<codes, false, parts, min_rows + i, C>), ...);
   };
   constexpr auto kRows = std::make_integer_sequence<int, max_rows - min_rows + 1>{};
   for (const Codes of : {Codes::integer, Codes::e2m1, Codes::table})
@@ -135,9 +154,25 @@ constexpr MatrixKernel dot_kernel() {
   return kernel;
 }
 
+// The same products from a panel. Its steps do not depend on the codes.
+constexpr MatrixKernel panel_kernel(MatrixKernel kernel) {
+  constexpr int C = V::large_m_vectors;
+  kernel.panel_bytes = 2 * kChunk * kernel.strip;
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    constexpr int first = V::small_m_rows;
+    for (auto& steps : kernel.step)
+      ((steps[static_cast<size_t>(first + i)] = &dot_step<Codes::table, true, 1, first + i, C>), ...);
+  }(std::make_integer_sequence<int, V::large_m_rows - V::small_m_rows + 1>{});
+  kernel.unpack.fill(&unpack_pairs<CodesInParts<1>, C>);
+  kernel.unpack[static_cast<size_t>(Codes::byte)] = &unpack_pairs<ByteCodes<Codes::byte>, C>;
+  kernel.unpack[static_cast<size_t>(Codes::e4m3)] = &unpack_pairs<ByteCodes<Codes::e4m3>, C>;
+  kernel.unpack[static_cast<size_t>(Codes::planes)] = &unpack_pairs<ByteCodes<Codes::planes>, C>;
+  return kernel;
+}
+
+constexpr MatrixKernel kLargeM = dot_kernel<1, V::small_m_rows, V::large_m_rows, V::large_m_vectors>();
 constexpr Bf16DotKernels kDot{dot_kernel<3, 1, 1, V::small_m_vectors>(),
-                              dot_kernel<1, 1, V::small_m_rows, V::small_m_vectors>(),
-                              dot_kernel<1, V::small_m_rows, V::large_m_rows, V::large_m_vectors>()};
+                              dot_kernel<1, 1, V::small_m_rows, V::small_m_vectors>(), kLargeM, panel_kernel(kLargeM)};
 
 }  // namespace
 

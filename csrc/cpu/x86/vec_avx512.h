@@ -104,34 +104,28 @@ struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// As for AVX2: the upper and the lower byte of the bf16 values of 64 codes, which the compiler makes once for the four
-// calls of decode(). Subnormal codes are looked up.
+// As for AVX2, with 64 codes.
 template <>
 struct Avx512::Decoder<Codes::e4m3> {
-  I small_upper, small_lower;
-  explicit Decoder(const float* values) {
-    const SmallE4m3 bytes(values);
-    small_upper = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes.upper)));
-    small_lower = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes.lower)));
+  static constexpr float unit = 256.F;
+  explicit Decoder(const float*) {}
+  static I halves(I codes) {
+    constexpr int kAOrBAndC = 0xF8;
+    const I magnitudes_and_signs =
+        _mm512_and_si512(_mm512_srai_epi16(codes, 1), _mm512_set1_epi16(static_cast<short>(0xBF80)));
+    const I carry = _mm512_add_epi16(magnitudes_and_signs, _mm512_set1_epi16(0x80));
+    return _mm512_ternarylogic_epi32(magnitudes_and_signs, carry, _mm512_set1_epi16(0x4000), kAOrBAndC);
   }
-  static I all(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
   template <int j>
   F decode(I words) const {
-    constexpr int kAOrBAndC = 0xF8, kSelect = 0xCA;
-    const I magnitude = _mm512_and_si512(words, all(0x7F));
-    const __mmask64 small = _mm512_cmplt_epu8_mask(magnitude, all(8));
-    const __mmask64 nan = _mm512_cmpeq_epi8_mask(magnitude, all(0x7F));
-    const I exponent = _mm512_add_epi8(_mm512_and_si512(_mm512_srli_epi32(words, 4), all(7)), all(120 / 2));
-    const I mantissa = _mm512_slli_epi32(_mm512_and_si512(words, all(15)), 4);
-    const I lower = _mm512_mask_shuffle_epi8(mantissa, small, small_lower, magnitude);
-    const I finite = _mm512_mask_shuffle_epi8(exponent, small, small_upper, magnitude);
-    const I unsigned_upper = _mm512_mask_mov_epi8(finite, nan, all(0x7F));
-    const I upper = _mm512_ternarylogic_epi32(unsigned_upper, words, all(0x80), kAOrBAndC);
-    const I first = j % 2 == 0 ? lower : _mm512_srli_epi16(lower, 8);
-    const I second = j % 2 == 0 ? _mm512_slli_epi16(upper, 8) : upper;
-    const I pair = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0x00FF), first, second, kSelect);
-    return _mm512_castsi512_ps(j < 2 ? _mm512_slli_epi32(pair, 16)
-                                     : _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U))));
+    const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const I fours = _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(first_bytes));
+    // Each 128 bits get eight columns of two k: those of k = 0 and 1 in the lower half, of k = 2 and 3 in the upper.
+    const I codes =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
+    const I zero = _mm512_setzero_si512();
+    const I two = halves(j % 2 == 0 ? _mm512_unpacklo_epi8(zero, codes) : _mm512_unpackhi_epi8(zero, codes));
+    return _mm512_cvtph_ps(j < 2 ? _mm512_castsi512_si256(two) : _mm512_extracti64x4_epi64(two, 1));
   }
 };
 

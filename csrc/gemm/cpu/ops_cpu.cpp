@@ -16,18 +16,25 @@
 #include "csrc/gemm/argument_rules.h"
 #include "csrc/gemm/cpu/gemm.h"
 #include "csrc/gemm/cpu/precision.h"
+#include "csrc/planner/device.h"
 #include "csrc/weights/cpu/stored_weight.h"
 #include "csrc/weights/operators.h"
 
 namespace marlin::cpu {
 namespace {
 
-// Returns true if a variant that rounds the weight has an effect, that is, if it is multiplied by PyTorch in bf16. This
-// needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the weight exact, at
-// least for tables.
-bool multiplies_rounded(std::string_view variant, const Tensor& a, const OptionalTensor& bias) {
+// With fewer rows, decoding takes more of the time than exact products lose.
+constexpr int64_t kRoundedMinRows = 128;
+
+// Returns true if the weight is rounded and multiplied by PyTorch in bf16: if the variant or the option for decoded
+// weights says so. This needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the
+// weight exact.
+bool multiplies_rounded(std::string_view variant, const Tensor& a, int64_t N, const OptionalTensor& bias) {
+  if (a.scalar_type() != at::kBFloat16) return false;
   const std::optional<GemmVariant> named = variant_of(variant);
-  if (!named || !rounds_weight(*named) || a.scalar_type() != at::kBFloat16) return false;
+  const auto decoded = static_cast<uint64_t>(2 * a.size(1) * N);
+  const bool allowed = !named && a.size(0) >= kRoundedMinRows && decoded <= decoded_bytes();
+  if (!allowed && !(named && rounds_weight(*named))) return false;
   if (bias && bias->scalar_type() != at::kBFloat16) return false;
   return capability().isa == Isa::amx || (capability().isa == Isa::avx512 && detected().fast_bf16_dot);
 }
@@ -70,7 +77,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   if (out.numel() == 0) return out;
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, stored.view.K});
-  if (!fp32_out && multiplies_rounded(variant, rows, bias)) {
+  if (!fp32_out && multiplies_rounded(variant, rows, stored.view.N, bias)) {
     stored.check_perm(op);
     const std::array<int64_t, 2> flat{rows.size(0), stored.view.N};
     multiply_rounded(rows, weight, bias, out.view(flat));

@@ -31,6 +31,7 @@ enum class CpuKernel : int {
   bf16_dot_fp32_row,
   bf16_dot_small_m,
   bf16_dot,
+  bf16_dot_panel,
   byte_split_avx2,
   byte_split_small_m,
   byte_split,

@@ -27,6 +27,8 @@ inline const MatrixKernel& matrix_kernel(const CpuPlan& plan, const KernelSet& k
       return bf16_dot_kernels()->small_m;
     case CpuKernel::bf16_dot:
       return bf16_dot_kernels()->large_m;
+    case CpuKernel::bf16_dot_panel:
+      return bf16_dot_kernels()->panel;
     case CpuKernel::byte_split_avx2:
       return *avx2_byte_split_kernel();
     case CpuKernel::byte_split_small_m:

@@ -147,7 +147,8 @@ class GgufReader(CheckpointReader):
         for inner, (other, instead) in ARCHITECTURES[self.architecture].without.items():
             base, _, ending = tensor.name.rpartition(".")
             if base.endswith(inner) and f"{base.removesuffix(inner)}{other}.{ending}" not in self.tensors:
-                name = f"{ARCHITECTURES[self.architecture].blocks}.{base.split('.')[1]}{instead}.{ending}"
+                number = base.removesuffix(inner).rpartition(".")[2]
+                name = f"{ARCHITECTURES[self.architecture].blocks}.{number}{instead}.{ending}"
         return name or tensor.name
 
     def stored_bytes(self, index: int) -> int:

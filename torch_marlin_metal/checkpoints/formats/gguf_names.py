@@ -85,6 +85,8 @@ RULES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek2", "mistral4", "glm-dsa"), LATENT),
     **dict.fromkeys(("chatglm", "nomic-bert"), SPLIT_QKV),
     **{name: {"qkv": "heads"} for name in ("gptneox", "bloom")},
+    # T5 1.0 has no gate.
+    "t5encoder": {"without": {".ffn_up": (".ffn_gate", ".layer.1.DenseReluDense.wi")}},
     # Falcon 7B has one norm in a block, and Falcon 40B has one for the attention and one for the rest.
     "falcon": {"qkv": "groups", "without": {".attn_norm": (".attn_norm_2", ".input_layernorm")}},
     "gpt2": {"transposed": (".attn_qkv", ".attn_output", ".ffn_up", ".ffn_down")},
@@ -107,7 +109,7 @@ def _pairs(entries: list[str]) -> dict[str, str]:
 
 
 ARCHITECTURES = _architectures()
-BLOCK_NAME = re.compile(r"blk\.(\d{1,6})(\..+)")
+BLOCK_NAME = re.compile(r"(?:enc\.)?blk\.(\d{1,6})(\..+)")  # T5's encoder has the first form
 EXPERT_TENSOR = re.compile(r"\.ffn_(gate|up|down|gate_up)_exps\.(?:weight|bias)")
 
 

@@ -191,4 +191,9 @@ modern-bert modernbert@layers .attn_norm=.attn_norm .attn_output=.attn.Wo .attn_
   .ffn_norm=.mlp_norm .ffn_up=.mlp.Wi output_norm=final_norm token_embd=embeddings.tok_embeddings
   token_embd_norm=embeddings.norm
 eurobert eurobert@layers output_norm=norm token_embd=embed_tokens
+t5encoder t5@encoder.block .attn_k=.layer.0.SelfAttention.k .attn_norm=.layer.0.layer_norm
+  .attn_o=.layer.0.SelfAttention.o .attn_q=.layer.0.SelfAttention.q
+  .attn_rel_b=.layer.0.SelfAttention.relative_attention_bias .attn_v=.layer.0.SelfAttention.v
+  .ffn_down=.layer.1.DenseReluDense.wo .ffn_gate=.layer.1.DenseReluDense.wi_0 .ffn_norm=.layer.1.layer_norm
+  .ffn_up=.layer.1.DenseReluDense.wi_1 enc.output_norm=encoder.final_layer_norm token_embd=shared
 """

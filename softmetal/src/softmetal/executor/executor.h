@@ -1,5 +1,5 @@
-// The interface for the device library and the Python module. Callers compile Metal source, open the compiled library
-// and launch the library's kernels. The interface is plain C, so that ctypes can call it. No function throws. The
+// The functions that the device and the Python module call: compile Metal source, open the compiled library, launch
+// its kernels. The interface is plain C, so that ctypes can call it. No function throws. The
 // caller frees each returned text or result with sm_free_*.
 #pragma once
 

@@ -43,7 +43,7 @@ class Resident:
         self._channel = _start(compiler, library)
 
     def run(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes]:
-        """Runs the compiler on `data`. Returns its status, -1 if a signal ended it, its output and its messages."""
+        """Runs the compiler on `data`. Returns its status (-1 if a signal ended it), output and messages."""
         if self._channel is None:
             done = subprocess.run([self._place[0], *arguments], input=data, capture_output=True)
             return done.returncode, done.stdout, done.stderr

@@ -64,18 +64,18 @@ def refused(code: list[Token]) -> list[SourceError]:
 
 
 def findings(text: str, version: int) -> list[str]:
-    """Compiles preprocessed Metal source for its messages.
+    """Compiles preprocessed Metal source with clang, to get the error messages.
 
     Args:
         text: the source with line markers.
         version: the language version as `__METAL_VERSION__` gives it, 310 for MSL 3.1.
 
     Returns:
-        One `file:line: error: message` for each error that Metal's compiler reports too.
+        One `file:line: error: message` for each error of clang that Metal's compiler reports, too.
 
     Raises:
         SourceError: brackets do not match.
-        CompileError: clang failed for another reason than the source.
+        CompileError: clang failed for a reason other than the source.
     """
     command = [CLANG, *_FLAGS, f"-DSM_METAL_VERSION={version}", "-include-pch", str(_declarations(version))]
     # The name of the precompiled file has a digest of its sources, so clang need not compare their times.

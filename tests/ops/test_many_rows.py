@@ -1,0 +1,19 @@
+"""`gemm` with so many rows of bf16 that CPU kernels share decoded codes between blocks of rows."""
+
+import pytest
+import torch
+
+import torch_marlin_metal as tmm
+from tests.support import reference
+
+OPS = torch.ops.torch_marlin_metal
+FORMATS = ("uint4", "uint4_bias", "nvfp4", "uint5b16", "uint6_bias", "uint8b128", "mxfp8")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_are_within_the_bound(name) -> None:
+    weight = reference.make_weight(name, 160, 40, tmm.WEIGHT_FORMATS[name].fixed_group_size or 32)
+    a = torch.randn(61, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
+    got = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
+    exact, bound = reference.gemm(a, weight)
+    reference.check_gemm(got, exact, bound)
