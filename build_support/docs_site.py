@@ -21,6 +21,7 @@ OUTSIDE = {
     "lab/models/whole_model.md": "lab/models/whole_model.md",
     "lab/notes/predictions.md": "lab/notes/predictions.md",
     "lab/notes/kernel-costs.md": "lab/notes/kernel-costs.md",
+    "lab/notes/few-rows.md": "lab/notes/few-rows.md",
     "lab/notes/tile-sizing.md": "lab/notes/tile-sizing.md",
     "lab/notes/tensor-units.md": "lab/notes/tensor-units.md",
     "lab/notes/host-audit.md": "lab/notes/host-audit.md",
