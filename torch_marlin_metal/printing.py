@@ -16,7 +16,7 @@ class RichText:
         """Returns the table that rich prints."""
 
     def __str__(self) -> str:
-        console = Console(width=160, force_terminal=False)
+        console = Console(width=160, force_terminal=False, markup=False, emoji=False, highlight=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip("\n")

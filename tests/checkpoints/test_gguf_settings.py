@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from gguf import GGUFWriter, RopeScalingType
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from tests.support.gguf_metadata import of_biases, of_gemma3, shape
@@ -23,12 +23,18 @@ from torch_marlin_metal.integrations import transformers as integration
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
 from torch_marlin_metal.integrations.transformers.gguf import MODEL_TYPES
 from torch_marlin_metal.models.gguf_case import has_setting
+from torch_marlin_metal.models.gguf_layers import of_tensors
 from torch_marlin_metal.models.gguf_settings import differences
 from torch_marlin_metal.models.gguf_special import SPECIAL
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 # Warnings about tables and projections that no weight format holds in some models.
 EXPECTED = r".*(has a forward of its own|computes with its weight|become floats: Q4_0 of attn_k_b)"
+
+
+def test_a_t5_file_that_lacks_tensors_says_nothing_of_their_sizes() -> None:
+    file = FileSettings({"general.architecture": "t5encoder"}, {})
+    assert {setting for _, setting, _ in of_tensors(T5Config(), file)} == {"feed_forward_proj"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.table import Table
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import output
 from torch_marlin_metal.cli.app import COMMANDS, app
-from torch_marlin_metal.printing import table
+from torch_marlin_metal.printing import RichText, table
 
 ROOT = Path(__file__).parents[2]
 GPTQ = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-asym-g64-v1"
@@ -100,14 +101,24 @@ def test_a_failure_is_one_line_or_one_object(tmp_path, monkeypatch, case):
     assert message in json.loads(out)["error"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no GPU to tune for"), MemoryError()], ids=repr)
-def test_a_missing_device_or_too_little_memory_exits_with_3(monkeypatch, error):
+MOVED = OSError(18, "Invalid cross-device link", "a", None, "b")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("no GPU to tune for"), "no GPU to tune for"),
+        (MemoryError(), "MemoryError"),
+        (MOVED, "a -> b: Invalid cross-device link"),
+    ],
+)
+def test_a_missing_device_or_too_little_memory_exits_with_3(monkeypatch, error, sentence):
     def tune(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(tuning, "tune", tune)
     code, out, err = call("tune", "--shape", "64,64")
-    assert (code, out, err) == (3, "", f"error: {str(error) or 'MemoryError'}\n")
+    assert (code, out, err) == (3, "", f"error: {sentence}\n")
     code, out, _ = call("tune", "--shape", "64,64", "--json")
     assert (code, json.loads(out)["type"]) == (3, type(error).__name__)
 
@@ -158,11 +169,24 @@ def test_an_error_shows_names_as_they_are(tmp_path):
     assert err.count("\n") == 1
 
 
-def test_brackets_of_a_table_are_text(capsys):
-    rows = [["expected shape [any, 8], got [3, 4]"]]
+class Printed(RichText):
+    def __init__(self, shown: Table) -> None:
+        self.shown = shown
+
+    def __rich__(self) -> Table:
+        return self.shown
+
+
+@pytest.mark.parametrize("how", ["show", "print"])
+def test_brackets_of_a_table_are_text(how, capsys):
+    rows = [["expected shape [any, 8], got [3, 4]"], ["[red] :smile:"]]
     shown = table("title [a]", "heading", rows=rows, caption="[b] of \x1b[0m")
-    output.show({}, shown, as_json=False)
+    if how == "show":
+        output.show({}, shown, as_json=False)
+    else:
+        print(Printed(shown))
     out = capsys.readouterr().out
+    assert "[red] :smile:" in out
     assert "title [a]" in out
     assert "expected shape [any, 8], got [3, 4]" in out
     assert r"[b] of \x1b[0m" in out

@@ -5,10 +5,11 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.support.llama import MODELS, write_gguf
@@ -126,6 +127,9 @@ def test_each_failure_is_one_sentence(folder, tmp_path, monkeypatch):
         assert sentence in found[2]
         assert found[2].count("\n") == 1
     assert call("generate", without, "w5", "--tokens", 1, "--tokenizer", folder)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoTokenizer, "from_pretrained", Mock(side_effect=AssertionError()))
+        assert "its tokenizer cannot be loaded (AssertionError): --tok" in call("generate", folder, "w1")[2]
     monkeypatch.setattr(opened, "physical_memory", lambda: 1000)
     code, _, err = call("generate", folder, "w1")
     assert (code, "this machine has 1 kB of memory" in err) == (3, True)

@@ -112,8 +112,8 @@ def logits(path, **kwargs) -> tuple[torch.Tensor, LlamaForCausalLM]:
         return model(IDS).logits, model
 
 
+@torch._dynamo.config.patch(disable=True)  # transformers compiles the decoding of BitNet
 def test_what_this_package_does_not_read_is_loaded_by_transformers(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # transformers compiles the decoding of BitNet
     write(tmp_path, ternary, BITNET)
     lines: list[str] = []
     monkeypatch.setattr(

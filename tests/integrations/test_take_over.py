@@ -1,6 +1,8 @@
 """The integration takes over transformers' tables of quantizers, restores them, and names a transformers that is too old."""
 
+import importlib
 import os
+import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -10,6 +12,7 @@ from transformers.quantizers import register_quantization_config, register_quant
 import torch_marlin_metal.integrations.transformers as integration
 from tests.support.llama import MODELS
 from tests.support.programs import run_python
+from torch_marlin_metal.integrations import with_peft
 from torch_marlin_metal.integrations.transformers import MarlinConfig, restore, restored, take_over, taken_over
 from torch_marlin_metal.integrations.transformers.take_over import STOPS
 
@@ -52,13 +55,20 @@ def test_transformers_own_rules_for_names() -> None:
 def test_an_old_transformers_is_named(version, monkeypatch) -> None:
     monkeypatch.setattr("transformers.__version__", version)
     with pytest.raises(ImportError, match=rf"needs transformers >= 5.23 .*found {version}"):
-        integration._require_transformers()
+        importlib.reload(integration)
 
 
 def test_a_missing_transformers_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'transformers>=5.23' accelerate.*not installed"):
-        integration._require_transformers()
+        importlib.reload(integration)
+
+
+def test_an_old_peft_is_named_when_it_is_imported(monkeypatch) -> None:
+    monkeypatch.setattr("peft.__version__", "0.20.1")
+    monkeypatch.delitem(sys.modules, "torch_marlin_metal.integrations.peft", raising=False)
+    with pytest.warns(UserWarning, match=r"integrations.peft needs peft >= 0.21 \(.*; found 0.20.1"):
+        with_peft.register()
 
 
 def test_the_import_works_after_that_of_a_module_of_transformers() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
@@ -15,9 +16,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal.integrations import peft  # noqa: F401  lets peft put adapters on experts
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
+from torch_marlin_metal.parallel import MarlinExpertParallel
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -163,6 +166,20 @@ def test_experts_that_take_each_token_stay_packed(door, tmp_path) -> None:
     tokens = torch.randn(4 * 6, 64) * (torch.rand(4 * 6, 1) < 0.3)
     torch.testing.assert_close(experts(tokens), decoded(tokens), rtol=1e-4, atol=1e-5)
     assert not experts(torch.zeros(4, 64)).any()
+
+
+def test_experts_that_take_each_token_are_refused_where_others_are_expected() -> None:
+    model = llama4()
+    quantize_model(model, "uint4b8", 32, progress=False)
+    experts = model.model.layers[0].feed_forward.experts
+    assert experts.top_k == 1
+    with pytest.raises(ValueError, match=r"expected \[E \* T, H\] .* E = 4 experts, got \[13, 64\]"):
+        experts(torch.ones(13, 64))
+    with pytest.raises(TypeError, match="each token's experts and are not split, got ExpertsOfEachToken"):
+        MarlinExpertParallel()._apply(experts, None)
+    settings = LoraConfig(target_modules=["q_proj"], target_parameters=["gate_up_proj"])
+    with pytest.raises(ValueError, match=r"got ExpertsOfEachToken, .* exclude='model.layers.0.feed_forward.experts'"):
+        get_peft_model(model, settings)
 
 
 class Twice(Llama4TextExperts):

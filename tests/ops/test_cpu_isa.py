@@ -15,8 +15,8 @@ VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
 
 
 def run_forced(isa: str, *command: str) -> CompletedProcess[str]:
-    environment = {**os.environ, VARIABLE: isa}
-    return run_python(*command, env=environment)
+    # mps=True, because the tests' conftest.py makes the device
+    return run_python(*command, mps="pytest" in command, env={**os.environ, VARIABLE: isa})
 
 
 @pytest.mark.parametrize("isa", FAMILIES)

@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
@@ -108,7 +109,9 @@ def _as_interpreter(words: list[str]) -> Iterator[None]:
     sys.orig_argv = [sys.executable, *words]
     sys.argv = words if is_file else [words[0], *words[2:]]
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    lists = Path(sysconfig.get_path("purelib")).glob("*.pth")  # of projects that are installed as editable
+    listed = {line for file in lists for line in file.read_text().splitlines()}
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix)) or path in listed]
     sys.path[:] = [str(Path(words[0]).parent) if is_file else "", *added, *installed]
     try:
         yield

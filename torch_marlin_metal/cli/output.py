@@ -147,7 +147,8 @@ def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
 def _fail(error: Exception, code: int, as_json: bool) -> int:
     message = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename and error.strerror:
-        message = f"{error.filename}: {error.strerror}"  # without Python's "[Errno 2]"
+        files = " -> ".join(map(str, filter(None, (error.filename, error.filename2))))
+        message = f"{files}: {error.strerror}"  # without Python's "[Errno 2]"
     if as_json:
         try:
             _print(json.dumps({"error": message, "type": type(error).__name__}))

@@ -79,7 +79,9 @@ def quantize(
 
 def _pieces(source: Path, text: Path) -> Tensor:
     """Returns the token ids of the pieces of a text, int64 `[pieces, TOKENS]`."""
-    ids = opened.open_tokenizer(source, None)(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    ids = opened.open_tokenizer(source, None)(opened.read_text("--calibration", text), add_special_tokens=False)[
+        "input_ids"
+    ]
     if len(ids) < TOKENS:
         raise ValueError(f"--calibration: {text}: expected at least {TOKENS} tokens, got {len(ids)}")
     return torch.tensor(ids[: len(ids) // TOKENS * TOKENS], device="cpu").view(-1, TOKENS)[:PIECES]

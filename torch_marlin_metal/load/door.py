@@ -32,8 +32,8 @@ class Split(Protocol):
             op: the caller's name, for errors.
             model: the model to load into.
             layers: the Linear layers of the model that packed layers of the checkpoint replace, experts' included.
-            whole: the modules that cannot be split: packed embeddings, layers tied to them, and layers that become
-                floats.
+            whole: the modules that cannot be split: packed embeddings, layers tied to them, layers whose bias is
+                tied, and layers that become floats.
             reader: the checkpoint.
         """
         ...

@@ -161,7 +161,8 @@ class Loader:
     def _begin_split(self, split: Split) -> None:
         places = self.plan.places
         layers = {n: place.spot.shape for place in places for n in place.spot.target.names}
-        whole = {name for place in places if place.dense for name in place.names()}
+        tied = [place for place in places if place.dense or place.bias_from or place.bias_to]
+        whole = {name for place in tied for name in place.names()}
         whole |= {name for place in places for spot in place.users for name in spot.target.names}
         whole |= {name for name, shape in layers.items() if shape is None}
         for prefix, experts in self.plan.experts.items():
@@ -186,8 +187,10 @@ class Loader:
             weight = replace(weight, bias=self._model.get_parameter(place.bias_from))
         if weight is None:
             yield from self._skip(place)
+            self._share_bias(place)
         elif not self._has_size(spot, weight):
             yield from self._reinitialize(place)
+            self._share_bias(place)
         elif isinstance(weight, DenseWeight) or place.dense:
             reason = place.dense or getattr(weight, "reason", "")
             values = self._decode(place, weight, device)
@@ -251,9 +254,12 @@ class Loader:
         return layer
 
     def _share_bias(self, place: Place) -> None:
+        module = self._model.get_submodule(place.spot.name)
+        if place.bias_from and not isinstance(module, MarlinLinear):
+            bias = self._model.get_parameter(place.bias_from)
+            self.changes.set_parameter(module, "bias", bias, bias)
         if place.bias_to:
-            bias = self._model.get_parameter(f"{place.spot.name}.bias")
-            self.changes.set_tensors(self._tensors, place.bias_to, bias)
+            self.changes.set_tensors(self._tensors, place.bias_to, module.get_parameter("bias"))
 
     def _put(self, target: Target, layer: nn.Module) -> None:
         """Replaces what is in a place now."""

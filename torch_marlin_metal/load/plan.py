@@ -267,7 +267,7 @@ class _Planner:
             bias = f"{place.spot.name}.bias"
             if bias in tensors:
                 tied = [*tensors.names_of(bias), *(other for one, other in ties if one == bias)]
-                others = [name for name in tied if name not in replaced]
+                others = [name for name in dict.fromkeys(tied) if name not in replaced]
                 place.bias_from = next((name for name in others if name in dense), "")
                 place.bias_to = [] if place.bias_from else others
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.reader import DenseWeight
 from torch_marlin_metal.layers.experts import StackError
-from torch_marlin_metal.layers.float_experts import WEIGHTS
+from torch_marlin_metal.layers.float_experts import WEIGHTS, stores_transposed
 from torch_marlin_metal.models.experts import ExpertLayers
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -26,7 +26,7 @@ def decode_experts(
         StackError: a weight does not have the sizes of the model's experts.
     """
     for number, (name, shape) in enumerate(zip(WEIGHTS, layers.shapes, strict=True)):
-        transposed = bool(getattr(layers.gate_module, "is_transposed", False))
+        transposed = stores_transposed(layers.gate_module)
         sizes = (shape.K, shape.N) if transposed else (shape.N, shape.K)
         stack = torch.empty(layers.count, *sizes, dtype=dtypes[name], device="cpu")
         values = stack.mT if transposed else stack

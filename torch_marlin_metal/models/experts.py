@@ -81,7 +81,7 @@ class ExpertLayers:
     """The layers of an experts module: their names in a checkpoint, and their shapes.
 
     Attributes:
-        gate_module: a copy of the experts module without parameters. Its `_apply_gate` is the activation.
+        gate_module: a copy of the experts module without parameters. `Gate` calls its activation.
         count: the number of experts.
         parts: names of the gate, up and down layers, or () if gate and up are one layer.
         shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
@@ -291,7 +291,7 @@ class NamedExperts(MarlinExperts):
         experts._parameters = {}
         for name, stack in zip(WEIGHTS, (self.gate_up, self.down), strict=True):
             weight = stack.dequantize(dtype)
-            if getattr(experts, "is_transposed", False):
+            if stores_transposed(experts):
                 weight = weight.mT.contiguous()
             experts.register_parameter(name, nn.Parameter(weight))
             if stack.bias is not None:
@@ -302,8 +302,21 @@ class NamedExperts(MarlinExperts):
 class ExpertsOfEachToken(NamedExperts):
     """Experts that take all tokens once for each expert, as those of Llama 4 do; the host waits for the device."""
 
+    def __init__(self, layers: ExpertLayers, gate_up: Any, down: Any) -> None:
+        super().__init__(layers, gate_up, down)
+        self.top_k = 1
+
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Returns `[E * T, H]` for `hidden_states [E * T, H]`, whose rows of tokens of other experts are zeros."""
+        """Returns `[E * T, H]` for `hidden_states [E * T, H]`, whose rows of tokens of other experts are zeros.
+
+        Raises:
+            ValueError: `hidden_states` has another number of dimensions, or its rows do not divide by E.
+        """
+        if hidden_states.dim() != 2 or len(hidden_states) % self.num_experts:
+            raise ValueError(
+                f"{type(self).__name__}: hidden_states: expected [E * T, H] with all tokens for each of "
+                f"E = {self.num_experts} experts, got {list(hidden_states.shape)}"
+            )
         rows = hidden_states.ne(0).any(-1).nonzero()  # zeros give zeros
         experts = rows // (len(hidden_states) // self.num_experts)
         weights = hidden_states.new_ones(experts.shape)

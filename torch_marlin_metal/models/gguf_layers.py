@@ -88,8 +88,10 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
         yield "token_types.weight", "type_vocab_size", types[0]
     if kind == "t5":
         heads = int(file.number("attention.head_count") or 0)
-        yield "enc.blk.0.attn_q.weight", "d_kv", shapes["enc.blk.0.attn_q.weight"][0] // max(heads, 1)
-        yield "enc.blk.0.ffn_up.weight", "d_ff", shapes["enc.blk.0.ffn_up.weight"][0]
+        if heads and (query := shapes.get("enc.blk.0.attn_q.weight")):
+            yield "enc.blk.0.attn_q.weight", "d_kv", query[0] // heads
+        if up := shapes.get("enc.blk.0.ffn_up.weight"):
+            yield "enc.blk.0.ffn_up.weight", "d_ff", up[0]
         is_gated = "enc.blk.0.ffn_gate.weight" in shapes
         yield "enc.blk.0.ffn_gate.weight", "feed_forward_proj", "gated-gelu" if is_gated else "relu"
     if kind in ("gpt2", "gpt_bigcode"):

@@ -84,7 +84,7 @@ class SplitPlan:
         Raises:
             ValueError: a pattern matches no module.
             TypeError: a style is not one of this package's styles for Linear layers, or a layer of the plan is not
-                packed.
+                packed, or its bias is tied.
             RuntimeError: a process has another version of this package or another checkpoint.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -101,7 +101,7 @@ class SplitPlan:
             if name not in layers:
                 raise TypeError(
                     f"{op}: split: layer {name!r}: expected a Linear layer that the checkpoint holds packed, got a "
-                    f"{type(module).__name__} that is not"
+                    f"{type(module).__name__} that is not, or whose bias is tied"
                 )
         check_checkpoint(op, reader, self.mesh.get_group())
 

@@ -295,9 +295,10 @@ class MarlinExpertParallel(PackedStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, MarlinExperts) or isinstance(module, ExpertPart):
+        if not isinstance(module, MarlinExperts) or type(module).forward is not MarlinExperts.forward:
             raise TypeError(
-                f"MarlinExpertParallel: expected MarlinExperts that are not split, got {type(module).__name__}"
+                "MarlinExpertParallel: expected MarlinExperts that take each token's experts and are not split, got "
+                f"{type(module).__name__}"
             )
         _check_forward("MarlinExpertParallel", module)
         group = device_mesh.get_group()

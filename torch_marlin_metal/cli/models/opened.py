@@ -158,11 +158,19 @@ def open_tokenizer(model: Path, given: Path | None) -> Any:
     except ImportError:
         raise
     except Exception as error:  # each class of tokenizers fails in its own way
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         why = "" if reason.rstrip().endswith(":") else f" ({reason})"  # a list follows, which names no file
         raise CheckpointError(
             f"{given or model}: its tokenizer cannot be loaded{why}: --tokenizer names a directory that has one"
         ) from error
+
+
+def read_text(argument: str, file: Path) -> str:
+    """Reads a file of text; an error names the argument and the file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{argument}: {file}: expected a text in UTF-8, got {error}") from error
 
 
 def last_logits(model: Any, count: int = 1) -> dict[str, int]:

@@ -35,7 +35,7 @@ def perplexity(
     quantizes only the first model. Both are in memory at the same time.
     """
     place = device_of(device)
-    written = text.read_text(encoding="utf-8")
+    written = opened.read_text("perplexity", text)
     ids = opened.open_tokenizer(model, tokenizer)(written)["input_ids"]
     count = min(len(ids) // context, pieces or len(ids))
     if not count:

@@ -9,10 +9,14 @@ import therefore wraps methods of `BaseTuner`, which peft calls for every adapte
 compute all merged weights before peft merges a layer.
 """
 
-from torch_marlin_metal.integrations.peft.experts import MarlinLoraExperts
-from torch_marlin_metal.integrations.peft.hooks import install, restore
-from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear
-from torch_marlin_metal.integrations.training import prepare_for_training
+from torch_marlin_metal.integrations.versions import require
+
+require(__name__, "peft", (0, 21))
+
+from torch_marlin_metal.integrations.peft.experts import MarlinLoraExperts  # noqa: E402
+from torch_marlin_metal.integrations.peft.hooks import install, restore  # noqa: E402
+from torch_marlin_metal.integrations.peft.layer import MarlinLoraLinear  # noqa: E402
+from torch_marlin_metal.integrations.training import prepare_for_training  # noqa: E402
 
 __all__ = ["MarlinLoraExperts", "MarlinLoraLinear", "install", "prepare_for_training", "restore"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_marlin_metal.integrations.peft.layer import check_config
 from torch_marlin_metal.integrations.peft.merging import PackedMerging, check_finite, quantize_sum
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
+from torch_marlin_metal.models.experts import ExpertsOfEachToken
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # The names of the stacks in transformers' experts, and in MarlinExperts. peft wraps the first before the second.
@@ -142,6 +143,11 @@ def targeted(name: str, targets: Sequence[str]) -> list[str]:
 def check_experts(name: str, experts: MarlinExperts, config: LoraConfig) -> None:
     """Raises a ValueError if packed experts cannot get what `target_parameters` of a config asks for."""
     where = f"MarlinLoraExperts: layer {name!r}: "
+    if isinstance(experts, ExpertsOfEachToken):
+        raise ValueError(
+            f"{where}expected experts that take each token's choice of experts, got {type(experts).__name__}, which "
+            f"take all tokens: quantize the model with exclude={name!r} to train them as floats"
+        )
     if type(experts).forward is not MarlinExperts.forward:
         raise ValueError(
             f"{where}expected all experts in one process, got {type(experts).__name__}: add adapters before the model "

@@ -10,24 +10,9 @@ their `num_parameters`, `vocabulary.py` their `tie_weights`, and `trainer.py` a 
 files. When peft is imported, `integrations/with_peft.py` lets it add adapters.
 """
 
-MIN_TRANSFORMERS = (5, 23)
+from torch_marlin_metal.integrations.versions import require
 
-
-def _require_transformers() -> None:
-    oldest = ".".join(map(str, MIN_TRANSFORMERS))
-    needed = f"transformers >= {oldest} (pip install 'transformers>={oldest}' accelerate)"
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"torch_marlin_metal.integrations.transformers needs {needed}; it is not installed"
-        ) from error
-    found = transformers.__version__
-    if tuple(int(part) for part in found.split(".")[:2]) < MIN_TRANSFORMERS:
-        raise ImportError(f"torch_marlin_metal.integrations.transformers needs {needed}; found {found}")
-
-
-_require_transformers()
+require(__name__, "transformers", (5, 23), beside="accelerate")
 
 from torch_marlin_metal.integrations import with_peft  # noqa: E402
 from torch_marlin_metal.integrations.transformers import counting, saving, trainer, vocabulary  # noqa: E402

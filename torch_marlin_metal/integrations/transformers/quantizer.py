@@ -269,12 +269,18 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         floats = _dtype(dtype) or torch.float32
         decode_stacks(model, floats)
         weights: dict[tuple[int, int], nn.Parameter] = {}  # layers that share words share the decoded weight
+        biases: dict[nn.Parameter, nn.Parameter] = {}  # a bias may also be a tensor of other modules
         for name, packed in list(unfused(model)):
             key = (id(packed.b_packed), id(packed.scales))
-            new = float_module(model.get_submodule(name), find_module(original, name), packed, floats, weights.get(key))
+            held = model.get_submodule(name)
+            new = float_module(held, find_module(original, name), packed, floats, weights.get(key))
             assert isinstance(new.weight, nn.Parameter)
             weights[key] = new.weight
+            if (bias := held._parameters.get("bias")) is not None:
+                biases[bias] = new._parameters["bias"] = biases.get(bias, new.get_parameter("bias"))
             model.set_submodule(name, new)
+        for module in model.modules():
+            module._parameters |= {key: biases[held] for key, held in module._parameters.items() if held in biases}
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
