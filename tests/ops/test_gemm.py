@@ -45,10 +45,12 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 def pairs(Ns, K, weight_format, whole):
     """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation.
 
-    The rotation starts at another group size for each K.
+    The rotation starts at another group size for each K and each three formats, so that the formats together have every
+    pair of a dtype and a group size, where the dtypes rotate, too.
     """
     groups = group_sizes(weight_format, K)
-    turns = itertools.islice(itertools.cycle(groups), K_ALL.index(K), None)
+    first = K_ALL.index(K) + reference.FORMATS.index(weight_format) // len(reference.DTYPES)
+    turns = itertools.islice(itertools.cycle(groups), first, None)
     return list(itertools.product(Ns, groups) if whole else zip(Ns, turns, strict=False))
 
 

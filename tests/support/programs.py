@@ -44,12 +44,19 @@ def run_python(
 ) -> CompletedProcess[str]:
     """Runs what `python` with these arguments runs, in a fork, and returns the exit code and both outputs.
 
+    Do not use it for a program whose subject is what is imported, or when, or what happens at the interpreter's end: the
+    fork has torch, transformers and peft already, and ends as a fork of multiprocessing. What those packages and the
+    OpenMP runtime read while they load is the environment of the first test that starts the server.
+
     Args:
         *arguments: `-c` and a program, `-m` and a module, or a file; then the program's own arguments.
         cwd: the folder to run in; by default, this process's.
         env: the environment; by default, this process's.
         mps: whether the program uses the device. On Linux it is the software Metal device, which is made first.
         timeout: the seconds after which SIGALRM ends the program.
+
+    Raises:
+        TimeoutExpired: the program took longer.
     """
     words = [str(argument) for argument in arguments]
     environment = dict(os.environ if env is None else env)
@@ -64,7 +71,10 @@ def run_python(
         process.start()
         process.join()
         assert process.exitcode is not None
-        return CompletedProcess(words, process.exitcode, *(file.read_text() for file in outputs))
+        stdout, stderr = (file.read_text() for file in outputs)
+        if process.exitcode == -signal.SIGALRM:
+            raise subprocess.TimeoutExpired(words, timeout, stdout, stderr)
+        return CompletedProcess(words, process.exitcode, stdout, stderr)
 
 
 def _run(

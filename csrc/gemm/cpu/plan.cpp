@@ -148,10 +148,10 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding.
   const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3);
   if (dot && problem.a_type == ElementType::bfloat16 && (problem.M > 1 || is_byte_wide(codes))) {
-    const int dot_rows = kernel_shape(machine.isa, CpuKernel::bf16_dot_small_m).max_rows;
-    const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
     const int64_t panel_rows = is_byte_wide(codes) ? kBytePanelMinRows : kPanelMinRows;
     if (x86 && problem.M >= panel_rows) return {CpuKernel::bf16_dot_panel};
+    const int dot_rows = kernel_shape(machine.isa, CpuKernel::bf16_dot_small_m).max_rows;
+    const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
     return {few ? CpuKernel::bf16_dot_small_m : CpuKernel::bf16_dot};
   }
   // At one row, a matrix product has no second row of activations, and takes as many instructions as dot products.

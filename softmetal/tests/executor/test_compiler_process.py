@@ -1,22 +1,27 @@
 """sm_compile starts one compiler process for all requests, and none for a request whose result is in the cache."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from softmetal import device
 from softmetal.executor import bindings
-from softmetal.msl.tools import cache_folder
+from softmetal.msl import tools
+from softmetal.msl.resident import Resident, _reap
 
 ROOM = Path(device.__file__).parent
 HERE = Path(__file__).parent
@@ -52,11 +57,12 @@ def servers() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Makes the first request of each test new, but keeps the precompiled headers, whose compile takes seconds."""
+    """Makes the first request of each test new, but keeps what takes seconds to compile: headers, and what keeps clang resident."""
     folder = tmp_path / "cache"
     folder.mkdir()
     device.compile(SOURCE, constants={"n": 1})
-    for path in cache_folder().glob("*.pch"):
+    resident_library = tools._compiler()._place[1]
+    for path in (resident_library, *tools.cache_folder().glob("*.pch")):
         (folder / path.name).symlink_to(path)
     monkeypatch.setenv("SOFTMETAL_CACHE", str(folder))
 
@@ -104,9 +110,24 @@ def test_the_servers_clang_compiles_for_all_requests_until_it_ends() -> None:
     assert status == 0 and value(path) == 3
 
 
-STATIC = """#include <unistd.h>
-int main(int n, char** words) { (void)n; words[0] = "clang++-19"; return execvp(words[0], words); }
+STATIC = """#include <stdlib.h>
+#include <unistd.h>
+int main(int n, char** words) { (void)n; unsetenv("LD_PRELOAD"); words[0] = "clang++-19"; return execvp(words[0], words); }
 """
+
+
+PREPROCESS = ["-E", "-P", "-x", "c", "-"]
+
+
+@contextlib.contextmanager
+def resident(compiler: str) -> Iterator[Resident]:
+    made = Resident(compiler, tools._compiler()._place[1])
+    try:
+        yield made
+    finally:
+        if made._channel is not None:
+            made._channel.close()
+            _reap(made._process)
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["a script", "a static program"])
@@ -118,10 +139,65 @@ def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path)
     else:
         launcher.write_text('#!/bin/sh\ntest -z "$LD_PRELOAD" && exec clang++-19 "$@"\n')
         launcher.chmod(0o755)
-    environment = os.environ | {"SOFTMETAL_CXX": str(launcher)}
-    code = "from softmetal.msl import tools; print(tools.run([tools.CLANG, '-E', '-P', '-x', 'c', '-'], 'here'))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "here"
+    with resident(str(launcher)) as clang:
+        assert (clang._channel is None) == is_static
+        assert clang.run(PREPROCESS, b"here") == (0, b"here\n", b"")
+
+
+def _ignore_ends_of_children(queue: "multiprocessing.Queue[tuple[tuple[int, bytes, bytes], bool]]") -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with resident("clang++-19") as clang:
+        answer = clang.run(PREPROCESS, b"here")
+    request(SOURCE, 11)
+    (server,) = servers()
+    ignored = re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{server}/status").read_text())
+    assert ignored is not None
+    queue.put((answer, bool(int(ignored[1], 16) >> (signal.SIGCHLD - 1) & 1)))
+
+
+def test_a_user_may_ignore_the_ends_of_children() -> None:
+    """Processes inherit that, and the server and the resident clang need the statuses of their children."""
+    assert in_fork(_ignore_ends_of_children) == ((0, b"here\n", b""), False)
+
+
+def test_a_request_that_is_too_long_for_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(11):
+        monkeypatch.setenv(f"LONG_{i}", "x" * 100_000)
+    assert tools.run([tools.CLANG, *PREPROCESS], "here") == "here\n"
+
+
+def test_a_working_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert tools.run([tools.CLANG, *PREPROCESS], "here") == "here\n"
+
+
+def test_threads_replace_a_clang_that_was_killed() -> None:
+    """One thread replaces it, and it does not remain as a process that has ended."""
+    killed = []
+    with resident("clang++-19") as clang, ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            killed.append(clang._process)
+            os.kill(clang._process, signal.SIGKILL)
+            answers = list(pool.map(lambda i: clang.run(PREPROCESS, b"line_%d" % i), range(8)))
+            assert answers == [(0, b"line_%d\n" % i, b"") for i in range(8)]
+        assert len({*killed, clang._process}) == 11
+        assert [process for process in killed if Path(f"/proc/{process}").exists()] == []
+
+
+@pytest.mark.parametrize("is_resident", [True, False], ids=["resident", "a process of its own"])
+def test_the_status_of_a_signal(is_resident: bool, tmp_path: Path) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    launcher.chmod(0o755)
+    with resident(str(launcher)) as dying:
+        channel = dying._channel
+        if not is_resident:
+            dying._channel = None
+        assert dying.run([], b"")[0] == 128 + signal.SIGSEGV
+        dying._channel = channel
 
 
 def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
@@ -144,6 +220,19 @@ def test_an_absent_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert request(SOURCE) == (1, "cannot start /nowhere/python3: No such file or directory")
 
 
+def in_fork(task: Callable[["multiprocessing.Queue[Any]"], None]) -> Any:
+    """Returns what `task` puts into a queue within a minute, in a fork of this process."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=task, args=(queue,))
+    process.start()
+    try:
+        return queue.get(timeout=60)
+    finally:
+        process.join(1)
+        process.kill()
+
+
 def _compile_in_fork(queue: "multiprocessing.Queue[tuple[int, int, int]]") -> None:
     status, path = request(SOURCE, 11)
     queue.put((status, value(path), len(servers())))
@@ -151,12 +240,7 @@ def _compile_in_fork(queue: "multiprocessing.Queue[tuple[int, int, int]]") -> No
 
 def test_a_forked_process_starts_a_server_of_its_own() -> None:
     assert request(SOURCE, 10)[0] == 0
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_compile_in_fork, args=(queue,))
-    process.start()
-    assert queue.get(timeout=60) == (0, 11, 1)
-    process.join(60)
+    assert in_fork(_compile_in_fork) == (0, 11, 1)
     status, path = request(SOURCE, 12)  # the parent's server still answers
     assert status == 0 and value(path) == 12
 

@@ -28,7 +28,7 @@ using Main = int (*)(int, char**, char**);
 using Start = int (*)(Main, int, char**, void (*)(), void (*)(), void (*)(), void*);
 
 constexpr int kChannel = 3, kDescriptors = 4;
-constexpr size_t kLongestRequest = 1 << 20;  // bytes
+constexpr size_t kLongestRequest = 1 << 20;  // bytes; resident.py sets the socket's buffer by it
 
 Main compiler_main = nullptr;
 
@@ -101,6 +101,7 @@ int serve(int, char** own, char**) {
   close_range(kChannel + 1, ~0U, 0);  // whoever reads an inherited pipe waits until every copy of its end is closed
   signal(SIGINT, SIG_IGN);            // an interrupt from the terminal ends the process that asks, and then this one
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGCHLD, SIG_DFL);  // where it is ignored, by inheritance, no child's status is kept
   sigset_t ends = {};
   sigaddset(&ends, SIGCHLD);
   sigprocmask(SIG_BLOCK, &ends, nullptr);

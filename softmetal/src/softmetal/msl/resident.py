@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+_SEND_BUFFER = 1 << 19  # bytes. Linux doubles it, which is kLongestRequest of resident.cpp; a longer message fails.
 
-def _start(compiler: str, library: Path) -> socket.socket | None:
-    """Starts the compiler with the library of resident.cpp and returns the socket that takes requests.
 
-    Returns None if the compiler ends instead, because it does not load the library: a launcher such as ccache can be a
-    static program.
+def _reap(process: int) -> None:
+    """Waits for a process that ends. It may be another process's child, or SIGCHLD may be ignored."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process, 0)
+
+
+def _start(compiler: str, library: Path) -> tuple[int, socket.socket | None]:
+    """Starts the compiler with the library of resident.cpp. Returns its process id and the socket that takes requests.
+
+    There is no socket if the compiler ends instead, because it does not load the library: a launcher such as ccache can
+    be a static program.
 
     Raises:
         FileNotFoundError: there is no such compiler.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     with theirs:
         silent = [(os.POSIX_SPAWN_OPEN, i, os.devnull, os.O_RDWR, 0) for i in range(3)]
         files = [*silent, (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
         process = os.posix_spawnp(compiler, [compiler], {**os.environ, "LD_PRELOAD": str(library)}, file_actions=files)
     if ours.recv(1):
-        return ours
+        return process, ours
     ours.close()
-    os.waitpid(process, 0)
-    return None
+    _reap(process)
+    return process, None
+
+
+def _folder() -> str:
+    """Returns the working directory, or the root if the working directory has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
 
 
 class Resident:
-    """A compiler's process. It ends when no process has the socket any more.
+    """A compiler's process. It ends when no process has the socket any more. Threads may share it.
 
     Args:
         compiler: the compiler's name or path.
@@ -40,15 +60,30 @@ class Resident:
 
     def __init__(self, compiler: str, library: Path) -> None:
         self._place = (compiler, library)
-        self._channel = _start(compiler, library)
+        self._lock = threading.Lock()
+        self._process, self._channel = _start(compiler, library)
 
-    def run(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes]:
-        """Runs the compiler on `data`. Returns its status (-1 if a signal ended it), output and messages."""
-        if self._channel is None:
-            done = subprocess.run([self._place[0], *arguments], input=data, capture_output=True)
-            return done.returncode, done.stdout, done.stderr
+    def _send(self, request: bytes, files: Sequence[int]) -> bool:
+        """Sends a request. Returns False if the socket cannot take it, because there is none or the request is too long."""
+        with self._lock:
+            while self._channel is not None:
+                try:
+                    socket.send_fds(self._channel, [request], files)
+                    return True
+                except ConnectionError:  # the compiler's process was killed
+                    self._channel.close()
+                    _reap(self._process)
+                    self._process, self._channel = _start(*self._place)
+                except OSError as error:
+                    if error.errno != errno.EMSGSIZE:
+                        raise
+                    return False
+        return False
+
+    def _run_resident(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes] | None:
+        """Returns what `run` returns, or None if the compiler's process does not take the request or is killed."""
         entries = [f"{name}={value}" for name, value in os.environ.items()]
-        texts = [os.getcwd(), str(len(arguments)), *arguments, *entries]
+        texts = [_folder(), str(len(arguments)), *arguments, *entries]
         request = b"".join(os.fsencode(text) + b"\0" for text in texts)
         # files in memory, because a pipe could fill up and block the compiler
         files = [os.memfd_create(name) for name in ("input", "output", "messages")]
@@ -57,16 +92,21 @@ class Resident:
             with open(files[0], "wb", closefd=False) as file:
                 file.write(data)
             try:
-                socket.send_fds(self._channel, [request], [*files, write_end])
-            except ConnectionError:  # the compiler's process was killed
-                self._channel.close()
-                self._channel = _start(*self._place)
-                return self.run(arguments, data)
+                sent = self._send(request, [*files, write_end])
             finally:
                 os.close(write_end)
-            status = os.read(read_end, 1)
+            status = os.read(read_end, 1) if sent else b""
             output, messages = (os.pread(file, os.fstat(file).st_size, 0) for file in files[1:])
         finally:
             for file in (*files, read_end):
                 os.close(file)
-        return status[0] if status else -1, output, messages
+        return (status[0], output, messages) if status else None
+
+    def run(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes]:
+        """Runs the compiler on `data`. Returns its status (128 + the signal if a signal ended it), output and messages."""
+        answer = self._run_resident(arguments, data)
+        if answer is not None:
+            return answer
+        done = subprocess.run([self._place[0], *arguments], input=data, capture_output=True)
+        status = done.returncode if done.returncode >= 0 else 128 - done.returncode
+        return status, done.stdout, done.stderr

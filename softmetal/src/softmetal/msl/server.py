@@ -64,6 +64,8 @@ def _answer(request: str, descriptors: Sequence[int], is_current: bool) -> None:
 def main() -> None:
     # An interrupt from the terminal also reaches this process. The executor's process decides whether this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The user's process may ignore it. Python then takes the status of every tool for 0.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     channel = socket.socket(fileno=3)
     stamps = _stamps()
     with contextlib.suppress(CompileError):  # if there is no compiler, each request reports the error
