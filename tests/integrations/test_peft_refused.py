@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LNTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LNTuningConfig, LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
@@ -12,6 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import torch_marlin_metal as tmm
 from tests.support.adapters import IDS, TARGETS, config, layers_of, llama, packed_model, same_bits
+from tests.support.mixtures import llama4
 from tests.support.models import tensors
 from torch_marlin_metal.integrations.peft import prepare_for_training
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
@@ -29,6 +30,13 @@ def refused(model: nn.Module, settings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get_peft_model(model, settings)
     assert [name for name, _ in model.named_modules()] == names and same_bits(model, before)
+
+
+def test_experts_that_take_each_token_are_named_and_the_model_stays():
+    model = llama4()
+    tmm.quantize_model(model, "uint4b8", 32, progress=False)
+    settings = LoraConfig(target_modules=["q_proj"], target_parameters=["gate_up_proj"])
+    refused(model, settings, r"got ExpertsOfEachToken, .* exclude='model.layers.0.feed_forward.experts'")
 
 
 def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():

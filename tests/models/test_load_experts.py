@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import Llama4ForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tests.support.mixtures import qwen_experts, rewritten, split_experts, stacked_experts
+from tests.support.mixtures import llama4, qwen_experts, rewritten, split_experts, stacked_experts
 from tests.support.models import IDS, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
-from torch_marlin_metal.integrations import peft  # noqa: F401  lets peft put adapters on experts
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
@@ -129,17 +127,6 @@ def test_experts_can_be_excluded_together_or_one_layer_of_them(exclude, tmp_path
     torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-5)
 
 
-def llama4() -> Llama4ForCausalLM:
-    """transformers gives the experts of Llama 4 every token, with zeros for the tokens of other experts."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128}
-    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0))
-    for parameter in model.model.layers[0].feed_forward.experts.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return model.eval()
-
-
 @pytest.mark.parametrize("door", ["quantize_model", "from_pretrained", "load_quantized"])
 def test_experts_that_take_each_token_stay_packed(door, tmp_path) -> None:
     floats = llama4()
@@ -177,9 +164,6 @@ def test_experts_that_take_each_token_are_refused_where_others_are_expected() ->
         experts(torch.ones(13, 64))
     with pytest.raises(TypeError, match="each token's experts and are not split, got ExpertsOfEachToken"):
         MarlinExpertParallel()._apply(experts, None)
-    settings = LoraConfig(target_modules=["q_proj"], target_parameters=["gate_up_proj"])
-    with pytest.raises(ValueError, match=r"got ExpertsOfEachToken, .* exclude='model.layers.0.feed_forward.experts'"):
-        get_peft_model(model, settings)
 
 
 class Twice(Llama4TextExperts):

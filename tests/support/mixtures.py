@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -13,6 +14,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -171,3 +174,14 @@ def rewritten(path: Path, change) -> None:
     for file in (*files, *path.glob("*.index.json")):
         file.unlink()
     save_file(change(state), path / "model.safetensors", {"format": "pt"})
+
+
+def llama4() -> Llama4ForCausalLM:
+    """transformers gives the experts of Llama 4 every token, with zeros for the tokens of other experts."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0))
+    for parameter in model.model.layers[0].feed_forward.experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
