@@ -1,9 +1,9 @@
 """Makes `num_parameters`, `dtype` and `device` of transformers models know packed weights, which are no parameters."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from torch_marlin_metal.integrations.counting import packed_dtype, packed_weights
@@ -27,25 +27,20 @@ def install() -> None:
 
     num_parameters.counts_packed_weights = True  # type: ignore[attr-defined]
     PreTrainedModel.num_parameters = num_parameters
-    first_dtype, first_device = PreTrainedModel.dtype.fget, PreTrainedModel.device.fget
+    PreTrainedModel.dtype = _or_packed(PreTrainedModel.dtype, packed_dtype)
+    PreTrainedModel.device = _or_packed(PreTrainedModel.device, model_device)
 
-    def dtype(self: Any) -> torch.dtype:
+
+def _or_packed(original: property, of_packed: Callable[[Any], Any]) -> property:
+    """Returns a property that asks the packed layers if the model has no parameter that the original could ask."""
+    first: Any = original.fget
+
+    def value(self: Any) -> Any:
         try:
-            found: torch.dtype = first_dtype(self)
-        except StopIteration:  # no parameter of floats
-            if (held := packed_dtype(self)) is None:
+            return first(self)
+        except StopIteration:
+            if (held := of_packed(self)) is None:
                 raise
             return held
-        return found
 
-    def device(self: Any) -> torch.device:
-        try:
-            found: torch.device = first_device(self)
-        except StopIteration:  # no parameter
-            if (held := model_device(self)) is None:
-                raise
-            return held
-        return found
-
-    PreTrainedModel.dtype = property(dtype, doc=PreTrainedModel.dtype.__doc__)
-    PreTrainedModel.device = property(device, doc=PreTrainedModel.device.__doc__)
+    return property(value, doc=original.__doc__)
