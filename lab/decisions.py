@@ -59,7 +59,7 @@ KERNELS = {"gemv": "gemv", "fused": "gemm_fused", "tensor": "gemm_tensor"}
 EXPERTS_FORMS = {
     "gemv": (("moe_gemv", 1), ("moe_gemv_reduce", 1), ("moe_gemv_blocks", 4)),
     "fused": (("moe_fused", 4), ("moe_fused", 3), ("moe_fused", 2), ("moe_fused", 1)),
-    "tensor": (("moe_tensor", 2),) * 4,
+    "tensor": (),  # counted as gemm_tensor
 }
 REASONS = {
     "gemv": "reads the weight once and multiplies lane by lane",
@@ -226,8 +226,7 @@ def _registers(kernel: str, arithmetic: str, form: Form) -> str:
         return str(found[0].half_registers)
 
     most = MOST_UNITS[kernel]
-    counted = [most] * most if kernel == "tensor" else range(1, most + 1)  # all blocks of 32 rows need the same
-    kernels = [*((KERNELS[kernel], units) for units in counted), *EXPERTS_FORMS[kernel]]
+    kernels = [*((KERNELS[kernel], units) for units in range(1, most + 1)), *EXPERTS_FORMS[kernel]]
     found = [registers(name, units) for name, units in kernels]
     return f"{{{', '.join(found[:most])}}}, {{{', '.join(found[most:])}}}"
 
@@ -419,10 +418,11 @@ def spread(choices: list[Choice]) -> str:
 
 def score(count: int) -> None:
     """Prints how the planner's choices compare with the model's best, for products and for products with experts."""
-    for what, problems in (
-        ("products", random_products(random.Random(1))),
-        ("experts", random_mixtures(random.Random(2))),
-    ):
+    sources: dict[str, Iterator[tuple[AppleSiliconGPU, Problem | ExpertsProblem]]] = {
+        "products": random_products(random.Random(1)),
+        "experts": random_mixtures(random.Random(2)),
+    }
+    for what, problems in sources.items():
         choices = [choice(*next(problems)) for _ in range(count)]
         print(f"{what}: {spread(choices)}")
         for trait in ("activations", "weight_format"):

@@ -35,10 +35,10 @@ struct Decision {
   std::string_view reason;
 };
 
-// The 16-bit registers of a thread of a kernel by units of rows, and of its forms for experts in the order of their
-// tiles (csrc/planner/variants.cpp). The compiler's choice of registers follows no rule, and a few more can halve the
-// threadgroups on a core, so they are not a kind's average. A format without a row has those of the first row of its
-// kind.
+// The 16-bit registers of a thread of a kernel by units, and of its forms for experts in the order of their tiles
+// (csrc/planner/variants.cpp), which in tensor need as many. The compiler's choice of registers follows no rule, and a
+// few more can halve the threadgroups on a core, so they are not a kind's average. A format without a row has those of
+// the first row of its kind.
 struct Registers {
   Arithmetic arithmetic;
   CodeKind codes;
@@ -91,7 +91,8 @@ static_assert(
       for (int32_t format = 0; format < kWeightFormatCount; ++format) {
         for (size_t i = 0; i < kDecisions.size(); ++i) {
           const GemmVariant kernel = kDecisions[i].kernel;
-          if (kernel == GemmVariant::tensor && code_kind(static_cast<WeightFormat>(format)) == CodeKind::table) continue;
+          if (kernel == GemmVariant::tensor && code_kind(static_cast<WeightFormat>(format)) == CodeKind::table)
+            continue;
           if (i > 0 && kDecisions[i - 1].kernel == kernel)
             continue;  // compilers limit the steps of a constant expression
           bool found = false;

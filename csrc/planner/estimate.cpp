@@ -18,8 +18,9 @@ constexpr double kOverlapLoss = 0.05;
 // byte from there costs as much as half a byte from memory.
 constexpr double kCachedFraction = 0.5;
 constexpr double kCacheCost = 0.5;
-// Clocks outside of the loops, and those that the kernels for experts need in addition.
+// Clocks outside of the loops: of gemv and fused, of tensor, and those that kernels for experts need in addition.
 constexpr double kStart = 200;
+constexpr double kTensorStart = 470;
 constexpr double kExpertsStart = 120;
 // The instructions of kernels without decisions, as a fraction of the time of their matrix products.
 constexpr double kUnlistedIssue = 0.8;
@@ -108,7 +109,7 @@ struct Core {
 // Returns the core of a launch of equal threadgroups that compute `rows` rows, of which `used` are not empty on
 // average. It computes as many at once as it holds; a few in the end take as long as one of their simdgroups alone.
 Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
-                  double start, const GpuDevice& device) {
+                  double more_start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);
   const WeightProblem& weight = problem.weight;
   const VariantRules& rules = rules_of(tiling.variant);
@@ -128,8 +129,10 @@ Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t thr
     const Decision& cost = *find_decision(tiling.variant, type, weight.format);
     double units = used / rules.row_unit;
     double end_units = units;
+    double start = kStart + more_start;
     uint32_t group = group_size(weight);
     if (on_units) {
+      start = kTensorStart + more_start;
       units = step / kMinGroupSize;
       end_units = sums_activations(weight) ? 1 : 0;
       products *= 1 + 0.5 * end_units;
@@ -184,6 +187,7 @@ uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32
   const Arithmetic type = arithmetic(tile.variant, problem.activations, family_of(*device.chip));
   const WeightProblem& weight = problem.weight;
   const Registers& row = *nearest(kRegisters, tile.variant, type, weight.format, has_two_levels(weight) ? 2 : 1);
+  if (needs_tensor_units(tile.kernel)) return row.product.at(tensor_step(weight) / kMinGroupSize - 1);
   for (size_t form = 0; form < rules.expert_tiles.size(); ++form) {
     const GemmTile& own = rules.expert_tiles[form];
     if (own.kernel == tile.kernel && own.tile.M == rows) return row.experts.at(form);
@@ -226,7 +230,7 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
   for (uint32_t launch = 0; launch < launches(tiling); ++launch) {
     const RowBlocks rows = row_blocks(tiling, problem.M, launch);
     const uint64_t threadgroups = tiling.stripes != 0 ? tiling.stripes : uint64_t{rows.count} * columns * tiling.splits;
-    const Core core = busiest_core(tiling, problem, threadgroups, rows.rows, rows.rows, kStart, device);
+    const Core core = busiest_core(tiling, problem, threadgroups, rows.rows, rows.rows, 0, device);
     const uint32_t used = std::min(rows.count * rows.rows, problem.M - rows.m_begin);
     const Traffic bytes = product_traffic(tiling, problem, rows.count, used, device);
     found.seconds.push_back(together(memory_seconds(bytes.memory, weight, device), core.seconds,
@@ -265,7 +269,7 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
   const double used = std::min<double>(tiling.tile.M, unit * units / routing.blocks);
   const auto threadgroups =
       columns * (adds_up_tokens(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
-  const Core core = busiest_core(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
+  const Core core = busiest_core(tiling, product, threadgroups, tiling.tile.M, used, kExpertsStart, device);
   const double cached = routing.blocks * weight + double(columns) * rows + written;
   found.seconds.push_back(together(memory_seconds(bytes, routing.experts * weight, device), core.seconds,
                                    cache_seconds(cached, threadgroups, device)));

@@ -138,9 +138,10 @@ void check_decisions() {
   expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 103, "registers of one level");
   const GpuFamily& m2 = family_of(*find_chip("M2"));
   const GpuFamily& m3 = family_of(*find_chip("M3"));
-  expect(arithmetic(ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat, "an M2 has no bfloat");
-  expect(arithmetic(ElementType::bfloat16, m3) == Arithmetic::half, "an M3 has bfloat in hardware");
-  expect(arithmetic(ElementType::float32, m3) == Arithmetic::single, "fp32");
+  expect(arithmetic(GemmVariant::fused, ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat,
+         "an M2 has no bfloat");
+  expect(arithmetic(GemmVariant::fused, ElementType::bfloat16, m3) == Arithmetic::half, "an M3 has bfloat in hardware");
+  expect(arithmetic(GemmVariant::fused, ElementType::float32, m3) == Arithmetic::single, "fp32");
   for (const GemmTile& tile : gemm_tiles()) {
     if (tile.tile == TileShape{}) continue;
     const uint32_t registers = half_registers(tile, product(8, 64, 64, 64), tile.tile.M, {});
