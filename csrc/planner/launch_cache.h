@@ -1,5 +1,5 @@
-// Caches what a backend needs to run a plan, for the operators of all families, because choosing a plan takes more CPU
-// time than launching a small product.
+// Caches plans and compiled kernels for the operators of all families: choosing a plan takes more CPU time than
+// launching a small product.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace marlin {
 
-// Hashes and compares all bytes of a problem, so that a field that is added cannot be forgotten.
+// Hashes and compares all bytes of a problem, so that no new field can be forgotten.
 template <typename Problem>
 struct AllBytes {
   static_assert(std::has_unique_object_representations_v<Problem>, "no padding and no floats, see problem.h");

@@ -102,8 +102,8 @@ def quantize_model(
             the error of the weights is least: the sum over the layers of the squared error relative to the weight.
             Projections that are computed together get one format. The report's `fit` has the choice. The cache of keys
             and values and the activations come on top.
-        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. With it, the error is that of
-            the model's predictions: the KL divergence with one group of layers quantized at a time.
+        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. With it, the error is the KL
+            divergence of the model's predictions, with one group of layers quantized at a time.
         like: a recipe of llama.cpp, such as "Q4_K_M": each layer gets the format with the structure of the type that it
             has there; `weight_format`, `group_size` and `vocabulary_format` have no effect.
         progress: show a progress bar.
@@ -333,7 +333,7 @@ def _shared_weights(targets: list[Target]) -> set[int]:
 
 
 def _ties(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Returns the modules that share the weight of an earlier one: name -> name of that module."""
+    """Returns modules with a shared weight: name -> name of the first module that has it."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(module._parameters.get("weight")), name) for name, module in modules.items()}
     return {name: owner for name, owner in owners.items() if name != owner and "weight" in modules[name]._parameters}

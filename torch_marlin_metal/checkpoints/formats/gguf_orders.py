@@ -1,11 +1,11 @@
 """Restores the values and the order of rows that llama.cpp's converter changed.
 
 For the architecture "llama" and its relatives, it reorders the rows of the q and k projections. In models with linear
-attention (Qwen 3.5), several value heads belong to a key head. transformers has those of one key head side by side;
-llama.cpp has the first value head of each key head, then the second of each, and so on.
+attention (Qwen 3.5), several value heads share a key head. transformers stores the value heads of one key head side by
+side. llama.cpp stores the first value head of every key head, then the second of every one.
 
-A projection that is q, k and v has all rows of q first, then those of k and v. In transformers, the rows of one head
-lie side by side in some models ("heads"), and in others those of the heads that share a key head ("groups").
+A fused projection has all rows of q first, then k, then v. transformers' models store the rows of one head side by side
+("heads"), or the rows of all heads of one key head ("groups").
 """
 
 from collections.abc import Mapping
@@ -93,12 +93,12 @@ def split_rows(part: int, rows: int, architecture: str, metadata: Mapping[str, A
 
 
 def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata: Mapping[str, Any]) -> Tensor:
-    """Returns the rows of two tensors as those of one layer of transformers.
+    """Joins the rows of two tensors to the rows of one transformers layer.
 
     Args:
-        way: "behind": the second's rows come behind those of the first. "interleaved": rows of both alternate. "key
-            heads": q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the
-            first is `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
+        way: "behind": the second tensor's rows follow the first's. "interleaved": rows of both alternate. "key heads":
+            q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the first is
+            `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
         first: `[rows, ...]`.
         second: `[rows, ...]`.
         architecture: one of `ARCHITECTURES`.

@@ -67,12 +67,12 @@ def _tied_keys(model: Any) -> dict[str, str]:
 
 
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
-    """Makes each packed layer that is tied to another one share the other's tensors.
+    """Makes tied packed layers share one set of tensors.
 
     Returns the keys of the layers that are not packed.
 
-    Two layers with different weights do not become one, because one of the weights would be lost, for example that of a
-    merged adapter. transformers treats different float weights of a checkpoint in the same way.
+    Layers with different weights stay separate, like float weights in transformers: otherwise one weight would be lost,
+    for example a merged adapter's.
     """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():

@@ -30,7 +30,7 @@ struct Trap {
   const void* code;  // the instruction
   const void* address;
   bool overflow;       // true if the fibre's stack overflowed
-  const void* caller;  // if `code` is a stub that jumps to another library: the address that called the stub
+  const void* caller;  // the caller's address, if `code` is a stub that jumps to another library
 };
 thread_local Machine* machine_here = nullptr;
 thread_local Trap trap;

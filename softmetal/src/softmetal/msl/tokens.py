@@ -33,7 +33,7 @@ class Token:
 
 
 class SourceError(Exception):
-    """Raised for text that Metal's compiler would refuse, or that uses a feature this device does not support."""
+    """Raised for text that Metal's compiler would refuse, or that needs an unsupported feature."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)

@@ -54,7 +54,7 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
+class Caller:
     """The choices of a caller of the loader.
 
     Attributes:
@@ -63,14 +63,14 @@ class Door:
         ties: modules that share the weight of another module: name -> name of that module.
         bias_ties: biases that are not yet the same tensor in the model, but will be: name -> name of the other.
         exclude: layers that become floats.
-        exclude_argument: the name of that argument at this door.
+        exclude_argument: the caller's name of that argument.
         ignore: layers and tensors of the checkpoint that the model may lack, by their names in the model.
         keep: tensors of the model that the checkpoint may lack.
         hosted: whether the host library loads the tensors outside the packed layers. It then also reports parts of the
             checkpoint that the model's class lacks, such as another class's head, and these are left out.
         unused: tells which tensors the model's class leaves out, for a host library.
         reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
-            means False at a door without this choice.
+            means False: the caller has no such argument.
         parts: whether the process loads only its parts of layers. Then no whole layer is read to find out what becomes
             floats: the warning before the load has what the headers say, and the one after the load all others.
         device_of: the device of a loaded module; None means that of the replaced one, or the CPU for the meta device.
