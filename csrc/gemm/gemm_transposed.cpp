@@ -53,7 +53,7 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
   return {ceil_divide(units, ceil_divide(units, most)) * unit, true};
 }
 
-// Returns scales or zeros of one level, fp32, of some groups of two levels.
+// Converts the scales or zeros of some groups from two levels to one, in fp32.
 Tensor one_level(const Tensor& codes, const Tensor& super, int64_t group_size, int64_t first, int64_t groups) {
   const Tensor of_group = at::arange(first, first + groups, codes.options().dtype(at::kLong)).mul_(group_size);
   const Tensor blocks = super.index_select(0, of_group.div_(kSuperBlock, "floor")).to(at::kFloat);

@@ -21,7 +21,7 @@ constexpr double kCacheCost = 0.5;
 // Clocks outside of the loops, and those that the kernels for experts need in addition.
 constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
-// The instructions of kernels without decisions, as a fraction of the time of their matrix products.
+// For kernels without rows of decisions: the time of other instructions, as a fraction of the matrix products' time.
 constexpr double kUnlistedIssue = 0.8;
 // Clocks of a load that a core's cache serves.
 constexpr double kCacheLatency = 64;

@@ -25,8 +25,8 @@ struct AllBytes {
   bool operator()(const Problem& a, const Problem& b) const { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 };
 
-// A cache of the Launches of one kind of problem, which drops the least recently used when it is full. A Launch is what
-// a backend needs to run a plan. Safe to use from any thread.
+// A cache of the Launches of one kind of problem, which drops the least recently used when it is full. A Launch has the
+// backend's data to run a plan. Safe to use from any thread.
 template <typename Problem, typename Launch>
 class LaunchCache {
  public:

@@ -50,8 +50,8 @@ struct Queries {
   MARLIN_INLINE uint token(uint row) const thread { return first + min(row, count - 1); }
 };
 
-// The place of a pair of score fragments in a block. The pair's rows are those of the fragment that contains query_row.
-// Its columns begin at first_column.
+// The place of a pair of score fragments in a block. The pair has the rows of the fragment that contains query_row. Its
+// columns begin at first_column.
 struct PairPlace {
   uint query_row;  // the lane's row in the block
   uint first_column;

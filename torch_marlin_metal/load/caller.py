@@ -1,6 +1,6 @@
 """What a caller of the loader supplies: `load_quantized`, or an integration with another library.
 
-Callers whose users do not type Python arguments of `load_quantized` run the loader in a block of `spelled`.
+Errors name arguments of `load_quantized`. Other callers run the loader in a block of `spelled`, which renames them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,8 +32,8 @@ class Split(Protocol):
             op: the caller's name, for errors.
             model: the model to load into.
             layers: the Linear layers of the model that packed layers of the checkpoint replace, experts' included.
-            whole: the modules that cannot be split: packed embeddings, layers tied to them, layers whose bias is
-                tied, and layers that become floats.
+            whole: modules that cannot be split: packed embeddings and layers tied to them, layers with a tied bias, and
+                layers that become floats.
             reader: the checkpoint.
         """
         ...
@@ -71,10 +71,11 @@ class Caller:
         unused: tells which tensors the model's class leaves out, for a host library.
         reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
             means False: the caller has no such argument.
-        parts: whether the process loads only its parts of layers. Then no whole layer is read to find out what becomes
-            floats: the warning before the load has what the headers say, and the one after the load all others.
-        device_of: the device of a loaded module; None means that of the replaced one, or the CPU for the meta device.
-        dtype: dtype of floating tensors that are not packed; None means that of the replaced ones.
+        parts: whether the process loads only its parts of layers. Then no whole layer is read to find the layers that
+            become floats: the warning before the load has those known from the headers, and a warning after the load
+            the others.
+        device_of: the device of a loaded module; None means the replaced module's, or the CPU for the meta device.
+        dtype: dtype of floating tensors that are not packed; None means the replaced tensors' dtype.
         progress: whether to show a progress bar.
     """
 

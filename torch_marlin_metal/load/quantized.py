@@ -120,7 +120,7 @@ def load_all(
 ) -> Report:
     """Loads everything of a checkpoint into a model, or changes nothing.
 
-    Arguments are those of `Loader`, of `Loader.fill` and of `load_quantized`.
+    Arguments are as in `Loader`, `Loader.fill` and `load_quantized`.
     """
     report = Report("load packed layers", bytes_before=module_bytes(model))
     loader = Loader(model, reader, caller, partial(warnings.warn, stacklevel=3))

@@ -15,7 +15,7 @@ PER_LAYER = {
     "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
     "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
 }
-FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
+FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # constants of a class, for which it has no setting
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def _of_tensors(case: Case) -> Iterator[Difference]:
 
 
 def _of_biases(case: Case) -> Iterator[Difference]:
-    """Yields a difference if only q, k and v have biases, and the config has one setting for all four projections."""
+    """Yields a difference if q, k and v have biases and the output projection has none, but one setting of the config
+    is for all four."""
     name = "blk.0.attn_output.bias"
     if case.file.architecture in WITHOUT_OUTPUT_BIAS:
         return

@@ -35,8 +35,8 @@ def prepare(
     """Compiles the Metal kernels of a model's packed layers, so that its first calls do not wait.
 
     Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
-    this package is updated. A kernel that the process has compiled before is not compiled again. Layers that are not on
-    mps are skipped, and so are `MarlinExperts` whose `top_k` is None: their kernels are compiled at their first call.
+    this package is updated. A kernel that the process has compiled before is not compiled again. It skips layers that
+    are not on mps, and `MarlinExperts` with a `top_k` of None: their first call compiles their kernels.
 
     Args:
         model: a model, or a layer, on its device.

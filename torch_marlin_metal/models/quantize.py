@@ -230,9 +230,9 @@ def replace_linear_layers(
     Layers are recognised by their tensors, shapes and class names: GPTQ of 2 to 8 bits (GPTQModel, AutoGPTQ, optimum),
     AWQ gemm of 4 and 8 bits, gemv and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (integers, NVFP4, MXFP4),
     bitsandbytes Linear4bit, HQQLinear, transformers' MetalLinear, and diffusers' GGUFLinear. Integers whose zero points
-    are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer that cannot be read, or whose
-    tensors another module also uses, is not replaced, and the report gives the reason. The report also lists layers
-    with packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
+    are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer is not replaced if it cannot be
+    read, or if another module uses its tensors, too; the report gives the reason. The report also lists layers with
+    packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
     replaced. `quantize_model` packs those in floats, before or after this call. If another package has packed them, as
     transformers does with gpt-oss, load the checkpoint with `load_quantized`, or import
     `torch_marlin_metal.integrations.transformers` before `from_pretrained`.

@@ -110,7 +110,7 @@ class Fit:
 
 
 def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
-    """Returns the formats to choose from: `CANDIDATES`, and those of the recipe."""
+    """Returns the formats to choose from: `CANDIDATES` and the recipe's formats."""
     own = [recipe.size_of("")]
     if recipe.vocabulary:
         own.append(recipe.size_of(next(iter(recipe.vocabulary))))

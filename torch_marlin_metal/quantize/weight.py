@@ -82,7 +82,8 @@ def quantize_weight(
         mx_rounding: how mxfp4 and mxfp8 round a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first
             rounded to the mantissa bits of a code: one of E2M1, three of E4M3) or "rceil" (up, so that no weight
             saturates).
-        amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means that of `w`.
+        amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means this weight's
+            own.
         name: kept in the result.
 
     Returns:

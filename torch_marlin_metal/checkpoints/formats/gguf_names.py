@@ -20,7 +20,7 @@ class Join:
 
     Attributes:
         second: its name in a block.
-        way: how the rows of both make those of the layer, see `gguf_orders.joined`.
+        way: the way to join their rows, see `gguf_orders.joined`.
     """
 
     second: str

@@ -22,7 +22,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
-# Tensors with rows for value heads: with one row for each head, and with all rows of each head.
+# Tensors ordered by value heads: with one row per head, and with many rows per head.
 ONE_ROW, ALL_ROWS = (".ssm_a", ".ssm_dt", ".ssm_alpha", ".ssm_beta"), (".attn_gate", ".attn_qkv", ".ssm_conv1d")
 COLUMNS = ".ssm_out"
 
@@ -120,7 +120,7 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
 
 
 def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
-    """Returns int64 `[columns]` like `row_order`, for the columns of the one matrix whose inputs are value heads."""
+    """Returns int64 `[columns]` like `row_order`, for the columns of the matrix after the value heads."""
     block, numbers = BLOCK_NAME.fullmatch(name), _Numbers(architecture, metadata)
     if block is None or block[2] != f"{COLUMNS}.weight" or not ARCHITECTURES[architecture].tiles_values:
         return None

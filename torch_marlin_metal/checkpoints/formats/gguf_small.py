@@ -1,6 +1,6 @@
 """GGUF block types of 3 bits and fewer, whose weights have at most 16 distinct values in a group.
 
-Grids, tables of signs and the packing of codes are those of the package gguf, whose function decodes a block. Each
+The package gguf has the grids, the tables of signs and the packing of codes, and its function decodes a block. Each
 value divided by its group's scale is a whole code or an entry of a table, without rounding: a scale has at most 17
 significant bits, so its products with codes and entries fit into fp32.
 """

@@ -44,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chain:
-    """Repeated calls, each of which depends on the result of the one before.
+    """Repeated calls; each depends on the previous result.
 
     Attributes:
         first: the argument of the first call.

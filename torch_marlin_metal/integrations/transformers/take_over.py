@@ -72,7 +72,7 @@ class _Load:
         config: the config of this package's quantizer, or None if it does not load the checkpoint.
         insists: whether this package must load the checkpoint or raise its error.
         settings: the checkpoint's settings, if the class's configuration lacks them.
-        floats: whether the checkpoint's settings do not count, because all its weights are floats.
+        floats: whether all weights of the checkpoint are floats; then its settings do not count.
         reinitializes: whether the caller passes `ignore_mismatched_sizes=True`.
     """
 

@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def _tied_keys(model: Any) -> dict[str, str]:
-    """Returns the keys of tied tensors by the model's config as it is now.
+    """Returns the keys of tied tensors by the model's current config.
 
     For a head with a tied bias, transformers looks for the names among the model's tensors, where a packed weight has
     none. Then a model of floats on the meta device has them.

@@ -81,7 +81,7 @@ const char* name_of(int signal) {
 void continue_at(ucontext_t* context, void (*function)(), char* stack) {
   auto top = (reinterpret_cast<uintptr_t>(stack) - 256) & ~static_cast<uintptr_t>(15);
   context->uc_mcontext.gregs[REG_RSP] =
-      static_cast<greg_t>(top - 8);  // 8 below a multiple of 16, as at a function's entry
+      static_cast<greg_t>(top - 8);  // the stack pointer at a function's entry: 8 below a multiple of 16
   context->uc_mcontext.gregs[REG_RIP] = static_cast<greg_t>(reinterpret_cast<uintptr_t>(function));
 }
 

@@ -307,7 +307,7 @@ def compile_source(
 
     Raises:
         CompileError: the source does not compile, or `kernel` uses a function constant without a value, even in a
-            branch that is never taken. Line numbers in the messages are those of the source.
+            branch that is never taken. Messages have the source's line numbers.
     """
     text, files = _expanded(source, file_name, include_paths, defines, version)
     values = dict(constants or {})

@@ -24,7 +24,7 @@ CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(slots=True)
 class Token:
-    """One token. `text` may be rewritten in place; `kind` stays that of the source."""
+    """One token. `text` may be rewritten in place; `kind` stays as in the source."""
 
     kind: str
     text: str
