@@ -91,7 +91,6 @@ def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -
 
 
 def models(steps: int) -> Iterator[Trained]:
-    """Yields the trained models."""
     from lab.whole_models.sentences import sentences
 
     yield trained(

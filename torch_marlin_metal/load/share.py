@@ -98,7 +98,6 @@ def planned_share(plan: LoadPlan, reader: CheckpointReader, caller: Caller) -> F
 
 
 def _float_bytes(spot: Spot, caller: Caller) -> int:
-    """Returns the bytes of the floats in a module."""
     if spot.shape is not None:
         return spot.shape.N * spot.shape.K * (caller.dtype or spot.shape.dtype).itemsize
     weight: Any = spot.target.module.weight
