@@ -71,8 +71,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             check_devices(OP, device_map)
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Leaves a plan unchanged. Its rules name modules, so `PackedCheckpoint.fill` finds the rules of packed
-        layers."""
+        """Leaves a plan unchanged. `PackedCheckpoint.fill` finds the rules of packed layers by their modules."""
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
