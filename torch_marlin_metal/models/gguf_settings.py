@@ -117,7 +117,7 @@ def _of_tensors(case: Case) -> Iterator[Difference]:
 
 
 def _of_biases(case: Case) -> Iterator[Difference]:
-    """Yields a difference if one setting of the config is for four biases, but the file has only those of q, k and v."""
+    """Yields a difference if one setting of the config has four biases, but the file only those of q, k and v."""
     name = "blk.0.attn_output.bias"
     if case.file.architecture in WITHOUT_OUTPUT_BIAS:
         return
