@@ -143,7 +143,7 @@ void test_choices() {
       {kXeon, in_bytes(1), "int8_small_m parts=1 strip=64 tasks=1x4x4"},
       {kXeon, in_bytes(5), "int8 parts=1 strip=32 tasks=1x16x1"},
       {{Isa::avx512, false, 2}, in_bytes(1), "int8_avx2_small_m parts=1 strip=32 tasks=1x1x2"},
-      {{Isa::avx2, false, 2, true}, in_bytes(2), "int8_avx2 parts=1 strip=16 tasks=1x2x1"},
+      {{Isa::avx2, false, 2, true}, in_bytes(2), "int8_avx2 parts=1 strip=16 tasks=1x1x2"},
       {kAppleM1, reduced(1), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
       {kAppleM2, reduced(3), "byte_matrix parts=1 strip=8 tasks=1x4x1"},
       {{Isa::neon, false, 4}, reduced(1), "small_m parts=1 strip=16 tasks=1x1x4"},
