@@ -84,8 +84,9 @@ void split_step(const Step& s) {
   const auto* header = static_cast<const int32_t*>(s.x);
   SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxGroups * kHeader<kBytes> * R, s.ld_words, s.high};
   add_chunk<V, R, C>(s, [&](int first, int last, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
-    for (int begin = first; begin < last; begin += kUnitGroup<kBytes>) {
-      const int end = last - begin < kUnitGroup<kBytes> ? last : begin + kUnitGroup<kBytes>;
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { total[i] = V::zero(); });
+    for (int begin = first, end; begin < last; begin = end) {
+      end = last - begin < kUnitGroup<kBytes> ? last : begin + kUnitGroup<kBytes>;
       SplitSums<V, R, C> sums;
       unroll<V, kBytes * R>([&](auto i) __attribute__((always_inline)) {
         const typename V::Sums start = V::set_sums(-bytes.offset() * header[R + i]);
@@ -96,7 +97,7 @@ void split_step(const Step& s) {
         auto of_byte = [&](int byte) __attribute__((always_inline)) { return V::to_float(sums[byte * R * C + i]); };
         const typename V::F unit = V::set1(std::bit_cast<float>(header[i / C]) * CodeBytes<V, codes>::unit);
         if constexpr (kBytes == 1) {
-          total[i] = begin == first ? V::mul(of_byte(0), unit) : V::fma(of_byte(0), unit, total[i]);
+          total[i] = V::fma(of_byte(0), unit, total[i]);
         } else {
           const typename V::F low = V::fma(of_byte(1), V::set1(0x1p8F), of_byte(2));
           total[i] = V::mul(V::fma(of_byte(0), V::set1(0x1p16F), low), unit);
