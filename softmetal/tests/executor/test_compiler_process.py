@@ -57,7 +57,8 @@ def servers() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Makes the first request of each test new, but keeps what takes seconds to compile: headers, and what keeps clang resident."""
+    """Gives each test an empty cache of kernels, but keeps the slow parts: compiled headers and the resident clang's
+    library."""
     folder = tmp_path / "cache"
     folder.mkdir()
     device.compile(SOURCE, constants={"n": 1})
