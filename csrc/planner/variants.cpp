@@ -59,8 +59,8 @@ constexpr std::array kTwoPassTiles{GemmTile{GemmVariant::two_pass, Kernel::dequa
 
 }  // namespace
 
-// Row blocks of all sizes are candidates: more and smaller blocks use more cores if the columns are few, and a block
-// with more rows than the problem may keep more simdgroups resident.
+// Row blocks of all sizes are candidates. Smaller blocks use more cores if the columns are few. A block with more rows
+// than the problem may keep more simdgroups resident.
 constinit const VariantRules gemv_variant{
     .tiles = kGemvTiles,
     .expert_tiles = kGemvExpertTiles,
