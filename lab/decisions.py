@@ -86,7 +86,7 @@ class Decision:
         bits: bits of a code.
         kernel: "gemv", "fused" or "tensor".
         decode: clocks to decode the weights of a step.
-        unit: clocks of a unit of rows in a step; in tensor, of 16 k of a step, which has 32 k or, with groups of 16, 16.
+        unit: clocks of a unit of rows in a step; in tensor, of 16 k of a step. It has 32 k, with groups of 16 only 16.
         group_end: clocks at the end of a group.
         unit_end: clocks of a unit of rows there; in tensor, of the sums of activations, which weights with biases need.
         wait: by units, the clocks that a simdgroup waits for the loads of a step.
@@ -157,7 +157,9 @@ def _tensor_ends(forms: list[Form], arithmetic: str) -> tuple[float, float]:
 
 
 def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
-    alike = [(row, levels) for row, levels in _forms(kernel, arithmetic) if (row.code_kind, row.code_bits) == (codes, bits)]
+    alike = [
+        (row, levels) for row, levels in _forms(kernel, arithmetic) if (row.code_kind, row.code_bits) == (codes, bits)
+    ]
     forms = [(row, levels) for row, levels in alike if levels == alike[0][1]]
     clock = float(np.mean([figure(AppleSiliconGPU.from_name(name), "clock_ghz") for name in AppleSiliconGPU.names()]))
     gpu = AppleSiliconGPU.from_name(ARITHMETIC[arithmetic][1])
@@ -192,7 +194,8 @@ def _forms(variant: str, arithmetic: str) -> list[Form]:
 
     Those with one level are first. A kind of codes that has been counted with two levels only has rows with these.
     """
-    if arithmetic not in (("half", "bfloat_operands") if variant == "tensor" else ("half", "emulated_bfloat", "single")):
+    operands = ("half", "bfloat_operands") if variant == "tensor" else ("half", "emulated_bfloat", "single")
+    if arithmetic not in operands:
         return []
     kernel, others = ("gemm_tensor", None) if variant == "tensor" else ("gemv", "float32")
     counted = {
@@ -363,7 +366,11 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
     tile = tuple(map(int, text.split("x")))
     # the gated form takes as long as moe_gemv
     named = [{**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")} for dispatch in dispatches]
-    known = {KERNELS.get(variant, f"gemm_{variant}"), *(form for form, _ in EXPERTS_FORMS.get(variant, ()))}
+    known = {
+        KERNELS.get(variant, f"gemm_{variant}"),
+        f"moe_{variant}",
+        *(form for form, _ in EXPERTS_FORMS.get(variant, ())),
+    }
     products = [dispatch for dispatch in named if dispatch["kernel"] in known]
     first = products[0]
     slices = re.search(r"k_per_slice=(\d+)", first["text"])

@@ -142,7 +142,7 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
 
 
 def takes_half_steps(weight_format: str, group_size: int) -> bool:
-    """Returns whether a step has 16 k: nvfp4's scales are part of its operands, so its groups of 16 need no own sums."""
+    """Returns whether a step has 16 k. nvfp4's scales are part of its operands, so its groups need no own sums."""
     return group_size == MIN_GROUP_SIZE and weight_format != "nvfp4"
 
 

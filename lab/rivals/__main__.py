@@ -54,7 +54,11 @@ class Form:
 
     def mixture(self, tokens: int, N: int, K: int) -> ExpertsProblem:
         """Returns the same product with experts."""
-        weight: dict[str, Any] = {"weight_format": self.weight_format, "group_size": self.group_size, "scales": self.scales}
+        weight: dict[str, Any] = {
+            "weight_format": self.weight_format,
+            "group_size": self.group_size,
+            "scales": self.scales,
+        }
         return ExpertsProblem.of_tokens(tokens, TOP_K, EXPERTS, N, K, zeros=self.problem(1, N, K).zeros_type, **weight)
 
 
