@@ -112,11 +112,13 @@ void check_decisions() {
   for (const Decision& row : kDecisions) {
     expect(find_decision(row.kernel, row.arithmetic, WeightFormat::uint4b8) != nullptr, "integer codes have rows");
     expect(row.decode > 0 && row.unit > 0 && !row.reason.empty(), "clocks and a reason");
-    for (size_t i = 0; i < (row.kernel == GemmVariant::gemv ? 8 : 4); ++i)
+    const size_t units = row.kernel == GemmVariant::gemv ? 8 : row.kernel == GemmVariant::fused ? 4 : 2;
+    for (size_t i = 0; i < units; ++i)
       expect(row.wait.at(i) > 0, "waits of each block");
   }
   for (const Registers& row : kRegisters) {
-    for (size_t i = 0; i < (row.kernel == GemmVariant::gemv ? 8 : 4); ++i)
+    const size_t units = row.kernel == GemmVariant::gemv ? 8 : row.kernel == GemmVariant::fused ? 4 : 2;
+    for (size_t i = 0; i < units; ++i)
       expect(row.product.at(i) > 0, "registers of each block");
     for (size_t i = 0; i < rules_of(row.kernel).expert_tiles.size(); ++i)
       expect(row.experts.at(i) > 0, "registers of the kernels for experts");
