@@ -23,6 +23,7 @@ struct CpuProblem {
   // the number of bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if that is impossible
   int code_parts;
   Float32Precision precision;
+  bool rounds = false;  // the weight may be rounded to bf16
 };
 
 enum class CpuKernel : int {
@@ -32,13 +33,15 @@ enum class CpuKernel : int {
   bf16_dot_small_m,
   bf16_dot,
   bf16_dot_panel,
+  bf16_dot_rounded,
   byte_split_avx2,
   byte_split_small_m,
   byte_split,
   byte_matrix,
   amx,
   amx_scaled,
-  amx_table
+  amx_table,
+  amx_rounded
 };
 
 // The planner's copy of a kernel's shape; a test compares it with the kernels' own tables.
