@@ -18,7 +18,8 @@ namespace marlin::cpu {
 namespace {
 
 // Returns true if the variant or the option for decoded weights allows a weight to be rounded to bf16.
-bool may_round(std::string_view variant, const PackedWeight& weight) {
+bool may_round(std::string_view variant, int64_t M, const PackedWeight& weight) {
+  if (M < kRoundedMinRows) return false;
   const std::optional<GemmVariant> named = variant_of(variant);
   return named ? rounds_weight(*named) : static_cast<uint64_t>(2 * weight.K * weight.N) <= decoded_bytes();
 }
@@ -49,7 +50,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
   arguments.fp32_out = fp32_out;
-  arguments.rounds = !fp32_out && may_round(variant, stored.view);
+  arguments.rounds = !fp32_out && may_round(variant, rows.size(0), stored.view);
   cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
   return out;
 }

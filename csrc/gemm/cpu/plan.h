@@ -13,6 +13,9 @@ namespace marlin::cpu {
 // allows activations to be split into two bf16 terms or three bytes. 16-bit activations are not affected.
 enum class Float32Precision : int32_t { highest, reduced };
 
+// Weights are rounded for at least this many rows. With fewer, the decoding costs as much as the faster product saves.
+inline constexpr int64_t kRoundedMinRows = 128;
+
 struct CpuProblem {
   int64_t M;
   int64_t N;
