@@ -9,4 +9,8 @@ inline bool is_byte_split(CpuKernel kernel) {
   return kernel >= CpuKernel::byte_split_avx2 && kernel <= CpuKernel::byte_matrix;
 }
 
+inline bool rounds(CpuKernel kernel) {
+  return kernel == CpuKernel::bf16_dot_rounded || kernel == CpuKernel::amx_rounded;
+}
+
 }  // namespace marlin::cpu

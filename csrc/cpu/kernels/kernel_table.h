@@ -78,8 +78,8 @@ struct MatrixKernel {
   // True if `unpack` multiplies the codes by the scales of their groups. In this case, Step::scales holds the global
   // scale, and a whole chunk is one segment.
   bool scaled_panel;
-  // True if `unpack` also applies the zeros and the global scale, and rounds the weight to bf16. In this case, the steps
-  // get scales of 1 and no zeros, and a whole chunk is one segment.
+  // True if `unpack` also applies the zeros and the global scale, and rounds the weight to bf16. In this case, the
+  // steps get scales of 1 and no zeros, and a whole chunk is one segment.
   bool rounded_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
   int row_bytes;                                              // packed activations of one row and chunk
@@ -150,9 +150,9 @@ struct ByteSplitKernels {
 };
 
 struct AmxKernels {
-  MatrixKernel exact;   // for codes that bf16 represents exactly
-  MatrixKernel scaled;  // for the same codes; the panel holds them multiplied by their scales
-  MatrixKernel table;   // for codes that need three bf16 terms
+  MatrixKernel exact;    // for codes that bf16 represents exactly
+  MatrixKernel scaled;   // for the same codes; the panel holds them multiplied by their scales
+  MatrixKernel table;    // for codes that need three bf16 terms
   MatrixKernel rounded;  // for weights that are rounded to bf16
 };
 

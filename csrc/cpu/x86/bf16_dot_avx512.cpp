@@ -24,20 +24,9 @@ struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-<<<<<<< HEAD
-struct NibbleTable {
-  __m512i values;
-  explicit NibbleTable(const float* v) : values(bf16_table(_mm512_loadu_si512(v))) {}
-  // Returns the pair of codes in the lowest bits of the halves of each word.
-  [[gnu::always_inline]] __m512i pair(__m512i words) const { return _mm512_permutexvar_epi16(words, values); }
-};
-
 constexpr int kRowPairs = kChunk / 2;  // from one packed row to the next
 
 // s.x holds the packed activations as [part, R, k/8, pair]. Pair j holds the activations of two k in 32 bits: k = j and
-=======
-// s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of two k in 32 bits: k = j and
->>>>>>> main
 // j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7. The panel holds the same pairs of codes, as
 // [k/8, pair, column].
 template <Codes codes, bool from_panel, int parts, int R, int C>
@@ -128,7 +117,8 @@ bool pack_pairs(const PackRow& p) {
   const PartsOfRow<parts, kMinActivation> row(p);
   __mmask16 bad = 0;
   for (int k = 0; k < p.count; k += 32)
-    bad |= row.take(k, p.count, [&](int part, __m512i pairs) { _mm512_storeu_si512(to + part * p.rows * kChunk + k, pairs); });
+    bad |= row.take(k, p.count,
+                    [&](int part, __m512i pairs) { _mm512_storeu_si512(to + part * p.rows * kChunk + k, pairs); });
   return bad == 0;
 }
 
