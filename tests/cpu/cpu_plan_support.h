@@ -13,4 +13,8 @@ inline bool rounds(CpuKernel kernel) {
   return kernel == CpuKernel::bf16_dot_rounded || kernel == CpuKernel::amx_rounded;
 }
 
+inline bool is_int8(CpuKernel kernel) {
+  return kernel >= CpuKernel::int8_avx2_small_m && kernel <= CpuKernel::int8;
+}
+
 }  // namespace marlin::cpu

@@ -183,6 +183,8 @@ def _differences(layers: list[MarlinLinear]) -> str:
             first.group_size,
         ):
             return "their sizes, weight formats or group sizes differ"
+        if layer.activations != first.activations:
+            return "only some round activations"
         if (layer.bias is None) != (first.bias is None):
             return "only some have a bias"
         for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
@@ -207,4 +209,5 @@ def _fuse(layers: list[MarlinLinear]) -> _Group:
     whole = replace(joined(weights), bias=torch.cat(biases) if biases else None)
     layer = MarlinLinear.from_packed(whole, dtype=layers[0].dtype)
     layer.rounds_weights = all(one.rounds_weights for one in layers)
+    layer.activations = layers[0].activations
     return _Group(layer.train(layers[0].training), [weight.N for weight in weights], scaled)

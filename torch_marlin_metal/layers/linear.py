@@ -50,6 +50,7 @@ class MarlinLinear(PackedLayer):
     product_dtype: torch.dtype | None = None  # dtype of all products on mps; None means the activations' dtype
     rounds_weights = False  # whether products of bf16 on CPUs may round the weight to bf16, as models of diffusers do
     rounds_in_training = False  # the same in training mode, see prepare_for_training
+    activations: str | None = None  # see set_activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
@@ -171,7 +172,9 @@ class MarlinLinear(PackedLayer):
         rounds = self.rounds_weights or (self.rounds_in_training and self.training)
         # This is self._arguments(self.bias) without the call.
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
-        if rounds and a.device.type == "cpu":
+        if self.activations is not None:
+            named["activations"] = self.activations
+        elif rounds and a.device.type == "cpu":
             named["variant"] = "two_pass"
         result: Tensor = _gemm(a, *tensors, **named)
         return result
@@ -179,6 +182,8 @@ class MarlinLinear(PackedLayer):
     def _sums(self, a: Tensor) -> Tensor:
         """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
         tensors, named = self._arguments(self.bias)
+        if self.activations is not None:
+            named["activations"] = self.activations
         result: Tensor = _gemm_fp32(a, *tensors, **named)
         return result
 
@@ -206,4 +211,6 @@ class MarlinLinear(PackedLayer):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.uint8:
                 text += f", {name}={str(tensor.dtype).removeprefix('torch.')}"
+        if self.activations is not None:
+            text += f", activations={self.activations}"
         return text + (", perm=True" if self.perm is not None else "")
