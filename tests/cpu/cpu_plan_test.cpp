@@ -69,7 +69,7 @@ void test_choices() {
       {kZen4, rounding(128, float16), "byte_split parts=1 strip=32 tasks=1x2x1"},
       {kXeon, rounding(128, bfloat16), "amx_rounded parts=1 strip=32 tasks=1x16x1"},
       {kXeon, rounding_table, "amx_rounded parts=1 strip=32 tasks=1x16x1"},
-      {kAppleM2, rounding(128, bfloat16), "bf16_dot parts=1 strip=8 tasks=1x2x2"},
+      {kAppleM2, rounding(128, bfloat16), "bf16_dot parts=1 strip=8 tasks=1x4x1"},
       {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "small_m parts=1 strip=8 tasks=1x1x1"},
       {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float16), "byte_split_avx2 parts=1 strip=32 tasks=1x1x2"},

@@ -230,7 +230,6 @@ class Pass {
         for (Step& step : steps) {
           step.values = values_;
           step.ld_scales = some_strips.size() * plan_.strip;
-          step.role = role_;
           step.ld_sums = x_.rows;
         }
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
@@ -308,6 +307,7 @@ class Pass {
     step.ahead = ahead;
     step.scales = scales + (strip - strips.begin) * plan_.strip;
     step.zeros = step.scales + groups() * step.ld_scales;
+    step.role = role_;
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
       const auto pad = [&](const uint32_t* words, int64_t rows, uint32_t* to) {
