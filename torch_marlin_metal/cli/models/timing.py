@@ -4,13 +4,20 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.cli.models.opened import Opened, in_words, last_logits, memory_errors, peak_memory, quiet
+from torch_marlin_metal.cli.models.opened import (
+    Opened,
+    cached,
+    in_words,
+    last_logits,
+    memory_errors,
+    peak_memory,
+    quiet,
+)
 from torch_marlin_metal.cli.output import progress_bar
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.chains import synchronize
@@ -31,11 +38,11 @@ def measure_model(
     Each length in `prompts` is one call; each number in `new` is so many calls of one token, and the host waits for
     each. A test is run once without counting and then `rounds` times.
     """
-    tests: list[tuple[str, int, int, Callable[[Any, Tensor], None]]] = []
+    tests: list[tuple[str, int, int, Callable[..., Any]]] = []
     for batch in batches:
-        tests += [(f"pp{count}", count, batch, _prompt) for count in prompts]
+        tests += [(f"pp{count}", count, batch, _at_once) for count in prompts]
         tests += [(f"tg{count}", count, batch, _one_by_one) for count in new]
-    model = partial(loaded.model, **last_logits(loaded.model))
+    model = cached(loaded.model)
     results = []
     with progress_bar(len(tests) * (rounds + 1), "run", as_json) as bar, torch.inference_mode(), quiet():
         for name, count, batch, run in tests:
@@ -51,7 +58,7 @@ def measure_model(
                 rates.append(batch * count / (time.perf_counter() - begin))
                 bar.update()
             del rates[0]
-            steps, rows = (1, batch * count) if run is _prompt else (count, batch)
+            steps, rows = (1, batch * count) if run is _at_once else (count, batch)
             seconds = _predicted(loaded, rows, batch)
             results.append(
                 {
@@ -67,14 +74,14 @@ def measure_model(
     return results
 
 
-def _prompt(model: Callable[..., Any], ids: Tensor) -> None:
-    model(input_ids=ids, use_cache=True)
+def _at_once(model: Callable[..., Any], ids: Tensor) -> None:
+    model(ids)
 
 
 def _one_by_one(model: Callable[..., Any], ids: Tensor) -> None:
     cache = None
     for column in torch.split(ids, 1, 1):
-        cache = model(input_ids=column, past_key_values=cache, use_cache=True).past_key_values
+        cache = model(column, cache)
         synchronize(ids.device)
 
 
