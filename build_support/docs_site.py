@@ -18,7 +18,7 @@ OUTSIDE = {
     "lab/README.md": "lab/README.md",
     "lab/cpu/cpu_peers.md": "lab/cpu/cpu_peers.md",
     "lab/cpu/cpu_wide.md": "lab/cpu/cpu_wide.md",
-    "lab/models/whole_model.md": "lab/models/whole_model.md",
+    "lab/whole_models/whole_model.md": "lab/whole_models/whole_model.md",
     "lab/notes/predictions.md": "lab/notes/predictions.md",
     "lab/notes/kernel-costs.md": "lab/notes/kernel-costs.md",
     "lab/notes/few-rows.md": "lab/notes/few-rows.md",

@@ -111,7 +111,7 @@ class E8M0Scale:
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def check(self, tensor_amax: float) -> None:
-        """Refuses a weight whose largest scale is outside the range that the operators take.
+        """Refuses a weight whose largest scale is outside the operators' range.
 
         Raises:
             ValueError: the scale is outside; the message gives the range that the largest magnitude may have.
@@ -178,7 +178,7 @@ class E4M3Codes:
 
     def encode(self, v: Tensor) -> Tensor:
         magnitude = v.abs().clamp(max=E4M3_LARGEST)
-        exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=-6)  # -6 is that of the subnormal codes
+        exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=-6)  # -6 is the exponent of subnormal codes
         eighths = torch.round(magnitude * ((130 - exponent) << 23).view(torch.float32)).to(torch.int32)
         code = (((exponent + 6) << 3) + eighths).to(torch.uint8)
         return code | (torch.signbit(v).to(torch.uint8) << 7)

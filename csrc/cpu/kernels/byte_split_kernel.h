@@ -42,7 +42,7 @@ class CodeBytes {
     if constexpr (codes == Codes::e2m1) return V::look_up(table_, nibbles);
     return nibbles;
   }
-  // The same for codes in two planes, too. `k` is the first of the eight, and `column` that of the words.
+  // The same for codes in two planes, too. `k` is the first of the eight, and `column` the words' column.
   template <int odd>
   [[gnu::always_inline]] typename V::Bytes decode(typename V::I words, const HighPlane& high, int k, int column) const {
     if constexpr (codes == Codes::planes) {

@@ -47,7 +47,7 @@ struct SortedPairs {
       if (is_expert(arguments, pair)) ++ends[expert(arguments, pair)];
     }
     int64_t total = 0;
-    // first, where each expert's pairs begin; filling the lists moves this to where they end
+    // at first the begin of each expert's pairs; filling the lists moves it to their end
     for (int64_t& end : ends) {
       const int64_t rows = end;
       end = total;

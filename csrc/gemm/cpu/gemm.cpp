@@ -1,5 +1,5 @@
-// Runs products on threads: divides each into passes, gives passes that run together their memory, and repeats a pass
-// whose kernel cannot represent a value.
+// Runs products on threads. Divides each into passes, gives concurrent passes memory, and repeats a pass whose kernel
+// cannot represent a value.
 #include "csrc/gemm/cpu/gemm.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kRowsTogether = 512;  // rows of products that run together, which limits their memory
+constexpr int64_t kRowsTogether = 512;  // the most rows of products that run together; limits their memory
 // Packing fewer elements than these takes less time than starting a thread for them.
 constexpr int64_t kPackGrain = int64_t{1} << 13;
 constexpr int64_t kSliceGrain = int64_t{1} << 14;

@@ -27,8 +27,8 @@ namespace {
 constexpr int64_t kRoundedMinRows = 128;
 
 // Returns true if the weight is rounded and multiplied by PyTorch in bf16: if the variant or the option for decoded
-// weights says so. This needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the
-// weight exact.
+// weights says so. This needs bf16 tensors, and a CPU with fast bf16 products: elsewhere the kernels with exact weights
+// are faster.
 bool multiplies_rounded(std::string_view variant, const Tensor& a, int64_t N, const OptionalTensor& bias) {
   if (a.scalar_type() != at::kBFloat16) return false;
   const std::optional<GemmVariant> named = variant_of(variant);

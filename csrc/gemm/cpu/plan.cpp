@@ -20,9 +20,9 @@ constexpr int64_t kAmxMinRows = 5;
 // fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
 // rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
-// amx_scaled multiplies coded scales into the panel. That pays if more than 16 rows, which are two tiles, share the
-// panel: for groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows
-// (same Xeon, two and 16 threads). For groups of 16 it always pays.
+// amx_scaled multiplies coded scales into the panel. That pays if two tiles, more than 16 rows, share the panel: for
+// groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows (same Xeon,
+// two and 16 threads). For groups of 16 it always pays.
 constexpr int64_t kAmxScaledMinRows = 17;
 // If the codes of a table need three bf16 terms each, they are decoded three times and need three to six tile products.
 // In this case AMX ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to
@@ -35,8 +35,8 @@ constexpr int64_t kPanelMinRows = 49;
 constexpr int64_t kBytePanelMinRows = 25;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
-// K is split before columns are, if the partial sums take at most this much memory. Threads that read whole rows of
-// words are faster than threads that share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
+// K is split before columns are, if the partial sums take at most this much memory. Threads are faster if each reads
+// whole rows of words than if they share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
 // times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
 // 128 KB cancelled the gain.
 constexpr int64_t kMaxPartialBytes = 88 << 10;

@@ -7,8 +7,8 @@
 
 namespace marlin::cpu {
 
-// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU, because it can always be read and
-// torch.set_float32_matmul_precision sets it too. at::Context::float32MatmulPrecision() would throw if a program has
+// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU. It can always be read, and
+// torch.set_float32_matmul_precision sets it, too. at::Context::float32MatmulPrecision() would throw if a program has
 // set the precision of a single backend.
 inline Float32Precision precision_for(ElementType a_type) {
   if (a_type != ElementType::float32) return Float32Precision::highest;

@@ -24,7 +24,7 @@ CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(slots=True)
 class Token:
-    """One token. `text` may be rewritten in place; `kind` stays that of the source."""
+    """One token. `text` may be rewritten in place; `kind` stays as in the source."""
 
     kind: str
     text: str
@@ -33,7 +33,7 @@ class Token:
 
 
 class SourceError(Exception):
-    """Raised for text that Metal's compiler would refuse, or that uses a feature this device does not support."""
+    """Raised for text that Metal's compiler would refuse, or that needs an unsupported feature."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)

@@ -12,7 +12,7 @@
 
 namespace torch_marlin_metal {
 
-// A packed weight [K, N]. The optional tensors are those of the weight's format.
+// A packed weight [K, N]. The weight's format decides which optional tensors are needed.
 struct Weight {
   at::Tensor b_packed;  // int32 [K/8, N]; the lowest k is in the lowest nibble
   at::Tensor scales;    // [ceil(K / group_size), N]

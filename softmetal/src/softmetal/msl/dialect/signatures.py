@@ -177,7 +177,7 @@ def _host_name(statement: list[Token]) -> Iterator[SourceError]:
 
 
 def _constant(statement: list[Token], constants: dict[str, str], at_run_time: dict[str, bool]) -> Iterator[SourceError]:
-    """Finds a constant outside of functions whose value is the result of a function that is not constexpr."""
+    """Finds a global constant whose value comes from a call of a function that is not constexpr."""
     texts = [t.text for t in statement]
     head = texts[: texts.index("=")] if "=" in texts else []
     if "constant" not in head or {"(", "{"} & set(head) or set(constants.values()) & set(texts):
