@@ -111,15 +111,17 @@ def test_each_piece_begins_as_the_tokenizer_begins_a_text(tmp_path, text):
 
 def test_each_failure_is_one_sentence(folder, tmp_path, text):
     other = save_small_llama(tmp_path / "other", vocab_size=64, tokenizer=False)
+    empty = save_small_llama(tmp_path / "empty")
+    (empty / "model.safetensors").unlink()  # so a load fails
     (tmp_path / "old.txt").write_bytes("wörter".encode("latin-1"))
     for arguments, code, sentence in (
         ((folder, tmp_path / "none.txt"), 3, "none.txt: No such file or directory"),
         ((folder, tmp_path / "old.txt"), 2, "old.txt: expected a text in UTF-8, got 'utf-8' codec can't decode"),
         ((folder, text[0]), 2, "text.txt: expected at least 512 tokens, got 87"),
         ((other, text[0], "--context", 16, "--tokenizer", folder), 3, "expected tokens below its vocabulary of 64"),
-        ((folder, text[0], "--context", 16, "--against", tmp_path / "none"), 3, "none: does not exist; a model of the"),
+        ((empty, text[0], "--context", 16, "--against", tmp_path / "none"), 3, "none: does not exist; a model of the"),
         (
-            (folder, text[0], "--context", 16, "--dtype", "int8"),
+            (empty, text[0], "--context", 16, "--dtype", "int8"),
             2,
             "--dtype: expected one of float16, bfloat16, float32",
         ),

@@ -77,15 +77,9 @@ class Opened:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-<<<<<<< HEAD
     def check_tokens(self, ids: Tensor) -> None:
-        """Raises a CheckpointError for tokens that the model does not know, those of another model's tokenizer."""
-        if (largest := int(ids.max())) >= self.vocabulary:
-=======
-    def check_tokens(self, ids: list[int]) -> None:
         """Raises a CheckpointError for token ids beyond the model's vocabulary, as from another model's tokenizer."""
-        if max(ids) >= self.vocabulary:
->>>>>>> main
+        if (largest := int(ids.max())) >= self.vocabulary:
             raise CheckpointError(
                 f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
                 f"{largest}: --tokenizer names another one"
