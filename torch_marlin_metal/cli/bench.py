@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from torch_marlin_metal.cli.arguments import Device, GroupSize, Rows, Shapes, device_of, floating, product_of
+from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.models import timing
 from torch_marlin_metal.cli.models.opened import Fuse, Opened
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show
@@ -32,23 +32,19 @@ def bench(
     model: Annotated[
         Path | None, typer.Argument(help="A model, as `generate` takes it; without it, products are timed.")
     ] = None,
-    shape: Shapes = None,
-    rows: Rows = None,
+    shape: arguments.Shapes = None,
+    rows: arguments.Rows = None,
     weight_format: Annotated[
         str | None, typer.Option(help="uint4b8 ...; a model of floats is quantized only with this option.")
     ] = None,
-    group_size: GroupSize = None,
+    group_size: arguments.GroupSize = None,
     dtype: Annotated[str | None, typer.Option(help="By default float16, or the model's own.")] = None,
-    device: Device = None,
-    variant: Annotated[
-        str | None, typer.Option(help="all: every variant of this package, beside the peak rates.")
-    ] = None,
+    device: arguments.Device = None,
+    variant: Annotated[str | None, typer.Option(help="all: every variant of this package, and the peak rates.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
     ] = None,
-    cold_mb: Annotated[
-        int | None, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold (256).")
-    ] = None,
+    cold_mb: arguments.ColdMb = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens of a prompt (512).")] = None,
     new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one (128).")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once (1).")] = None,
@@ -65,7 +61,7 @@ def bench(
     `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
     the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
     """
-    chosen = device_of(device)
+    chosen = arguments.device_of(device)
     machine = describe_machine(chosen)
     products = {"shape": shape, "rows": rows, "group-size": group_size, "variant": variant, "cold-mb": cold_mb}
     models = {"prompt-tokens": prompt_tokens, "new-tokens": new_tokens, "batch": batch, "no-fuse": not fuse}
@@ -84,8 +80,8 @@ def bench(
     variant, cold_bytes = variant or "auto", (cold_mb or 256) * 10**6
     if variant not in ("auto", "all") or (variant == "all" and chosen != "mps"):
         raise ValueError(f"--variant: expected auto, or all on mps, got {variant!r} on {chosen}")
-    element = floating(dtype)
-    timed = [product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
+    element = arguments.floating(dtype)
+    timed = [arguments.product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     numbers = sorted(set(rows or ROWS))

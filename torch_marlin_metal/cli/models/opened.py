@@ -169,20 +169,9 @@ def open_tokenizer(model: Path, given: Path | None) -> Any:
 
 
 def read_pieces(argument: str, file: Path, words: Any, length: int, most: int | None) -> Tensor:
-    """Cuts a file of text into pieces of tokens, each of which begins as the tokenizer begins a text.
+    """Cuts a file of text into at most so many pieces of tokens, int64 `[pieces, length]` on the CPU.
 
-    Args:
-        argument: what names the file, for errors.
-        file: a text in UTF-8. A last piece that is shorter is left out.
-        words: a tokenizer.
-        length: tokens of a piece.
-        most: the most pieces to return, or None.
-
-    Returns:
-        int64 `[pieces, length]` on the CPU
-
-    Raises:
-        ValueError: the file is not text, or has less than one piece.
+    Each begins as the tokenizer begins a text. A last piece that is shorter is left out.
     """
     try:
         text = file.read_text(encoding="utf-8")

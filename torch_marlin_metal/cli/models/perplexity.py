@@ -81,12 +81,11 @@ def _logs(model: Any, ids: Tensor, first: int) -> Tensor:
 
 def _summary(scores: dict[str, Tensor]) -> dict[str, Any]:
     """Returns the means of all tokens, with the standard errors of these means."""
-    loss, error = _mean(scores["loss"])
-    value: dict[str, Any] = {"tokens": len(scores["loss"]), "perplexity": math.exp(loss)}
-    value["perplexity_error"] = error * math.exp(loss)
+    value: dict[str, Any] = {"tokens": len(scores["loss"])}
+    for other in ("", "other_") if "divergence" in scores else ("",):
+        loss, error = _mean(scores[f"{other}loss"])
+        value |= {f"{other}perplexity": math.exp(loss), f"{other}perplexity_error": error * math.exp(loss)}
     if "divergence" in scores:
-        other, other_error = _mean(scores["other_loss"])
-        value |= {"other_perplexity": math.exp(other), "other_perplexity_error": other_error * math.exp(other)}
         value["divergence"], value["divergence_error"] = _mean(scores["divergence"])
         value["divergence_99"] = float(scores["divergence"].quantile(0.99))
         value["same_first"], value["same_first_error"] = _mean(scores["same_first"])
