@@ -266,7 +266,7 @@ struct OutputSums {
     }
   }
 
-  // state_sums holds what the state before the chunk adds to each row's denominator.
+  // state_sums holds the earlier state's part of each row's denominator.
   MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, const threadgroup float* state_sums,
                            Queries queries, uint DV, float eps, uint column, bool stores_n,
                            MlstmLane lane) const thread {

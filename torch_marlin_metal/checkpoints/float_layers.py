@@ -102,7 +102,7 @@ class FloatModel:
         return self._names.layer(name)
 
     def is_vocabulary(self, name: str) -> bool:
-        """Returns whether a layer is an embedding of the vocabulary or an output layer, and is to be packed."""
+        """Returns whether a layer is to be packed as part of the vocabulary: an embedding or an output layer."""
         return self._names.layer(name) in self._words
 
     def is_head(self, name: str) -> bool:

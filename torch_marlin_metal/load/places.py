@@ -16,8 +16,8 @@ class Spot:
 
     Attributes:
         target: the module.
-        shape: the shape of a Linear, which a new layer replaces. None for an embedding, and for a module that keeps its
-            class and gets decoded values.
+        shape: the shape of a Linear that a new layer replaces. None for an embedding, and for another module, which
+            gets decoded values.
     """
 
     target: Target

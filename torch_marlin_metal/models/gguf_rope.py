@@ -165,7 +165,7 @@ def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: flo
 def _proportional(freqs: Tensor, factor: float) -> Scaling:
     turned = freqs < UNTURNED
     if factor != 1.0 or not bool((freqs[turned] == 1).all()) or bool(turned.logical_not().cumsum(0)[turned].any()):
-        raise RopeError("transformers has no scaling of a head that turns only in part, except in its first pairs")
+        raise RopeError("transformers scales partly rotated heads only if the rotated pairs come first")
     settings = {"rope_type": "proportional", "partial_rotary_factor": int(turned.sum()) / len(freqs)}
     divisors = torch.where(turned, freqs, math.inf)
     return Scaling(settings, (divisors, divisors), 1.0)

@@ -240,7 +240,7 @@ def check_settings(
         how = f"Build the model with {', '.join(fixes)}" if fixes else "Build a model of the class that was converted"
         keys, taker = [next(iter(each.said)) for each in found], "MarlinConfig" if op == "from_pretrained" else op
         raise ModelMismatchError(
-            f"{op}: {path}: the file says other settings than the model has, and they change what it computes: "
+            f"{op}: {path}: the settings of the file and of the model differ, and so would their results: "
             f"{'; '.join(map(str, found))}. {how} (AutoConfig.from_pretrained(directory, gguf_file=...) returns the "
             f"file's settings), or keep the model's settings with {taker}(ignore={keys})"
         )

@@ -168,7 +168,7 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """Returns the divergence for each candidate, with only this unit rounded to it.
+    """For each candidate format, returns the divergence if only this unit has it.
 
     Only the smallest candidate is measured. The divergence is of second order in the weights' errors, so the ratio of
     squared errors scales it for the others.

@@ -174,8 +174,8 @@ def choose(
     least = fixed + _bounds(units)[0]
     if least > limit:
         raise ValueError(
-            f"{op}: memory: expected at least {human_size(least)} ({least} bytes), which the model takes in the "
-            f"smallest formats, of which {human_size(fixed)} stay as they are; got {human_size(limit)}"
+            f"{op}: memory: expected at least {human_size(least)} ({least} bytes), the model's size in the "
+            f"smallest formats ({human_size(fixed)} are not quantized); got {human_size(limit)}"
         )
     found = [_Best(units).choice(limit - fixed)]
     for most in range(len(candidates)):

@@ -176,7 +176,7 @@ def _ignore_ends_of_children(queue: "multiprocessing.Queue[tuple[tuple[int, byte
 
 
 def test_a_user_may_ignore_the_ends_of_children() -> None:
-    """Processes inherit that, and the server and the resident clang need the statuses of their children."""
+    """Processes inherit this setting, but the server and the resident clang need their children's statuses."""
     assert in_fork(_ignore_ends_of_children) == ((0, b"here\n", b""), False)
 
 

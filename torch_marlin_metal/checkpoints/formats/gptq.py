@@ -168,8 +168,8 @@ def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None
     if constant(raw, middle - (other == 1)):
         raise layer.error(
             "qzeros",
-            f"the settings say version {version} and sym=true, but the zero points are those of version {other}: "
-            f"wrongly labelled; if that is so, {typed('gptq_version', other)} reads it",
+            f"the settings say version {version} and sym=true, but the zero points fit version {other}: "
+            f"if the settings are wrong, {typed('gptq_version', other)} reads it",
         )
 
 

@@ -145,8 +145,8 @@ def check_experts(name: str, experts: MarlinExperts, config: LoraConfig) -> None
     where = f"MarlinLoraExperts: layer {name!r}: "
     if isinstance(experts, ExpertsOfEachToken):
         raise ValueError(
-            f"{where}expected experts that take each token's choice of experts, got {type(experts).__name__}, which "
-            f"take all tokens: quantize the model with exclude={name!r} to train them as floats"
+            f"{where}expected experts that get the router's choice, got {type(experts).__name__}, which "
+            f"run on all tokens: quantize the model with exclude={name!r} to train them as floats"
         )
     if type(experts).forward is not MarlinExperts.forward:
         raise ValueError(

@@ -78,8 +78,8 @@ def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: boo
         found = [one for one in layers.get(name, ()) if not one.experts or _is_down(one.name) == is_down]
         if not found:
             raise ValueError(
-                f"{OP}: memory: expected a tensor of layer {name!r} in {checkpoint.path}, which has none of its own: "
-                "load the model, and call quantize_model"
+                f"{OP}: memory: layer {name!r} has no tensor in {checkpoint.path}: load the model, and call "
+                "quantize_model"
             )
         for layer in found[:: -(-len(found) // SAMPLE_EXPERTS)]:
             yield sample(read_matrix(checkpoint, layer))

@@ -70,7 +70,7 @@ def taken_names(code: list[Token]) -> Iterator[SourceError]:
     """
     i = depth = 0
     while i < len(code):
-        end = attribute_end(code, i)
+        end = attribute_end(code, i) if code[i].text == "[" else -1
         if end >= 0:
             i = end + 1
             continue

@@ -66,10 +66,11 @@ def tokenize(text: str) -> list[Token]:
     line = 1
     spaced = False
     for match in _TOKEN.finditer(text):
-        kind = match.lastgroup or "mark"
-        tokens.append(Token(kind, match.group(), line, spaced))
-        spaced = kind in ("space", "directive")
-        line += match.group().count("\n")
+        kind, part = match.lastgroup or "mark", match[0]
+        tokens.append(Token(kind, part, line, spaced))
+        spaced = kind == "space" or kind == "directive"
+        if part == "\n":  # no token has other text beside a line's end
+            line += 1
     return tokens
 
 

@@ -101,7 +101,7 @@ def _calls(code: list[Token], first: int, last: int, kernels: set[str]) -> Itera
 
 def _attributes(tokens: list[Token]) -> Iterator[Attribute]:
     for i in range(len(tokens)):
-        end = attribute_end(tokens, i)
+        end = attribute_end(tokens, i) if tokens[i].text == "[" else -1
         if end < 0:
             continue
         for part in split_commas(tokens[i + 2 : end - 1]):
