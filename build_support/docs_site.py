@@ -18,6 +18,7 @@ OUTSIDE = {
     "lab/README.md": "lab/README.md",
     "lab/cpu/cpu_peers.md": "lab/cpu/cpu_peers.md",
     "lab/cpu/cpu_wide.md": "lab/cpu/cpu_wide.md",
+    "lab/cpu/cpu_int8.md": "lab/cpu/cpu_int8.md",
     "lab/whole_models/whole_model.md": "lab/whole_models/whole_model.md",
     "lab/notes/predictions.md": "lab/notes/predictions.md",
     "lab/notes/kernel-costs.md": "lab/notes/kernel-costs.md",

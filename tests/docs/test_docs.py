@@ -35,6 +35,7 @@ RECORDS = [
             "lab/README.md",
             "lab/cpu/cpu_peers.md",
             "lab/cpu/cpu_wide.md",
+            "lab/cpu/cpu_int8.md",
             "tests/features.md",
         )
     ),

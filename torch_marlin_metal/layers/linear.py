@@ -51,6 +51,7 @@ class MarlinLinear(PackedLayer):
 
     product_dtype: torch.dtype | None = None  # dtype of all products on mps; None means the activations' dtype
     rounds_in_training = False  # see prepare_for_training
+    activations: str | None = None  # see set_activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
@@ -174,12 +175,16 @@ class MarlinLinear(PackedLayer):
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
         if is_rounded and a.numel() >= ROUNDED_ROWS * self.in_features:
             named["variant"] = "two_pass"
+        if self.activations is not None:
+            named["activations"] = self.activations
         result: Tensor = _gemm(a, *tensors, **named)
         return result
 
     def _sums(self, a: Tensor) -> Tensor:
         """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
         tensors, named = self._arguments(self.bias)
+        if self.activations is not None:
+            named["activations"] = self.activations
         result: Tensor = _gemm_fp32(a, *tensors, **named)
         return result
 
@@ -207,4 +212,6 @@ class MarlinLinear(PackedLayer):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.uint8:
                 text += f", {name}={str(tensor.dtype).removeprefix('torch.')}"
+        if self.activations is not None:
+            text += f", activations={self.activations}"
         return text + (", perm=True" if self.perm is not None else "")

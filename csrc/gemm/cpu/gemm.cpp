@@ -119,7 +119,7 @@ int threads_for_each(std::span<const GemmArguments> products, int threads) {
 
 }  // namespace
 
-CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision) {
+CpuProblem problem_of(const GemmArguments& arguments, Precision precision) {
   const PackedWeight& weight = arguments.weight;
   return {arguments.M,
           weight.N,
@@ -132,7 +132,7 @@ CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision
 }
 
 void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,
-                   Float32Precision precision) {
+                   Precision precision) {
   if (products.empty()) return;
   const KernelSet& kernels = *kernels_of(machine.isa);
   Machine share = machine;
@@ -164,12 +164,11 @@ void gemm_group_on(const Machine& machine, std::span<const GemmArguments> produc
   run();
 }
 
-void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
-             Float32Precision precision) {
+void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel, Precision precision) {
   gemm_group_on(machine, {&arguments, 1}, parallel, precision);
 }
 
-void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
+void gemm(const GemmArguments& arguments, const Parallel& parallel, Precision precision) {
   gemm_on(this_machine(parallel), arguments, parallel, precision);
 }
 

@@ -33,6 +33,7 @@ constexpr int64_t kAmxTableMinRows = 16;
 // both took the same time for codes of 8 bits, and at 36 rows for those of 4 bits.
 constexpr int64_t kPanelMinRows = 49;
 constexpr int64_t kBytePanelMinRows = 25;
+constexpr int kInt8SmallMRows = 4, kInt8Avx2SmallMRows = 1;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
 // K is split before columns are, if the partial sums take at most this much memory. Threads are faster if each reads
@@ -68,7 +69,7 @@ constexpr int kHalfChunkMaxThreads = 4;
 
 int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel kernel) {
   if (problem.M != 1) return kChunk;
-  const bool splits = kernel == CpuKernel::byte_split_small_m;
+  const bool splits = kernel == CpuKernel::byte_split_small_m || kernel == CpuKernel::int8_small_m;
   const bool eight_rows = is_amd(machine) && splits && problem.N >= kHalfChunkMinColumns;
   const bool sixteen_rows =
       is_byte_wide(codes_of(problem.format)) && (!splits || machine.threads <= kHalfChunkMaxThreads);
@@ -86,6 +87,10 @@ KernelShape kernel_shape(Isa isa, CpuKernel kernel) {
   if (kernel == CpuKernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
   if (kernel == CpuKernel::byte_split) return {neon ? 8 : 32, 4, 1};
   if (kernel == CpuKernel::byte_matrix) return {8, 4, 1};
+  if (kernel == CpuKernel::int8_avx2_small_m) return {32, kInt8Avx2SmallMRows, 1};
+  if (kernel == CpuKernel::int8_avx2) return {16, 4, 1};
+  if (kernel == CpuKernel::int8_small_m) return {neon ? 16 : 64, kInt8SmallMRows, 1};
+  if (kernel == CpuKernel::int8) return {neon ? 8 : 32, 8, 1};
   if (kernel == CpuKernel::bf16_dot_small_m && neon) return {16, 1, 1};
   if (kernel == CpuKernel::bf16_dot && neon) return {8, 8, 2};
   const bool small_m = kernel == CpuKernel::small_m || kernel == CpuKernel::bf16_dot_small_m;
@@ -117,22 +122,31 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
   const bool float32 = problem.a_type == ElementType::float32;
   const int64_t min_rows = table ? kAmxTableMinRows : group_16 && float32 ? kAmxMinRowsGroup16Float32 : kAmxMinRows;
   if (problem.M < min_rows) return std::nullopt;
-  const bool reduced = problem.precision == Float32Precision::reduced;
+  const bool reduced = problem.precision == Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
   if (table) return Choice{CpuKernel::amx_table, parts};
   const bool scaled = has_coded_scales(problem.format) && (group_16 || problem.M >= kAmxScaledMinRows);
   return Choice{scaled ? CpuKernel::amx_scaled : CpuKernel::amx, parts};
 }
 
+// With one row, an EPYC waits for memory: three bytes took 0.75 to 0.85 of the time of one, so nothing is rounded.
+Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
+  if (!machine.byte_dot || machine.isa == Isa::avx2)
+    return {problem.M <= kInt8Avx2SmallMRows ? CpuKernel::int8_avx2_small_m : CpuKernel::int8_avx2};
+  if (problem.M == 1 && is_amd(machine)) return {CpuKernel::byte_split_small_m};
+  return {problem.M <= kInt8SmallMRows ? CpuKernel::int8_small_m : CpuKernel::int8};
+}
+
 // A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
 // these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
 // decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
 Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
+  if (problem.precision == Precision::int8) return choose_int8(machine, problem);
   if (const auto amx = choose_amx(machine, problem)) return *amx;
   const bool small_m =
       problem.M <= kernel_shape(machine.isa, CpuKernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
   const Choice fp32{small_m ? CpuKernel::small_m : CpuKernel::large_m};
-  const bool reduced = problem.precision == Float32Precision::reduced;
+  const bool reduced = problem.precision == Precision::reduced;
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
   // is used for fp32 only if the caller allows reduced precision.
@@ -197,6 +211,13 @@ CpuPlan divide(const Machine& machine, const CpuProblem& problem, CpuKernel kern
 
 }  // namespace
 
+bool has_int8(const Machine& machine, WeightFormat format) {
+  const Codes codes = codes_of(format);
+  const bool x86 = machine.isa == Isa::avx2 || machine.isa == Isa::avx512 || machine.isa == Isa::amx;
+  if (codes == Codes::integer || codes == Codes::e2m1) return x86 || (machine.isa == Isa::neon && machine.byte_dot);
+  return x86 && (codes == Codes::byte || codes == Codes::planes);
+}
+
 CpuPlan make_plan(const Machine& machine, const CpuProblem& problem) {
   const Choice choice = choose_kernel(machine, problem);
   return divide(machine, problem, choice.kernel, choice.parts);
@@ -219,6 +240,10 @@ std::string to_string(const CpuPlan& plan) {
                                            "byte_split_small_m",
                                            "byte_split",
                                            "byte_matrix",
+                                           "int8_avx2_small_m",
+                                           "int8_avx2",
+                                           "int8_small_m",
+                                           "int8",
                                            "amx",
                                            "amx_scaled",
                                            "amx_table"};
