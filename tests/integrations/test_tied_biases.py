@@ -110,14 +110,14 @@ def test_a_skipped_layer_keeps_its_bias_tied(make, inner, outer, stored, tmp_pat
 def test_a_layer_with_a_tied_bias_is_not_split(make, inner, outer, stored, tmp_path) -> None:
     saved(make, tmp_path)
     plan = SplitPlan(SimpleNamespace(ndim=1), {inner.removesuffix(".bias"): MarlinColwiseParallel()})
-    with pytest.raises(TypeError, match=r"decoder': expected .* or whose bias is tied"):
+    with pytest.raises(TypeError, match=r"decoder': expected .* without a tied bias"):
         load_quantized(make(), tmp_path, split=plan, progress=False)
 
 
-def test_a_bias_that_is_tied_in_the_model_and_by_the_caller_is_one_tensor(tmp_path) -> None:
+def test_a_bias_that_is_tied_in_the_model_and_by_the_door_is_one_tensor(tmp_path) -> None:
     make, inner, outer, _ = FLAVA
     saved(make, tmp_path)
     model = make()
-    caller = Caller(op="", find=str, ties=shared_weights(model), bias_ties={outer: inner}, progress=False)
-    load_all(model, open_reader(tmp_path), caller)
+    door = Caller(op="", find=str, ties=shared_weights(model), bias_ties={outer: inner}, progress=False)
+    load_all(model, open_reader(tmp_path), door)
     assert model.get_parameter(inner) is model.get_parameter(outer)
