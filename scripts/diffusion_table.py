@@ -45,7 +45,6 @@ def size(model: nn.Module, kind: str, packed: tuple[str, ...] = ("",)) -> float:
 
 
 def table() -> str:
-    """Returns the table in Markdown."""
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(guidance_embeds=True)
         t5 = T5EncoderModel(

@@ -46,6 +46,7 @@ def sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, head: int, 
 
 MODELS: dict[str, PreTrainedConfig] = {
     "Qwen3-4B": Qwen3Config(**sizes(2560, 9728, 36, 32, 8, 128, 151936), tie_word_embeddings=True),
+    "Qwen3-8B": Qwen3Config(**sizes(4096, 12288, 36, 32, 8, 128, 151936), tie_word_embeddings=False),
     "Llama-3.1-8B": LlamaConfig(**sizes(4096, 14336, 32, 32, 8, 128, 128256)),
     "gpt-oss-20b": GptOssConfig(**sizes(2880, 2880, 24, 64, 8, 64, 201088), num_local_experts=32),
     "Mistral-Small-24B": MistralConfig(**sizes(5120, 32768, 40, 32, 8, 128, 131072), sliding_window=None),

@@ -20,6 +20,7 @@ from torch_marlin_metal.layers.experts import MarlinExperts
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.load.quantized import load_quantized
+from torch_marlin_metal.models.activations import set_activations
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.quantize import quantize_model
 from torch_marlin_metal.ops.experts import moe_gemm
@@ -50,6 +51,7 @@ __all__ = [
     "profiling",
     "quantize_model",
     "quantize_weight",
+    "set_activations",
     "tuning",
     "xlstm",
 ]

@@ -1,8 +1,8 @@
 """Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`.
 
-If there is no extension, or if it does not fit this torch or these Python files, the package is imported with a warning
-that says why. Without the extension, checkpoints can still be inspected and converted. Each operator and each function
-of the extension raises `ExtensionError`; none is computed in another way.
+If the extension is missing, or does not fit this torch or these Python files, the import warns and gives the reason.
+Without the extension, checkpoints can still be inspected and converted. Each operator and each function of the
+extension raises `ExtensionError`; none is computed in another way.
 """
 
 import importlib
@@ -103,8 +103,8 @@ if not interrupt.is_command():  # the command line calls `warn` itself, in its o
 def require(caller: str) -> None:
     """Raises an error if the extension cannot be used.
 
-    Two kinds of function call this at their start: those that would otherwise find the error only after long work, and
-    those that would take an operator's error for an error of the model.
+    Functions call this at their start if they work long before the first operator, or if they handle an operator's
+    error as a fault of the model.
 
     Args:
         caller: the name of the function or argument that needs the extension.
@@ -123,7 +123,7 @@ class CpuCapability:
     Attributes:
         isa: the instruction set in use: "portable", "avx2", "avx512", "amx" or "neon".
         reason: one sentence that says why.
-        features: CPU features that the kernels check for and that the CPU and the operating system provide.
+        features: the kernels' CPU features that this CPU and operating system provide.
         available: instruction sets that `TORCH_MARLIN_METAL_CPU_ISA` can select on this machine.
     """
 

@@ -1,4 +1,4 @@
-"""The weight formats. Their rows are those of `kernels/shared/types.h`, with which the kernels are compiled."""
+"""The weight formats. Their rows come from `kernels/shared/types.h`, as the kernels' do."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class WeightFormat:
 
     @property
     def codes_per_word(self) -> int:
-        """Returns the number of codes of a word of `b_packed`, which are consecutive k of one column: 8 or 4."""
+        """Returns the number of codes in a word of `b_packed`, 8 or 4: consecutive k of one column."""
         return 32 // (self.code_bits - self.high_bits)
 
     @property

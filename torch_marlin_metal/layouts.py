@@ -1,4 +1,4 @@
-"""Makes every operator refuse tensors that are not dense, with a ValueError that says what to pass instead.
+"""Makes every operator refuse sparse and nested tensors; the ValueError names the right call.
 
 Without it, PyTorch answers with an internal error, or lists the backends of the operator. The refusals are kernels of
 these tensors' own dispatch keys, so that calls with dense tensors cost nothing.
@@ -49,7 +49,7 @@ def _jagged_rule(name: str) -> Callable[..., NoReturn]:
 
 
 def what_is_wrong(tensor: Tensor) -> str:
-    """Returns a description of a tensor that is not dense, with what to do about it, or ""."""
+    """Returns "" for a dense tensor, else a description of its layout and the remedy."""
     if tensor.is_nested:
         is_jagged = tensor.layout == torch.jagged
         return f"a nested tensor: pass {'.values(), the rows of all parts' if is_jagged else 'the parts of .unbind()'}"

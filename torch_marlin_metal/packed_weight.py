@@ -281,7 +281,7 @@ def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Returns the weight whose columns are those of several weights, one after the other, without their biases.
+    """Concatenates weights along N, without their biases.
 
     Raises:
         ValueError: the weights are of different kinds.
@@ -306,8 +306,8 @@ def operator_arguments(
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     """Returns the arguments of `torch.ops.torch_marlin_metal.*` for a weight: those by position, and those by name.
 
-    Tensors that are None are left out, because each argument costs the dispatcher 0.4 us, even if None. A loop over
-    names, or required tensors by name, would make each call longer.
+    Absent tensors are left out, because each argument costs the dispatcher 0.4 us, even None. A loop over names, or
+    required tensors by name, would make each call longer.
 
     Args:
         tensors: has the tensors of WEIGHT_TENSORS.
@@ -353,7 +353,7 @@ def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns whether a tensor has values; those of `FakeTensorMode` and on the meta device have none."""
+    """Returns False for tensors without values: of `FakeTensorMode` and on the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 

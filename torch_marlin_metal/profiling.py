@@ -1,4 +1,4 @@
-"""Shows what is known of an Apple GPU: its figures, occupancy, tiles, the choice for each M, rooflines, traces.
+"""Shows the package's figures of an Apple GPU: occupancy, tiles, the choice for each M, rooflines, traces.
 
 Every number comes from the planner's own tables: `chips.h` and `decision_rows.h` of `csrc/planner`.
 """

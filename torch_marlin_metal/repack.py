@@ -115,8 +115,8 @@ def unpack_planes(b_packed: Tensor, b_high: Tensor | None, code_bits: int) -> Te
 def high_bit_places(code_bits: int) -> tuple[int, ...]:
     """Returns where the field of each k begins in a word of `b_high` (`high_bit` in kernels/shared/types.h).
 
-    A field has `code_bits - 4` bits. Those of k and k + 4 of the same eight k lie 16 bits apart, so that kernels decode
-    both at once.
+    A field has `code_bits - 4` bits. Codes k and k + 4 of the same eight lie 16 bits apart, so that kernels decode both
+    at once.
     """
     bits = code_bits - 4
     blocks = (0, 8) if bits == 2 else (0, 2, 8, 10)
@@ -219,8 +219,8 @@ def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
 
     Returns:
         int32 `[K]` on the device of `g_idx`, or None if the rows are in order. They are in order if `g_idx[k]` is k //
-        group_size. They also count as in order if all of `g_idx` is zero, because some programs write zeros if they do
-        not use act-order; the function then warns if there is more than one group.
+        group_size. Some programs without act-order write zeros, so an all-zero `g_idx` also counts as in order; with
+        more than one group, the function warns.
 
     Raises:
         ValueError: `g_idx` is not int32 or int64 or has the wrong rank, a group is out of range, or a group has the

@@ -16,6 +16,7 @@ namespace marlin {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using OptionalText = std::optional<std::string_view>;
 
 // The dtypes of activations, floating scales, biases and zero points, as error messages name them.
 inline constexpr std::string_view kFloating = "float16, bfloat16 or float32";

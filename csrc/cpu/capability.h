@@ -15,7 +15,7 @@ struct Capability {
   std::vector<Isa> available;         // families that can be forced on this machine
 };
 
-// What the machine offers, whatever TORCH_MARLIN_METAL_CPU_ISA says.
+// The machine's features, regardless of TORCH_MARLIN_METAL_CPU_ISA.
 struct Detected {
   std::vector<std::string> features;
   std::vector<Isa> available{Isa::portable};  // from the slowest to the fastest
@@ -27,7 +27,7 @@ struct Detected {
 const Detected& detected();
 
 // Returns the capability, which is decided once per process. Throws std::runtime_error if TORCH_MARLIN_METAL_CPU_ISA
-// names a family that is unknown or that this machine does not have.
+// names an unknown family, or one that this machine lacks.
 const Capability& capability();
 
 const char* isa_name(Isa isa);

@@ -9,7 +9,7 @@
 
 namespace marlin::cpu {
 
-// The most that a thread keeps of one Scratch after a call that may need much more.
+// The most bytes that a thread keeps of one Scratch after a larger call.
 inline constexpr size_t kKeepBytes = size_t{8} << 20;
 
 class Scratch {

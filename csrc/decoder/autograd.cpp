@@ -1,5 +1,5 @@
 // The derivatives of the operators between the products of a decoder layer. Backward passes compute in fp32 with
-// PyTorch's operators, except that of rotary, which is rotary with the transposed matrix.
+// PyTorch's operators. Only rotary's is rotary itself, with the transposed matrix.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>

@@ -17,8 +17,8 @@ uint64_t extent_of_rows(const MoeProblem& problem) {
          problem.product.weight.K;
 }
 
-// Returns the variant that the plan must have, or "auto". A tuner's table counts only where it names a variant that
-// "auto" does not take without a measurement: the table holds times of dense products.
+// Returns the variant that the plan must have, or "auto". A tuner's table holds times of dense products. It counts only
+// for variants that "auto" does not take without a measurement.
 NamedVariant wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   const std::optional<GemmVariant> tuned = product.tuned.variant();

@@ -81,7 +81,7 @@ Tensor moe_gemm_mps(const Tensor& a, const WeightArguments& weight, const Tensor
   return out;
 }
 
-// Multiplies as moe_gemm does, and applies a gated activation. The arguments must be those of a checked moe_gemm.
+// Multiplies as moe_gemm does, and applies a gated activation. The arguments must have passed the checks of moe_gemm.
 // Returns [T, top_k, N / 2], or nothing if the activation needs a separate dispatch.
 std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const WeightShape& shape,
                                      const Tensor& expert_ids, const OptionalTensor& bias, const MoeGate& gate) {

@@ -15,10 +15,25 @@ void check_variant(const char* op, std::string_view variant, const Tensor& a) {
        text("'", variant, "'"));
 }
 
+// Checks `activations` as far as every backend does: "int8" multiplies codes that are integers or, as E2M1, halves.
+void check_activations(const char* op, OptionalText activations, WeightFormat format, std::string_view variant,
+                       const Tensor& a) {
+  if (!activations) return;
+  if (*activations != "int8") fail(op, "activations", "None or 'int8'", text("'", *activations, "'"));
+  if (a.device().is_mps())
+    fail(op, "activations", "None for tensors on mps: only the CPU rounds activations", "'int8'");
+  if (variant != "auto") fail(op, "variant", "'auto' with activations='int8'", text("'", variant, "'"));
+  if (code_kind(format) == CodeKind::table || code_kind(format) == CodeKind::e4m3) {
+    fail(op, "activations",
+         text("None for ", name(format), ", whose codes are no integers: requantize the weight to another format"),
+         "'int8'");
+  }
+}
+
 }  // namespace
 
 WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
-                       std::string_view variant, const char* op) {
+                       std::string_view variant, OptionalText activations, const char* op) {
   const Checker check{op, a.device()};
   if (!is_floating(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., K]"), describe(a));
   WeightShape shape = check_weight(op, weight);
@@ -33,6 +48,7 @@ WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const Opt
     check.on_device("bias", *bias);
   }
   check_variant(op, variant, a);
+  check_activations(op, activations, shape.format, variant, a);
   return shape;
 }
 

@@ -7,7 +7,7 @@ namespace marlin {
 
 // Each calls fail() for the first wrong argument.
 WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
-                       std::string_view variant, const char* op = "gemm");
+                       std::string_view variant, OptionalText activations, const char* op = "gemm");
 WeightShape check_gemm_transposed(const Tensor& a, const WeightArguments& weight);
 
 }  // namespace marlin

@@ -1,5 +1,6 @@
-// The derivatives of gemm with respect to a and bias and of gemm_transposed with respect to a, and autocast for gemm.
-// All other arguments of these two operators refuse tensors that require grad.
+// The derivatives of gemm with respect to a and bias, which ignore that it may round activations, and of
+// gemm_transposed with respect to a, and autocast for gemm. All other arguments of these two operators refuse tensors
+// that require grad.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -45,16 +46,16 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const WeightArguments& weight,
-                        const OptionalTensor& bias, std::string_view variant) {
+                        const OptionalTensor& bias, std::string_view variant, OptionalText activations) {
     at::AutoDispatchBelowADInplaceOrView guard;
     SavedWeight::save(ctx, weight);
     if (bias && bias->requires_grad()) ctx->saved_data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
-    return gemm_op().call(a, weight, bias, variant);
+    return gemm_op().call(a, weight, bias, variant, activations);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    variable_list result(4);
+    variable_list result(5);
     if (ctx->needs_input_grad(0)) {
       const SavedWeight saved = SavedWeight::load(ctx);
       result[0] = gemm_transposed_op().call(grad, saved.weight.arguments());
@@ -79,20 +80,20 @@ class GemmTransposedFunction : public torch::autograd::Function<GemmTransposedFu
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const SavedWeight saved = SavedWeight::load(ctx);
-    return {gemm_op().call(grads[0], saved.weight.arguments(), std::nullopt, "auto"), Tensor()};
+    return {gemm_op().call(grads[0], saved.weight.arguments(), std::nullopt, "auto", std::nullopt), Tensor()};
   }
 };
 
 Tensor gemm_autograd(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
-                     std::string_view variant) {
+                     std::string_view variant, OptionalText activations) {
   check_weight_no_grad("gemm", weight);
   check_no_tangent("gemm", "a", a);
   if (bias) check_no_tangent("gemm", "bias", *bias);
   const bool differentiate =
       c10::GradMode::is_enabled() && (a.requires_grad() || (bias.has_value() && bias->requires_grad()));
-  if (differentiate) return GemmFunction::apply(a, weight, bias, variant);
+  if (differentiate) return GemmFunction::apply(a, weight, bias, variant, activations);
   at::AutoDispatchBelowADInplaceOrView guard;
-  return gemm_op().call(a, weight, bias, variant);
+  return gemm_op().call(a, weight, bias, variant, activations);
 }
 
 Tensor gemm_transposed_autograd(const Tensor& a, const WeightArguments& weight) {

@@ -50,8 +50,8 @@ const std::string& tensor_layout_refusal() {
   return refusal;
 }
 
-// Compiles a plan. Throws NoTensorKernel, too, if the plan has a kernel for tensor units, and these hold operands
-// otherwise than the kernel assumes.
+// Compiles a plan. Also throws NoTensorKernel if the plan's kernel is for tensor units and assumes another layout than
+// the GPU's.
 CompiledPlan prepare(Plan plan) {
   CompiledPlan compiled = compile(std::move(plan));
   for (const Dispatch& dispatch : compiled.plan.dispatches) {

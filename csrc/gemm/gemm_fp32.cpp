@@ -11,12 +11,13 @@ namespace marlin {
 namespace {
 
 // The GPU kernels write results in the dtype of the activations, so the activations are widened.
-Tensor gemm_fp32(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
-  check_gemm(a, weight, bias, "auto", "gemm_fp32");
-  return gemm_op().call(a.to(at::kFloat), weight, bias, "auto");
+Tensor gemm_fp32(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, OptionalText activations) {
+  check_gemm(a, weight, bias, "auto", activations, "gemm_fp32");
+  return gemm_op().call(a.to(at::kFloat), weight, bias, "auto", activations);
 }
 
-Tensor gemm_fp32_autograd(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
+Tensor gemm_fp32_autograd(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                          OptionalText activations) {
   const char* op = "gemm_fp32";
   check_weight_no_grad(op, weight);
   check_no_grad(op, "a", a);
@@ -26,7 +27,7 @@ Tensor gemm_fp32_autograd(const Tensor& a, const WeightArguments& weight, const 
     check_no_tangent(op, "bias", *bias);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return gemm_fp32_op().call(a, weight, bias);
+  return gemm_fp32_op().call(a, weight, bias, activations);
 }
 
 }  // namespace

@@ -35,8 +35,8 @@ struct Division {
 };
 
 // Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest part is
-// eight rows, or those of a word of the second plane, or one group if the format fixes the group size. If even that is
-// larger than `bytes`, all parts have the smallest size.
+// eight rows, or a second-plane word's rows, or one group if the format fixes the group size. If even that is larger
+// than `bytes`, all parts have the smallest size.
 Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
   const int64_t fitting = bytes / row_bytes;
   if (fitting >= K) return {K, false};
@@ -53,7 +53,7 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
   return {ceil_divide(units, ceil_divide(units, most)) * unit, true};
 }
 
-// Returns scales or zeros of one level, fp32, of some groups of two levels.
+// Converts the scales or zeros of some groups from two levels to one, in fp32.
 Tensor one_level(const Tensor& codes, const Tensor& super, int64_t group_size, int64_t first, int64_t groups) {
   const Tensor of_group = at::arange(first, first + groups, codes.options().dtype(at::kLong)).mul_(group_size);
   const Tensor blocks = super.index_select(0, of_group.div_(kSuperBlock, "floor")).to(at::kFloat);

@@ -6,8 +6,9 @@
 namespace marlin {
 
 using GemmSignature = Tensor(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
-                             std::string_view variant);
-using GemmFp32Signature = Tensor(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias);
+                             std::string_view variant, OptionalText activations);
+using GemmFp32Signature = Tensor(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                                 OptionalText activations);
 using GemmTransposedSignature = Tensor(const Tensor& a, const WeightArguments& weight);
 
 // Returns the most bytes that one temporary copy in floats may take while a gradient is computed. The environment

@@ -45,8 +45,9 @@ void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Te
   }
 }
 
-Tensor gemm_mps(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
-  const WeightShape shape = check_gemm(a, weight, bias, variant);
+Tensor gemm_mps(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant,
+                OptionalText activations) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant, activations);
   Bindings bindings;
   GemmProblem problem{.weight = bind_weight("gemm", weight, shape, bindings)};
 
@@ -79,7 +80,7 @@ void compile_gemm_mps(const WeightArguments& weight, const OptionalTensor& bias,
   checked_size("compile_gemm", "M", M);
   const int64_t K = check_dequantize(weight, dtype).K.expect_int();
   const Tensor row = at::empty({1, K}, weight.b_packed.options().dtype(dtype));
-  const WeightShape shape = check_gemm(row, weight, bias, "auto");
+  const WeightShape shape = check_gemm(row, weight, bias, "auto", std::nullopt);
   Bindings bindings;
   GemmProblem problem{.weight = bind_weight("compile_gemm", weight, shape, bindings),
                       .a_row_stride = K,

@@ -1,4 +1,4 @@
-// Plans the probes, which ask a GPU what the kernels of products need to know of it. csrc/planner/choose.cpp plans the
+// Plans the probes: small kernels that test a GPU for the kernels of products. csrc/planner/choose.cpp plans the
 // products. Pure C++: no torch, no Metal.
 #pragma once
 
@@ -10,8 +10,8 @@ namespace marlin {
 
 Plan plan_probe();
 Plan plan_tensor_probe();
-// Returns the reason why the kernels for tensor units cannot run on a GPU, from the kTensorProbed words that the plan
-// of plan_tensor_probe() stored; an empty text if they can.
+// From the kTensorProbed words of plan_tensor_probe()'s plan, returns why the kernels for tensor units cannot run on
+// the GPU; an empty text if they can.
 std::string tensor_layout_refusal(const int32_t* words);
 
 }  // namespace marlin

@@ -9,23 +9,27 @@
 // docs/use/operators.md lists shapes and dtypes. Outputs are always new tensors.
 TORCH_LIBRARY(torch_marlin_metal, m) {
   using marlin::weight_schema;
-  m.def(weight_schema("gemm(Tensor a, Weight weight, *, Tensor? bias=None, str variant=\"auto\") -> Tensor"));
-  m.def(weight_schema("gemm_fp32(Tensor a, Weight weight, *, Tensor? bias=None) -> Tensor"));
+  m.def(weight_schema(
+      "gemm(Tensor a, Weight weight, *, Tensor? bias=None, str variant=\"auto\", str? activations=None) -> "
+      "Tensor"));
+  m.def(weight_schema("gemm_fp32(Tensor a, Weight weight, *, Tensor? bias=None, str? activations=None) -> Tensor"));
   m.def(weight_schema("gemm_transposed(Tensor a, Weight weight, *) -> Tensor"));
 }
 
 namespace marlin {
 namespace {
 
-Tensor gemm_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
-  const WeightShape shape = check_gemm(a, weight, bias, variant);
+Tensor gemm_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant,
+                 OptionalText activations) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant, activations);
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
   return at::empty_symint(sizes, a.options());
 }
 
-Tensor gemm_fp32_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
-  const WeightShape shape = check_gemm(a, weight, bias, "auto", "gemm_fp32");
+Tensor gemm_fp32_meta(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                      OptionalText activations) {
+  const WeightShape shape = check_gemm(a, weight, bias, "auto", activations, "gemm_fp32");
   c10::SymDimVector sizes(a.sym_sizes());
   sizes.back() = shape.N;
   return at::empty_symint(sizes, a.options().dtype(at::kFloat));

@@ -135,7 +135,7 @@ FourTensors mlstm_autograd(const Tensor& q, const Tensor& k, const Tensor& v, co
   return mlstm_op().call(q, k, v, i, f, C0, n0, m0, chunk_size, eps);
 }
 
-// Computes the derivative of mlstm_step as that of mlstm with one token.
+// Computes the derivative of mlstm_step by mlstm with one token.
 FourTensors step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                           const Tensor& C, const Tensor& n, const Tensor& m, double eps) {
   const std::initializer_list<Argument> arguments{{"q", &q}, {"k", &k}, {"v", &v}, {"i", &i},

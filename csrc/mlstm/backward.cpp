@@ -21,7 +21,7 @@ namespace {
 // The length of a chunk. Longer chunks need fewer steps for the gradient of the state, but larger [L, L] matrices. At
 // this length, the matrices are still small compared with that gradient.
 constexpr int64_t kBackwardChunk = 64;
-// Tokens that are added as padding get i = -kNeutralGate and f = kNeutralGate, which leave the state unchanged.
+// Padding tokens get i = -kNeutralGate and f = kNeutralGate, which leave the state unchanged.
 constexpr double kNeutralGate = 1e30;
 
 struct Sequence {

@@ -13,7 +13,7 @@ namespace marlin {
 
 namespace {
 
-// What one core does per clock. kProductsPerClock is the number of fp32 multiply-adds that the matrix operation reaches
+// Rates of one core per clock. kProductsPerClock is the number of fp32 multiply-adds that the matrix operation reaches
 // inside a GEMM (measured by metal-benchmarks). kBytesPerClock is the core's share of the DRAM bandwidth; the chips
 // from M1 to M2 Max have 6.7 to 9.9.
 constexpr double kProductsPerClock = 101.7;
@@ -24,7 +24,7 @@ constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_
 constexpr uint32_t kMinStepRows = 8;         // the fewest rows of C per simdgroup of mlstm_step
 
 // Throws std::invalid_argument with the text `rule` if the condition is false. Operators check their arguments before
-// they plan, so only sizes whose offsets need more than 32 bits still fail here.
+// they plan, so only sizes beyond 32-bit offsets still fail here.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }

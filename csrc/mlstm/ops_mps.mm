@@ -95,8 +95,8 @@ struct Call {
     bind_states({kSlotC0, kSlotN0, kSlotM0}, *initial.C0, *initial.n0, *initial.m0);
   }
 
-  // Returns the cached plan of this launch, or makes it. The arguments have been checked before, so the planner refuses
-  // only sizes that need offsets of more than 32 bits.
+  // Returns the cached plan of this launch, or makes it. The arguments have been checked, so the planner refuses only
+  // sizes beyond 32-bit offsets.
   template <MlstmPlan (*make_plan)(const MlstmLaunch&, const GpuDevice&)>
   std::shared_ptr<const CompiledMlstm> find_plan() const {
     static auto* plans = new LaunchCache<MlstmLaunch, CompiledMlstm>;  // one cache for each operator

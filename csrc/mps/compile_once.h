@@ -1,5 +1,5 @@
-// Makes each value once. Threads that ask for the same value wait for it. Threads that ask for another value do not
-// wait, because no lock is held while a value is made.
+// Makes each value once. Threads that ask for the same value wait for it. No lock is held while a value is made, so
+// threads that need another value do not wait.
 #pragma once
 
 #include <condition_variable>

@@ -1,5 +1,5 @@
-// Operators that measure, on the GPU's own clock, the work that a thread encodes. torch_marlin_metal/gpu/tuning calls
-// them. They take no tensors, and only a build with this backend has them.
+// Operators that measure a thread's encoded work by the GPU's clock. torch_marlin_metal/gpu/tuning calls them. They
+// take no tensors, and only a build with this backend has them.
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -12,8 +12,8 @@
 namespace marlin::mps {
 namespace {
 
-// The command buffers that were current when the measurement began and when it ended. Their completed handlers fill in
-// the pointers. The buffers are retained, because the last could otherwise get the address of the first.
+// The current command buffers at the begin and at the end of the measurement. Their completed handlers fill in the
+// pointers. The buffers are retained, because the last could otherwise get the address of the first.
 struct Measurement {
   id<MTLCommandBuffer> first = nil;
   id<MTLCommandBuffer> last = nil;

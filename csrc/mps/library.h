@@ -1,6 +1,6 @@
 // Compiles kernels at first use: one Metal library per function, and one pipeline per function and set of constants.
-// Several threads can compile at the same time. Failures are kept too, so that a kernel that does not compile is
-// compiled only once. Nothing is ever freed, because Metal may be gone already when the process exits.
+// Several threads can compile at the same time. Failures are kept, too: a kernel with an error is compiled only once.
+// Nothing is ever freed, because Metal may be gone already when the process exits.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -25,8 +25,8 @@ struct CompiledPlan {
   std::vector<CompiledKernel> kernels;  // one for each dispatch
 };
 
-// Raised if a kernel for tensor units does not compile, cannot run as many threads as its plan needs, or assumes
-// another layout of operands than this GPU has. A second try would fail, too, but a plan without such kernels may work.
+// Raised if a kernel for tensor units does not compile, cannot run its plan's threads, or assumes another layout of
+// operands than this GPU's. A second try would fail, too, but a plan without such kernels may work.
 struct NoTensorKernel : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -46,7 +46,7 @@ size_t stream_number();
 
 // For use inside a block of run_on_queue, after its last kernel: commits if enough work has been encoded
 // (csrc/planner/commit_policy.h). Does not commit if this thread has called hold_commits(true). Does not commit while a
-// profiler or signposts record, because PyTorch then uses one command buffer for each piece of work that it marks.
+// profiler or signposts record: PyTorch then needs one command buffer for each recorded kernel.
 void work_encoded(double predicted_seconds);
 void hold_commits(bool held);
 
@@ -57,11 +57,11 @@ id<MTLComputeCommandEncoder> encoder();
 // Returns true if torch.mps.profiler is recording kernels.
 bool is_profiling();
 
-// Calls `encode`, which encodes a kernel; torch.mps.profiler sees all that it encodes as one kernel. Call this function
-// only inside a block of run_on_queue. A recording profiler adds handlers to the command buffer, both when the kernel
-// begins and when it ends. macOS 26.4 aborts if a handler is added while an encoder is open, so the encoder is ended
-// first both times. `tensors` are read only by a recording profiler. Throws what `encode` throws. A profiler that waits
-// for the GPU also raises the errors of earlier work.
+// Calls `encode` to encode a kernel; torch.mps.profiler records the call as one kernel. Call this function only inside
+// a block of run_on_queue. A recording profiler adds a handler to the command buffer at the kernel's begin and at its
+// end. macOS 26.4 aborts if an encoder is open then, so the encoder is ended first both times. `tensors` are read only
+// by a recording profiler. Throws what `encode` throws. A profiler that waits for the GPU also raises the errors of
+// earlier work.
 void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors,
                      c10::function_ref<void()> encode);
 

@@ -10,7 +10,7 @@ namespace marlin {
 
 namespace {
 
-// Returns the tiling with the least time of those that `eligible` admits, or null if it admits none.
+// Returns the fastest tiling that `eligible` admits, or null.
 template <typename Eligible>
 const Tiling* best_of(const std::vector<Tiling>& tilings, const Eligible& eligible) {
   auto admitted = tilings | std::views::filter(eligible);
@@ -77,7 +77,7 @@ std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem,
   if (rules.has_stripes) return striped_tiling(row, problem, device);
   uint32_t most = max_slices(row, problem.weight);
   uint32_t fewest = std::min(rules.fewest_slices, most);
-  if (row.stages != 0) {  // K is split if there are fewer tiles than threadgroups that the GPU holds at once
+  if (row.stages != 0) {  // K is split if the GPU can hold more threadgroups than there are tiles
     const uint64_t wanted = ceil_divide(resident_threadgroups(row, problem, device), tile_count(row.tile, problem));
     fewest = most = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most));
   }

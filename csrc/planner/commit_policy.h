@@ -12,8 +12,8 @@ namespace marlin {
 // 4521), which is less than 1 % of this interval. An idle GPU waits only until the host has encoded this much work.
 inline constexpr double kCommitSeconds = 3e-3;
 
-// macOS may kill work that keeps the GPU from drawing the screen for some tenths of a second, and torch before 2.15
-// does not report that. A product that is predicted to take longer than this limit is therefore divided by rows.
+// macOS may kill work that blocks the screen for some tenths of a second, and torch before 2.15 does not report it. A
+// product that is predicted to take longer than this limit is therefore divided by rows.
 inline constexpr double kLongestPlanSeconds = 0.1;
 
 // Returns or sets the limit in use. Tests set a lower limit, because their products are small.

@@ -41,7 +41,7 @@ struct GpuDevice {
   const Chip* chip = &kChips.front();
   MetalSystem system{};
   bool tensor_units = false;  // true if gemm_tensor may run: the gate admits `system`, and nothing failed
-  // "auto" may decode a weight at each call, rounded to the activations' type, if that takes at most so many bytes.
+  // The largest weight that "auto" may decode at each call, in bytes of the activations' type.
   uint64_t decoded_bytes = 0;
 
   auto operator<=>(const GpuDevice&) const = default;

@@ -21,7 +21,7 @@ constexpr double kCacheCost = 0.5;
 // Clocks outside of the loops, and those that the kernels for experts need in addition.
 constexpr double kStart = 200;
 constexpr double kExpertsStart = 120;
-// The instructions of kernels without decisions, as a fraction of the time of their matrix products.
+// For kernels without rows of decisions: the time of other instructions, as a fraction of the matrix products' time.
 constexpr double kUnlistedIssue = 0.8;
 // Clocks of a load that a core's cache serves.
 constexpr double kCacheLatency = 64;
@@ -62,7 +62,7 @@ double partial_bytes(const Tiling& tiling, const GemmProblem& problem) {
   return 4.0 * floats.x * floats.y * floats.z;
 }
 
-// Returns the time of a kernel that adds up partial sums, which is read from memory only if no cache holds it.
+// Returns the time of a kernel that adds partial sums. They come from memory only if no cache holds them.
 double reduction_seconds(double partial, double written, double weight_bytes, const GpuDevice& device) {
   const double read = stays(partial, *device.chip) ? 0 : partial;
   return kDispatchSeconds + memory_seconds(read + written, weight_bytes, device);
@@ -89,8 +89,8 @@ struct Core {
   double seconds, in_flight;
 };
 
-// Returns the core of a launch of equal threadgroups that compute `rows` rows, of which `used` are not empty on
-// average. It computes as many at once as it holds; a few in the end take as long as one of their simdgroups alone.
+// Returns the core of a launch of equal threadgroups of `rows` rows, of which `used` have work on average. It computes
+// all resident threadgroups at once; a few at the end take as long as one of their simdgroups alone.
 Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
                   double start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);

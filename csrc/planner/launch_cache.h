@@ -1,5 +1,5 @@
-// Caches what a backend needs to run a plan, for the operators of all families, because choosing a plan takes more CPU
-// time than launching a small product.
+// Caches plans and compiled kernels for the operators of all families: choosing a plan takes more CPU time than
+// launching a small product.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace marlin {
 
-// Hashes and compares all bytes of a problem, so that a field that is added cannot be forgotten.
+// Hashes and compares all bytes of a problem, so that no new field can be forgotten.
 template <typename Problem>
 struct AllBytes {
   static_assert(std::has_unique_object_representations_v<Problem>, "no padding and no floats, see problem.h");
@@ -25,8 +25,8 @@ struct AllBytes {
   bool operator()(const Problem& a, const Problem& b) const { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 };
 
-// A cache of the Launches of one kind of problem, which drops the least recently used when it is full. A Launch is what
-// a backend needs to run a plan. Safe to use from any thread.
+// A cache of the Launches of one kind of problem, which drops the least recently used when it is full. A Launch has the
+// backend's data to run a plan. Safe to use from any thread.
 template <typename Problem, typename Launch>
 class LaunchCache {
  public:

@@ -17,9 +17,8 @@ FunctionConstants product_constants(const Tiling& tiling, const GemmProblem& pro
   const WeightProblem& weight = problem.weight;
   const uint32_t group = group_size(weight);
   FunctionConstants constants = weight_constants(weight);
-  // If K is split, the reduce kernel adds the bias, and otherwise the product kernel. striped always has splits == 1:
-  // its product kernel adds the bias to every tile that one stripe computes alone, and reduce_striped adds it to all
-  // other tiles.
+  // The bias is added by the reduce kernel if K is split, else by the product kernel. striped always has splits == 1:
+  // its product kernel adds the bias to tiles of one stripe, and reduce_striped to shared tiles.
   if (tiling.splits == 1) {
     const FunctionConstants bias = bias_constants(problem);
     for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})

@@ -30,7 +30,7 @@ struct PrintParams {
     stream << " a_slot_stride=" << params.a_slot_stride << " experts=" << params.experts << " top_k=" << params.top_k
            << " block_rows=" << params.block_rows << " blocks=" << params.blocks;
   }
-  // Those of the other kernels are printed as words.
+  // Parameters of other kernels are printed as words.
   template <typename Params>
   void operator()(const Params& params) const {
     std::array<int32_t, sizeof(Params) / sizeof(int32_t)> words{};

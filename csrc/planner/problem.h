@@ -57,7 +57,7 @@ struct GemmProblem {
   Flag has_bias{};
   Flag vector_aligned_a{};  // activations start aligned for loads of four elements
   NamedVariant variant{};
-  // The variant that a tuner measured to be best, which "auto" then uses; "auto" if nothing was measured.
+  // The variant that "auto" uses, because a tuner measured it as the fastest; "auto" if nothing was measured.
   NamedVariant tuned{};
 };
 

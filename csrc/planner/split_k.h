@@ -35,8 +35,8 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
   return group % unit == 0 ? round_up(even, group) : even;
 }
 
-// Returns the tiling that splits K into about `slices` slices, over simdgroups first if they divide K between them, and
-// over threadgroups if those are not enough.
+// Returns the tiling with about `slices` slices of K: over simdgroups first, if the variant allows it, then over
+// threadgroups.
 inline Tiling split_k(const GemmTile& row, const WeightProblem& weight, uint32_t slices, uint32_t rest_rows = 0) {
   const VariantRules& rules = rules_of(row.variant);
   Tiling tiling{row};
@@ -56,8 +56,8 @@ inline constexpr double kEqual = 1.01;
 inline constexpr double kEnoughInFlight = 12;
 
 // Calls make(slices) with all numbers from min_slices to max_slices. Returns the tiling with the least estimated time.
-// If it has few simdgroups in flight, an equal one with more of them is returned instead, because more simdgroups also
-// hide latencies that the estimate does not count.
+// If it has few simdgroups in flight, an equally fast one with more is returned: more simdgroups hide latencies that
+// the estimate does not count.
 template <typename Problem, typename Make>
 Tiling best_split(const Problem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
                   const Make& make) {

@@ -77,13 +77,13 @@ constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem
   return {tile.x, tile.y, tiling.stripes - 1};
 }
 
-// Returns a tiling for each tile that can compute the problem and that problem.variant allows. K is split in the way
-// whose estimated time is the least. Throws std::invalid_argument if the problem is empty or the variant cannot
-// compute it.
+// Returns a tiling for each tile that problem.variant allows and that can compute the problem. K is split in the way
+// whose estimated time is the least. Throws std::invalid_argument if the problem is empty or the variant cannot compute
+// it.
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the tiling that a tuner measured to be best. Else, of the tilings that "auto" may take, or of all if it may
-// take none of the named variant, returns the one with the least estimated time.
+// Returns the tiling that a tuner measured to be best. Else returns the tiling with the least estimated time, among
+// those that "auto" may take, or among all if it may take none of the named variant.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem);
 
 // Returns why choose() returned this tiling.

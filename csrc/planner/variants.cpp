@@ -45,7 +45,7 @@ std::string tensor_units_refusal(const GemmProblem& problem, const GpuDevice& de
          " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)";
 }
 
-// With so many rows, the estimate for tensor is about half of that for fused or less, on all chips that have the units.
+// With so many rows, the estimate for tensor is at most about half the estimate for fused, on all chips with the units.
 // The rate of the units is one published measurement of another kernel, so a smaller gain might be none.
 constexpr uint32_t kTensorAutomaticRows = 128;
 
@@ -62,8 +62,8 @@ constexpr std::array kTwoPassTiles{GemmTile{GemmVariant::two_pass, Kernel::dequa
 
 }  // namespace
 
-// Row blocks of all sizes are candidates: more and smaller blocks use more cores if the columns are few, and a block
-// with more rows than the problem may keep more simdgroups resident.
+// Row blocks of all sizes are candidates. Smaller blocks use more cores if the columns are few. A block with more rows
+// than the problem may keep more simdgroups resident.
 constinit const VariantRules gemv_variant{
     .tiles = kGemvTiles,
     .expert_tiles = kGemvExpertTiles,

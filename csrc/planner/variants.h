@@ -38,7 +38,7 @@ struct VariantRules {
   bool has_rows_along_x = false;    // x of the grid counts blocks of rows, otherwise columns
   bool has_32_bit_offsets = false;  // between the activations of products with experts
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles
-  // The rows in which decision_rows.h counts what a block costs; 0 if it has no rows for the variant.
+  // A block's rows in the costs of decision_rows.h; 0 if it has no costs for the variant.
   uint32_t row_unit = 0;
   // For a variant without such rows: whether "auto" may take it, and why if it is taken. If null, only if a tuner
   // measured it as the fastest.

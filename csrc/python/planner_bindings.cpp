@@ -149,9 +149,8 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
 }
 
-// Returns the tiling's name and the dispatches of a product with experts, and whether a gated activation needs no
-// dispatch of its own. Tokens and scales have the type of the activations, or one byte if the
-// format says so.
+// Returns the tiling's name and the dispatches of a product with experts, and whether its kernel also computes a gated
+// activation. Tokens and scales have the type of the activations, or one byte if the format says so.
 py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
                    uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
                    const std::string& activations, bool rows_by_slot, bool reduce, const std::string& variant) {

@@ -52,7 +52,7 @@ Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
   return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
 }
 
-// Serves every device except the CPU, which has a faster kernel of its own.
+// Serves every device except the CPU, which has a faster kernel.
 Tensor transpose_words(const Tensor& words) {
   check_transpose_words(words);
   return words.t().clone(at::MemoryFormat::Contiguous);

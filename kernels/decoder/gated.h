@@ -22,7 +22,7 @@ MARLIN_INLINE float sigmoid(float x) {
   return 1.0f / (1.0f + exp(-x));
 }
 
-// Returns activation(gate) * up. `limit` is that of clamped_silu and limited_silu, `alpha` that of clamped_silu.
+// Returns activation(gate) * up. Only clamped_silu and limited_silu use `limit`, and only clamped_silu uses `alpha`.
 MARLIN_INLINE float gated(float gate, float up, int activation, float limit, float alpha) {
   if (activation == int(Activation::silu)) return gate * sigmoid(gate) * up;
   if (activation == int(Activation::gelu)) {

@@ -58,8 +58,8 @@ MARLIN_INLINE float weight_of(const device uchar* row_weights, uint pair, int ty
   return type >= 0 ? load_element(row_weights, pair, type) : 1.0f;
 }
 
-// Returns what a pair adds to its token's result. No fma joins the product with the sum of a token, so all kernels that
-// add terms in one order give the same bits.
+// Returns a pair's contribution to its token's result. No fma joins the product with the sum of a token, so all kernels
+// that add terms in one order give the same bits.
 MARLIN_INLINE float term_of(float product, float bias, float weight) {
 #pragma clang fp contract(off)
   const float biased = product + bias;

@@ -1,7 +1,7 @@
 // Multiplies many rows with the weights of their experts. moe_sort has divided each expert's rows into blocks and
 // listed them in a table. Each threadgroup computes one block of this table. Threadgroups beyond the last block have no
-// rows. An expert's last block may have fewer rows than the others, and then the matrix unit takes less time for it:
-// the kernel has a loop for each number of row blocks, of eight rows each.
+// rows. An expert's last block may have fewer rows. It takes less time of the matrix unit, because the kernel has a
+// loop for each number of eight-row blocks.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/rows.h"

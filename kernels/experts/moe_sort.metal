@@ -1,5 +1,5 @@
-// Sorts pairs by expert and divides each expert's rows into blocks. Pairs of one expert keep their order. Pairs whose
-// id names no expert are counted for an additional expert after the last one, so that their rows are set to zero.
+// Sorts pairs by expert and divides each expert's rows into blocks. Pairs of one expert keep their order. Pairs without
+// an expert count for an additional expert after the last one, so that their rows become zero.
 //
 // Each simdgroup reads its part of the pairs twice, 32 at a time: first it counts the rows of each expert, then it
 // stores each pair in the next place of its expert. Lanes compare their experts, so no two of them write to one

@@ -99,9 +99,8 @@ struct DecodeOptions {
   bool separate_odd;  // leaves codes of odd k 16 times too large: saves a shift, but needs separate accumulators
 };
 
-// Decodes codes at whatever scale is cheapest. pair() returns the codes of pair j as float2, from the word that has
-// this pair, and that of the second plane, if there is one. The widening is free, because fp32 instructions read half
-// operands.
+// Decodes codes at whatever scale is cheapest. pair() returns the codes of pair j as float2, from their word and, if
+// there is a second plane, its word. The widening is free, because fp32 instructions read half operands.
 template <CodeKind kind, uint bits>
 struct FastCodes;
 template <WeightFormat format>

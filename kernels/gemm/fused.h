@@ -74,9 +74,8 @@ struct FusedAccumulators {
   const device uint* high;   // and those of the second plane
   uint high_shift;           // where its fields of the lane's word begin
   uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
-  // The lane's two rows of block i start at x_row + row_offset[i]. Without a permutation, the pointers are those of the
-  // lane's first k in the next load, and with a permutation of k = 0. Rows says how many different pointers and offsets
-  // there are.
+  // The lane's two rows of block i start at x_row + row_offset[i]. The pointers are at the lane's first k of the next
+  // load, or with a permutation at k = 0. Rows says how many different pointers and offsets there are.
   const device T* x_row[2];
   typename Rows::Offset row_offset[row_blocks][2];
   vec<T, 4> x[row_blocks][2];  // four k of each of the two rows
@@ -95,7 +94,7 @@ struct FusedAccumulators {
     return is_wide() || (sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows);
   }
   static constexpr bool is_wide() { return words_per_block(format) == 2; }
-  // Returns the distance in k from the word or the quad at the start of a load to those of fragment j.
+  // Returns the distance in k from a load's first word or quad to fragment j's.
   static MARLIN_INLINE uint skipped_k(uint j) { return word_of_pair<format>(j) * kFusedByteWordK; }
 
   // Loads the activations for fragment j of a load: for all four at once if j = 0, or for j and j + 1 if loads_pairs().

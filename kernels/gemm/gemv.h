@@ -27,7 +27,7 @@ struct GemvAccumulators {
   ulong scale_index;                 // index of the current group's scales
   const device T* x_row[most_rows];  // points at the row's next k or, with a permutation, at the row's start
   const threadgroup float* table;
-  threadgroup float4* totals;  // sums of the lane's four columns; those of the next row are kSimdWidth further
+  threadgroup float4* totals;  // sums of the lane's four columns; the next row's are kSimdWidth further
   // Accumulators of the current chain: a run of at most kChainLength k of one group, which is summed before scaling.
   float even[most_rows][kGemvColumnsPerLane];
   float odd[most_rows][kGemvColumnsPerLane];

@@ -1,4 +1,4 @@
-// The product of the tensor units that our kernels use, and the places that they assume for a lane's elements.
+// The tensor units' product that our kernels use, and the assumed places of a lane's elements.
 #pragma once
 
 // The header of MetalPerformancePrimitives needs what the other two declare.
@@ -28,7 +28,7 @@ MARLIN_INLINE auto tensor_product() {
 
 // A lane holds eight elements of a block of 16 x 16: four adjacent elements of row `row`, the first of them in column
 // `column`, and the four elements 8 rows below them. Apple does not document this layout. MLX's kernels for the M5 rely
-// on it, and probe_tensor_layout compares it with what the GPU's own functions say.
+// on it, and probe_tensor_layout compares it with the GPU's own functions.
 MARLIN_INLINE LanePlace tensor_place(uint lane) {
   const uint quad = lane >> 2;
   return {(quad & 4u) | ((lane >> 1) & 3u), 4 * ((quad & 2u) | (lane & 1u))};

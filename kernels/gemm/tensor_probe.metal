@@ -1,4 +1,4 @@
-// Compares the places that the kernels for tensor units assume with those that Metal states. Needs Metal language
+// Compares the layout that the kernels for tensor units assume with Metal's own statement of it. Needs Metal language
 // version 4.0.
 #include "kernels/gemm/tensor_layout.h"
 

@@ -120,7 +120,7 @@ struct Weight {
     return ulong(k / k_per_high_word(high_bits(format))) * N;
   }
 
-  // Returns the index of what multiplies the codes of two levels at k.
+  // Returns the index of the second level's scale at (k, n).
   MARLIN_INLINE ulong super_index(uint k, uint n) const thread { return ulong(k / kSuperBlock) * N + n; }
 
   template <WeightFormat format>

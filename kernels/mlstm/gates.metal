@@ -1,11 +1,11 @@
-// Computes everything that depends on the gates alone, so that the other kernels need no maximum and no logarithm.
+// Computes all values that depend only on the gates, so that other kernels need no maximum and no logarithm.
 //
 // The stabiliser after a token is m' = max(lf + m, i), where m is the stabiliser before the token and lf = log
-// sigmoid(f). A run of tokens is summarised by two numbers: its decay, which is the sum of lf, and its peak, which is
-// the stabiliser after the run if nothing came before it. Such pairs combine associatively, so one simdgroup scans a
-// block of 32 tokens. A threadgroup owns a head, and its simdgroups share the head's chunks. The stabilisers between
-// chunks are computed one after the other, with the same sums that the exponents use. If a chunk adds nothing to the
-// state, the state's factor is therefore exactly 1.
+// sigmoid(f). Two numbers summarise a run of tokens: its decay, the sum of lf, and its peak, the stabiliser after the
+// run if it comes first. Such pairs combine associatively, so one simdgroup scans a block of 32 tokens. A threadgroup
+// owns a head, and its simdgroups share the head's chunks. The stabilisers between chunks are computed one after the
+// other, with the same sums that the exponents use. If a chunk adds nothing to the state, the state's factor is
+// therefore exactly 1.
 //
 // No decay is computed as a difference of two sums, so decays of any size keep their precision. A forget gate of minus
 // infinity resets the state.

@@ -1,10 +1,10 @@
-// Computes h inside chunks. A threadgroup computes 32 queries of a chunk and up to 256 columns, 32 per simdgroup.
-//   num_j = s E_j (q_j C) + sum over l <= j of S_jl v_l,   S_jl = s (q_j . k_l) exp(D_jl - m_j)
-//   den_j = s E_j (q_j . n) + sum over l <= j of S_jl      h_j = num_j / (max(|den_j|, exp(-m_j)) + eps)
-// C, n: the state before the chunk; s: params.scale; E_j: kGateCarry; D_jl: the decay from token l to j, plus i_l.
-// The simdgroups of a threadgroup first compute all scores S_jl together, and then the sums. Scores pass through
-// threadgroup memory in the layout of the fragments, so that each lane loads the elements that its fragment needs.
-// mlstm_gates has computed the stabilisers m_j, so all products go to the same accumulators and none is rescaled.
+// Computes h inside chunks. A threadgroup computes 32 queries of a chunk and up to 256 columns, 32 per simdgroup. num_j
+//   = s E_j (q_j C) + sum over l <= j of S_jl v_l, S_jl = s (q_j . k_l) exp(D_jl - m_j) den_j = s E_j (q_j . n) + sum
+//   over l <= j of S_jl h_j = num_j / (max(|den_j|, exp(-m_j)) + eps) C, n: the state before the chunk; s:
+//   params.scale; E_j: kGateCarry; D_jl: the decay from token l to j, plus i_l. The simdgroups of a threadgroup first
+//   compute all scores S_jl together, and then the sums. Scores pass through threadgroup memory in the layout of the
+//   fragments, so that a lane loads its fragment's elements. mlstm_gates has computed the stabilisers m_j, so all
+//   products go to the same accumulators and none is rescaled.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -50,8 +50,8 @@ struct Queries {
   MARLIN_INLINE uint token(uint row) const thread { return first + min(row, count - 1); }
 };
 
-// The place of a pair of score fragments in a block. The pair's rows are those of the fragment that contains query_row.
-// Its columns begin at first_column.
+// The place of a pair of score fragments in a block. The pair has the rows of the fragment that contains query_row. Its
+// columns begin at first_column.
 struct PairPlace {
   uint query_row;  // the lane's row in the block
   uint first_column;
@@ -266,7 +266,7 @@ struct OutputSums {
     }
   }
 
-  // state_sums holds what the state before the chunk adds to each row's denominator.
+  // state_sums holds the earlier state's part of each row's denominator.
   MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, const threadgroup float* state_sums,
                            Queries queries, uint DV, float eps, uint column, bool stores_n,
                            MlstmLane lane) const thread {
@@ -323,8 +323,7 @@ template <typename T>
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
   const ulong slot = ulong(head) * params.state_slots + c;
-  // state_sums uses memory that holds no scores: that of a fragment pair above the diagonal of the queries' own
-  // block.
+  // state_sums uses memory without scores: a fragment pair above the diagonal of the queries' own block.
   threadgroup float* state_sums =
       reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
   const device float* n = states_n + slot * params.DK;

@@ -8,8 +8,8 @@
 #include "kernels/mlstm/params.h"
 #endif
 
-// The element types of activations and outputs, with their Metal types; first those that the kernels for tensor units
-// have.
+// The element types of activations and outputs, with their Metal types. The kernels for tensor units have only the
+// first list.
 #define MARLIN_FOR_EACH_TENSOR_ACTIVATION(X, ...) \
   X(float16, half, __VA_ARGS__)                   \
   X(bfloat16, bfloat, __VA_ARGS__)

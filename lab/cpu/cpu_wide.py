@@ -109,7 +109,6 @@ def copies_of(weight: tmm.PackedWeight, number: int) -> list[tmm.PackedWeight]:
 
 
 def first_rows(weight: tmm.PackedWeight, K: int) -> tmm.PackedWeight:
-    """Returns a weight of the first K rows."""
     parts = {
         name: tensor[: max(1, tensor.size(0) * K // weight.K)].contiguous() if tensor.dim() == 2 else tensor
         for name, tensor in weight.tensors().items()

@@ -79,7 +79,6 @@ def reason(line: Line, counts: Counts, rival: str) -> str:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Returns a Markdown table."""
     lines = ["| " + " | ".join(line) + " |" for line in (columns, *rows)]
     lines.insert(1, "|" + "---|" * len(columns))
     return "\n".join(lines) + "\n"

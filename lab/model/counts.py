@@ -98,7 +98,6 @@ class NotCounted(LookupError):
 
 @cache
 def rows() -> tuple[KernelCounts, ...]:
-    """Returns the table."""
     with TABLE.open(newline="") as file:
         return tuple(
             KernelCounts(**{  # type: ignore[arg-type]

@@ -133,7 +133,6 @@ def figure(gpu: AppleSiliconGPU, name: str) -> float:
 
 
 def kernel_cost(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str = "") -> DispatchCost:
-    """Returns the cost of a load."""
     threadgroups = np.asarray(load.threadgroups, dtype=np.float64)
     most, most_simdgroups = _held(load.threads, load.half_registers, load.threadgroup_bytes, gpu)
     simdgroups = ceil_divide(np.asarray(load.threads), SIMD_WIDTH)

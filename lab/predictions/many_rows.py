@@ -52,14 +52,12 @@ def ratio(weight_format: str, chip: str, megabytes: int = 0) -> float:
 
 
 def row(chip: str) -> str:
-    """Returns the row of a chip."""
     cells = [f"{ratio(name, chip):.2f}" for name in FORMATS]
     allowed = max(ratio(name, chip, 1024) for name in FORMATS)
     return f"| {chip} | {' | '.join(cells)} | {allowed:.2f} |\n"
 
 
 def table() -> str:
-    """Returns the table in Markdown."""
     head = f"| GPU | {' | '.join(FORMATS)} | all, with the option |\n|---|{'---|' * len(FORMATS)}---|\n"
     return head + "".join(map(row, CHIPS))
 

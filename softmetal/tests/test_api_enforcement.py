@@ -1,4 +1,4 @@
-"""Tests that host code that breaks a rule of Metal gets an error that names the rule. Correct host code must run."""
+"""Tests that host code gets an error with the name of the Metal rule that it breaks. Correct host code must run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Builds the project alone: a copy of its folder is installed as a wheel in a fresh environment, and tests run there.
 
-The environment sees the packages of this one, except editable installations. What the tests need is built from nothing.
+The environment sees the packages of this one, except editable installations. The tests build the device from nothing.
 """
 
 from __future__ import annotations

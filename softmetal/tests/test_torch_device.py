@@ -197,8 +197,8 @@ def test_training_step_equals_the_cpus() -> None:
     for ours, theirs in zip(gradients(on_mps, x.to("mps")), gradients(model, x), strict=True):
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(on_mps.parameters(), model.parameters(), strict=True):
-        # Both devices take the step with the CPU's gradients. With gradients of their own, a rounding error could
-        # become a whole step, because AdamW divides each gradient by its magnitude, which may be near zero.
+        # Both devices take the step with the CPU's gradients. With its own gradients, a rounding error could become a
+        # whole step: AdamW divides each gradient by its magnitude, which may be near zero.
         ours.grad.copy_(theirs.grad)
     for m in (model, on_mps):
         torch.optim.AdamW(m.parameters(), lr=0.1).step()

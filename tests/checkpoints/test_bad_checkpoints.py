@@ -161,7 +161,9 @@ def test_a_symmetric_file_with_the_other_versions_zero_points(tmp_path) -> None:
     for stated, stored in ((1, 2), (2, 1)):
         writers.write_gptq(tmp_path, np.random.default_rng(1), K, N, 32, version=stored, sym=True)
         configure(tmp_path, GPTQ | {"sym": True, "checkpoint_format": {1: "gptq", 2: "gptq_v2"}[stated]})
-        fails(tmp_path, rf"\.qzeros': the settings say version {stated}.*those of version {stored}: wrongly labelled")
+        fails(
+            tmp_path, rf"\.qzeros': the settings say version {stated}.*fit version {stored}: if the settings are wrong"
+        )
 
 
 def test_zero_points_promised_and_absent(gptq) -> None:

@@ -238,9 +238,7 @@ def test_more_refusals(tmp_path) -> None:
     ordered.perm = torch.arange(K, dtype=torch.int32).flip(0)
     with pytest.raises(convert.UnsupportedFormat, match="it has act-order"):
         convert.export_checkpoint([ordered], tmp_path / "out", "awq")
-    with pytest.raises(
-        convert.UnsupportedFormat, match=r"layer 'm'.* its group size is 64, that of layers before it 32"
-    ):
+    with pytest.raises(convert.UnsupportedFormat, match=r"layer 'm'.* its group size is 64, but 32 in earlier layers"):
         convert.export_checkpoint([named("l"), named("m", group_size=64)], tmp_path / "out", "awq")
     scaled = named("l", "nvfp4", 16)
     scaled.global_scale = torch.rand(N) + 1

@@ -9,9 +9,9 @@
 
 namespace marlin::test {
 
-using cpu::Float32Precision;
 using cpu::Isa;
 using cpu::Machine;
+using cpu::Precision;
 
 inline std::string name(const Machine& machine) {
   return std::string(cpu::isa_name(machine.isa)) + (machine.fast_bf16_dot ? "+bf16" : "") +
@@ -19,7 +19,7 @@ inline std::string name(const Machine& machine) {
          " threads=" + std::to_string(machine.threads);
 }
 
-inline Array run(const Machine& machine, const Tensors& t, Float32Precision precision = Float32Precision::highest) {
+inline Array run(const Machine& machine, const Tensors& t, Precision precision = Precision::highest) {
   Array out(t.c.a_type, t.c.M * t.c.N);
   std::memset(out.data(), 0x5A, static_cast<size_t>(out.count() * bytes_of(t.c.a_type)));
   cpu::gemm_on(machine, t.arguments(out.data()), loop(machine.threads), precision);
@@ -33,14 +33,14 @@ inline bool same_bits(const Array& a, const Array& b) {
 // The type of the activations, and the precision setting, which matters only for fp32.
 struct Activations {
   ElementType type;
-  Float32Precision precision = Float32Precision::highest;
+  Precision precision = Precision::highest;
 };
 inline constexpr Activations kActivations[] = {{ElementType::float16},
                                                {ElementType::bfloat16},
                                                {ElementType::float32},
-                                               {ElementType::float32, Float32Precision::reduced}};
+                                               {ElementType::float32, Precision::reduced}};
 
-inline cpu::CpuPlan plan_of(const Machine& machine, const Tensors& t, Float32Precision precision) {
+inline cpu::CpuPlan plan_of(const Machine& machine, const Tensors& t, Precision precision) {
   return cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), precision));
 }
 
@@ -63,6 +63,25 @@ inline std::vector<double> sizes(const Tensors& t, bool of_group) {
     }
   }
   return size;
+}
+
+// Returns the activations [M, K] after rounding to 8 bits, by the rule of docs/use/operators.md.
+inline std::vector<double> rounded(const Tensors& t) {
+  std::vector<double> x = t.activations();
+  for (auto row = x.begin(); row != x.end(); row += t.c.K) {
+    for (int64_t group = 0; group < t.c.K; group += t.c.group_size) {
+      const int64_t group_end = std::min(group + t.c.group_size, t.c.K);
+      for (int64_t k = group; k < group_end; k += 32) {
+        const auto begin = row + k, end = row + std::min(k + 32, group_end);
+        float largest = 0;
+        for (auto at = begin; at != end; ++at)
+          largest = std::max(largest, static_cast<float>(std::fabs(*at)));
+        const double unit = largest / 127.F, units = largest == 0 ? 0 : 127.F / largest;
+        std::transform(begin, end, begin, [&](double value) { return unit * std::nearbyint(value * units); });
+      }
+    }
+  }
+  return x;
 }
 
 // Loosens the bound of check_gemm.
@@ -96,15 +115,16 @@ constexpr int64_t kRowsAtOnce = 4;
 // Checks gemm against the bound of docs/use/operators.md. For 16-bit activations, the byte_split kernels get a tighter
 // bound: the random activations of a group are so similar in size that these kernels represent them exactly. Returns
 // the largest error, minus the rounding of the output, divided by the arithmetic term of the bound.
-inline double check_gemm(const Machine& machine, const Tensors& t,
-                         Float32Precision precision = Float32Precision::highest, const Allowance& allowance = {}) {
+inline double check_gemm(const Machine& machine, const Tensors& t, Precision precision = Precision::highest,
+                         const Allowance& allowance = {}) {
   const Case& c = t.c;
   const Array out = run(machine, t, precision);
   const cpu::CpuPlan plan = plan_of(machine, t, precision);
   const double unit = error_unit(plan, t);
-  const std::vector<double> x = t.activations();
-  const std::vector<double> x_size =
-      sizes(t, cpu::is_byte_split(plan.kernel) && (c.a_type == ElementType::float32 || allowance.largest_of_group));
+  const bool int8 = cpu::is_int8(plan.kernel);
+  const std::vector<double> x = int8 ? rounded(t) : t.activations();
+  const std::vector<double> x_size = sizes(
+      t, int8 || (cpu::is_byte_split(plan.kernel) && (c.a_type == ElementType::float32 || allowance.largest_of_group)));
   std::vector<double> weight(static_cast<size_t>(c.K)), size(static_cast<size_t>(c.K));
   std::array<double, kRowsAtOnce> exact{}, sums{};
   double worst = 0;

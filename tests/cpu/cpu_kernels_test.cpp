@@ -33,8 +33,8 @@ void test_reduced(const Machine& machine, int rounds) {
   for (const WeightFormat format : kReferenceFormats) {
     for (int i = 0; i < rounds; ++i) {
       const Tensors t = make(random_case(random, format, ElementType::float32, false));
-      worst = std::max(worst, check_gemm(machine, t, Float32Precision::reduced));
-      const cpu::CpuPlan plan = plan_of(machine, t, Float32Precision::reduced);
+      worst = std::max(worst, check_gemm(machine, t, Precision::reduced));
+      const cpu::CpuPlan plan = plan_of(machine, t, Precision::reduced);
       parts += plan.parts == 2 ? 1 : 0;
       bytes += cpu::is_byte_split(plan.kernel) ? 1 : 0;
       ++cases;
@@ -48,6 +48,29 @@ void test_reduced(const Machine& machine, int rounds) {
   }
   std::printf("%s: gemm, reduced fp32 precision, %d random cases, %s, largest error %.3f of the bound\n",
               name(machine).c_str(), cases, taken.c_str(), worst);
+}
+
+// Compares products with activations of 8 bits with those of rounded activations, for each number of rows of a block.
+void test_int8(const Machine& machine) {
+  std::mt19937 random(13);
+  double worst = 0;
+  int cases = 0;
+  for (const WeightFormat format : kReferenceFormats) {
+    if (!cpu::has_int8(machine, format)) continue;
+    for (int64_t M = 1; M <= 9; ++M) {
+      Case c = random_case(random, format, kFloats[M % 3], false);
+      c.M = M;
+      const Tensors t = make(c);
+      worst = std::max(worst, check_gemm(machine, t, Precision::int8));
+      const bool is_int8 = cpu::is_int8(plan_of(machine, t, Precision::int8).kernel);
+      expect(is_int8 || M == 1, [&] { return name(machine) + ": " + describe(c) + ": activations were not rounded"; });
+      ++cases;
+    }
+  }
+  const bool wanted = machine.isa == Isa::neon ? machine.byte_dot : machine.isa != Isa::portable;
+  expect(wanted == (cases > 0), [&] { return name(machine) + ": int8: " + std::to_string(cases) + " cases"; });
+  std::printf("%s: gemm, activations of 8 bits, %d cases, largest error %.3f of the bound\n", name(machine).c_str(),
+              cases, worst);
 }
 
 // Tests M = 1 to 25. A kernel with blocks of up to 12 rows divides these into one, two or three blocks.
@@ -116,7 +139,7 @@ void test_half_chunks(Machine machine) {
     c.a_type = a_type;
     c.with_perm = group_size == 128;
     const Tensors t = make(c);
-    expect(plan_of(machine, t, Float32Precision::highest).chunk == cpu::kChunk / 2,
+    expect(plan_of(machine, t, Precision::highest).chunk == cpu::kChunk / 2,
            [&] { return name(machine) + " " + describe(c) + ": expected half chunks, got whole chunks"; });
     check_gemm(machine, t);
   }
@@ -291,7 +314,7 @@ void test_empty(const Machine& machine) {
   Tensors t = make(Case{});
   GemmArguments arguments = t.arguments(nullptr);
   arguments.M = 0;
-  cpu::gemm_on(machine, arguments, loop(2), Float32Precision::highest);
+  cpu::gemm_on(machine, arguments, loop(2), Precision::highest);
   expect(true, [&] { return "M = 0 must not crash"; });
 }
 
@@ -302,6 +325,7 @@ void run_tests(const Machine& machine, int rounds) {
   test_gemm(machine, rounds, false);
   test_gemm(wide, std::max(rounds / 4, 1), true);
   test_reduced(machine, std::max(rounds / 2, 1));
+  test_int8(machine);
   test_every_m(machine);
   test_long_k(machine);
   test_half_chunks(machine);

@@ -83,7 +83,7 @@ void fail_each_allocation(const std::string& what, const Call& smaller, const Ca
   std::printf("%s: %lld allocations failed in turn\n", what.c_str(), static_cast<long long>(failed));
 }
 
-Call product(const Machine& machine, const Tensors& t, Float32Precision precision) {
+Call product(const Machine& machine, const Tensors& t, Precision precision) {
   return [machine, t, precision] {
     const Array out = run(machine, t, precision);
     return copied(out.data(), static_cast<size_t>(out.count() * bytes_of(out.type())));

@@ -18,7 +18,7 @@ constexpr Machine kAppleM2{Isa::neon, true, 4, true, true};
 constexpr Machine kXeon{Isa::amx, false, 16, true};
 
 CpuProblem problem(int64_t M, int64_t N, int64_t K, ElementType a_type) {
-  return {M, N, K, WeightFormat::uint4b8, 128, a_type, 1, Float32Precision::highest};
+  return {M, N, K, WeightFormat::uint4b8, 128, a_type, 1, Precision::highest};
 }
 
 void test_choices() {
@@ -41,8 +41,13 @@ void test_choices() {
     CpuProblem reduced = problem(M, 4096, 4096, float32);
     reduced.format = format;
     reduced.group_size = group_size;
-    reduced.precision = Float32Precision::reduced;
+    reduced.precision = Precision::reduced;
     return reduced;
+  };
+  auto in_bytes = [&](int64_t M) {
+    CpuProblem rounded = reduced(M);
+    rounded.precision = Precision::int8;
+    return rounded;
   };
   auto coded = [](int64_t M, WeightFormat format, int64_t group_size) {
     CpuProblem coded = problem(M, 4096, 4096, bfloat16);
@@ -133,6 +138,14 @@ void test_choices() {
       {{Isa::avx2, false, 2}, reduced(1), "byte_split_avx2 parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx2, false, 2}, reduced(2), "small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::portable, false, 1}, reduced(1), "small_m parts=1 strip=8 tasks=1x1x1"},
+      {kAppleM1, in_bytes(1), "int8_small_m parts=1 strip=16 tasks=1x1x4"},
+      {kAppleM2, in_bytes(5), "int8 parts=1 strip=8 tasks=1x4x1"},
+      {kZen4, in_bytes(1), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
+      {kZen4, in_bytes(4), "int8_small_m parts=1 strip=64 tasks=1x2x1"},
+      {kXeon, in_bytes(1), "int8_small_m parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, in_bytes(5), "int8 parts=1 strip=32 tasks=1x16x1"},
+      {{Isa::avx512, false, 2}, in_bytes(1), "int8_avx2_small_m parts=1 strip=32 tasks=1x1x2"},
+      {{Isa::avx2, false, 2, true}, in_bytes(2), "int8_avx2 parts=1 strip=16 tasks=1x1x2"},
       {kAppleM1, reduced(1), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
       {kAppleM2, reduced(3), "byte_matrix parts=1 strip=8 tasks=1x4x1"},
       {{Isa::neon, false, 4}, reduced(1), "small_m parts=1 strip=16 tasks=1x1x4"},
@@ -212,7 +225,7 @@ void test_invariants() {
                          at + ": computes with less than the highest precision");
                 } else {
                   CpuProblem reduced = p;
-                  reduced.precision = Float32Precision::reduced;
+                  reduced.precision = Precision::reduced;
                   expect(to_string(make_plan(machine, reduced)) == to_string(plan),
                          at + ": the fp32 precision setting changed the plan for 16-bit activations");
                 }
@@ -249,6 +262,7 @@ void check_kernel(const MatrixKernel& kernel, const KernelShape& shape, const st
 
 void test_shapes() {
   static constexpr std::initializer_list<Codes> kSplit = {Codes::integer, Codes::e2m1};
+  static constexpr std::initializer_list<Codes> kInt8 = {Codes::integer, Codes::e2m1, Codes::byte, Codes::planes};
   static constexpr std::initializer_list<Codes> kEvery = {Codes::integer, Codes::e2m1, Codes::table,
                                                           Codes::byte,    Codes::e4m3, Codes::planes};
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
@@ -270,12 +284,18 @@ void test_shapes() {
     if (dotting == Isa::avx512)
       check_kernel(dot->panel, kernel_shape(dotting, CpuKernel::bf16_dot_panel), "bf16_dot_panel");
   }
-  if (const MatrixKernel* kernel = avx2_byte_split_kernel()) {
-    check_kernel(*kernel, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", kSplit);
+  if (const ByteSplitKernels* split = avx2_byte_split_kernels()) {
+    check_kernel(split->small_m, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", kSplit);
+    check_kernel(split->int8_small_m, kernel_shape(Isa::avx2, CpuKernel::int8_avx2_small_m), "int8_avx2_small_m",
+                 kInt8);
+    check_kernel(split->int8, kernel_shape(Isa::avx2, CpuKernel::int8_avx2), "int8_avx2", kInt8);
   }
   if (const ByteSplitKernels* split = byte_split_kernels()) {
     check_kernel(split->small_m, kernel_shape(dotting, CpuKernel::byte_split_small_m), "byte_split_small_m", kSplit);
     check_kernel(split->large_m, kernel_shape(dotting, CpuKernel::byte_split), "byte_split", kSplit);
+    const auto& codes = dotting == Isa::neon ? kSplit : kInt8;
+    check_kernel(split->int8_small_m, kernel_shape(dotting, CpuKernel::int8_small_m), "int8_small_m", codes);
+    check_kernel(split->int8, kernel_shape(dotting, CpuKernel::int8), "int8", codes);
   }
   if (const MatrixKernel* kernel = byte_matrix_kernel()) {
     check_kernel(*kernel, kernel_shape(Isa::neon, CpuKernel::byte_matrix), "byte_matrix", kSplit);

@@ -22,8 +22,7 @@ inline Case case_of(WeightFormat format, int64_t M, ElementType a_type) {
 }
 
 // Checks gemm with a larger bound: each of the K products may lose 2^-149, because fp32 subnormals may be flushed.
-inline double check_size(const Machine& machine, const Tensors& t, Float32Precision precision,
-                         const std::string& what) {
+inline double check_size(const Machine& machine, const Tensors& t, Precision precision, const std::string& what) {
   return check_gemm(machine, t, precision, {.absolute = static_cast<double>(t.c.K) * 0x1p-149, .what = what});
 }
 

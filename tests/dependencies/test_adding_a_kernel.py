@@ -1,6 +1,6 @@
 """What adds a kernel for products: three files. test_adding_a_kernel_to_a_family.py compiles and runs the result.
 
-The toy kernel is gemv with one row per threadgroup and K undivided. docs/inside/architecture.md, "Where things go", names
+The toy kernel is gemv with one row per threadgroup and K undivided. docs/inside/architecture.md, "Add a format, a kernel or an operator", names
 the same files.
 """
 

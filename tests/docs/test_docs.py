@@ -10,10 +10,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
+import typer
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from tests.dependencies.test_cpp_dependencies import ALLOWED as CPP_ARROWS
+from tests.dependencies.test_python_dependencies import ALLOWED as PYTHON_ARROWS
 from tests.support.pages import blocks, readme_program
 from tests.support.programs import run_python
 from torch_marlin_metal.cli.app import app
@@ -31,6 +35,7 @@ RECORDS = [
             "lab/README.md",
             "lab/cpu/cpu_peers.md",
             "lab/cpu/cpu_wide.md",
+            "lab/cpu/cpu_int8.md",
             "tests/features.md",
         )
     ),
@@ -76,6 +81,29 @@ def test_commands_run(page, tmp_path, monkeypatch):
             assert done.exit_code == int(comment or 0), f"{line}: {done.output}"
             if "--json" in arguments:
                 json.loads(done.stdout)
+
+
+def test_the_commands_of_the_readme_exist():
+    """Parses this package's commands without running them; `make` must have the targets, and pyproject.toml the extra."""
+    text = (ROOT / "README.md").read_text()
+    shell = "\n".join(blocks(ROOT / "README.md", "sh"))
+    inline = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [*shell.splitlines(), *(" ".join(span.split()) for span in re.findall(r"`([^`]+)`", inline))]
+    typed = [shlex.split(line, comments=True) for line in lines if line.startswith(("torch-marlin-metal ", "make "))]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    group = typer.main.get_command(app)
+    for program, name, *arguments in typed:
+        if program == "make":
+            assert name in targets, name
+        else:
+            context = group.make_context(program, [name, *arguments])
+            _, command, rest = group.resolve_command(context, [name, *arguments])
+            command.make_context(name, rest, parent=context)
+    assert {"generate", "fit", "doctor", "demo", "test", "macos"} <= {name for _, name, *_ in typed}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r'pip install "\.\[(\w+)\]"', shell)) and set(re.findall(r"\.\[(\w+)\]", shell)) <= set(
+        extras
+    )
 
 
 def has_softmetal() -> bool:
@@ -181,21 +209,45 @@ def test_named_paths_exist(page):
             assert any(fnmatch(path, name) or fnmatch(path, f"*/{name}") for path in TRACKED), name
 
 
+def picture_places() -> dict[str, tuple[int, float]]:
+    """Returns the place (y, x) of each folder of the code in the picture of folders.
+
+    Folders of C++ and Metal are named in boxes of their own, those of Python in front of the colons of one box.
+    """
+    text = (ROOT / "docs/images/folders.svg").read_text()
+    places, top = {}, ""
+    for x, y, line in re.findall(r'<text x="([\d.]+)" y="(\d+)"[^>]*>(.*?)</text>', text):
+        for i, name in enumerate(line.split() if line.endswith("/") else []):
+            head, _, last = name.rstrip("/").rpartition("/")
+            top = head or top
+            places[f"{top}/{last}"] = int(y), float(x) + i
+        if "csrc/python" not in places:
+            names = ", ".join(re.findall(r"((?:[a-z]+, )*[a-z]+):", line)).split(", ")
+            places |= {f"torch_marlin_metal/{name}": (int(y), float(i)) for i, name in enumerate(names) if name}
+    return places
+
+
 def test_the_picture_shows_each_folder_of_the_code():
-    """Folders of C++ and Metal are named in boxes of their own, those of Python in front of the colons of one box."""
-    lines = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "docs/images/folders.svg").read_text())
-    boxes = re.findall(r"(\w+)/(?= |$)", " ".join(line for line in lines if line.endswith("/")))
-    box = lines[lines.index("torch_marlin_metal/") + 1 : lines.index("csrc/python/")]
+    folders = {"/".join(Path(path).parts[:2]) for path in TRACKED if path.count("/") > 1} - {"torch_marlin_metal/cpp"}
+    code = ("csrc/", "kernels/", "torch_marlin_metal/")
+    assert set(picture_places()) - {"/torch_marlin_metal", "kernels/softmetal"} == {
+        folder for folder in folders if folder.startswith(code)
+    }
+
+
+def test_no_dependency_runs_back_in_the_picture():
+    """Each folder is above the folders that it uses, or to the left of them in the same row."""
     python = {
-        room for line in box for names in re.findall(r"((?:[a-z]+, )*[a-z]+):", line) for room in names.split(", ")
+        f"torch_marlin_metal/{room}": [f"torch_marlin_metal/{other}" for other in others]
+        for room, others in PYTHON_ARROWS.items()
     }
-    folders = {Path(path).parts[:2] for path in TRACKED if path.count("/") > 1}
-    assert {room for top, room in folders if top in ("csrc", "kernels")} == set(boxes) - {
-        "torch_marlin_metal",
-        "softmetal",
+    places = picture_places()
+    arrows = {
+        (room, "/".join(other.split("/")[:2])) for room, others in {**python, **CPP_ARROWS}.items() for other in others
     }
-    rooms = {room for top, room in folders if top == "torch_marlin_metal"} - {"cpp"}
-    assert rooms == python
+    drawn = [(room, other) for room, other in arrows if room != other and {room, other} <= set(places)]
+    assert len(drawn) > 80
+    assert [arrow for arrow in drawn if places[arrow[0]] >= places[arrow[1]]] == []
 
 
 @pytest.mark.parametrize("page", RECORDS, ids=lambda p: p.name)

@@ -1,15 +1,16 @@
 """After a call that fails, no autorelease pool is left. The objects in such a pool would stay until the thread ends."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="counts the software Metal device's pools")
 
 # A process of its own, because a kernel whose compile failed stays broken in its process.
 SCRIPT = """
-import softmetal; softmetal.install()
+import softmetal
 import torch
 import torch_marlin_metal as tmm
 
@@ -29,13 +30,13 @@ for kind, dtype in (("library", torch.float32), ("pipeline", torch.bfloat16)):
 
 
 def test_a_failing_compile(mps):
-    done = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["library True 0", "pipeline True 0"]
+    done = run_python("-c", SCRIPT, mps=True)
+    assert done.stdout.splitlines() == ["library True 0", "pipeline True 0"], done.stderr
 
 
 # PyTorch's profiler, started with wait_until_completed, waits for the GPU at the end of each kernel.
 WAITING_PROFILER = """
-import softmetal; softmetal.install()
+import softmetal
 import torch
 import torch_marlin_metal as tmm
 
@@ -59,5 +60,5 @@ print(torch.equal(tmm.gemm(a, weight).cpu(), expected))
 
 
 def test_an_error_that_the_profilers_wait_raises(mps):
-    done = subprocess.run([sys.executable, "-c", WAITING_PROFILER], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["True 0", "True"]
+    done = run_python("-c", WAITING_PROFILER, mps=True)
+    assert done.stdout.splitlines() == ["True 0", "True"], done.stderr

@@ -4,14 +4,13 @@ import functools
 import itertools
 import json
 import math
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 import torch_marlin_metal as tmm
+from tests.support.programs import run_python
 from torch_marlin_metal import profiling
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
@@ -142,7 +141,8 @@ def test_without_a_mac():
         "    try: call()\n"
         "    except (RuntimeError, ValueError) as error: print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first.startswith("RuntimeError AppleSiliconGPU.current: this machine has no GPU")
     assert second.startswith("RuntimeError profiling.trace: needs a Mac")

@@ -1,13 +1,13 @@
 """`plan` and `profile` list the variant for tensor units on the chips that have them, and on no other."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from tests.support.programs import run_python
 from torch_marlin_metal import profiling
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.profiling import AppleSiliconGPU
@@ -58,14 +58,11 @@ def test_the_commands_show_it(gpu, shown):
 def test_this_machines_plans_follow_its_own_gate(environment, has_units):
     """`tune` and `doctor` choose what to run by this machine and not by the chip for which it plans."""
     program = (
-        "import softmetal; softmetal.install()\n"
         "from torch_marlin_metal import tuning\nfrom torch_marlin_metal.profiling import plan\n"
         "from torch_marlin_metal.gpu.tuning.tuner import candidates\n"
         "product = tuning.Product(N=64, K=128, weight_format='uint4b8', group_size=32, dtype='float16')\n"
         "print({row.variant for row in plan(64, 64, 128).candidates}, candidates(product, 64))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", program, env={**os.environ, **environment}, mps=True)
     assert done.returncode == 0, done.stderr
     assert ("'tensor'" in done.stdout) == ("'tensor:" in done.stdout) == has_units, done.stdout

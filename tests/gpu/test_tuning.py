@@ -4,7 +4,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.gpu.tuning.table import Machine, TunedRange
@@ -334,16 +334,9 @@ def test_a_table_that_is_something_else_is_named(tmp_path, text):
 @uses_mps
 def test_a_later_process_uses_the_saved_table(tmp_path):
     path = tuning.save(table_of((1, 2, "single_stage")), tmp_path / "tuned.json")
-    root = Path(__file__).parents[2]
-    script = f"import softmetal; softmetal.install(); import torch_marlin_metal as t; print(t.profiling.plan(1, {PRODUCT.N}, {PRODUCT.K}, group_size=32).chosen.variant)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(root), "TORCH_MARLIN_METAL_TUNED": str(path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "single_stage"
+    script = f"import torch_marlin_metal as t; print(t.profiling.plan(1, {PRODUCT.N}, {PRODUCT.K}, group_size=32).chosen.variant)"
+    done = run_python("-c", script, env={**os.environ, "TORCH_MARLIN_METAL_TUNED": str(path)}, mps=True)
+    assert done.stdout.strip() == "single_stage", done.stderr
 
 
 def test_products_of_a_checkpoint():

@@ -1,7 +1,7 @@
-"""lab.models.fit compares choices with one format at the same bytes; with a text, a choice is no worse for a trained model."""
+"""lab.whole_models.fit compares choices with one format at the same bytes; with a text, a choice is no worse for a trained model."""
 
 from examples import writer
-from lab.models import fit
+from lab.whole_models import fit
 
 
 def test_a_choice_by_a_text_is_no_worse_than_one_format_for_the_smallest_model(monkeypatch) -> None:

@@ -17,7 +17,7 @@ from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.checkpoints.errors import NothingPacked
 from torch_marlin_metal.checkpoints.formats import mlx
 from torch_marlin_metal.checkpoints.part import Part
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.packed_weight import PackedWeight
 
@@ -238,8 +238,8 @@ def test_a_process_that_loads_parts_is_told_of_floats_before(tmp_path) -> None:
     model = torch.nn.Module()
     model.add_module("up", torch.nn.Linear(K, N, bias=False))
     told: list[str] = []
-    door = Door(op="load", find=lambda name: name.replace(OTHER, "up"), parts=True)
-    Loader(model, convert.open_reader(tmp_path), door, told.append)
+    caller = Caller(op="load", find=lambda name: name.replace(OTHER, "up"), parts=True)
+    Loader(model, convert.open_reader(tmp_path), caller, told.append)
     assert len(told) == 1 and "100% of the bytes of its matrices have no weight format" in told[0]
 
 

@@ -6,7 +6,6 @@ The scenarios run one after another in a new process, because a process never co
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import traceback
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import torch_marlin_metal as tmm
+from tests.support.programs import run_python
 from torch_marlin_metal.layers.experts import silu_gate
 
 OPS = torch.ops.torch_marlin_metal
@@ -265,17 +265,8 @@ def failures() -> dict[str, str]:
     """Runs the scenarios. Returns the tracebacks of those that failed, by name."""
     if not torch.backends.mps.is_available():
         pytest.skip("needs the software Metal device")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import softmetal; softmetal.install()\nfrom tests.ops import test_compiles\ntest_compiles.run_all()",
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SOFTMETAL_CHECKED": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    script = "from tests.ops import test_compiles\ntest_compiles.run_all()"
+    done = run_python("-c", script, cwd=ROOT, env={**os.environ, "SOFTMETAL_CHECKED": "0"}, mps=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

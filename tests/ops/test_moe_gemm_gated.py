@@ -11,6 +11,7 @@ import torch_marlin_metal as tmm
 from tests.support import experts as reference_experts
 from tests.support import reference
 from tests.support.experts import Experts, experts_of, random, run
+from tests.support.samples import covering
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -89,9 +90,16 @@ CASES = [
     for i, weight_format in enumerate(reference.FORMATS)
     for j in range(2)
 ]
+# On mps the sample has each format, dtype, activation, bias with its width, order of the rows, and form of `a`.
+ON_MPS = covering(
+    [{f, dtype, f"kind {n % 5}", f"bias {n % 3}", f"perm {n % 2}", f"3-D {n % 4 == 3}"} for f, dtype, n in CASES]
+)
 
 
-@pytest.mark.parametrize(("weight_format", "dtype", "case"), CASES)
+@pytest.mark.parametrize(
+    ("weight_format", "dtype", "case"),
+    [pytest.param(*case, marks=() if i in ON_MPS else pytest.mark.beyond_sample) for i, case in enumerate(CASES)],
+)
 def test_the_two_operators_and_fp64(weight_format, dtype, case, device):
     experts = experts_of(weight_format, K=144, N=(256, 82)[case % 3 == 2], use_perm=case % 2 == 1)
     N = experts.scales.shape[-1]

@@ -13,6 +13,7 @@ import torch
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.programs import run_python
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -91,7 +92,9 @@ TILES = [
 
 
 @software
-@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(tile, marks=pytest.mark.whole if i % 2 else ()) for i, tile in enumerate(TILES)]
+)
 def test_a_variant_can_be_named_with_its_tile(variant):
     K, N, M = 640, 140, 131
     weight = reference.make_weight("uint4", K, N, 64)
@@ -250,15 +253,11 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
 
 
 def run_process(script: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a script in a new process in which torch, the package and the device are already imported."""
-    prefix = "" if sys.platform == "darwin" else "import softmetal; softmetal.install()\n"
-    return subprocess.run(
-        [sys.executable, "-c", f"{prefix}import torch, torch_marlin_metal as tmm\n{script}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """Runs a script in a process of its own in which torch, the package and the device are already imported."""
+    program = f"import torch, torch_marlin_metal as tmm\n{script}"
+    done = run_python("-c", program, cwd=ROOT, env={**os.environ, **environment}, mps=True)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_plans_are_printed_once_on_request():

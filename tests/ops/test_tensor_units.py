@@ -6,7 +6,6 @@ Each test that needs an M5 runs in a process of its own, because a process asks 
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 from tests.support.experts import make_experts, moe_gemm, random
 from tests.support.experts import run as run_experts
+from tests.support.programs import run_python
 from torch_marlin_metal.extension import native
 
 OPS = torch.ops.torch_marlin_metal
@@ -298,14 +298,8 @@ def run_scenario(name: str, whole: bool) -> None:
 )
 def test_on_an_m5(name: str, everything: bool) -> None:
     environment = next(environment for scenario, environment in SCENARIOS.items() if scenario.__name__ == name)
-    script = "import softmetal; softmetal.install()\nfrom tests.ops import test_tensor_units as t\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{script}t.run_scenario({name!r}, {everything})"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **M5, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    script = f"from tests.ops import test_tensor_units as t\nt.run_scenario({name!r}, {everything})"
+    done = run_python("-c", script, cwd=ROOT, env={**os.environ, **M5, **environment}, mps=True)
     assert done.returncode == 0, done.stderr
     assert (failure := json.loads(done.stdout.splitlines()[-1])) == "", failure
     problem = LAYOUT if name == "another_layout" else PROBLEMS["moe_tensor" if "mixture" in name else "gemm_tensor"]

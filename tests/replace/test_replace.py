@@ -110,8 +110,8 @@ def test_zero_points_that_contradict_the_version_stay(device):
     model, _ = load_fixture("gptq/gptqmodel-sym-g128-v1", device, PackedLinearV2)
     (entry,) = replace_linear_layers(model, progress=False).left
     assert entry.reason == (
-        "read as version 2, every zero point would be 7; as version 1, 8, which is a symmetric weight: "
-        "if that is so, gptq_version=1 reads it"
+        "every zero point is 7 by version 2, and 8 by version 1, which makes the weight symmetric: "
+        "if it is, gptq_version=1 reads it"
     )
     replace_linear_layers(model, gptq_version=1, progress=False)
     assert model["layer"].weight_format == "uint4b8"

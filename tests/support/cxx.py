@@ -15,7 +15,6 @@ EXTENSION = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementati
 
 
 def compiler() -> str:
-    """Returns the C++ compiler of this machine."""
     found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert found, "no C++ compiler: install g++"
     return found

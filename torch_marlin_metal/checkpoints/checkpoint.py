@@ -67,7 +67,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
 
     Args:
         path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles), or one safetensors
-            file that says itself how it is quantized.
+            file with settings.
         allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
         quantized: True if the configuration must have quantization settings, False if it must not have any.
 

@@ -63,7 +63,7 @@ class DirectoryReader(CheckpointReader):
         if codes:
             raise UnsupportedFormat(f"{message}, and {codes[0].name!r} is {codes[0].dtype}")
         if not any(len(info.shape) == 2 for info in weights):
-            raise CheckpointError(f"{message} or is that of a matrix of floats")
+            raise CheckpointError(f"{message}, and no weight is a matrix of floats")
         raise NothingPacked(f"{message}; all its weights are floats, so its quantization settings have no effect")
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:

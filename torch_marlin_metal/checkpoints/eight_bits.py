@@ -94,7 +94,7 @@ def input_scale(layer: Layer, K: int) -> Tensor | None:
 
 
 def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
-    """Returns whether `g_idx` says no more than the number of groups: it is unset, or the groups are in order."""
+    """Returns whether `g_idx` can be ignored: it is unset, or its groups are in order."""
     K, count = groups.numel(), shape[-1] if len(shape) == 2 else 1
     in_order = torch.arange(K, device=groups.device) // max(K // count, 1)
     return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), in_order))

@@ -22,7 +22,7 @@ class UnsupportedFormat(CheckpointError):
 
     Attributes:
         dequantize: a function that returns the layer's weight as floats; None if the weight cannot be decoded.
-        kind: what layers that are refused for the same reason have in common, such as "Q6_K".
+        kind: the common property of layers with this reason, such as "Q6_K".
     """
 
     def __init__(self, message: str, dequantize: Callable[[], FloatRows] | None = None, kind: str = "") -> None:

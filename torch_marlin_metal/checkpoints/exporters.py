@@ -164,7 +164,7 @@ class AwqExporter:
             raise _refuse(weight, "AWQ", "it has act-order")
         stated = _stated_group_size(weight)
         if self.group_size not in (None, stated):
-            raise _refuse(weight, "AWQ", f"its group size is {stated}, that of layers before it {self.group_size}")
+            raise _refuse(weight, "AWQ", f"its group size is {stated}, but {self.group_size} in earlier layers")
         self.group_size = stated
         return {"qweight": pack_awq(weight.b_packed), "qzeros": pack_awq_zeros(zeros), "scales": weight.scales}
 

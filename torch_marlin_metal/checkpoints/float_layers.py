@@ -102,7 +102,7 @@ class FloatModel:
         return self._names.layer(name)
 
     def is_vocabulary(self, name: str) -> bool:
-        """Returns whether a layer is an embedding of the vocabulary or an output layer, and is to be packed."""
+        """Returns whether a layer is to be packed as part of the vocabulary: an embedding or an output layer."""
         return self._names.layer(name) in self._words
 
     def is_head(self, name: str) -> bool:
@@ -258,7 +258,7 @@ def in_order(checkpoint: Checkpoint) -> list[Any]:
 
 
 def matrices(checkpoint: Checkpoint) -> list[str]:
-    """Returns the layers whose `weight` is a float matrix that the operators can hold, in the order of the files."""
+    """Returns the layers whose float `weight` can be packed, in the order of the files."""
     return [
         info.name.removesuffix(".weight")
         for info in in_order(checkpoint)
@@ -288,7 +288,7 @@ def empty_model(path: Path, stated: Any, advice: str) -> Any:
     Args:
         path: a directory with config.json, or the file itself.
         stated: the names under "architectures" in it.
-        advice: what the user can do if it fails.
+        advice: the remedy to name if it fails.
 
     Raises:
         CheckpointError: transformers is not installed, does not know the model, or cannot make it.

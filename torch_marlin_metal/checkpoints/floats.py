@@ -48,9 +48,8 @@ class FloatReader(CheckpointReader):
         include: patterns of layer names as in `quantize_model`, or a function of the name. Every matrix
             `<layer>.weight` that it selects is quantized. The experts of a mixture can be selected together
             (`*.experts`). None selects the experts of mixtures, all `nn.Linear` modules, and the vocabulary.
-            transformers builds the model that config.json names, to learn which modules these are; no code of the
-            checkpoint runs. If it does not know the model, `include` must be given, and the vocabulary counts as other
-            layers.
+            transformers builds the model of config.json to find these modules; no code of the checkpoint runs. If it
+            does not know the model, `include` must be given, and the vocabulary counts as other layers.
         exclude: layers to leave unquantized, chosen like `include`.
         vocabulary_format: as in `quantize_model`.
         memory: as in `quantize_model`; the bytes of all tensors that are written.
@@ -206,7 +205,7 @@ class FloatReader(CheckpointReader):
         self._kept.clear()
         extremes = [float(extreme.abs()) for tensor in (matrix, other) for extreme in torch.aminmax(tensor)]
         if not all(map(math.isfinite, extremes)):
-            return {}  # the conversion of the tensor that is not finite raises the error, which names it
+            return {}  # converting a tensor that is not finite raises an error with its name
         self._amax[partner.name], self._kept[partner.name] = max(extremes), other
         return {"amax": max(extremes)}
 

@@ -60,19 +60,18 @@ class DirectoryFormat(Format):
         marks: the last parts of names of tensors that only mark a file of this format.
         listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
             other tensors may have names like parts of a layer.
-        scaled: ending -> role, for a tensor of scales that makes a layer of the `weight` beside it, if this is not of
-            floats and the layer has no anchor.
+        scaled: ending -> role, for scales beside a `weight`. They make it a packed layer, if it is not of floats and
+            has no anchor.
         unscaled: dtypes of a `weight` that is a layer without scales, too: its numbers are the values.
-        axes: role -> what each dimension of the tensor counts, so that a process that needs only a part of a layer
-            can read only that part. The values are "N", "K", "N/8" and "K/8" (words of 8 codes, or of 4 if codes have 8
-            bits), "G" (groups), "S" (blocks of scales with two levels), "H" (words of `b_high`), and "order", for a
-            tensor of one dimension that holds, for each row of K, its position or its group. Empty if a layer can only
-            be read as a whole.
-        hf_name: for a format whose producer changes names, returns the name in checkpoints of transformers, of a
-            tensor, of a layer, or of the layer with an index in a stack.
+        axes: role -> the unit of each dimension of the tensor, for reading a part of a layer: "N", "K", "N/8" and "K/8"
+            (words of 8 codes, or of 4 codes of 8 bits), "G" (groups), "S" (blocks of scales with two levels), "H"
+            (words of `b_high`), or "order" (one position or group per row of K). Empty if a layer can only be read as a
+            whole.
+        hf_name: for a format whose producer renames tensors: maps a name in the checkpoint to transformers' name. It
+            takes a tensor, a layer, or a layer of a stack with its index.
         hf_values: the same for the values of a tensor outside the layers.
-        joins: for a layer in two stacks, returns its name and the name of the second stack, whose tensors get roles
-            that begin with "second "; for the second stack, empty names.
+        joins: for the first of two stacks of a layer, returns the layer's name and the second stack's name; for the
+            second stack, empty names. Roles of the second stack's tensors begin with "second ".
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")

@@ -1,4 +1,4 @@
-"""Makes a `PackedWeight` from codes, scales and zero points; refuses what the operators cannot represent.
+"""Makes a `PackedWeight` from codes, scales and zero points; refuses values that no format has.
 
 Codes of 1 to 3 bits become codes of 4 bits, and those of 7 bits become codes of 8 bits.
 """

@@ -109,7 +109,7 @@ def _tuples(value: Any) -> Any:
 
 
 def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool) -> Journal:
-    """Makes the directory `<destination>.partial`, or resumes the one that an earlier run with the same identity left.
+    """Makes the directory `<destination>.partial`, or resumes it after an earlier run with the same identity.
 
     Args:
         destination: the directory to make.

@@ -29,8 +29,8 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: which part.
 
     Returns:
-        The layer's part. None if the part is not a rectangle in every tensor: its borders are inside a word, a group or
-        a block of scales with two levels, or it has some rows of a weight with act-order or with a single group.
+        The layer's part. None if the part is not a rectangle in every tensor. Such a part has a border inside a word, a
+        group or a block of scales, or only some rows of a weight with act-order or a single group.
     """
     roles = [role for role in layer.roles if role in axes]
     if any(len(axes[role]) != len(layer.shape(role)) for role in roles):

@@ -71,7 +71,7 @@ class CheckpointReader(ABC):
         path: the directory or file.
         options: how the checkpoint is read.
         format: the description of the format that was found.
-        metadata: what a single file says about the model, or nothing.
+        metadata: the metadata of a single file, or empty.
         tensors: the tensors of a single file by name, or nothing.
         calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
 
@@ -156,7 +156,7 @@ class CheckpointReader(ABC):
         """Frees layers that were read ahead and will not be converted, and reads no more of them."""
 
     def stop_reading_ahead(self) -> None:  # noqa: B027  a format that cannot does nothing
-        """Frees what was read and not converted. Without `read_ahead`, does nothing."""
+        """Frees tensors that were read and not converted. Without `read_ahead`, does nothing."""
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that affect how layers are read, in JSON types; a resumed conversion compares them."""
@@ -181,7 +181,7 @@ class CheckpointReader(ABC):
 
         Args:
             indexes: the layers.
-            whole: read one layer of each kind, and keep it for `read`. With False, only what the headers say is found.
+            whole: read one layer of each kind, and keep it for `read`. With False, only headers are read.
 
         Raises:
             UnsupportedFormat: a layer can neither be packed nor decoded.

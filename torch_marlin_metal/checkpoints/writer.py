@@ -65,8 +65,8 @@ def write_checkpoint(
     settings.
 
     Args:
-        reader: from `open_reader`. Its option `on_unsupported` decides what happens to layers that cannot be packed.
-            Layers that are dequantized are stored as fp32 `weight`.
+        reader: from `open_reader`. Its option `on_unsupported` is for layers that cannot be packed. Layers that are
+            dequantized are stored as fp32 `weight`.
         destination: the directory to make; it must not exist.
         target: "native", or one of `EXPORTERS`.
         max_shard_bytes: a shard is closed if the next layer would make it larger than this.
@@ -225,7 +225,7 @@ class _Changed(CheckpointError):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Makes torch use one thread, which leaves the other cores to the thread that writes.
+    """Makes torch use one thread, to leave the other cores to the writer.
 
     Memory limits the speed of moving words, so more threads do not help. Between moves they would spin: with two
     threads a conversion took 1.4 times the CPU time and, on two cores, longer.

@@ -18,9 +18,9 @@ from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
 
 # Metal's two kinds of validation. Each changes what is tested: shader validation can double a kernel's threadgroup
 # memory (Metal.jl#839) and lower its limit of threads, and API validation can end the process in PyTorch's own kernels
-# (pytorch#186580). A check's result is therefore that of its run without validation.
+# (pytorch#186580). A check's result therefore comes from its run without validation.
 VALIDATION = {"API validation": {"MTL_DEBUG_LAYER": "1"}, "shader validation": {"MTL_SHADER_VALIDATION": "1"}}
-# Runs a check with the same modules as this process: `-m` alone would prefer those of the current folder.
+# Runs a check with the same modules as this process: `-m` alone would prefer the current folder's modules.
 CHILD_PROGRAM = """
 import json, runpy, sys
 sys.path[:] = json.loads(sys.argv.pop(1))

@@ -1,4 +1,4 @@
-"""The checks of `torch-marlin-metal doctor` and of `doctor --deep`. Those that are most likely to fail come first.
+"""The checks of `torch-marlin-metal doctor` and of `doctor --deep`. The checks with the most doubt come first.
 
 `python -m torch_marlin_metal.cli.doctor_steps NAME` runs one check and prints its values as one line of JSON. A check
 returns the measured values. It fails if it raises an exception or if its process crashes; `doctor` reports both.
@@ -119,7 +119,7 @@ def profiled_products() -> Values:
 
 
 def commits() -> Values:
-    """Compares the bits of products that commit after each kernel with those of products that never commit."""
+    """Compares products that commit after each kernel with products that never commit, bit by bit."""
     from torch_marlin_metal import tuning
 
     a, product, _ = _problem()

@@ -12,7 +12,7 @@ from torch_marlin_metal.checkpoints.float_layers import empty_model, matrices
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar, show
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, UnsupportedFormat, open_reader
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import plan_load, shared_weights
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
@@ -88,9 +88,9 @@ def _inspect_plan(reader: CheckpointReader, config: Path, ignore: list[str], as_
     file = config / "config.json" if config.is_dir() else config
     stated = json.loads(file.read_text()).get("architectures")
     model = empty_model(config, stated, "--model takes a directory of transformers")
-    door = Door(op="inspect", find=namer(model, None), ties=shared_weights(model), ignore=ignore)
+    caller = Caller(op="inspect", find=namer(model, None), ties=shared_weights(model), ignore=ignore)
     try:
-        plan = plan_load(model, reader, door)
+        plan = plan_load(model, reader, caller)
     except ModelMismatchError as error:
         show({"path": str(reader.path), "model": type(model).__name__, "error": str(error)}, str(error), as_json)
         return ANSWER_IS_NO

@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def reported(command: Callable[..., int]) -> Callable[..., None]:
-    """Turns a function that returns an exit code into a command that prints one line for every expected failure."""
+    """Makes a command: prints an expected failure as one line, and exits with the function's code."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:

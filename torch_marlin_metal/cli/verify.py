@@ -110,7 +110,7 @@ def _codes_in_order(weight: PackedWeight) -> Tensor:
 
 
 def _unequal_tensors(first: _Side, second: _Side) -> list[str]:
-    """Returns the names of tensors outside the layers (embeddings, norms) that differ or that one side lacks."""
+    """Returns the names of different or missing tensors outside the layers (embeddings, norms)."""
     if second.reader is None:
         return []
     one, other = first.others(), second.others()

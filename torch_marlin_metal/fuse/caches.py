@@ -39,7 +39,7 @@ class CacheWriter:
         return len(self._original)
 
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Stores the keys and values of new tokens, and returns those of all tokens, as the original does."""
+        """Stores the keys and values of new tokens, and returns all keys and values, as the original does."""
         layers = self._original.layers
         if not args and not kwargs and layer < len(layers) and _write(layers[layer], k, v):
             return layers[layer].keys, layers[layer].values

@@ -22,7 +22,7 @@ class FusedLayersReport:
     """The result of `fuse_layers`.
 
     Attributes:
-        fused: for each replacement, the module's name and what it computes in one operator.
+        fused: for each replacement, the module's name and the fused operations.
         left: for each candidate that was not replaced, the module's name and the reason.
         difference: how much fusing changed the model's results on random tokens, relative to the largest result.
     """
@@ -69,7 +69,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         model: changed in place: modules get a new `forward`.
 
     Returns:
-        A report of what was fused and what was not. The report's `undo` restores the model.
+        The report: fused modules, and reasons for the others. Its `undo` restores the model.
 
     Raises:
         RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_marlin_metal.layers.equivalence import random_like
 
 Attention = Callable[..., Any]
-KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that keeps what was computed from it
+KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that caches values computed from it
 
 
 def functions_of(forward: FunctionType) -> tuple[str, Any] | None:

@@ -2,7 +2,7 @@
 
 While the model runs, this module records the order in which a layer calls its norms and blocks, and their arguments. If
 the order is one of the two usual ones, the layer is replaced by a function that calls the same children in the same
-order with the same arguments. The replacement is used only if its results equal those of the layer.
+order with the same arguments. The replacement is used only if its results equal the layer's.
 """
 
 import inspect

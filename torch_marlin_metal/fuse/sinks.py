@@ -18,8 +18,8 @@ from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.layers.equivalence import agrees, is_supported, random_like
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-# With more queries than this, the original is called. Here the mask is repeated for each head of a group, which would
-# take much memory for many queries; and the dispatches that are saved are only a small part of a long prompt's time.
+# With more queries than this, the original is called. The mask is repeated for each head of a group. For many queries
+# that takes much memory, and a long prompt gains little from fewer dispatches.
 MOST_QUERIES = 16
 PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 

@@ -113,7 +113,7 @@ class MeasuredFigure:
 
 @dataclass(frozen=True)
 class MeasuredGPU(RichText):
-    """The measured rates of a GPU beside those that the planner assumes. Prints as a table.
+    """The measured rates of a GPU, and the planner's. Prints as a table.
 
     Attributes:
         gpu: the GPU for which this machine plans.

@@ -26,7 +26,7 @@ NO_TIES: Mapping[str, str] = {}
 
 
 class ChoosesLayers:
-    """What the quantizers of transformers and diffusers have in common; each is also the library's own class."""
+    """The common base of the quantizers for transformers and diffusers."""
 
     op: str
 
@@ -71,7 +71,7 @@ def choose_layers(
         model: the empty model.
         config: a `MarlinConfig`.
         stays: a function that returns the reason why the caller keeps a layer in floats, or "" if there is none.
-        ties: modules that share the weight of another module after loading: name -> name of that module.
+        ties: modules that are tied after loading: name -> name of the module that owns the weight.
         samples: for `config.memory`, reads rows of the weights.
 
     Raises:

@@ -17,7 +17,7 @@ from sentence_transformers.base.modules.module import Module
 import torch_marlin_metal.integrations.transformers  # noqa: F401  for the model inside
 from torch_marlin_metal.checkpoints.formats.native import StateReader
 from torch_marlin_metal.checkpoints.options import spelled
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.quantized import load_all
 
@@ -37,9 +37,9 @@ def install() -> None:
         state = original(cls, model_name_or_path, *args, **kwargs)
         if not any(key.endswith(".b_packed") for key in state):
             return original(cls, model_name_or_path, *args, model=model, **kwargs)
-        door = Door(op=OP, find=lambda name: name, ties=shared_weights(model), progress=False)
+        caller = Caller(op=OP, find=lambda name: name, ties=shared_weights(model), progress=False)
         with spelled(lambda option, value: f"load_quantized(model, path, {option}={value!r})"):
-            load_all(model, StateReader(Path(model_name_or_path), state), door)
+            load_all(model, StateReader(Path(model_name_or_path), state), caller)
         return model
 
     load_torch_weights.loads_packed_layers = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch_marlin_metal.layers.experts import ExpertWeights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
-# Roles of zeros, of which each can do what those before it do.
+# Roles of zeros, each more general than the one before.
 ROLES = ("none", "zero_point", "bias")
 # The formats of integer codes, by the bits of a code and the role of their zeros.
 FORMATS = {
@@ -47,8 +47,8 @@ def common_of(weight: PackedWeight) -> Common | None:
 def wider(one: Common, other: Common, K: int) -> Common | None:
     """Returns the smallest format that holds weights of both formats, or None if there is none.
 
-    The weights stay exact, with one exception: where a bias takes the place of a zero point, weights with scales of
-    fp32, or with scales of two levels and codes of 8 bits, change by a rounding of fp32.
+    The weights stay exact, with one exception. If a bias replaces a zero point, weights change by one fp32 rounding,
+    with fp32 scales or with codes of 8 bits and scales of two levels.
     """
     if one == other:
         return one
@@ -98,7 +98,7 @@ def stack_exactly(
 ) -> ExpertWeights:
     """Makes a stack of the smallest common format, as `ExpertWeights.from_packed` does for equal formats.
 
-    The widths of experts may differ, but not those of the parts of one expert.
+    Experts may differ in width, but the parts of one expert may not.
 
     Args:
         make: returns the parts of one expert after the other; called again if a format proves too narrow.

@@ -18,9 +18,9 @@ class MarlinEmbedding(MarlinLinear):
     """`nn.Embedding` with a packed table, looked up by `torch.ops.torch_marlin_metal.embedding`.
 
     The table is stored like the weight of a `MarlinLinear` with K = `embedding_dim` inputs and N = `num_embeddings`
-    outputs, so that an output head that is tied to the embedding can use the same tensors. Tensors, state_dict,
-    `to_packed()` and dtypes are those of `MarlinLinear`; only `forward` differs. The layer returns rows of its `dtype`,
-    which `.half()`, `.bfloat16()` and `.to(dtype)` change. The table has no gradient.
+    outputs, so that a tied output head can use the same tensors. It has the tensors, state_dict, `to_packed()` and
+    dtypes of `MarlinLinear`; only `forward` differs. The layer returns rows of its `dtype`, which `.half()`,
+    `.bfloat16()` and `.to(dtype)` change. The table has no gradient.
 
     Args:
         num_embeddings: N, the rows of the table.
@@ -90,7 +90,7 @@ class MarlinEmbedding(MarlinLinear):
 
     @classmethod
     def like(cls, embedding: Any, packed: PackedWeight, dtype: torch.dtype | None) -> "MarlinEmbedding":
-        """Makes a layer with a table that computes what an embedding computes, for which `why_not_embedding` is ""."""
+        """Makes the packed layer of an embedding; `why_not_embedding` must be "" for it."""
         scale = embedding.scale if isinstance(embedding, MarlinEmbedding) else scale_of(embedding) or 1.0
         return cls.from_packed(packed, dtype=dtype, padding_idx=embedding.padding_idx, scale=scale)
 

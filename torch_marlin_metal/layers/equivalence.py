@@ -1,4 +1,4 @@
-"""Compares a replacement with the module that it replaces, and tells which tensors and modules can be replaced."""
+"""Compares a replacement with its original module, and tells which tensors and modules can be replaced."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -74,8 +74,8 @@ class ExpertWeights(PackedLayer):
         """Copies the weights of all experts into common tensors.
 
         Args:
-            weights: for each expert, its parts. They can come from an iterator that reads or makes them only when they
-                are needed, because this function needs one expert at a time.
+            weights: for each expert, its parts. An iterator may read or make each one when it is needed: the function
+                takes one expert at a time.
             experts: E. None means the length of `weights`; an iterator has no length and needs the argument.
             dtype: dtype of the bias; None means the default dtype.
 
@@ -281,7 +281,7 @@ class MarlinExperts(nn.Module):
         torch.Size([3, 64])
     """
 
-    down_dtype: torch.dtype | None = None  # dtype of the products of `down` if it differs from that of the activations
+    down_dtype: torch.dtype | None = None  # dtype of the products of `down`; None means the activations' dtype
 
     def __init__(
         self,

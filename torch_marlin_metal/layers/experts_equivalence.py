@@ -1,4 +1,4 @@
-"""Compares what an experts module of transformers computes with what `MarlinExperts` computes."""
+"""Compares the results of transformers' experts modules with `MarlinExperts`."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Experts of mixtures in floats, as transformers stacks them: which modules they are, and which layers are theirs.
+"""Finds transformers' modules of float experts, and the layers of each.
 
 An experts module has the parameters `gate_up_proj` and `down_proj`, `[E, N, K]` or, if `is_transposed`, `[E, K, N]`,
 and perhaps a bias for each. Its method `_apply_gate` is the activation. The experts of Llama 4 take all tokens once for

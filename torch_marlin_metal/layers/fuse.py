@@ -183,6 +183,8 @@ def _differences(layers: list[MarlinLinear]) -> str:
             first.group_size,
         ):
             return "their sizes, weight formats or group sizes differ"
+        if layer.activations != first.activations:
+            return "only some round activations"
         if (layer.bias is None) != (first.bias is None):
             return "only some have a bias"
         for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
@@ -206,4 +208,5 @@ def _fuse(layers: list[MarlinLinear]) -> _Group:
     scaled = [weight.global_scale is not None and weight.global_scale.numel() > 1 for weight in weights]
     whole = replace(joined(weights), bias=torch.cat(biases) if biases else None)
     layer = MarlinLinear.from_packed(whole, dtype=layers[0].dtype)
+    layer.activations = layers[0].activations
     return _Group(layer.train(layers[0].training), [weight.N for weight in weights], scaled)

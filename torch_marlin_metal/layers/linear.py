@@ -49,8 +49,9 @@ class MarlinLinear(PackedLayer):
         torch.Size([3, 64])
     """
 
-    product_dtype: torch.dtype | None = None  # dtype of all products on mps if it differs from that of the activations
+    product_dtype: torch.dtype | None = None  # dtype of all products on mps; None means the activations' dtype
     rounds_in_training = False  # see prepare_for_training
+    activations: str | None = None  # see set_activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
@@ -107,7 +108,7 @@ class MarlinLinear(PackedLayer):
 
     @classmethod
     def from_valid(cls, packed: PackedWeight, *, dtype: torch.dtype | None = None) -> "MarlinLinear":
-        """Does the same as `from_packed` for a weight that has been validated, such as one that a reader returns."""
+        """Does the same as `from_packed`, without the check, for weights of a reader."""
         global_scale = packed.global_scale
         if find_format(packed.weight_format).has_global_scale:
             one = torch.ones(1, device=packed.b_packed.device)
@@ -170,16 +171,20 @@ class MarlinLinear(PackedLayer):
     def forward(self, a: Tensor) -> Tensor:
         """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
         is_rounded = self.rounds_in_training and self.training and a.device.type == "cpu"
-        # The same as self._arguments(self.bias), one call shorter.
+        # This is self._arguments(self.bias) without the call.
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
         if is_rounded and a.numel() >= ROUNDED_ROWS * self.in_features:
             named["variant"] = "two_pass"
+        if self.activations is not None:
+            named["activations"] = self.activations
         result: Tensor = _gemm(a, *tensors, **named)
         return result
 
     def _sums(self, a: Tensor) -> Tensor:
         """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
         tensors, named = self._arguments(self.bias)
+        if self.activations is not None:
+            named["activations"] = self.activations
         result: Tensor = _gemm_fp32(a, *tensors, **named)
         return result
 
@@ -207,4 +212,6 @@ class MarlinLinear(PackedLayer):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != torch.uint8:
                 text += f", {name}={str(tensor.dtype).removeprefix('torch.')}"
+        if self.activations is not None:
+            text += f", activations={self.activations}"
         return text + (", perm=True" if self.perm is not None else "")

@@ -109,7 +109,7 @@ class JoinedExpertWeights(nn.Module):
         return self._join(biases) if biases else None
 
     def forward(self, a: Tensor, expert_ids: Tensor) -> Tensor:
-        """Returns `[T, top_k, N]`; the arguments are those of `ExpertWeights.forward`."""
+        """Returns `[T, top_k, N]`; takes the arguments of `ExpertWeights.forward`."""
         return self._join([part(a, expert_ids) for part in self.parts])
 
     def _join(self, columns: Sequence[Tensor]) -> Tensor:

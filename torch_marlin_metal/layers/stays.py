@@ -1,7 +1,7 @@
 """Finds the Linear layers that stay in floats unless the caller names them: heads of classifiers, and float32 parts.
 
-A head has few rows, so that 4 bit saves nothing, and every row decides about a class. transformers and its quantizers
-keep the parts that a class lists in `_keep_in_fp32_modules`, such as T5's `wo`.
+A head has few rows, so 4 bits save nothing, and each row decides about a class. transformers and its quantizers keep
+the parts that a class lists in `_keep_in_fp32_modules`, such as T5's `wo`.
 """
 
 import re
@@ -37,8 +37,8 @@ def staying_layers(model: nn.Module, heads: bool = True) -> dict[int, str]:
 def classifier_heads(model: nn.Module) -> set[int]:
     """Returns the ids of the Linear layers that belong to the head of a classifier, anywhere in a model.
 
-    In a class of transformers, these are the layers outside of the base model. If there is none, or no base model, they
-    are the layers with a row for each label, and without such a layer the last one.
+    In a class of transformers, these are the layers outside of the base model. Without a head or a base model, they are
+    the layers with one row per label, else the last layer.
     """
     found: set[int] = set()
     for module in model.modules():

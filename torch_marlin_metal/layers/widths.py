@@ -15,8 +15,8 @@ from torch_marlin_metal.sizes import parse_size
 
 SAMPLE_EXPERTS = 4  # of a mixture's layer, on which the error of a format is measured
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in transformers' configs
-# How much the error of a table of the vocabulary or of an output layer counts, beside that of all other layers
-# together: in small trained models, a fourth to three times as much. The larger number keeps it in many bits.
+# The weight of the vocabulary's error beside the sum of all other layers' errors: 1/4 to 3 in small trained models. The
+# larger number keeps it in many bits.
 VOCABULARY_WEIGHT = 4
 LAYER_BYTES = 12  # of `packed_format`, which a packed layer holds beside the tensors of its weight
 STORED_BYTES = LAYER_BYTES + 1  # in a file, which also has the layer's `GUARD`
@@ -46,7 +46,7 @@ class Widths:
         """Adds a layer, or the layers of one kind of a mixture's experts.
 
         Args:
-            name: the layer's name, or that of the experts module.
+            name: the name of the layer or of the experts module.
             shape: `(N, K)` of its weight.
             samples: see `quantize.fit.measured`.
             copies: how many matrices of this shape it has.

@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.layers.experts import ExpertWeights, StackError
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.load.door import Door, Split
+from torch_marlin_metal.load.caller import Caller, Split
 from torch_marlin_metal.load.model_tensors import Changes, ModelTensors
 from torch_marlin_metal.load.placeholder import PendingExperts, PendingLinear
 from torch_marlin_metal.load.places import ExpertsPlace, Place, Spot
@@ -39,7 +39,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import selects
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
-AHEAD_SHARE = 64  # of the layers' bytes, one part in so many is read ahead, because it exists beside what it becomes
+AHEAD_SHARE = 64  # the layers' bytes divided by this are read ahead: they exist beside the loaded layers
 MOST_AHEAD, LEAST_AHEAD = 1 << 27, 1 << 22  # bytes
 
 
@@ -49,24 +49,24 @@ class Loader:
     Args:
         model: changed in place.
         reader: the checkpoint.
-        door: the caller's choices.
-        warn: tells the user about a layer that does not become what its file promises.
+        caller: the caller's choices.
+        warn: tells the user about a layer that does not become packed as in its file.
 
     Attributes:
         plan: the plan.
-        changes: what was changed, for callers that undo it.
+        changes: the changes of the model, for callers that undo them.
     """
 
-    def __init__(self, model: nn.Module, reader: CheckpointReader, door: Door, warn: Callable[[str], None]) -> None:
-        self._model, self._reader, self._door, self._warn = model, reader, door, warn
+    def __init__(self, model: nn.Module, reader: CheckpointReader, caller: Caller, warn: Callable[[str], None]) -> None:
+        self._model, self._reader, self._caller, self._warn = model, reader, caller, warn
         self._tensors = ModelTensors(model)
-        self._before = {id(module): module_bytes(module) for module in model.modules()} if not door.hosted else {}
-        self.plan = plan_load(model, reader, door)
+        self._before = {id(module): module_bytes(module) for module in model.modules()} if not caller.hosted else {}
+        self.plan = plan_load(model, reader, caller)
         if self.plan.unknown_settings:
-            warn(f"{door.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
+            warn(f"{caller.op}: {unknown_keys(reader.path, self.plan.unknown_settings)}")
         self.changes = Changes(model)
         self._back: list[Target] = []
-        self._planned, self._late = planned_share(self.plan, reader, door), FloatShare(reader)
+        self._planned, self._late = planned_share(self.plan, reader, caller), FloatShare(reader)
         self._warn_of_floats()
 
     def _warn_of_floats(self) -> None:
@@ -81,7 +81,7 @@ class Loader:
 
     def _tell(self, share: FloatShare) -> None:
         if told := share.sentence():
-            self._warn(f"{self._door.op}: {told}")
+            self._warn(f"{self._caller.op}: {told}")
 
     def place(self) -> None:
         """Puts placeholders into the model, so that a host library neither reports nor makes the packed weights."""
@@ -110,7 +110,7 @@ class Loader:
             self._begin_split(split)
         report: list[LayerReport] = []
         total = len(plan.places) + len(plan.experts)
-        bar = tqdm(total=total, desc="Loading packed layers", unit="layer", disable=not self._door.progress)
+        bar = tqdm(total=total, desc="Loading packed layers", unit="layer", disable=not self._caller.progress)
         with bar, keep_file_open():
             for experts in plan.experts.values():
                 report.append(self._fill_experts(experts))
@@ -133,26 +133,26 @@ class Loader:
             for key, tensor in held.items()
             if tensor is not None and tensor.is_meta
         ]
-        device = self._door.device_of(names[0] if names else "") or torch.device("cpu")
-        initialize(self._door.op, self._model, self._tensors, names, device, self.changes)
+        device = self._caller.device_of(names[0] if names else "") or torch.device("cpu")
+        initialize(self._caller.op, self._model, self._tensors, names, device, self.changes)
 
     def fill_floats(self) -> None:
-        """Loads the tensors outside the packed layers, and lets the model's classes compute what no file has."""
-        door = self._door
+        """Loads the tensors outside the packed layers, and lets the model's classes initialize the others."""
+        caller = self._caller
         for tensor in self.plan.floats or ():
             old = self._tensors.get(tensor.names[0])
-            device = door.device_of(tensor.names[0]) or real_device(old.device)
-            dtype = (door.dtype if old.is_floating_point() else None) or old.dtype
+            device = caller.device_of(tensor.names[0]) or real_device(old.device)
+            dtype = (caller.dtype if old.is_floating_point() else None) or old.dtype
             values = tensor.read()
             for source, read in tensor.others.items():
                 if not torch.equal(values, read()):
                     raise ModelMismatchError(
-                        f"{door.op}: {self._reader.path}: {tensor.source!r} and {source!r} are one tensor of the "
+                        f"{caller.op}: {self._reader.path}: {tensor.source!r} and {source!r} are one tensor of the "
                         f"model, {tensor.names[0]!r}, but differ; {typed('ignore', source)} leaves one out"
                     )
             self.changes.set_tensors(self._tensors, tensor.names, values.to(device, dtype))
-        device = door.device_of("") or torch.device("cpu")
-        initialize(door.op, self._model, self._tensors, self.plan.initialized, device, self.changes)
+        device = caller.device_of("") or torch.device("cpu")
+        initialize(caller.op, self._model, self._tensors, self.plan.initialized, device, self.changes)
 
     def _replace(self, target: Target, new: nn.Module) -> None:
         inherit(new, target.module)
@@ -168,16 +168,18 @@ class Loader:
         for prefix, experts in self.plan.experts.items():
             named = {f"{prefix}.{inner}": shape for inner, shape in experts.shapes.items()}
             layers |= named
-            whole |= {name for name in named if experts.dense or selects(self._door.exclude, name)}
+            whole |= {name for name in named if experts.dense or selects(self._caller.exclude, name)}
         parts = {name: shape for name, shape in layers.items() if shape is not None and name not in whole}
-        split.begin(self._door.op, self._model, parts, whole, self._reader)
+        split.begin(self._caller.op, self._model, parts, whole, self._reader)
 
     def _fill(self, place: Place, split: Split | None) -> Iterator[LayerReport]:
-        spot, door = place.spot, self._door
-        device = door.device_of(spot.name)
+        spot, caller = place.spot, self._caller
+        device = caller.device_of(spot.name)
         if split is not None and spot.shape is not None and not place.dense:
             names = spot.target.names
-            part = split.load(door.op, names, spot.shape, self._reader, place.index, device=device, dtype=door.dtype)
+            part = split.load(
+                caller.op, names, spot.shape, self._reader, place.index, device=device, dtype=caller.dtype
+            )
             if isinstance(part, MarlinLinear):
                 self._put(spot.target, part)
                 yield self._report(spot, part)
@@ -214,7 +216,7 @@ class Loader:
             self._late.add(index, kind, held)
 
     def _has_size(self, spot: Spot, weight: PackedWeight | DenseWeight) -> bool:
-        """Returns whether a weight has the size of its place, or raises an error if the door stops at other sizes."""
+        """Returns whether a weight has the size of its place, or raises an error if the caller refuses other sizes."""
         size = weight.values if isinstance(weight, DenseWeight) else weight
         found = [size.N, size.K]
         old, shape = self._held(spot.target), spot.shape
@@ -222,11 +224,13 @@ class Loader:
         where = misfit(spot.name, expected, found)
         if not where:
             return True
-        if self._door.reinitializes:
+        if self._caller.reinitializes:
             self._warn(f"{where}, so the model's class initializes the layer")
             return False
-        way = "" if self._door.reinitializes is None else "; ignore_mismatched_sizes=True initializes the model's layer"
-        raise ModelMismatchError(f"{self._door.op}: {where}{way}")
+        way = (
+            "" if self._caller.reinitializes is None else "; ignore_mismatched_sizes=True initializes the model's layer"
+        )
+        raise ModelMismatchError(f"{self._caller.op}: {where}{'' if self._caller.reinitializes is None else way}")
 
     def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
         """Leaves a layer of the checkpoint out: the model's class initializes its own module."""
@@ -235,8 +239,8 @@ class Loader:
         self._put(target, module)
         self.changes.set_parameter(module, "weight", old, old)
         names = [name for key in module._parameters if (name := f"{target.name}.{key}") in tensors]
-        device = self._door.device_of(target.name) or real_device(old.device)
-        initialize(self._door.op, self._model, tensors, names, device, self.changes)
+        device = self._caller.device_of(target.name) or real_device(old.device)
+        initialize(self._caller.op, self._model, tensors, names, device, self.changes)
         for user in place.users:
             self.changes.set_parameter(user.target.module, "weight", module.get_parameter("weight"), old)
         for spot in place.spots():
@@ -244,12 +248,12 @@ class Loader:
 
     def _pack(self, spot: Spot, weight: PackedWeight, device: torch.device | None) -> MarlinLinear:
         """Puts a packed weight into the place of a Linear or an embedding."""
-        door = self._door
+        caller = self._caller
         layer: MarlinLinear
         if spot.shape is None:
-            layer = fit_table(door.op, spot.name, spot.target.module, weight, device=device, dtype=door.dtype)
+            layer = fit_table(caller.op, spot.name, spot.target.module, weight, device=device, dtype=caller.dtype)
         else:
-            layer = fit_layer(door.op, spot.name, spot.shape, weight, device=device, dtype=door.dtype)
+            layer = fit_layer(caller.op, spot.name, spot.shape, weight, device=device, dtype=caller.dtype)
         self._put(spot.target, layer)
         return layer
 
@@ -277,23 +281,23 @@ class Loader:
 
     def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> Tensor:
         """Puts the model's own module back with decoded values, which modules with the same weight share."""
-        target, door = place.spot.target, self._door
+        target, caller = place.spot.target, self._caller
         module, old = target.module, self._held(target)
         if old is None:
             raise ModelMismatchError(
-                f"{door.op}: layer {target.name!r}: expected a layer with a weight to decode into, got "
+                f"{caller.op}: layer {target.name!r}: expected a layer with a weight to decode into, got "
                 f"{type(module).__name__}"
             )
         rows = weight.values if isinstance(weight, DenseWeight) else FloatRows.of(weight)
         place_on, held = device or real_device(old.device), module._parameters.get("bias")
         sizes = (rows.K, rows.N) if is_transposed(module) else (rows.N, rows.K)
-        values = torch.empty(sizes, dtype=door.dtype or old.dtype, device=place_on)
+        values = torch.empty(sizes, dtype=caller.dtype or old.dtype, device=place_on)
         rows.write(values.T if is_transposed(module) else values)
-        bias = fit_bias(door.op, target.name, held, weight.bias)
+        bias = fit_bias(caller.op, target.name, held, weight.bias)
         self._put(target, module)
         shared = self.changes.set_parameter(module, "weight", values, old)
         if bias is not None and held is not None:
-            self.changes.set_parameter(module, "bias", bias.to(place_on, door.dtype or held.dtype), held)
+            self.changes.set_parameter(module, "bias", bias.to(place_on, caller.dtype or held.dtype), held)
         for user in place.users:
             self.changes.set_parameter(user.target.module, "weight", shared, old)
         return shared
@@ -304,7 +308,7 @@ class Loader:
             old = self._held(spot.target)
             if old is None or old.is_meta:
                 raise ModelMismatchError(
-                    f"{self._door.op}: layer {spot.name!r}: it cannot be packed and on_unsupported='skip' leaves it "
+                    f"{self._caller.op}: layer {spot.name!r}: it cannot be packed and on_unsupported='skip' leaves it "
                     "out, but the model's own layer has no values either"
                 )
             self._put(spot.target, spot.target.module)
@@ -323,9 +327,9 @@ class Loader:
     def _fill_experts(self, experts: ExpertsPlace) -> LayerReport:
         """Reads the experts of a mixture into stacks. A stack that no weight format holds becomes floats.
 
-        Weights are copied into the stack as they are read, so that only those of one expert exist beside it.
+        Each weight is copied into the stack when it is read, so only one expert's weights exist beside it.
         """
-        target, door = experts.target, self._door
+        target, caller = experts.target, self._caller
         kind = type(target.module).__name__
         entry = LayerReport(target.name, kind, bytes_before=self._before.get(id(target.module), 0))
         if experts.dense:
@@ -335,7 +339,7 @@ class Loader:
 
         def read(inner: str, floats: bool) -> PackedWeight | DenseWeight:
             name = f"{target.name}.{inner}"
-            if not floats and selects(door.exclude, name):
+            if not floats and selects(caller.exclude, name):
                 raise StackError(EXCLUDED)
             return self._fit_expert(name, experts, inner)
 
@@ -345,7 +349,7 @@ class Loader:
                 self._add_late(experts.indexes[inner], kind or reason, held)
 
         with torch.inference_mode(False):
-            stack = experts.layers.pack(read, door.dtype, became_floats)
+            stack = experts.layers.pack(read, caller.dtype, became_floats)
         self._put(target, stack)
         packed = [part for part in stack.modules() if isinstance(part, ExpertWeights)]
         if not packed:
@@ -355,8 +359,8 @@ class Loader:
 
     def _fit_expert(self, name: str, experts: ExpertsPlace, inner: str) -> PackedWeight | DenseWeight:
         """Reads the weight of one layer of an expert, on its device."""
-        door, shape = self._door, experts.shapes[inner]
-        device = door.device_of(name) or real_device(shape.device)
+        caller, shape = self._caller, experts.shapes[inner]
+        device = caller.device_of(name) or real_device(shape.device)
         weight: PackedWeight | DenseWeight | None
         if inner in experts.floats:
             weight = self._float_expert(name, experts, inner)
@@ -364,14 +368,14 @@ class Loader:
             weight = self._reader.read(experts.indexes[inner])
         if weight is None:
             raise ModelMismatchError(
-                f"{door.op}: layer {name!r}: it cannot be packed, and on_unsupported='skip' cannot leave out a part of "
-                "a mixture's experts"
+                f"{caller.op}: layer {name!r}: it cannot be packed, and on_unsupported='skip' cannot leave out a part "
+                "of a mixture's experts"
             )
         if isinstance(weight, PackedWeight):
-            return fit_weight(door.op, name, shape, weight, device=device, dtype=door.dtype)
+            return fit_weight(caller.op, name, shape, weight, device=device, dtype=caller.dtype)
         if reason := misfit(name, [shape.N, shape.K], [weight.values.N, weight.values.K]):
-            raise ModelMismatchError(f"{door.op}: {reason}")
-        held = fit_bias(door.op, name, shape.bias, weight.bias)
+            raise ModelMismatchError(f"{caller.op}: {reason}")
+        held = fit_bias(caller.op, name, shape.bias, weight.bias)
         return replace(weight, values=weight.values.to(device), bias=None if held is None else held.to(device))
 
     @staticmethod
@@ -383,10 +387,10 @@ class Loader:
 
     def _decode_experts(self, experts: ExpertsPlace) -> None:
         """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""
-        target, door = experts.target, self._door
+        target, caller = experts.target, self._caller
         module, path = target.module, self._reader.path
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-        dtypes = {name: door.dtype or tensor.dtype for name, tensor in held.items()}
+        dtypes = {name: caller.dtype or tensor.dtype for name, tensor in held.items()}
 
         def read(inner: str) -> PackedWeight | DenseWeight:
             if inner in experts.floats:
@@ -404,10 +408,10 @@ class Loader:
                         f"expected {name} of {list(old.shape)} as in the model, the checkpoint's is "
                         f"{list(values.shape)}"
                     )
-                device = door.device_of(target.name) or real_device(old.device)
+                device = caller.device_of(target.name) or real_device(old.device)
                 self.changes.set_parameter(module, name, values.to(device), old)
         except StackError as error:
-            raise ModelMismatchError(f"{door.op}: {path}: experts {target.name!r}: {error.reason}") from error
+            raise ModelMismatchError(f"{caller.op}: {path}: experts {target.name!r}: {error.reason}") from error
         self._put(target, module)
 
 

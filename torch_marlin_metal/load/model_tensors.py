@@ -89,7 +89,7 @@ class Changes:
         module.__dict__[key] = initialized(torch.empty_like(held, device="meta"))
 
     def set_parameter(self, module: nn.Module, key: str, values: Tensor, like: Tensor) -> nn.Parameter:
-        """Sets a parameter of a module, which keeps `requires_grad` of the tensor that it replaces."""
+        """Replaces a parameter of a module and keeps its `requires_grad`."""
         self.remember(module)
         module.__dict__.pop(key, None)
         if not isinstance(values, nn.Parameter):

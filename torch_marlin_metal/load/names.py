@@ -16,8 +16,8 @@ def namer(model: nn.Module, rename: Rename | None) -> Callable[[str], str | None
 
     Args:
         model: the model. For one of transformers and without `rename`, its `from_pretrained` decides.
-        rename: a function, which returns None to leave a tensor out; or a dictionary of prefixes and replacements, of
-            which the longest matching prefix is used.
+        rename: a function that returns None to leave a tensor out, or a dictionary of prefixes and replacements; the
+            longest matching prefix wins.
     """
     library = sys.modules.get("transformers")
     if rename is None and library is not None and isinstance(model, library.PreTrainedModel):

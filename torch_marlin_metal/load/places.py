@@ -16,8 +16,8 @@ class Spot:
 
     Attributes:
         target: the module.
-        shape: the shape of a Linear, which a new layer replaces. None for an embedding, and for a module that keeps its
-            class and gets decoded values.
+        shape: the shape of a Linear that a new layer replaces. None for an embedding, and for another module, which
+            gets decoded values.
     """
 
     target: Target
@@ -37,11 +37,11 @@ class Place:
         index: the layer's index in the reader.
         source: the layer's name in the checkpoint.
         spot: the module that the checkpoint names.
-        users: modules that share the weight and that the checkpoint lacks, so that the loader fills them, too.
+        users: modules that share the weight and are not in the checkpoint; the loader fills them, too.
         dense: why the layer becomes floats, or "".
         no_layer: whether that is because the model's class takes only floats there, as for a router.
-        bias_from: a tensor of another module, which the layer has as its bias if it has none of its own in the
-            checkpoint, or "".
+        bias_from: the tensor of another module that is the layer's bias if the checkpoint has no own bias for it, or
+            "".
         bias_to: tensors of other modules that the checkpoint lacks, because they are the layer's bias.
     """
 
@@ -94,18 +94,18 @@ class FloatTensor:
 
 @dataclass
 class LoadPlan:
-    """What each part of a checkpoint becomes in a model.
+    """The place of each layer and tensor of a checkpoint in a model.
 
     Attributes:
         prefix: the beginning of names in the checkpoint that the model does not have, or "".
         places: the packed layers outside mixtures.
         experts: the experts of mixtures, by the name of their module.
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
-        unused: those of them that are scales of quantized activations or caches.
+        unused: those among them that are scales of quantized activations or caches.
         settled: modules whose ties to another module the loader carries out instead of a host library.
         floats: the tensors that this package loads, or None if a host library does it.
         unknown_settings: keys of a GGUF file whose meaning for the model is not known.
-        initialized: tensors of the model that no file sets, so that the model's class must.
+        initialized: tensors of the model that no file has; the model's class initializes them.
     """
 
     prefix: str = ""

@@ -10,7 +10,7 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
 from torch_marlin_metal.layers.float_experts import ExpertFinder, is_stack
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.model_tensors import ModelTensors
 from torch_marlin_metal.load.names import shared_prefix
 from torch_marlin_metal.load.places import ExpertsPlace, FloatTensor, LoadPlan, Place, Spot
@@ -35,27 +35,27 @@ SCALES = "scales of quantized activations or caches, which stay floats here"
 EXAMPLES = 3  # the model's own layers that an error names
 
 
-def plan_load(model: nn.Module, reader: CheckpointReader, door: Door) -> LoadPlan:
+def plan_load(model: nn.Module, reader: CheckpointReader, caller: Caller) -> LoadPlan:
     """Makes the plan. Reads only names and headers of the checkpoint, and changes nothing.
 
     Args:
         model: the model, which may be on the meta device.
         reader: the checkpoint.
-        door: the caller's choices.
+        caller: the caller's choices.
 
     Raises:
-        ModelMismatchError: a layer or tensor has no place in the model, the model has tensors that nothing sets, only a
-            part of a mixture is packed, or a GGUF file says another setting than the model.
+        ModelMismatchError: a layer or tensor has no place in the model, a tensor of the model has no source, only a
+            part of a mixture is packed, or a setting differs between a GGUF file and the model.
         ValueError: a pattern of `exclude` matches nothing.
     """
     if reader.options.on_unsupported is None:
         reader.options = replace(reader.options, on_unsupported="dequantize")
-    return _Planner(model, reader, door).plan()
+    return _Planner(model, reader, caller).plan()
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, reader: CheckpointReader, door: Door) -> None:
-        self._model, self._reader, self._door = model, reader, door
+    def __init__(self, model: nn.Module, reader: CheckpointReader, caller: Caller) -> None:
+        self._model, self._reader, self._caller = model, reader, caller
         self._plan = LoadPlan()
         self._targets: dict[str, Target] = {}
         by_module: dict[int, Target] = {}
@@ -70,16 +70,16 @@ class _Planner:
         plan = self._plan
         if self._reader.metadata:
             plan.unknown_settings = check_settings(
-                self._door.op,
+                self._caller.op,
                 self._reader.path,
                 self._model,
                 self._reader.metadata,
                 self._reader.tensors,
-                self._door.ignore or (),
+                self._caller.ignore or (),
             )
         names = [name for name, _, _ in self._others]
         plan.prefix = shared_prefix(
-            self._reader.layer_names, names, lambda name: self._has(self._door.find(name)), self._door.hosted
+            self._reader.layer_names, names, lambda name: self._has(self._caller.find(name)), self._caller.hosted
         )
         self._layers()
         self._whole_experts()
@@ -88,12 +88,12 @@ class _Planner:
         excludable = [name for place in plan.places for name in place.names()]
         for prefix, experts in plan.experts.items():
             excludable += [*experts.target.names, *(f"{prefix}.{inner}" for inner in experts.shapes)]
-        check_patterns(self._door.op, excludable, **{self._door.exclude_argument: self._door.exclude})
+        check_patterns(self._caller.op, excludable, **{self._caller.exclude_argument: self._caller.exclude})
         for place in plan.places:
             place.dense = self._why_dense(place)
         self._tie_biases(dense)
         self._leave_scales_out()
-        if self._door.hosted:
+        if self._caller.hosted:
             self._refuse_codes()
         else:
             self._float_tensors()
@@ -124,13 +124,13 @@ class _Planner:
                     raise self._error(f"{codes}, but is no layer of the format")
 
     def _find(self, source: str) -> str | None:
-        return self._door.find(source.removeprefix(self._plan.prefix))
+        return self._caller.find(source.removeprefix(self._plan.prefix))
 
     def _has(self, name: str | None) -> bool:
         return name is not None and (name in self._targets or self._finder.find(name) is not None)
 
     def _error(self, message: str) -> ModelMismatchError:
-        return ModelMismatchError(f"{self._door.op}: {self._reader.path}: {message}")
+        return ModelMismatchError(f"{self._caller.op}: {self._reader.path}: {message}")
 
     def _layers(self) -> None:
         """Finds the place of each packed layer."""
@@ -148,9 +148,9 @@ class _Planner:
                 self._plan.places.append(Place(index, source, Spot(target, linear_shape(target.module))))
             elif found := self._finder.find(name):
                 self._add_expert(index, source, name, *found)
-            elif selects(self._door.ignore, name) or selects(self._door.ignore, source):
+            elif selects(self._caller.ignore, name) or selects(self._caller.ignore, source):
                 self._plan.left_out[source] = "ignore"
-            elif self._door.hosted and (self._door.unused(source) or name.split(".")[0] not in self._targets):
+            elif self._caller.hosted and (self._caller.unused(source) or name.split(".")[0] not in self._targets):
                 absent[source] = name
             else:
                 lost[source] = name
@@ -196,7 +196,7 @@ class _Planner:
             raise self._error(f"the experts of a mixture lack the layers {listing(lost)}")
         decodes = self._reader.options.on_unsupported == "dequantize"
         for name, experts in self._plan.experts.items():
-            if any(selects(self._door.exclude, own, experts.target.module) for own in experts.target.names):
+            if any(selects(self._caller.exclude, own, experts.target.module) for own in experts.target.names):
                 experts.dense = EXCLUDED
             elif experts.layers.why_unknown and decodes:
                 experts.dense = experts.layers.why_unknown
@@ -230,14 +230,14 @@ class _Planner:
         return f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
 
     def _tie(self, dense: set[str]) -> None:
-        """Finds the modules that share the weight of a packed layer and that the checkpoint lacks.
+        """Finds the modules that share a packed layer's weight and are not in the checkpoint.
 
         Args:
             dense: the modules whose weight is in the checkpoint as floats.
         """
         packed = {name: place for place in self._plan.places for name in place.spot.target.names}
         groups: dict[str, list[str]] = {}
-        for name, source in self._door.ties.items():
+        for name, source in self._caller.ties.items():
             groups.setdefault(source, [source]).append(name)
         for source, names in groups.items():
             held = [name for name in names if name in packed]
@@ -262,7 +262,7 @@ class _Planner:
         """
         tensors = ModelTensors(self._model)
         replaced = {f"{name}.bias" for place in self._plan.places for name in place.spot.target.names}
-        ties = [*self._door.bias_ties.items(), *((one, other) for other, one in self._door.bias_ties.items())]
+        ties = [*self._caller.bias_ties.items(), *((one, other) for other, one in self._caller.bias_ties.items())]
         for place in self._plan.places:
             bias = f"{place.spot.name}.bias"
             if bias in tensors:
@@ -275,7 +275,7 @@ class _Planner:
         """Returns why a weight becomes floats, or "". Modules that share a weight become floats together."""
         for spot in place.spots():
             target = spot.target
-            if any(selects(self._door.exclude, name, target.module) for name in target.names):
+            if any(selects(self._caller.exclude, name, target.module) for name in target.names):
                 reason = EXCLUDED
             else:
                 reason = self._why_floats(place, spot)
@@ -305,7 +305,7 @@ class _Planner:
 
     def _float_tensors(self) -> None:
         """Finds the place of every other tensor, and checks that each tensor of the model is set."""
-        tensors, plan, door = ModelTensors(self._model), self._plan, self._door
+        tensors, plan, caller = ModelTensors(self._model), self._plan, self._caller
         filled = {f"{name}.weight" for place in plan.places for name in place.names()}
         filled |= {f"{name}.bias" for place in plan.places if place.no_layer for name in place.spot.target.names}
         replaced = [place.spot.target for place in plan.places if _is_replaced(place.spot)]
@@ -321,21 +321,21 @@ class _Planner:
             if name is None or selects(COMPUTED, name):
                 plan.left_out[source] = "the model computes it" if name is not None else "rename gives it no name"
             elif name not in tensors:
-                if not (selects(door.ignore, name) or selects(door.ignore, source)):
+                if not (selects(caller.ignore, name) or selects(caller.ignore, source)):
                     lost[source] = name
                 plan.left_out[source] = "ignore"
             elif name not in found:
                 names = [other for other in tensors.names_of(name) if other == name or other not in filled]
-                plan.floats.append(FloatTensor(source, names, _checked(door.op, name, tensors.get(name), read, kind)))
+                plan.floats.append(FloatTensor(source, names, _checked(caller.op, name, tensors.get(name), read, kind)))
                 found |= dict.fromkeys(names, plan.floats[-1])
-            elif selects(door.ignore, source):
+            elif selects(caller.ignore, source):
                 plan.left_out[source] = "ignore"
             else:
-                found[name].others[source] = _checked(door.op, name, tensors.get(name), read, kind)
+                found[name].others[source] = _checked(caller.op, name, tensors.get(name), read, kind)
         if lost:
             raise self._no_place(list(lost), next(iter(lost.values())))
         others = [name for name in tensors if name not in found and name not in filled]
-        kept = {name for name in others if selects(door.keep, name)}
+        kept = {name for name in others if selects(caller.keep, name)}
         if missing := [name for name in others if name in tensors.persistent and name not in kept]:
             raise self._error(
                 f"the checkpoint lacks {listing(missing)}; {typed('keep', missing[0])} keeps the model's values"
@@ -363,7 +363,7 @@ def _checked(op: str, name: str, old: Tensor, read: Callable[[], Tensor], kind: 
 
 
 def shared_weights(model: nn.Module) -> dict[str, str]:
-    """Returns the modules of a model that hold the same weight as an earlier one: name -> name of that module."""
+    """Returns modules with a shared weight: name -> name of the first module that has it."""
     first: dict[int, tuple[str, nn.Module]] = {}
     ties = {}
     for name, module in model.named_modules():

@@ -12,8 +12,8 @@ from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.layers.fuse import fuse_projections
+from torch_marlin_metal.load.caller import Caller, Split
 from torch_marlin_metal.load.converted import open_converted
-from torch_marlin_metal.load.door import Door, Split
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import Rename, namer
 from torch_marlin_metal.load.plan import shared_weights
@@ -82,8 +82,8 @@ def load_quantized(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
-        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; nothing sets a
-            tensor of the model; or a .gguf file says another setting than the config of a model of transformers.
+        ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; a tensor of the
+            model has no source; or a setting differs between a .gguf file and the config of transformers' model.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -98,7 +98,7 @@ def load_quantized(
     reader = open_converted(model, path, given, **fields) if rename is None else None
     reader = reader or open_reader(path, given, **fields)
     place = torch.device(device) if device is not None else None
-    door = Door(
+    caller = Caller(
         op=OP,
         find=namer(model, rename),
         ties=shared_weights(model),
@@ -110,20 +110,20 @@ def load_quantized(
         dtype=dtype,
         progress=progress,
     )
-    report = load_all(model, reader, door, split, fuse)
+    report = load_all(model, reader, caller, split, fuse)
     let_it_save(OP, model)
     return report
 
 
 def load_all(
-    model: nn.Module, reader: CheckpointReader, door: Door, split: Split | None = None, fuse: bool = False
+    model: nn.Module, reader: CheckpointReader, caller: Caller, split: Split | None = None, fuse: bool = False
 ) -> Report:
     """Loads everything of a checkpoint into a model, or changes nothing.
 
-    Arguments are those of `Loader`, of `Loader.fill` and of `load_quantized`.
+    Arguments are as in `Loader`, `Loader.fill` and `load_quantized`.
     """
     report = Report("load packed layers", bytes_before=module_bytes(model))
-    loader = Loader(model, reader, door, partial(warnings.warn, stacklevel=3))
+    loader = Loader(model, reader, caller, partial(warnings.warn, stacklevel=3))
     try:
         loader.place()
         loader.fill_floats()

@@ -1,8 +1,8 @@
 """Stand-ins for the packed weights of a file, while another library's function renames, splits and joins its tensors.
 
-Such a function converts the names of a model's original files. It may split and reorder rows, as for projections that
-one library holds in one matrix and another in three. It gets stand-ins that know which rows of the file they are, so
-the function needs no weight in memory and no word of it changes.
+Such functions convert a model's original files. They may split and reorder rows, as for projections that one library
+holds in one matrix and another in three. They get stand-ins that record rows of the file, so they run unchanged and
+without weights in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of all packed layers of a checkpoint, counted one after the other.
+    """The rows of all packed layers of a checkpoint, numbered consecutively.
 
     Attributes:
         reader: the checkpoint.

@@ -6,7 +6,7 @@ from typing import Any
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.options import typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.places import ExpertsPlace, LoadPlan, Spot
 from torch_marlin_metal.load.plan import EXCLUDED
 from torch_marlin_metal.models.linear_layers import LinearShape
@@ -66,7 +66,7 @@ class FloatShare:
         return ", ".join(f"{kind} ({size / total:.0%})" for kind, size in sorted(self._stored.items()))
 
 
-def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> FloatShare:
+def planned_share(plan: LoadPlan, reader: CheckpointReader, caller: Caller) -> FloatShare:
     """Returns the layers that will become floats, before they are loaded.
 
     Reads one layer of each kind, or only headers if the process loads parts of layers. Layers that become floats by the
@@ -81,15 +81,15 @@ def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> Float
     places = [place for place in plan.places if not place.dense.endswith(EXCLUDED)]
     experts = [one for one in plan.experts.values() if not one.dense]
     indexes = [place.index for place in places] + [index for one in experts for index in one.indexes.values()]
-    refused = reader.refusals(sorted(indexes), whole=not door.parts)
+    refused = reader.refusals(sorted(indexes), whole=not caller.parts)
     for place in places:
         if place.index in refused:
-            share.add(place.index, refused[place.index].kind, _float_bytes(place.spot, door))
+            share.add(place.index, refused[place.index].kind, _float_bytes(place.spot, caller))
         elif place.no_layer:
-            share.add(place.index, type(place.spot.target.module).__name__, _float_bytes(place.spot, door))
+            share.add(place.index, type(place.spot.target.module).__name__, _float_bytes(place.spot, caller))
     for one in experts:
-        for index, kind, shape in _float_experts(one, {index: each.kind for index, each in refused.items()}, door):
-            share.add(index, kind, shape.N * shape.K * (door.dtype or shape.dtype).itemsize)
+        for index, kind, shape in _float_experts(one, {index: each.kind for index, each in refused.items()}, caller):
+            share.add(index, kind, shape.N * shape.K * (caller.dtype or shape.dtype).itemsize)
     if refused and reader.options.on_unsupported == "error":
         first = min(refused)
         way = f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
@@ -97,23 +97,22 @@ def planned_share(plan: LoadPlan, reader: CheckpointReader, door: Door) -> Float
     return share
 
 
-def _float_bytes(spot: Spot, door: Door) -> int:
-    """Returns the bytes of the floats in a module."""
+def _float_bytes(spot: Spot, caller: Caller) -> int:
     if spot.shape is not None:
-        return spot.shape.N * spot.shape.K * (door.dtype or spot.shape.dtype).itemsize
+        return spot.shape.N * spot.shape.K * (caller.dtype or spot.shape.dtype).itemsize
     weight: Any = spot.target.module.weight
-    return int(weight.numel() * (door.dtype or weight.dtype).itemsize)
+    return int(weight.numel() * (caller.dtype or weight.dtype).itemsize)
 
 
 def _float_experts(
-    experts: ExpertsPlace, refused: dict[int, str], door: Door
+    experts: ExpertsPlace, refused: dict[int, str], caller: Caller
 ) -> Iterator[tuple[int, str, LinearShape]]:
     """Yields (index, kind, shape) of every layer in a stack that contains a layer that cannot be packed."""
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}
         kinds = [refused[index] for index in indexes.values() if index in refused]
-        if not kinds or any(selects(door.exclude, f"{experts.target.name}.{name}") for name in names):
+        if not kinds or any(selects(caller.exclude, f"{experts.target.name}.{name}") for name in names):
             continue
         for name, index in indexes.items():
             yield index, refused.get(index, f"experts beside {kinds[0]}"), experts.shapes[name]

@@ -1,4 +1,4 @@
-"""Finds the tensors of a loaded model that nothing has set, so that their memory is uninitialised."""
+"""Finds uninitialised tensors of a loaded model."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -85,7 +85,7 @@ class ExpertLayers:
         count: the number of experts.
         parts: names of the gate, up and down layers, or () if gate and up are one layer.
         shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
-        why_unknown: why `MarlinExperts` does not compute what the module computes, or an empty text.
+        why_unknown: why `MarlinExperts` cannot replace the module, or an empty text.
         alternates: whether gate and up columns are interleaved in `gate_up_proj`; in `parts` they are apart.
     """
 
@@ -215,7 +215,7 @@ class ExpertLayers:
     def _floats(
         self, number: int, names: Sequence[Sequence[str]], read: Any, dtype: torch.dtype | None, floats: Any
     ) -> FloatExpertWeights:
-        """Makes a stack of floats from its layers' names for one expert after the other."""
+        """Makes a stack of floats from the names of its experts' layers."""
         values: Tensor | None = None
         biases: Tensor | None = None
         sizes: list[int] = []
@@ -300,7 +300,7 @@ class NamedExperts(MarlinExperts):
 
 
 class ExpertsOfEachToken(NamedExperts):
-    """Experts that take all tokens once for each expert, as those of Llama 4 do; the host waits for the device."""
+    """Experts that take all tokens once for each expert, like Llama 4's; the host waits for the device."""
 
     def __init__(self, layers: ExpertLayers, gate_up: Any, down: Any) -> None:
         super().__init__(layers, gate_up, down)

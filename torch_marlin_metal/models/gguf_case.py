@@ -8,14 +8,14 @@ from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings, Key, 
 from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER
 from torch_marlin_metal.patterns import NameFilter, selects
 
-# Settings that layers with a sliding window and others have of their own, in configs with a `per_layer_config`.
+# Settings that depend on the layer, in configs with a `per_layer_config`.
 PER_LAYER = {
     "head_dim": ("sliding_attention", "head_dim"),
     "global_head_dim": ("full_attention", "head_dim"),
     "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
     "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
 }
-FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # what a class computes without a setting for it
+FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # constants of a class, for which it has no setting
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Difference:
     """A setting whose value in the config differs from the file's.
 
     Attributes:
-        said: what the file says, by its keys and tensors; None stands for the numbers of a tensor.
+        said: the file's keys and tensors that tell the setting; None stands for the numbers of a tensor.
         setting: the config's setting, or "" if the config has none.
         held: the config's value.
         wanted: the value that the file asks for.

@@ -118,7 +118,7 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
 
 
 def of_llama_cpp(config: Any, file: FileSettings, complete: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yields (source, setting, value) for settings that llama.cpp or its converter hard-codes, so no key has them."""
+    """Yields (source, setting, value) for settings without a key: llama.cpp or its converter hard-codes them."""
     for setting, value in FOLDED.get(file.architecture, {}).items():
         yield "general.architecture", setting, value
     if not complete:

@@ -22,7 +22,7 @@ LATENT = ("deepseek2", "mistral4", "glm-dsa")  # architectures whose attention h
 VARY_BY_LAYER = ("gemma4_text",)  # model types whose settings vary by the type of a layer
 SCALING_KEYS = ("rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
 CPU = torch.device("cpu")
-# Relative differences: of factors that the converter rounded to fp32, and of frequencies, which transformers computes
+# Relative differences: of factors, which the converter rounds to fp32, and of frequencies, which transformers computes
 # in fp32.
 FACTOR_TOLERANCE, FREQUENCY_TOLERANCE = 2e-6, 1e-5
 # Gemma 4 turns only the first pairs of a head. llama.cpp divides the frequencies of the others by such a number.
@@ -89,11 +89,11 @@ def wanted(config: Any, file: FileSettings, layer_type: str | None, head: int, c
     """Returns the rotary embedding of one layer type as the file states it.
 
     Args:
-        config: the model's config. What the file does not state is as in the config.
+        config: the model's config. Settings that the file lacks are the config's.
         file: the file's keys and tensors.
         layer_type: a name from `layer_types`.
         head: the size of a head.
-        complete: whether llama.cpp's own default stands for what the file does not state.
+        complete: whether llama.cpp's default replaces a missing key.
 
     Raises:
         RopeError: no setting of transformers expresses what the file states.
@@ -165,7 +165,7 @@ def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: flo
 def _proportional(freqs: Tensor, factor: float) -> Scaling:
     turned = freqs < UNTURNED
     if factor != 1.0 or not bool((freqs[turned] == 1).all()) or bool(turned.logical_not().cumsum(0)[turned].any()):
-        raise RopeError("transformers has no scaling of a head that turns only in part, except in its first pairs")
+        raise RopeError("transformers scales partly rotated heads only if the rotated pairs come first")
     settings = {"rope_type": "proportional", "partial_rotary_factor": int(turned.sum()) / len(freqs)}
     divisors = torch.where(turned, freqs, math.inf)
     return Scaling(settings, (divisors, divisors), 1.0)
@@ -249,9 +249,9 @@ def _longrope(config: Any, file: FileSettings, short: Tensor, long: Tensor, atte
 def llama3_settings(factors: Tensor, base: float, dims: int) -> dict[str, Any] | None:
     """Returns transformers' settings of the type "llama3" that give the factors, or None if there are none.
 
-    The converter divides pairs with waves longer than C / low by the factor, leaves those shorter than C / high, and
-    between them computes 1 / ((1 - s) / factor + s) with s = (C / wave - low) / (high - low). The factors say C / low
-    and C / high only, so the values of Llama 3 are tried first, and low = 1 otherwise.
+    The converter divides the frequency of a pair by the factor if its wave is longer than C / low, and by 1 if it is
+    shorter than C / high. Between them it divides by 1 / ((1 - s) / factor + s) with s = (C / wave - low) / (high -
+    low). The factors say C / low and C / high only, so the values of Llama 3 are tried first, and low = 1 otherwise.
 
     Args:
         factors: fp64 `[D / 2]`, as the file has them.

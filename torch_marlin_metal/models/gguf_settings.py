@@ -1,8 +1,8 @@
-"""Compares a model's config with what a GGUF file says about the model.
+"""Compares a model's config with the settings in a GGUF file.
 
-`from_pretrained(gguf_file=...)` makes the config from the file, so there the differences correct the config. A model
-that exists already cannot be corrected: what it computes with is also in its modules. Loading a file into it stops if
-a difference changes what the model computes.
+`from_pretrained(gguf_file=...)` makes the config from the file, so there the differences correct the config. An
+existing model cannot be corrected, because its modules have copies of the settings. Loading a file into it stops if a
+difference changes the model's results.
 """
 
 import sys
@@ -44,9 +44,9 @@ def differences(
     Args:
         config: the config of the text model.
         file: the file's keys and tensors.
-        complete: whether to compare also what loading finds out itself, which are sizes, biases and shared tables, and
-            what the file leaves to llama.cpp's defaults.
-        model: the model of the config; None compares the rotary settings themselves instead of what they compute.
+        complete: whether to compare also two more kinds of settings: sizes, biases and shared tables, which a load
+            checks itself, and llama.cpp's defaults for missing keys.
+        model: the model of the config; None compares the rotary settings instead of the resulting frequencies.
     """
     head = int(file.number(_key_of_head(config)) or head_size(config))
     case = Case(config, file, complete, head)
@@ -117,7 +117,7 @@ def _of_tensors(case: Case) -> Iterator[Difference]:
 
 
 def _of_biases(case: Case) -> Iterator[Difference]:
-    """Yields a difference if only q, k and v have biases, and the config has one setting for all four projections."""
+    """Yields a difference if one setting of the config has four biases, but the file only those of q, k and v."""
     name = "blk.0.attn_output.bias"
     if case.file.architecture in WITHOUT_OUTPUT_BIAS:
         return
@@ -211,7 +211,7 @@ def check_settings(
     tensors: Mapping[str, GgufTensor],
     ignore: NameFilter = (),
 ) -> list[str]:
-    """Refuses a file whose settings are not those of a model of transformers. Does not look at other models.
+    """Refuses a file with other settings than transformers' model. Does not look at other models.
 
     Args:
         op: the caller's name, for the message.
@@ -240,7 +240,7 @@ def check_settings(
         how = f"Build the model with {', '.join(fixes)}" if fixes else "Build a model of the class that was converted"
         keys, taker = [next(iter(each.said)) for each in found], "MarlinConfig" if op == "from_pretrained" else op
         raise ModelMismatchError(
-            f"{op}: {path}: the file says other settings than the model has, and they change what it computes: "
+            f"{op}: {path}: the settings of the file and of the model differ, and so would their results: "
             f"{'; '.join(map(str, found))}. {how} (AutoConfig.from_pretrained(directory, gguf_file=...) returns the "
             f"file's settings), or keep the model's settings with {taker}(ignore={keys})"
         )

@@ -24,7 +24,7 @@ GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "
 GATING |= {"gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
 ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert", "t5")  # model types whose tokens see later tokens
-# Architectures with images. transformers reads their files as models for text only, where all parts of a position are
+# Architectures with images. transformers reads their files as models for text only, so all parts of a position are
 # equal.
 TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 

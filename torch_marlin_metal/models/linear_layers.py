@@ -14,8 +14,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Subclasses of nn.Linear in transformers that compute what nn.Linear computes, except that they round twice: after
-# the product, and after adding the bias.
+# Subclasses of nn.Linear in transformers that differ only in rounding: once after the product, and again after the
+# bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 
@@ -170,7 +170,7 @@ def fit_layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> MarlinLinear:
-    """Makes the packed layer that replaces a model's Linear layer; arguments and errors are those of `fit_weight`.
+    """Makes a packed layer for the model's Linear layer; takes the arguments of `fit_weight` and raises its errors.
 
     `dtype` is also the value of `.weight.dtype`.
     """
@@ -191,7 +191,7 @@ def fit_table(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> MarlinEmbedding:
-    """Makes the packed layer that replaces an embedding of the same size; arguments are those of `fit_layer`."""
+    """Makes a packed embedding for the model's module; takes the arguments of `fit_layer`."""
     held: Any = module
     old = held.weight
     fit_bias(op, name, None, weight.bias)

@@ -32,11 +32,11 @@ def prepare(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> int:
-    """Compiles the Metal kernels that a model's packed layers need, so that its first calls do not wait.
+    """Compiles the Metal kernels of a model's packed layers, so that its first calls do not wait.
 
     Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
-    this package is updated. A kernel that the process has compiled before is not compiled again. Layers that are not on
-    mps are skipped, and so are `MarlinExperts` whose `top_k` is None: their kernels are compiled at their first call.
+    this package is updated. A kernel that the process has compiled before is not compiled again. It skips layers that
+    are not on mps, and `MarlinExperts` with a `top_k` of None: their first call compiles their kernels.
 
     Args:
         model: a model, or a layer, on its device.
@@ -81,8 +81,8 @@ def prepare(
                 products[_kind(layer, M, kind)] = partial(_compile, layer, M, kind)
     count, most = len(mixtures) + len(products), min(MOST_THREADS, os.cpu_count() or 1)
     with tqdm(total=count, desc="Compiling Metal kernels", unit="product", disable=not progress) as bar:
-        # The tasks of mixtures use kernels of PyTorch. Those of products use none, except for the probe of the GPU, for
-        # which they wait for each other.
+        # The tasks of mixtures use kernels of PyTorch. Threads that compile products use none, except for the probe of
+        # the GPU: one thread runs it, and the others wait.
         futures = _run(mixtures, most if TORCH_LOCKS_ITS_KERNELS else 1, bar.update)
         futures += _run(products, most, bar.update)
     for future in futures:

@@ -102,8 +102,8 @@ def quantize_model(
             the error of the weights is least: the sum over the layers of the squared error relative to the weight.
             Projections that are computed together get one format. The report's `fit` has the choice. The cache of keys
             and values and the activations come on top.
-        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. With it, the error is that of
-            the model's predictions: the KL divergence with one group of layers quantized at a time.
+        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. With it, the error is the KL
+            divergence of the model's predictions, with one group of layers quantized at a time.
         like: a recipe of llama.cpp, such as "Q4_K_M": each layer gets the format with the structure of the type that it
             has there; `weight_format`, `group_size` and `vocabulary_format` have no effect.
         progress: show a progress bar.
@@ -230,9 +230,9 @@ def replace_linear_layers(
     Layers are recognised by their tensors, shapes and class names: GPTQ of 2 to 8 bits (GPTQModel, AutoGPTQ, optimum),
     AWQ gemm of 4 and 8 bits, gemv and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (integers, NVFP4, MXFP4),
     bitsandbytes Linear4bit, HQQLinear, transformers' MetalLinear, and diffusers' GGUFLinear. Integers whose zero points
-    are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer that cannot be read, or whose
-    tensors another module also uses, is not replaced, and the report gives the reason. The report also lists layers
-    with packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
+    are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer is not replaced if it cannot be
+    read, or if another module uses its tensors, too; the report gives the reason. The report also lists layers with
+    packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
     replaced. `quantize_model` packs those in floats, before or after this call. If another package has packed them, as
     transformers does with gpt-oss, load the checkpoint with `load_quantized`, or import
     `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
@@ -333,7 +333,7 @@ def _shared_weights(targets: list[Target]) -> set[int]:
 
 
 def _ties(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Returns the modules that share the weight of an earlier one: name -> name of that module."""
+    """Returns modules with a shared weight: name -> name of the first module that has it."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(module._parameters.get("weight")), name) for name, module in modules.items()}
     return {name: owner for name, owner in owners.items() if name != owner and "weight" in modules[name]._parameters}

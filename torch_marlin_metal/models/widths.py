@@ -41,7 +41,7 @@ def fitted(
         recipe: the recipe without choices, whose vocabulary is known.
         memory: see `quantize_model`.
         samples: returns rows of a module's weight, given its name, the module and the weight's name.
-        ties: layers that share the weight of another of the modules: name -> name of that module.
+        ties: layers with a shared weight: name -> name of the module that owns it.
         calibration: see `quantize_model`.
 
     Raises:
@@ -82,7 +82,7 @@ def fitted(
 def liked(
     op: str, model: nn.Module, modules: Mapping[str, nn.Module], recipe: Recipe, like: str, outputs: set[str]
 ) -> Recipe:
-    """Returns the recipe with the formats of a recipe of llama.cpp; arguments are those of `fitted`.
+    """Returns the recipe with the formats of a recipe of llama.cpp; takes the arguments of `fitted`.
 
     Args:
         op: see `fitted`.
@@ -122,7 +122,7 @@ def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
 
 
 class _Text:
-    """A text, and what a model in floats predicts on it."""
+    """A text, and the float model's predictions on it."""
 
     def __init__(self, model: Any, modules: Mapping[str, nn.Module], ids: Tensor) -> None:
         self._model, self._modules, self._ids = model, modules, torch.split(ids, CHUNK)
@@ -168,7 +168,7 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """Returns the divergence for each candidate, with only this unit rounded to it.
+    """For each candidate format, returns the divergence if only this unit has it.
 
     Only the smallest candidate is measured. The divergence is of second order in the weights' errors, so the ratio of
     squared errors scales it for the others.

@@ -1,4 +1,4 @@
-"""What the functions of several families need: the arguments of a weight, and the counts of operations."""
+"""Helpers for all families: the arguments of a weight, and the counts of operations."""
 
 from collections.abc import Callable
 from typing import Any

@@ -98,8 +98,8 @@ def moe_gemm_gated(
 ) -> Tensor:
     """Multiplies each token with the gate and up projections of its experts, and applies the gated activation.
 
-    The result is that of `moe_gemm` followed by `gated_activation`: the products are rounded in between. On mps, few
-    rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
+    The result has the bits of `moe_gemm` followed by `gated_activation`: the products are rounded in between. On mps,
+    few rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
 
     Args:
         a: as in `moe_gemm`, like the three arguments that follow.

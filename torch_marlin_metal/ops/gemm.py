@@ -33,7 +33,13 @@ def _gemm_transposed_flops(
     return 2 * a_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[0]
 
 
-def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: str = "auto") -> Tensor:
+def gemm(
+    a: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    variant: str = "auto",
+    activations: str | None = None,
+) -> Tensor:
     """Multiplies activations with a packed weight: `a @ w + bias`.
 
     The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
@@ -45,6 +51,9 @@ def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: s
         bias: `[N]`, float16, bfloat16 or float32; added in fp32. None stands for `weight.bias`.
         variant: "auto", or the name of a GPU kernel variant. The CPU ignores all but "two_pass" with bfloat16
             activations, which rounds the weights there too if the CPU has fast bfloat16 products.
+        activations: "int8" rounds each row of `a` to 8 bits on the CPU, in groups of 32 k, or of the weight's group
+            size if that is smaller. An element is off by at most 1/254 of the largest of its group. Codes must be
+            integers or E2M1. Gradients ignore the rounding. None keeps `a` as it is.
 
     Returns:
         `[..., N]` in the dtype of `a`.
@@ -62,6 +71,8 @@ def gemm(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, variant: s
     tensors, named = weight_arguments("gemm", weight, bias, takes_bias=True)
     if variant != "auto":
         named["variant"] = variant
+    if activations is not None:
+        named["activations"] = activations
     result: Tensor = _gemm(a, *tensors, **named)
     return result
 

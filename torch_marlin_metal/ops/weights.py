@@ -1,7 +1,7 @@
-"""The operators that decode a packed weight, and those that convert other layouts to the packed layout.
+"""The operators that decode packed weights, and that convert other layouts to the packed one.
 
-The layouts are those of GPTQ, AWQ and compressed-tensors. `repack.py` converts in the other direction, for exporters
-and tests.
+They convert from GPTQ, AWQ and compressed-tensors. `repack.py` converts in the other direction, for exporters and
+tests.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Checks that all processes have the same package, checkpoint and weights, and names those that do not."""
+"""Checks that all processes have the same package, checkpoint and weights. The error names the first that differs."""
 
 import hashlib
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
 def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -> None:
     """Compares values between processes.
 
-    If a rank's values differ from those of rank 0, raises an error that names the first such rank.
+    Raises an error with the first rank whose values differ from rank 0's.
 
     Args:
         what: for the error: the operation, and which values must be the same.
@@ -81,7 +81,7 @@ def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup
 
 
 def _digest(tensor: Tensor | None) -> int:
-    """Returns a number that differs for most tensors, also for those that differ only in the order of columns."""
+    """Returns a checksum that also depends on the order of columns."""
     if tensor is None:
         return -1
     held = tensor.detach().contiguous()

@@ -15,11 +15,11 @@ GRACE = 2.0
 
 @contextmanager
 def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raises an error that names the processes that ended or hang, if communication inside the block fails.
+    """If communication inside the block fails, raises an error with the processes that ended or hang.
 
-    gloo's own error contains an address at most. A process in which communication fails therefore writes a report into
-    the store through which the processes met. The error then names the processes without a report, which have ended or
-    hang. If rank 0, which holds the store, has ended, the error names rank 0.
+    gloo's own error contains an address at most. After a failure, a process therefore writes a report into the store of
+    the process group. The error then names the processes without a report, which have ended or hang. If rank 0, which
+    holds the store, has ended, the error names rank 0.
 
     A process learns only after the timeout of `init_process_group` that another one hangs. The default is 30 minutes.
 

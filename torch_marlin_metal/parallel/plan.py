@@ -100,8 +100,8 @@ class SplitPlan:
                 )
             if name not in layers:
                 raise TypeError(
-                    f"{op}: split: layer {name!r}: expected a Linear layer that the checkpoint holds packed, got a "
-                    f"{type(module).__name__} that is not, or whose bias is tied"
+                    f"{op}: split: layer {name!r}: expected a packed Linear layer without a tied bias, got a "
+                    f"{type(module).__name__}"
                 )
         check_checkpoint(op, reader, self.mesh.get_group())
 

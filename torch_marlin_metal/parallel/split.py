@@ -143,7 +143,7 @@ def _packed_planes(codes: Tensor, code_bits: int) -> dict[str, Tensor]:
 
 
 def _joined_planes(weights: Sequence[PackedWeight]) -> dict[str, Tensor]:
-    """Returns the planes of weights one below the other."""
+    """Stacks the planes of weights along K."""
     fmt = weight_format(weights[0].weight_format)
     high = [w.b_high for w in weights if w.b_high is not None]
     if high and len(high) > 1 and weights[0].K % fmt.k_per_high_word:
@@ -226,8 +226,8 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
         perm: the whole weight's `perm` if it was split with `gathered=True`.
 
     Raises:
-        ValueError: the weights differ in a field that they must share, a border of a weight is inside a group, a weight
-            other than the first has a bias, or only some weights have a `perm`.
+        ValueError: the weights differ in sizes, format, group size, global scale or table; a border of a weight is
+            inside a group; a later weight has a bias, or only some weights have a `perm`.
     """
     first = _agreeing("join_rows", weights, ("K", "N", "weight_format", "group_size", "global_scale", "lut"))
     count, rows = len(weights), first.K

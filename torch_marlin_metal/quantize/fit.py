@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
 from torch_marlin_metal.sizes import human_size
 
-# The formats from which a format is chosen, beside those of the recipe.
+# The candidate formats; the recipe's formats are candidates, too.
 CANDIDATES: tuple[LayerFormat, ...] = (
     *(("uint4b8", 128), ("q4_k", 32), ("uint5b16", 128), ("q5_k", 32)),
     *(("uint6b32", 128), ("q6_k", 16), ("uint8b128", 128)),
@@ -22,7 +22,7 @@ STEPS = 1 << 16
 
 @dataclass
 class Unit:
-    """Layers that take one format: those that are computed together, and those that share a weight.
+    """Layers that take one format, because they are computed together or share a weight.
 
     Attributes:
         names: the names of the layers.
@@ -110,7 +110,7 @@ class Fit:
 
 
 def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
-    """Returns the formats to choose from: `CANDIDATES`, and those of the recipe."""
+    """Returns the formats to choose from: `CANDIDATES` and the recipe's formats."""
     own = [recipe.size_of("")]
     if recipe.vocabulary:
         own.append(recipe.size_of(next(iter(recipe.vocabulary))))
@@ -125,7 +125,7 @@ def measured(
     recipe: Recipe,
     candidates: tuple[LayerFormat, ...],
 ) -> Unit:
-    """Measures what a layer costs in each candidate.
+    """Measures a layer's bytes and error in each candidate format.
 
     Args:
         name: the layer's name.
@@ -174,8 +174,8 @@ def choose(
     least = fixed + _bounds(units)[0]
     if least > limit:
         raise ValueError(
-            f"{op}: memory: expected at least {human_size(least)} ({least} bytes), which the model takes in the "
-            f"smallest formats, of which {human_size(fixed)} stay as they are; got {human_size(limit)}"
+            f"{op}: memory: expected at least {human_size(least)} ({least} bytes), the model's size in the "
+            f"smallest formats ({human_size(fixed)} are not quantized); got {human_size(limit)}"
         )
     found = [_Best(units).choice(limit - fixed)]
     for most in range(len(candidates)):
@@ -192,7 +192,7 @@ def _bounds(units: list[Unit]) -> tuple[int, int]:
 class _Best:
     """The best choice for every limit, by dynamic programming over the units and the bytes that they may have.
 
-    Bytes are counted in at most `STEPS` steps, rounded up; what the rounding leaves is spent at the end.
+    Bytes are counted in at most `STEPS` steps, rounded up; `_filled` uses the bytes lost to rounding.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -220,7 +220,7 @@ class _Best:
 
 
 def _filled(units: list[Unit], choice: list[int], limit: int) -> list[int]:
-    """Returns a choice that spends what is left of the bytes, where they lower the error most per byte."""
+    """Spends the remaining bytes on the layers with the largest drop of the error per byte."""
     choice = list(choice)
     left = limit - sum(unit.sizes[at] for unit, at in zip(units, choice, strict=True))
     while True:

@@ -44,7 +44,7 @@ class Described:
 
 
 def formats_like(op: str, like: str, layers: Iterable[Described], experts: int = 0) -> dict[str, LayerFormat]:
-    """Returns the format of each layer by its name. Arguments and errors are those of `types_like`."""
+    """Returns the format of each layer by its name. Arguments and errors are as in `types_like`."""
     return {name: FORMATS[kind] for name, kind in types_like(op, like, layers, experts).items()}
 
 

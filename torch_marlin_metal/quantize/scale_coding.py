@@ -58,8 +58,7 @@ class E4M3Scale:
         if tensor_amax and not SMALLEST_SCALE <= tensor_amax / reach <= MAX_SCALE:
             raise ValueError(
                 f"quantize_weight: w: expected a largest value of {reach * SMALLEST_SCALE:.3g} to "
-                f"{reach * MAX_SCALE:.3g} for nvfp4, whose global scale the operators take from 2^-126 to 2^100, got "
-                f"{tensor_amax:.3g}"
+                f"{reach * MAX_SCALE:.3g} for nvfp4 (a global scale of 2^-126 to 2^100), got {tensor_amax:.3g}"
             )
         ratio = torch.tensor([tensor_amax], dtype=torch.float32, device="cpu") / reach
         self.global_scale = (ratio if tensor_amax else torch.ones(1, device="cpu")).to(device)
@@ -111,7 +110,7 @@ class E8M0Scale:
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def check(self, tensor_amax: float) -> None:
-        """Refuses a weight whose largest scale is outside the range that the operators take.
+        """Refuses a weight whose largest scale is outside the operators' range.
 
         Raises:
             ValueError: the scale is outside; the message gives the range that the largest magnitude may have.
@@ -121,8 +120,8 @@ class E8M0Scale:
         if not low <= code - E8M0_ONE <= high:
             raise ValueError(
                 f"quantize_weight: w: expected a largest value of {1 << self.element.exponent} * 2^{low} to "
-                f"{self.element.largest:g} * 2^{high} for {self.element.name}, whose scales the operators take from "
-                f"2^{low} to 2^{high}, got {tensor_amax:.3g}"
+                f"{self.element.largest:g} * 2^{high} for {self.element.name} (scales of 2^{low} to 2^{high}), got "
+                f"{tensor_amax:.3g}"
             )
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
@@ -178,7 +177,7 @@ class E4M3Codes:
 
     def encode(self, v: Tensor) -> Tensor:
         magnitude = v.abs().clamp(max=E4M3_LARGEST)
-        exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=-6)  # -6 is that of the subnormal codes
+        exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=-6)  # -6 is the exponent of subnormal codes
         eighths = torch.round(magnitude * ((130 - exponent) << 23).view(torch.float32)).to(torch.int32)
         code = (((exponent + 6) << 3) + eighths).to(torch.uint8)
         return code | (torch.signbit(v).to(torch.uint8) << 7)

@@ -10,7 +10,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Level:
-    """Codes of groups, uint8 or int8 `[R, G]`, and the value by which those of each block are multiplied, `[R, B]`."""
+    """Codes of groups, uint8 or int8 `[R, G]`, and the factor of each block's codes, `[R, B]`."""
 
     codes: Tensor
     values: Tensor

@@ -63,7 +63,7 @@ def quantize_weight(
     and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6); for mxfp4 and mxfp8 see `mx_rounding`.
     If the scale of a group rounds to 0 and other groups have larger scales, the weights of the group become 0. "mse"
     starts from the scales of "rtn". For every group it tries other scales and zero points, and keeps those that lower
-    the squared error of the group. Its error is therefore never larger than that of "rtn".
+    the squared error of the group. Its error is therefore never larger than the error of "rtn".
 
     Args:
         w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
@@ -73,8 +73,8 @@ def quantize_weight(
         group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None means the format's fixed size,
             or 128 if it has none.
         method: "rtn" or "mse".
-        two_levels: whether the scales, and the biases, have two levels. None means what the format's name says. Only
-            for formats with floating scales, and group sizes of at most 256.
+        two_levels: whether the scales, and the biases, have two levels. None means True for "q4_k", "q5_k" and "q6_k",
+            else False. Only for formats with floating scales, and group sizes of at most 256.
         scale_dtype: dtype of floating scales, of biases, and of the values of two levels. The default is float16 for
             every dtype of `w`, because float16 has more significant bits than bfloat16. A scale above the dtype's range
             is an error.
@@ -82,12 +82,13 @@ def quantize_weight(
         mx_rounding: how mxfp4 and mxfp8 round a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first
             rounded to the mantissa bits of a code: one of E2M1, three of E4M3) or "rceil" (up, so that no weight
             saturates).
-        amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means that of `w`.
+        amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means this weight's
+            own.
         name: kept in the result.
 
     Returns:
-        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]`, and what else the format has: uint8 zero
-        points, biases, the upper bits of codes of 5 and 6 bits.
+        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]`, and by format uint8 zero points, biases,
+        and the upper bits of codes of 5 and 6 bits.
 
     Raises:
         ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
@@ -366,7 +367,7 @@ def _check_range(role: str, stored: Tensor) -> None:
 
 
 def _check_not_lost(stored: list[Tensor]) -> None:
-    """Refuses scales that are all so small that their dtype keeps few of their bits, or none."""
+    """Refuses scales below the normal range of their dtype, which would keep few of their bits."""
     numbers = torch.finfo(stored[0].dtype)
     expected = max(32 * numbers.tiny * numbers.eps, SMALLEST_SCALE)  # a scale then has an error of at most 1/64
     largest = max(float(one.abs().amax()) for one in stored)

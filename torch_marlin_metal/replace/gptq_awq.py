@@ -136,8 +136,8 @@ def find_version(module: nn.Module, config: dict[str, Any], bits: int) -> int:
     other, middle = 3 - version, 1 << bits - 1
     if qzeros is not None and bits in SYMMETRIC_WORDS and bool((qzeros == SYMMETRIC_WORDS[bits][other]).all()):
         raise UnreadableError(
-            f"read as version {version}, every zero point would be {middle + other - version}; as version {other}, "
-            f"{middle}, which is a symmetric weight: if that is so, gptq_version={other} reads it"
+            f"every zero point is {middle + other - version} by version {version}, and {middle} by version {other}, "
+            f"which makes the weight symmetric: if it is, gptq_version={other} reads it"
         )
     return version
 

@@ -23,7 +23,7 @@ namespace {
 
 struct Matrix;
 
-struct NeonMatrix : NeonBytes<Matrix> {
+struct NeonMatrix : NeonBytes<Matrix, 3> {
   // Makes vectors of two rows and two columns from two vectors of four columns, or the reverse.
   [[gnu::always_inline]] static Sums low_halves(Sums a, Sums b) {
     return vreinterpretq_s32_s64(vzip1q_s64(vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b)));
@@ -38,7 +38,7 @@ struct NeonMatrix : NeonBytes<Matrix> {
                                                   SplitOperands<NeonMatrix, codes, R>& next, int begin, int end,
                                                   SplitSums<NeonMatrix, R, C>& sums) {
     using V = NeonMatrix;
-    constexpr int kRows = kSplitBytes * R, kPairs = (kRows + 1) / 2;
+    constexpr int kRows = kBytes * R, kPairs = (kRows + 1) / 2;
     Sums acc[2 * kPairs * C];
     unroll<V, kPairs * C>([&](auto i) __attribute__((always_inline)) {
       constexpr int kFirst = i / C * 2 * C + i % C, kSecond = i / C * 2 + 1 < kRows ? kFirst + C : kFirst;
@@ -69,8 +69,7 @@ struct NeonMatrix : NeonBytes<Matrix> {
   }
 };
 
-constexpr MatrixKernel kKernel =
-    split_kernel<NeonMatrix, 4, 2>(&pack_split<NeonMatrix, NeonMatrix::kOperandsPerLoad, true>);
+constexpr MatrixKernel kKernel = split_kernel<NeonMatrix, 4, 2>(&pack_split<NeonMatrix, true>);
 
 }  // namespace
 

@@ -23,9 +23,14 @@ namespace {
 
 struct Dot;
 
-struct NeonDot : NeonBytes<Dot> {
+template <int bytes>
+struct NeonDot : NeonBytes<Dot, bytes> {
+  using Base = NeonBytes<Dot, bytes>;
+  using Base::kBytes;
+  using typename Base::Bytes;
+
   template <Codes codes, int R, int C>
-  [[gnu::always_inline]] static void add_products(const CodeBytes<NeonDot, codes>& bytes,
+  [[gnu::always_inline]] static void add_products(const CodeBytes<NeonDot, codes>& code_bytes,
                                                   SplitOperands<NeonDot, codes, R>& next, int begin, int end,
                                                   SplitSums<NeonDot, R, C>& sums) {
     using V = NeonDot;
@@ -35,10 +40,10 @@ struct NeonDot : NeonBytes<Dot> {
       unroll<V, 2>([&](auto odd) __attribute__((always_inline)) {
         Bytes code[C];
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          code[c] = bytes.template decode<odd>(V::load_words(next.words + c * V::width));
+          code[c] = code_bytes.template decode<odd>(V::load_words(next.words + c * V::width));
         });
-        unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
-          constexpr int kOperand = odd * kSplitBytes * R + i;
+        unroll<V, kBytes * R>([&](auto i) __attribute__((always_inline)) {
+          constexpr int kOperand = odd * kBytes * R + i;
           const int8x16_t four = vreinterpretq_s8_s32(vld1q_s32(next.x + kOperand / 4 * 4));
           unroll<V, C>([&](auto c) __attribute__((always_inline)) {
             sums[i * C + c] = vdotq_laneq_s32(sums[i * C + c], code[c], four, kOperand % 4);
@@ -49,10 +54,10 @@ struct NeonDot : NeonBytes<Dot> {
   }
 };
 
-template <int max_rows, int C>
-constexpr MatrixKernel kKernel = split_kernel<NeonDot, max_rows, C>(&pack_split<NeonDot, NeonDot::kOperandsPerLoad>);
+template <int bytes, int max_rows, int C>
+constexpr MatrixKernel kKernel = split_kernel<NeonDot<bytes>, max_rows, C>(&pack_split<NeonDot<bytes>>);
 
-constexpr ByteSplitKernels kKernels{kKernel<2, 4>, kKernel<4, 2>};
+constexpr ByteSplitKernels kKernels{kKernel<3, 2, 4>, kKernel<3, 4, 2>, kKernel<1, 4, 4>, kKernel<1, 8, 2>};
 
 }  // namespace
 

@@ -8,8 +8,9 @@ namespace marlin::cpu {
 
 // Two files instantiate this template, each compiled for different CPU features. Each file passes its own `Family`, so
 // that the linker cannot merge two instances and run one on a CPU that lacks its features.
-template <class Family>
+template <class Family, int of_activation>
 struct NeonBytes : Neon {
+  static constexpr int kBytes = of_activation;
   using Bytes = int8x16_t;
   using Sums = int32x4_t;
   static constexpr int kE2M1Offset = 0;

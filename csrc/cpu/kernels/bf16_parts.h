@@ -60,8 +60,8 @@ class BytePairs {
   __m512i upper_[kParts], lower_[kParts];
 };
 
-// The lowest bits of 2^23 in fp32 count ones, and those of 2^15 from the ninth on do so, too. A code that is put there
-// is added to that number, without a shift of every second code. The difference is exact and fits bf16.
+// The lowest bits of 2^23 in fp32 count ones, and so do the bits of 2^15 from the ninth on. A code in these bits is
+// added to 2^23 or 2^15, without a shift of every second code. The difference is exact and fits bf16.
 template <>
 class BytePairs<Codes::byte> {
  public:

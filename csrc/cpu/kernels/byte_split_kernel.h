@@ -1,6 +1,7 @@
 // The byte_split kernels for any vector policy V: split activations (byte_split.h) are multiplied by codes that are
 // bytes, too. Sums of products are exact in 32 bits. Included after the ISA pragma. V must define everything that the
 // policies in vec_*.h define, and also:
+//   kBytes             the number of bytes of an activation, 3 or 1
 //   Bytes, Sums        vectors of bytes and of 32-bit sums, with set_sums and to_float
 //   kE2M1Offset        added to twice an E2M1 value to make the byte; 12 if the instruction needs unsigned bytes, or 0
 //   kOperandsPerLoad   the number of 32-bit operands per load
@@ -42,7 +43,7 @@ class CodeBytes {
     if constexpr (codes == Codes::e2m1) return V::look_up(table_, nibbles);
     return nibbles;
   }
-  // The same for codes in two planes, too. `k` is the first of the eight, and `column` that of the words.
+  // The same for codes in two planes, too. `k` is the first of the eight, and `column` the words' column.
   template <int odd>
   [[gnu::always_inline]] typename V::Bytes decode(typename V::I words, const HighPlane& high, int k, int column) const {
     if constexpr (codes == Codes::planes) {
@@ -69,32 +70,41 @@ struct SplitOperands {
   [[gnu::always_inline]] void advance() {
     words += words_per_block(codes) * ld_words;
     ahead += words_per_block(codes) * ld_words;
-    x += operands_of<V::kOperandsPerLoad>(R);
+    x += operands_of<V>(R);
   }
 };
 
 template <class V, int R, int C>
-using SplitSums = typename V::Sums[kSplitBytes * R * C];
+using SplitSums = typename V::Sums[V::kBytes * R * C];
 
 template <class V, Codes codes, int R, int C>
 void split_step(const Step& s) {
+  constexpr int kBytes = V::kBytes;
   const CodeBytes<V, codes> bytes(s.values);
   const auto* header = static_cast<const int32_t*>(s.x);
-  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxSegments * kSegmentHeader * R, s.ld_words, s.high};
-  add_chunk<V, R, C>(s, [&](int begin, int end, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
-    SplitSums<V, R, C> sums;
-    unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
-      const typename V::Sums start = V::set_sums(-bytes.offset() * header[R + i]);
-      unroll<V, C>([&](auto c) __attribute__((always_inline)) { sums[i * C + c] = start; });
-    });
-    V::template add_products<codes, R, C>(bytes, next, begin, end, sums);
-    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
-      auto of_byte = [&](int byte) __attribute__((always_inline)) { return V::to_float(sums[byte * R * C + i]); };
-      const typename V::F low = V::fma(of_byte(1), V::set1(0x1p8F), of_byte(2));
-      const float unit = std::bit_cast<float>(header[i / C]) * CodeBytes<V, codes>::unit;
-      total[i] = V::mul(V::fma(of_byte(0), V::set1(0x1p16F), low), V::set1(unit));
-    });
-    header += kSegmentHeader * R;
+  SplitOperands<V, codes, R> next{s.words, s.ahead, header + kMaxGroups * kHeader<kBytes> * R, s.ld_words, s.high};
+  add_chunk<V, R, C>(s, [&](int first, int last, Accumulators<V, R, C>& total) __attribute__((always_inline)) {
+    unroll<V, R * C>([&](auto i) __attribute__((always_inline)) { total[i] = V::zero(); });
+    for (int begin = first, end; begin < last; begin = end) {
+      end = last - begin < kUnitGroup<kBytes> ? last : begin + kUnitGroup<kBytes>;
+      SplitSums<V, R, C> sums;
+      unroll<V, kBytes * R>([&](auto i) __attribute__((always_inline)) {
+        const typename V::Sums start = V::set_sums(-bytes.offset() * header[R + i]);
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) { sums[i * C + c] = start; });
+      });
+      V::template add_products<codes, R, C>(bytes, next, begin, end, sums);
+      unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
+        auto of_byte = [&](int byte) __attribute__((always_inline)) { return V::to_float(sums[byte * R * C + i]); };
+        const typename V::F unit = V::set1(std::bit_cast<float>(header[i / C]) * CodeBytes<V, codes>::unit);
+        if constexpr (kBytes == 1) {
+          total[i] = V::fma(of_byte(0), unit, total[i]);
+        } else {
+          const typename V::F low = V::fma(of_byte(1), V::set1(0x1p8F), of_byte(2));
+          total[i] = V::mul(V::fma(of_byte(0), V::set1(0x1p16F), low), unit);
+        }
+      });
+      header += kHeader<kBytes> * R;
+    }
   });
 }
 
@@ -105,7 +115,7 @@ constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   kernel.min_rows = 1;
   kernel.max_rows = max_rows;
   kernel.row_unit = 1;
-  kernel.row_bytes = split_row_bytes<V::kOperandsPerLoad>();
+  kernel.row_bytes = split_row_bytes<V>();
   kernel.pack = pack;
   auto fill = [&]<Codes codes, int... i>(std::integer_sequence<int, i...>) {
     ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &split_step<V, codes, 1 + i, C>), ...);

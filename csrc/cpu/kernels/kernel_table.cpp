@@ -24,7 +24,7 @@ const KernelSet* avx2_kernels() {
 const KernelSet* avx512_kernels() {
   return nullptr;
 }
-const MatrixKernel* avx2_byte_split_kernel() {
+const ByteSplitKernels* avx2_byte_split_kernels() {
   return nullptr;
 }
 #endif

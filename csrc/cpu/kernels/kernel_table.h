@@ -58,7 +58,7 @@ inline constexpr int kMaxBlockRows = 32;
 
 // What pack() takes: `count` activations of one chunk, for row `row` of a block of `rows` rows.
 struct PackRow {
-  const float* values;
+  float* values;  // a kernel that rounds them to 8 bits puts the rounded values here
   int count;
   int segment;
   int rows;
@@ -138,11 +138,13 @@ struct Bf16DotKernels {
   MatrixKernel panel;     // for several blocks of rows of bf16 that share decoded codes; empty on Arm
 };
 
-// Kernels that split each activation into three bytes, for integer and E2M1 codes. On x86 also for integers of 5, 6 and
-// 8 bits.
+// Kernels that split each activation into three bytes, and those that round it to one, for integer and E2M1 codes. On
+// x86 also for integers of 5, 6 and 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
-  MatrixKernel large_m;
+  MatrixKernel large_m;  // empty for AVX2
+  MatrixKernel int8_small_m;
+  MatrixKernel int8;
 };
 
 struct AmxKernels {
@@ -159,7 +161,7 @@ const KernelSet* avx512_kernels();
 const KernelSet* neon_kernels();
 const Bf16DotKernels* bf16_dot_kernels();
 const ByteSplitKernels* byte_split_kernels();
-const MatrixKernel* avx2_byte_split_kernel();
+const ByteSplitKernels* avx2_byte_split_kernels();
 const MatrixKernel* byte_matrix_kernel();
 const AmxKernels* amx_kernels(int activation_parts);
 

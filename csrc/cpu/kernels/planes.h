@@ -21,8 +21,8 @@ struct HighWords {
     second = first << (8 - plane.bits);
     mask = Lanes{} + ((1U << plane.bits) - 1) * 0x00100010U;
   }
-  // Returns bytes: those of a word's even k, or with `odd` those of its odd k. std::bit_cast would return a vector from
-  // a function that is compiled for the baseline, whose calls pass it in another way.
+  // Returns the bytes of a word's even k, or with `odd` of its odd k. std::bit_cast is compiled for the baseline, which
+  // returns vectors in another way.
   template <int odd>
   [[gnu::always_inline]] typename V::I bytes(typename V::I word) const {
     constexpr int kShift = odd ? 0 : 4;

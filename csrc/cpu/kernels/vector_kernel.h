@@ -13,7 +13,7 @@
 
 namespace marlin::cpu {
 
-// The decoder of codes: those in two planes are joined to bytes first.
+// The decoder of codes. It first joins codes in two planes to bytes.
 template <class V, Codes codes>
 using DecoderOf = typename V::template Decoder<codes == Codes::planes ? Codes::byte : codes>;
 
@@ -28,7 +28,7 @@ constexpr float unit_of() {
 template <class V, Codes codes, int C>
 struct Block {
   static constexpr int kRows = words_per_block(codes);
-  // The bytes of codes in two planes are two words: those of even k, and those of odd k.
+  // The bytes of codes in two planes are two words: even k, and odd k.
   static constexpr int kWords = codes == Codes::planes ? 2 : kRows;
   static constexpr int kCodes = kBlockK / kWords;  // of a word
   typename V::I word[kWords * C];

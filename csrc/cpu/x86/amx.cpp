@@ -27,9 +27,8 @@ void memory_is_read() {
   asm volatile("" ::: "memory");
 }
 
-// The tile registers: activations of the first 16 rows (0) and of the other rows (1), codes of the first 16 columns and
-// of the other columns, and sums by rows and columns. These are macros, because GCC's intrinsics paste the number into
-// the text of an instruction.
+// The tile registers: activations (rows 0 to 15, rows 16 to 31), codes (columns 0 to 15, columns 16 to 31), and the
+// four blocks of sums. These are macros, because GCC's intrinsics paste the number into the text of an instruction.
 #define MARLIN_TILE_ROWS_0 0
 #define MARLIN_TILE_ROWS_1 1
 #define MARLIN_TILE_CODES_0 2

@@ -24,13 +24,6 @@ struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-struct NibbleTable {
-  __m512i values;
-  explicit NibbleTable(const float* v) : values(bf16_table(_mm512_loadu_si512(v))) {}
-  // Returns the pair of codes in the lowest bits of the halves of each word.
-  [[gnu::always_inline]] __m512i pair(__m512i words) const { return _mm512_permutexvar_epi16(words, values); }
-};
-
 // s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of two k in 32 bits: k = j and
 // j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7. The panel holds the same pairs of codes, as
 // [k/8, pair, column].
@@ -40,7 +33,10 @@ void dot_step(const Step& s) {
   // one.
   constexpr int sums = parts * R * C;
   constexpr bool bytes = is_byte_wide(codes) || codes == Codes::planes;
-  const std::conditional_t<bytes, BytePairs<codes>, NibbleTable> table(s.values);
+  const auto table = [&] {
+    if constexpr (bytes) return BytePairs<codes>(s.values);
+    if constexpr (!bytes) return bf16_table(_mm512_loadu_si512(s.values));
+  }();
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const float* panel = s.panel;
@@ -73,7 +69,7 @@ void dot_step(const Step& s) {
               code[c] = j == 1 ? odd_pairs[c] : j == 2 ? odd[c] : word[c];
             }
           } else if constexpr (!bytes) {
-            code[c] = table.pair(j == 0 ? word[c] : _mm512_srli_epi32(word[c], 4 * j));
+            code[c] = code_pairs(word[c], j, table);
           } else if constexpr (j % 2 == 0) {
             table.pairs(word[c], code[c], odd[c]);
           } else {

@@ -16,7 +16,9 @@ namespace marlin::cpu {
 namespace {
 
 // Avx512 under another name, so that no template instance here shares a symbol with code for plain AVX-512.
+template <int bytes>
 struct Avx512Vnni : Avx512 {
+  static constexpr int kBytes = bytes;
   using Bytes = __m512i;
   using Sums = __m512i;
   static constexpr int kE2M1Offset = 12;
@@ -38,7 +40,7 @@ struct Avx512Vnni : Avx512 {
   }
 
   template <Codes codes, int R, int C>
-  [[gnu::always_inline]] static void add_products(const CodeBytes<Avx512Vnni, codes>& bytes,
+  [[gnu::always_inline]] static void add_products(const CodeBytes<Avx512Vnni, codes>& code_bytes,
                                                   SplitOperands<Avx512Vnni, codes, R>& next, int begin, int end,
                                                   SplitSums<Avx512Vnni, R, C>& sums) {
     using V = Avx512Vnni;
@@ -48,11 +50,11 @@ struct Avx512Vnni : Avx512 {
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
           constexpr int kRow = odd * (words_per_block(codes) - 1);
           const int64_t at = kRow * next.ld_words + c * V::width;
-          code[c] = bytes.template decode<odd>(V::load_words(next.words + at), next.high, k, c * V::width);
+          code[c] = code_bytes.template decode<odd>(V::load_words(next.words + at), next.high, k, c * V::width);
           if constexpr (odd == kRow) __builtin_prefetch(next.ahead + at, 0, 2);
         });
-        unroll<V, kSplitBytes * R>([&](auto i) __attribute__((always_inline)) {
-          const __m512i activation = _mm512_set1_epi32(next.x[odd * kSplitBytes * R + i]);
+        unroll<V, kBytes * R>([&](auto i) __attribute__((always_inline)) {
+          const __m512i activation = _mm512_set1_epi32(next.x[odd * kBytes * R + i]);
           unroll<V, C>([&](auto c) __attribute__((always_inline)) { add_dots(sums[i * C + c], code[c], activation); });
         });
       });
@@ -69,11 +71,13 @@ struct Avx512Vnni : Avx512 {
 }
 
 // Does the same as pack_split, 16 activations at a time.
+template <class V>
 bool pack_rows(const PackRow& p) {
+  constexpr int kBytes = V::kBytes;
   auto* header = static_cast<int32_t*>(p.out) + p.row;
-  int32_t* to = static_cast<int32_t*>(p.out) + kMaxSegments * kSegmentHeader * p.rows + p.row;
-  for (int begin = 0; begin < p.count; begin += p.segment, header += kSegmentHeader * p.rows) {
-    const int end = begin + p.segment < p.count ? begin + p.segment : p.count;
+  int32_t* to = static_cast<int32_t*>(p.out) + kMaxGroups * kHeader<kBytes> * p.rows + p.row;
+  for (int begin = 0, end; begin < p.count; begin = end, header += kHeader<kBytes> * p.rows) {
+    end = unit_end<V>(p, begin);
     const auto mask = [&](int k) { return static_cast<__mmask16>(end - k >= 16 ? 0xFFFF : 0xFF); };
     __m512i largest = _mm512_setzero_si512();
     for (int k = begin; k < end; k += 16) {
@@ -81,13 +85,16 @@ bool pack_rows(const PackRow& p) {
       largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)));
     }
     float unit, scale;
-    if (!find_unit<Avx512Vnni>(_mm512_reduce_max_epu32(largest), unit, scale)) return false;
-    const __m512 units = _mm512_set1_ps(scale);
-    __m512i sums[kSplitBytes] = {};
+    if (!find_unit<V>(_mm512_reduce_max_epu32(largest), unit, scale)) return false;
+    const __m512 units = _mm512_set1_ps(scale), whole = _mm512_set1_ps(kWhole);
+    __m512i sums[kBytes] = {};
     for (int k = begin; k < end; k += 16) {
-      __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask(k), p.values + k), units));
-      alignas(16) int32_t dots[kSplitBytes][4];
-      for (int byte = kSplitBytes - 1; byte >= 0; --byte) {
+      const __m512 scaled = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask(k), p.values + k), units, whole);
+      __m512i rest = _mm512_sub_epi32(_mm512_castps_si512(scaled), _mm512_castps_si512(whole));
+      if constexpr (kBytes == 1)
+        _mm512_mask_storeu_ps(p.values + k, mask(k), _mm512_mul_ps(_mm512_cvtepi32_ps(rest), _mm512_set1_ps(unit)));
+      alignas(16) int32_t dots[kBytes][4];
+      for (int byte = kBytes - 1; byte >= 0; --byte) {
         const __m512i low = byte == 0 ? rest : _mm512_srai_epi32(_mm512_slli_epi32(rest, 24), 24);
         rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 8);
         sums[byte] = _mm512_add_epi32(sums[byte], low);
@@ -95,22 +102,23 @@ bool pack_rows(const PackRow& p) {
       }
       for (int eight = 0; eight < (end - k >= 16 ? 2 : 1); ++eight) {
         for (int odd = 0; odd < 2; ++odd) {
-          for (int byte = 0; byte < kSplitBytes; ++byte, to += p.rows)
+          for (int byte = 0; byte < kBytes; ++byte, to += p.rows)
             *to = dots[byte][2 * eight + odd];
         }
       }
     }
     header[0] = std::bit_cast<int32_t>(unit);
-    for (int byte = 0; byte < kSplitBytes; ++byte)
+    for (int byte = 0; byte < kBytes; ++byte)
       header[(1 + byte) * p.rows] = _mm512_reduce_add_epi32(sums[byte]);
   }
   return true;
 }
 
-template <int max_rows, int C>
-constexpr MatrixKernel kKernel = split_kernel<Avx512Vnni, max_rows, C, true, true>(&pack_rows);
+template <int bytes, int max_rows, int C>
+constexpr MatrixKernel kKernel =
+    split_kernel<Avx512Vnni<bytes>, max_rows, C, true, true>(&pack_rows<Avx512Vnni<bytes>>);
 
-constexpr ByteSplitKernels kKernels{kKernel<2, 4>, kKernel<4, 2>};
+constexpr ByteSplitKernels kKernels{kKernel<3, 2, 4>, kKernel<3, 4, 2>, kKernel<1, 4, 4>, kKernel<1, 8, 2>};
 
 }  // namespace
 

@@ -1,6 +1,6 @@
 // Functions on rows of fp32 values. The compiler vectorizes the loops for the target of the file that includes this
-// header. The template parameter V (a vector policy of vec_*.h) computes nothing: it gives each target instantiations
-// of its own, so that the linker does not merge those of different targets.
+// header. The template parameter V (a vector policy of vec_*.h) computes nothing. It makes each target's instantiations
+// distinct, so that the linker does not merge them.
 #pragma once
 
 #include <algorithm>

@@ -47,7 +47,7 @@ struct SortedPairs {
       if (is_expert(arguments, pair)) ++ends[expert(arguments, pair)];
     }
     int64_t total = 0;
-    // first, where each expert's pairs begin; filling the lists moves this to where they end
+    // at first the begin of each expert's pairs; filling the lists moves it to their end
     for (int64_t& end : ends) {
       const int64_t rows = end;
       end = total;
@@ -125,7 +125,7 @@ void combine(const MoeGemmArguments& arguments, const KernelSet& kernels, const 
 }  // namespace
 
 void moe_gemm_on(const Machine& machine, const MoeGemmArguments& arguments, const Parallel& parallel,
-                 Float32Precision precision) {
+                 Precision precision) {
   static thread_local Scratch product_scratch;
   const SortedPairs sorted(arguments);
   const int64_t N = arguments.weight.N;
@@ -145,7 +145,7 @@ void moe_gemm_on(const Machine& machine, const MoeGemmArguments& arguments, cons
   gemm_group_on(machine, products_of(arguments, sorted, arguments.out, false), parallel, precision);
 }
 
-void moe_gemm(const MoeGemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
+void moe_gemm(const MoeGemmArguments& arguments, const Parallel& parallel, Precision precision) {
   moe_gemm_on(this_machine(parallel), arguments, parallel, precision);
 }
 

@@ -27,9 +27,9 @@ struct MoeGemmArguments {
   void* out;    // [tokens, top_k, N], or [tokens, N] with reduce
 };
 
-void moe_gemm(const MoeGemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
+void moe_gemm(const MoeGemmArguments& arguments, const Parallel& parallel, Precision precision);
 // Takes the machine as gemm_on does.
 void moe_gemm_on(const Machine& machine, const MoeGemmArguments& arguments, const Parallel& parallel,
-                 Float32Precision precision);
+                 Precision precision);
 
 }  // namespace marlin::cpu

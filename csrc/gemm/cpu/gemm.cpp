@@ -1,5 +1,5 @@
-// Runs products on threads: divides each into passes, gives passes that run together their memory, and repeats a pass
-// whose kernel cannot represent a value.
+// Runs products on threads. Divides each into passes, gives concurrent passes memory, and repeats a pass whose kernel
+// cannot represent a value.
 #include "csrc/gemm/cpu/gemm.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kRowsTogether = 512;  // rows of products that run together, which limits their memory
+constexpr int64_t kRowsTogether = 512;  // the most rows of products that run together; limits their memory
 // Packing fewer elements than these takes less time than starting a thread for them.
 constexpr int64_t kPackGrain = int64_t{1} << 13;
 constexpr int64_t kSliceGrain = int64_t{1} << 14;
@@ -119,7 +119,7 @@ int threads_for_each(std::span<const GemmArguments> products, int threads) {
 
 }  // namespace
 
-CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision) {
+CpuProblem problem_of(const GemmArguments& arguments, Precision precision) {
   const PackedWeight& weight = arguments.weight;
   return {arguments.M,
           weight.N,
@@ -132,7 +132,7 @@ CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision
 }
 
 void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,
-                   Float32Precision precision) {
+                   Precision precision) {
   if (products.empty()) return;
   const KernelSet& kernels = *kernels_of(machine.isa);
   Machine share = machine;
@@ -164,12 +164,11 @@ void gemm_group_on(const Machine& machine, std::span<const GemmArguments> produc
   run();
 }
 
-void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
-             Float32Precision precision) {
+void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel, Precision precision) {
   gemm_group_on(machine, {&arguments, 1}, parallel, precision);
 }
 
-void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision) {
+void gemm(const GemmArguments& arguments, const Parallel& parallel, Precision precision) {
   gemm_on(this_machine(parallel), arguments, parallel, precision);
 }
 

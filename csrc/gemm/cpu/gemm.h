@@ -25,17 +25,16 @@ struct GemmArguments {
   bool fp32_out = false;              // out is fp32, whatever a_type is
 };
 
-void gemm(const GemmArguments& arguments, const Parallel& parallel, Float32Precision precision);
+void gemm(const GemmArguments& arguments, const Parallel& parallel, Precision precision);
 
 // The functions below take the machine as an argument, so that tests and benchmarks can run every instruction-set
 // family that this CPU has.
 
 // Returns the problem that the planner solves for these arguments.
-CpuProblem problem_of(const GemmArguments& arguments, Float32Precision precision);
-void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel,
-             Float32Precision precision);
+CpuProblem problem_of(const GemmArguments& arguments, Precision precision);
+void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel, Precision precision);
 // Computes products of weights of one format, K, N and group size side by side, on all threads.
 void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,
-                   Float32Precision precision);
+                   Precision precision);
 
 }  // namespace marlin::cpu

@@ -27,8 +27,8 @@ namespace {
 constexpr int64_t kRoundedMinRows = 128;
 
 // Returns true if the weight is rounded and multiplied by PyTorch in bf16: if the variant or the option for decoded
-// weights says so. This needs bf16 tensors, and a CPU whose bf16 products make it faster than the kernels that keep the
-// weight exact.
+// weights says so. This needs bf16 tensors, and a CPU with fast bf16 products: elsewhere the kernels with exact weights
+// are faster.
 bool multiplies_rounded(std::string_view variant, const Tensor& a, int64_t N, const OptionalTensor& bias) {
   if (a.scalar_type() != at::kBFloat16) return false;
   const std::optional<GemmVariant> named = variant_of(variant);
@@ -65,10 +65,20 @@ void multiply_rounded(const Tensor& rows, const WeightArguments& weight, const O
   }
 }
 
+// Raises if this machine has no kernels for activations of 8 bits.
+void check_int8(const char* op, WeightFormat format) {
+  const Parallel parallel = at_parallel();
+  if (has_int8(this_machine(parallel), format)) return;
+  fail(op, "activations",
+       text("None for ", name(format), " on this CPU: 'int8' needs AVX2 or, for codes of 4 bits, Arm's dot products"),
+       text("'int8' with the instruction set ", isa_name(capability().isa)));
+}
+
 // Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
 Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
-                std::string_view variant, bool fp32_out) {
-  const WeightShape shape = check_gemm(a, weight, bias, variant, op);
+                std::string_view variant, OptionalText activations, bool fp32_out) {
+  const WeightShape shape = check_gemm(a, weight, bias, variant, activations, op);
+  if (activations) check_int8(op, shape.format);
   const StoredWeight stored(weight, shape);
 
   at::DimVector sizes(a.sizes());
@@ -77,7 +87,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   if (out.numel() == 0) return out;
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, stored.view.K});
-  if (!fp32_out && multiplies_rounded(variant, rows, stored.view.N, bias)) {
+  if (!fp32_out && !activations && multiplies_rounded(variant, rows, stored.view.N, bias)) {
     stored.check_perm(op);
     const std::array<int64_t, 2> flat{rows.size(0), stored.view.N};
     multiply_rounded(rows, weight, bias, out.view(flat));
@@ -97,16 +107,18 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
   arguments.fp32_out = fp32_out;
-  cpu::gemm(arguments, at_parallel(), precision_for(arguments.a_type));
+  cpu::gemm(arguments, at_parallel(), activations ? Precision::int8 : precision_for(arguments.a_type));
   return out;
 }
 
-Tensor gemm_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant) {
-  return multiply("gemm", a, weight, bias, variant, false);
+Tensor gemm_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, std::string_view variant,
+                OptionalText activations) {
+  return multiply("gemm", a, weight, bias, variant, activations, false);
 }
 
-Tensor gemm_fp32_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias) {
-  return multiply("gemm_fp32", a, weight, bias, "auto", true);
+Tensor gemm_fp32_cpu(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
+                     OptionalText activations) {
+  return multiply("gemm_fp32", a, weight, bias, "auto", activations, true);
 }
 
 }  // namespace

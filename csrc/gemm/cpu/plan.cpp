@@ -23,9 +23,9 @@ constexpr int64_t kAmxMinRowsE4M3 = 4;
 // fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
 // rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
-// amx_scaled multiplies coded scales into the panel. That pays if more than 16 rows, which are two tiles, share the
-// panel: for groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows
-// (same Xeon, two and 16 threads). For groups of 16 it always pays.
+// amx_scaled multiplies coded scales into the panel. That pays if two tiles, more than 16 rows, share the panel: for
+// groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows (same Xeon,
+// two and 16 threads). For groups of 16 it always pays.
 constexpr int64_t kAmxScaledMinRows = 17;
 // If the codes of a table need three bf16 terms each, they are decoded three times and need three to six tile products.
 // In this case AMX ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to
@@ -36,10 +36,11 @@ constexpr int64_t kAmxTableMinRows = 16;
 // both took the same time for codes of 8 bits, and at 36 rows for those of 4 bits.
 constexpr int64_t kPanelMinRows = 49;
 constexpr int64_t kBytePanelMinRows = 25;
+constexpr int kInt8SmallMRows = 4, kInt8Avx2SmallMRows = 1;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
-// K is split before columns are, if the partial sums take at most this much memory. Threads that read whole rows of
-// words are faster than threads that share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
+// K is split before columns are, if the partial sums take at most this much memory. Threads are faster if each reads
+// whole rows of words than if they share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
 // times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
 // 128 KB cancelled the gain.
 constexpr int64_t kMaxPartialBytes = 88 << 10;
@@ -71,7 +72,7 @@ constexpr int kHalfChunkMaxThreads = 4;
 
 int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel kernel) {
   if (problem.M != 1) return kChunk;
-  const bool splits = kernel == CpuKernel::byte_split_small_m;
+  const bool splits = kernel == CpuKernel::byte_split_small_m || kernel == CpuKernel::int8_small_m;
   const bool eight_rows = is_amd(machine) && splits && problem.N >= kHalfChunkMinColumns;
   const bool sixteen_rows =
       is_byte_wide(codes_of(problem.format)) && (!splits || machine.threads <= kHalfChunkMaxThreads);
@@ -89,6 +90,10 @@ KernelShape kernel_shape(Isa isa, CpuKernel kernel) {
   if (kernel == CpuKernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
   if (kernel == CpuKernel::byte_split) return {neon ? 8 : 32, 4, 1};
   if (kernel == CpuKernel::byte_matrix) return {8, 4, 1};
+  if (kernel == CpuKernel::int8_avx2_small_m) return {32, kInt8Avx2SmallMRows, 1};
+  if (kernel == CpuKernel::int8_avx2) return {16, 4, 1};
+  if (kernel == CpuKernel::int8_small_m) return {neon ? 16 : 64, kInt8SmallMRows, 1};
+  if (kernel == CpuKernel::int8) return {neon ? 8 : 32, 8, 1};
   if (kernel == CpuKernel::bf16_dot_small_m && neon) return {16, 1, 1};
   if (kernel == CpuKernel::bf16_dot && neon) return {8, 8, 2};
   const bool small_m = kernel == CpuKernel::small_m || kernel == CpuKernel::bf16_dot_small_m;
@@ -124,22 +129,31 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
                            : bf16_codes && !group_16 ? kAmxMinRowsE4M3
                                                      : kAmxMinRows;
   if (problem.M < min_rows) return std::nullopt;
-  const bool reduced = problem.precision == Float32Precision::reduced;
+  const bool reduced = problem.precision == Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
   if (table) return Choice{CpuKernel::amx_table, parts};
   const bool scaled = has_coded_scales(problem.format) && (group_16 || problem.M >= kAmxScaledMinRows);
   return Choice{scaled ? CpuKernel::amx_scaled : CpuKernel::amx, parts};
 }
 
+// With one row, an EPYC waits for memory: three bytes took 0.75 to 0.85 of the time of one, so nothing is rounded.
+Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
+  if (!machine.byte_dot || machine.isa == Isa::avx2)
+    return {problem.M <= kInt8Avx2SmallMRows ? CpuKernel::int8_avx2_small_m : CpuKernel::int8_avx2};
+  if (problem.M == 1 && is_amd(machine)) return {CpuKernel::byte_split_small_m};
+  return {problem.M <= kInt8SmallMRows ? CpuKernel::int8_small_m : CpuKernel::int8};
+}
+
 // A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
 // these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
 // decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
 Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
+  if (problem.precision == Precision::int8) return choose_int8(machine, problem);
   if (const auto amx = choose_amx(machine, problem)) return *amx;
   const bool small_m =
       problem.M <= kernel_shape(machine.isa, CpuKernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
   const Choice fp32{small_m ? CpuKernel::small_m : CpuKernel::large_m};
-  const bool reduced = problem.precision == Float32Precision::reduced;
+  const bool reduced = problem.precision == Precision::reduced;
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
   // is used for fp32 only if the caller allows reduced precision.
@@ -205,6 +219,13 @@ CpuPlan divide(const Machine& machine, const CpuProblem& problem, CpuKernel kern
 
 }  // namespace
 
+bool has_int8(const Machine& machine, WeightFormat format) {
+  const Codes codes = codes_of(format);
+  const bool x86 = machine.isa == Isa::avx2 || machine.isa == Isa::avx512 || machine.isa == Isa::amx;
+  if (codes == Codes::integer || codes == Codes::e2m1) return x86 || (machine.isa == Isa::neon && machine.byte_dot);
+  return x86 && (codes == Codes::byte || codes == Codes::planes);
+}
+
 CpuPlan make_plan(const Machine& machine, const CpuProblem& problem) {
   const Choice choice = choose_kernel(machine, problem);
   return divide(machine, problem, choice.kernel, choice.parts);
@@ -227,6 +248,10 @@ std::string to_string(const CpuPlan& plan) {
                                            "byte_split_small_m",
                                            "byte_split",
                                            "byte_matrix",
+                                           "int8_avx2_small_m",
+                                           "int8_avx2",
+                                           "int8_small_m",
+                                           "int8",
                                            "amx",
                                            "amx_scaled",
                                            "amx_table"};

@@ -9,9 +9,10 @@
 
 namespace marlin::cpu {
 
-// The precision that the caller wants for fp32 activations. With `highest` every kernel is as exact as fp32. `reduced`
-// allows activations to be split into two bf16 terms or three bytes. 16-bit activations are not affected.
-enum class Float32Precision : int32_t { highest, reduced };
+// The precision that the caller wants. With `highest` every kernel is as exact as fp32. `reduced` allows fp32
+// activations to be split into two bf16 terms or three bytes; 16-bit activations are not affected. `int8` rounds
+// activations of all types to 8 bits (byte_split.h).
+enum class Precision : int32_t { highest, reduced, int8 };
 
 struct CpuProblem {
   int64_t M;
@@ -22,7 +23,7 @@ struct CpuProblem {
   ElementType a_type;
   // the number of bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if that is impossible
   int code_parts;
-  Float32Precision precision;
+  Precision precision;
 };
 
 enum class CpuKernel : int {
@@ -36,6 +37,10 @@ enum class CpuKernel : int {
   byte_split_small_m,
   byte_split,
   byte_matrix,
+  int8_avx2_small_m,
+  int8_avx2,
+  int8_small_m,
+  int8,
   amx,
   amx_scaled,
   amx_table
@@ -65,6 +70,8 @@ struct CpuPlan {
 
 KernelShape kernel_shape(Isa isa, CpuKernel kernel);
 CpuPlan make_plan(const Machine& machine, const CpuProblem& problem);
+// Returns true if kernels of this machine multiply codes of this format with activations of 8 bits.
+bool has_int8(const Machine& machine, WeightFormat format);
 // Returns the plan to use if the kernel of `failed` cannot represent a value: from amx_scaled to amx, and from any
 // other kernel to fp32.
 CpuPlan make_fallback_plan(const Machine& machine, const CpuProblem& problem, const CpuPlan& failed);

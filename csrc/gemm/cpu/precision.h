@@ -7,14 +7,14 @@
 
 namespace marlin::cpu {
 
-// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU, because it can always be read and
-// torch.set_float32_matmul_precision sets it too. at::Context::float32MatmulPrecision() would throw if a program has
+// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU. It can always be read, and
+// torch.set_float32_matmul_precision sets it, too. at::Context::float32MatmulPrecision() would throw if a program has
 // set the precision of a single backend.
-inline Float32Precision precision_for(ElementType a_type) {
-  if (a_type != ElementType::float32) return Float32Precision::highest;
+inline Precision precision_for(ElementType a_type) {
+  if (a_type != ElementType::float32) return Precision::highest;
   const auto asked = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   const bool reduced = asked == at::Float32Precision::TF32 || asked == at::Float32Precision::BF16;
-  return reduced ? Float32Precision::reduced : Float32Precision::highest;
+  return reduced ? Precision::reduced : Precision::highest;
 }
 
 }  // namespace marlin::cpu

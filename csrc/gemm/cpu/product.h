@@ -30,13 +30,21 @@ inline const MatrixKernel& matrix_kernel(const CpuPlan& plan, const KernelSet& k
     case CpuKernel::bf16_dot_panel:
       return bf16_dot_kernels()->panel;
     case CpuKernel::byte_split_avx2:
-      return *avx2_byte_split_kernel();
+      return avx2_byte_split_kernels()->small_m;
     case CpuKernel::byte_split_small_m:
       return byte_split_kernels()->small_m;
     case CpuKernel::byte_split:
       return byte_split_kernels()->large_m;
     case CpuKernel::byte_matrix:
       return *byte_matrix_kernel();
+    case CpuKernel::int8_avx2_small_m:
+      return avx2_byte_split_kernels()->int8_small_m;
+    case CpuKernel::int8_avx2:
+      return avx2_byte_split_kernels()->int8;
+    case CpuKernel::int8_small_m:
+      return byte_split_kernels()->int8_small_m;
+    case CpuKernel::int8:
+      return byte_split_kernels()->int8;
     case CpuKernel::amx:
       return amx_kernels(plan.parts)->exact;
     case CpuKernel::amx_scaled:
@@ -212,26 +220,28 @@ class Pass {
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
         WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
-        Step step{};
-        step.values = values_;
-        step.segment = static_cast<int>(group_);
-        step.ld_scales = some_strips.size() * plan_.strip;
-        step.role = role_;
-        step.ld_sums = x_.rows;
+        // The steps of a strip and of the next one. set_strip() writes only what differs: a copy of a Step is read in
+        // larger parts than it was written in, for which a CPU waits.
+        Step steps[2]{};
+        for (Step& step : steps) {
+          step.values = values_;
+          step.ld_scales = some_strips.size() * plan_.strip;
+          step.role = role_;
+          step.ld_sums = x_.rows;
+        }
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
           loaded = load_chunk_scales(chunk, some_strips, loaded, scales);
           if (!representable_.load(std::memory_order_relaxed)) break;
-          step.k = static_cast<int>(std::min<int64_t>(chunk_k_, w_.K - chunk * chunk_k_));
-          step.scales = scales;
-          step.zeros = scales + groups() * step.ld_scales;
-          step.ld_words = w_.N;
+          for (Step& step : steps)
+            step.k = static_cast<int>(std::min<int64_t>(chunk_k_, w_.K - chunk * chunk_k_));
           float* y_strip = y;
-          Step strip_step = of_strip(step, some_strips.begin, chunk, some_strips, ahead.next(), tail_words);
+          Step *step = steps, *next = steps + 1;
+          set_strip(*step, some_strips.begin, chunk, some_strips, scales, ahead.next(), tail_words);
           for (int64_t strip = some_strips.begin; strip < some_strips.end; ++strip) {
             const bool last = strip + 1 == some_strips.end;
-            const Step next = last ? Step{} : of_strip(step, strip + 1, chunk, some_strips, ahead.next(), tail_words);
-            run_strip(some_blocks, chunk, strip_step, last ? nullptr : &next, panels, y_strip);
-            strip_step = next;
+            if (!last) set_strip(*next, strip + 1, chunk, some_strips, scales, ahead.next(), tail_words);
+            run_strip(some_blocks, chunk, *step, last ? nullptr : next, panels, y_strip);
+            std::swap(step, next);
             y_strip += rows.size() * plan_.strip;
           }
         }
@@ -282,15 +292,18 @@ class Pass {
     return first;
   }
 
-  // Returns the step for one strip of a chunk. The caller sets the row block.
-  Step of_strip(Step step, int64_t strip, int64_t chunk, const Range& strips, const uint32_t* ahead,
-                uint32_t* tail_words) const {
+  // Sets what differs between the strips of a chunk, whose scales and zeros are at `scales`. run_strip() sets the row
+  // block.
+  void set_strip(Step& step, int64_t strip, int64_t chunk, const Range& strips, const float* scales,
+                 const uint32_t* ahead, uint32_t* tail_words) const {
+    step.segment = static_cast<int>(group_);
+    step.ld_words = w_.N;
     step.words = w_.words + chunk * word_rows(chunk_k_) * w_.N + strip * plan_.strip;
     step.high = {w_.high, w_.N, high_bits_};
     if (high_bits_ != 0) step.high.words += chunk * high_rows(chunk_k_) * w_.N + strip * plan_.strip;
     step.ahead = ahead;
-    step.scales += (strip - strips.begin) * plan_.strip;
-    step.zeros += (strip - strips.begin) * plan_.strip;
+    step.scales = scales + (strip - strips.begin) * plan_.strip;
+    step.zeros = step.scales + groups() * step.ld_scales;
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
       const auto pad = [&](const uint32_t* words, int64_t rows, uint32_t* to) {
@@ -307,7 +320,6 @@ class Pass {
       step.ahead = tail_words;
       step.ld_words = plan_.strip;
     }
-    return step;
   }
 
   struct Panels {
@@ -316,7 +328,8 @@ class Pass {
     bool decoded = false;  // true if the previous step has already filled of_this
   };
 
-  void run_strip(const Range& blocks, int64_t chunk, Step step, const Step* next, Panels& panels, float* y) const {
+  void run_strip(const Range& blocks, int64_t chunk, Step& step, const Step* next, Panels& panels, float* y) const {
+    step.next = nullptr;
     const auto codes = static_cast<size_t>(codes_of(w_.format));
     if (matrix_.panel_bytes != 0) {
       if (!panels.decoded) matrix_.unpack[codes](step, panels.of_this);

@@ -22,7 +22,7 @@ struct MlstmPlan {
   int64_t column_tasks;  // tasks that share the columns of one head
 };
 
-// `wide` says that the inputs are fp64, for which only the recurrence exists.
+// `wide` means fp64 inputs; they have only the recurrence.
 MlstmPlan make_mlstm_plan(const Machine& machine, const MlstmProblem& problem, bool wide);
 std::string to_string(const MlstmPlan& plan);
 

@@ -42,9 +42,8 @@ void drop_payloads(float* values, int64_t count) {
 struct Buffers {
   float* scales;
   float* zeros;
-  uint32_t*
-      words;   // a padded copy, for a block with fewer than kDequantizeColumns columns; then that of its high plane
-  char* rows;  // [8, kDequantizeColumns] results
+  uint32_t* words;  // padded copies of a block with fewer than kDequantizeColumns columns, and of its high plane
+  char* rows;       // [8, kDequantizeColumns] results
 
   explicit Buffers(Scratch& scratch) {
     scales = scratch.get<float>(2 * (kBlockColumns + kPadding) + (8 + kMaxWordsPerBlock) * kDequantizeColumns);

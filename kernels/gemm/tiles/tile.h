@@ -24,9 +24,9 @@ struct Tile {
     kBlocksM = kSimdgroupRows / kBlock,  // 8x8 blocks of one simdgroup's outputs, down and across
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
-    // True if the data of the next step are stored to threadgroup memory before the products of the current step, not
-    // after them. With two sets of 4 x 4 accumulators, no registers are free to hold these data during the products: in
-    // a threadgroup of 512 threads, each thread has 208 half-registers (M1, Mesa's table).
+    // True if the next step's data go to threadgroup memory before the current step's products. With two sets of 4 x 4
+    // accumulators, no registers are free to hold these data during the products: in a threadgroup of 512 threads, each
+    // thread has 208 half-registers (M1, Mesa's table).
     kStoresEarly = kBlocksN > 2,
   };
 };
@@ -97,8 +97,8 @@ struct TileLoader {
       const uint n = n0 + index % Tile::kN;
       const uint k = k0 + index / Tile::kN * kBlockK;
       words[i] = BlockWords<format>{};
-      // A code outside the weight must decode to zero. In a table it gets the index after the table's last entry, where
-      // a zero is stored, because every entry of the table may be NaN.
+      // A code outside the weight must decode to zero. In a table it gets the index after the last entry, where a zero
+      // is stored: every entry of the table may be NaN.
       zero_in_code[i] = has_lut(format) ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.template block<format>(k, n);

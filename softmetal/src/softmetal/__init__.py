@@ -285,7 +285,7 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
     """Makes one allocation of mps memory in a `with` block fail, as if memory were full.
 
     Args:
-        count: number of allocations that succeed before the one that fails.
+        count: the number of successful allocations before the failure.
 
     Yields:
         A function that returns, after the block, whether the allocation has failed.
@@ -303,7 +303,7 @@ def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
     """Inside a `with` block, makes the first command buffer that has commands fail. Its commands do not run.
 
     The end of the block waits for the device. torch 2.15 and later then raise an error for the failure. The block drops
-    that error, so that a program sees what the package under test reports.
+    that error, so that a program sees the tested package's own report.
 
     Args:
         message: the error's description.

@@ -72,7 +72,7 @@ class Buffer:
 
     @classmethod
     def sparse(cls, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Buffer:
-        """Reserves zeros that may be far larger than the machine's memory: only pages that are written take memory."""
+        """Reserves zeros, also far more than the machine's memory: only written pages take memory."""
         count = int(np.prod(shape, dtype=np.int64))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize, flags=flags)
@@ -228,7 +228,7 @@ def compile(
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         math: the math mode: "safe", "relaxed" or "fast". Metal's default is "fast". `varied(seed)` of
-            `softmetal.msl.fast_math` is safe mode in which the seed makes the choices that Metal leaves open.
+            `softmetal.msl.fast_math` is safe mode with a seed for the choices that Metal leaves open.
         functions: "precise" or "fast": whether `exp` is `precise::exp` or `fast::exp`, and likewise for the other math
             functions. Metal's default is "fast".
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1. Tensors need 400.

@@ -100,7 +100,7 @@ def link_with_mps_sources(command: Any, extension: Any, sources: Sequence[str]) 
 
 
 def compile_host_sources(name: str, sources: Iterable[Path], flags: Sequence[str]) -> list[Path]:
-    """Compiles those sources of an extension that changed, or whose headers changed; returns all objects."""
+    """Compiles an extension's changed sources, also those with changed headers; returns all objects."""
 
     def compiled(source: Path) -> Path:
         digest = hashlib.sha256(str(source).encode()).hexdigest()[:8]  # two folders may hold files with the same name

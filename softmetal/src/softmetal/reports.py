@@ -1,4 +1,4 @@
-"""What a launch reports: the faults that it found and the counts that it made."""
+"""The report of a launch: faults and counts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KernelFault(Exception):
 
 
 class KernelWarning(UserWarning):
-    """Issued for operations that Metal allows but that are usually a mistake, such as a division by zero."""
+    """Issued for legal operations that are usually a mistake, such as a division by zero."""
 
 
 @dataclass(frozen=True)

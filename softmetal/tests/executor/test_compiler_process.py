@@ -57,7 +57,8 @@ def servers() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Makes the first request of each test new, but keeps what takes seconds to compile: headers, and what keeps clang resident."""
+    """Gives each test an empty cache of kernels, but keeps the slow parts: compiled headers and the resident clang's
+    library."""
     folder = tmp_path / "cache"
     folder.mkdir()
     device.compile(SOURCE, constants={"n": 1})
@@ -144,6 +145,25 @@ def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path)
         assert clang.run(PREPROCESS, b"here") == (0, b"here\n", b"")
 
 
+def test_a_compiler_cache_before_clang_is_passed_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Clang itself compiles if a link of its name to ccache stands before it on PATH; a link to no cache is taken."""
+    programs = {}
+    for name in ("ccache", "clang"):
+        (tmp_path / name).mkdir()
+        programs[name] = tmp_path / name / name
+        programs[name].write_text("#!/bin/sh\n")
+        programs[name].chmod(0o755)
+        (tmp_path / name / "some-clang").symlink_to(programs[name])
+    for path, expected in (
+        ("ccache:clang", str(tmp_path / "clang" / "some-clang")),
+        ("clang:ccache", "some-clang"),
+        ("ccache", "some-clang"),
+        ("nowhere", "some-clang"),
+    ):
+        monkeypatch.setenv("PATH", ":".join(str(tmp_path / folder) for folder in path.split(":")))
+        assert tools._behind_cache("some-clang") == expected, path
+
+
 def _ignore_ends_of_children(queue: "multiprocessing.Queue[tuple[tuple[int, bytes, bytes], bool]]") -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with resident("clang++-19") as clang:
@@ -156,7 +176,7 @@ def _ignore_ends_of_children(queue: "multiprocessing.Queue[tuple[tuple[int, byte
 
 
 def test_a_user_may_ignore_the_ends_of_children() -> None:
-    """Processes inherit that, and the server and the resident clang need the statuses of their children."""
+    """Processes inherit this setting, but the server and the resident clang need their children's statuses."""
     assert in_fork(_ignore_ends_of_children) == ((0, b"here\n", b""), False)
 
 

@@ -1,4 +1,4 @@
-"""A source may not declare names that Metal has taken, but may contain these words where they declare nothing."""
+"""A source may not declare Metal's reserved names, but may use these words elsewhere."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

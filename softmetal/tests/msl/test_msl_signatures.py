@@ -1,4 +1,4 @@
-"""Kernels whose arguments Apple's compiler refuses are refused, and constructs of C++ that Metal does not have."""
+"""Tests refusals: kernel arguments that Apple's compiler refuses, and C++ constructs that Metal lacks."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

@@ -22,8 +22,8 @@ def _library(headers: list[str], source: str) -> Library:
 
 
 # For each function of c10::metal: a reference in double, the range of inputs, the relative bound in units of EPS, and
-# the absolute bound. A bound is the sum of two errors: that of PyTorch's approximation in single precision, and that
-# which Metal permits in the precise:: functions that the approximation calls.
+# the absolute bound. A bound is the sum of two errors: PyTorch's approximation in single precision, and Metal's limit
+# for the precise:: functions in it.
 SPECIAL = {
     "erf": (torch.erf, (-4, 4), 8, 2e-7),
     "erfc": (torch.erfc, (-2, 3), 24, 2e-7),

@@ -141,7 +141,7 @@ def host_library() -> Path:
 
 
 def _run_host(library: Path, names: list[str]) -> None:
-    """Prints two lines for each seed: the result of the faulty code and that of the correct code."""
+    """Prints two lines for each seed: the results of the faulty and of the correct code."""
     import softmetal
 
     softmetal.install()

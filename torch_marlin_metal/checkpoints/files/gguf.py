@@ -84,7 +84,7 @@ class GgufTensor:
     def read(self, expert: int | None = None, part: Slice | None = None) -> Tensor:
         """Reads the tensor: plain numbers in their dtype and shape, blocks as uint8 `[..., bytes of a row]`.
 
-        The arguments are those of `read_tensor`.
+        It takes the arguments of `read_tensor`.
         """
         shape = self.shape if self.is_plain else (*self.shape[:-1], self.nbytes // prod(self.shape[:-1]))
         info = TensorInfo(

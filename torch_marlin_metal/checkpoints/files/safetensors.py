@@ -293,5 +293,5 @@ def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
 
 
 def as_tensor(info: TensorInfo, raw: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Views the bytes of a tensor in its dtype and shape; `shape` is that of a part, if only a part was read."""
+    """Views the bytes of a tensor in its dtype and shape; If only a part was read, `shape` is the part's."""
     return raw.view(DTYPES[info.dtype][1]).reshape(info.torch_shape if shape is None else shape)

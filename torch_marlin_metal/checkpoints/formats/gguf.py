@@ -290,8 +290,8 @@ class GgufReader(CheckpointReader):
                 scale, experts = self.tensors[name], 1 if expert is None else tensor.shape[0]
                 if tensor.type_name != "NVFP4" or scale.type_name != "F32" or scale.shape not in ((1,), (experts,)):
                     raise UnsupportedFormat(
-                        f"{scale.file}: tensor {name!r}: {scale.type_name} {list(scale.shape)} beside a weight of "
-                        f"{tensor.type_name}; read is one F32 number beside NVFP4",
+                        f"{scale.file}: tensor {name!r}: expected one F32 number beside a weight of NVFP4, got "
+                        f"{scale.type_name} {list(scale.shape)} beside {tensor.type_name}",
                         None,
                     )
                 values = scale.read()

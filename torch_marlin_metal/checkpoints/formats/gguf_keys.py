@@ -1,8 +1,8 @@
 """What the metadata keys of GGUF files mean for a model of transformers.
 
 `KEYS` has every key of the namespace of an architecture ("llama.rope.freq_base", here without "llama.") that the
-package gguf can write. A key that changes what a model computes names the settings of transformers' configs that hold
-it. A key of another kind of model has no setting, so a file with such a key is refused.
+package gguf can write. If a key changes a model's results, `KEYS` has the settings of transformers' configs for it. A
+key of another kind of model has no setting, so a file with such a key is refused.
 """
 
 import math

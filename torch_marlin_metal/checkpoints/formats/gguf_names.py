@@ -1,7 +1,7 @@
 """Maps the tensors of GGUF files to the names that they have in transformers.
 
-llama.cpp's converter renames tensors. Of the experts, it stores all gate projections as one tensor, all up projections
-as another, and all down projections as a third; some files have gate and up in one tensor.
+llama.cpp's converter renames tensors. The experts of a layer are three tensors: all gate, all up and all down
+projections; in some files, gate and up are one.
 """
 
 import re
@@ -20,7 +20,7 @@ class Join:
 
     Attributes:
         second: its name in a block.
-        way: how the rows of both make those of the layer, see `gguf_orders.joined`.
+        way: the way to join their rows, see `gguf_orders.joined`.
     """
 
     second: str
@@ -47,7 +47,8 @@ class Architecture:
             rows of q first, as llama.cpp has them.
         transposed: matrices of floats that transformers has as `[K, N]`.
         numbers: parameters of each block that the file has as metadata: the key, and the name in a block.
-        without: names that a tensor has in transformers if the file lacks another one: the other one, and the name.
+        without: transformers' names of tensors that depend on a second tensor: (the second tensor, the name if the file
+            lacks it).
         tiles_values: whether the converter reorders the value heads of linear attention, see `gguf_orders`.
     """
 
@@ -179,7 +180,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 def has_place(name: str, architecture: str, metadata: Mapping[str, Any]) -> bool:
     """Returns whether transformers' model has the part to which a tensor belongs.
 
-    It has neither the blocks that predict further tokens, nor keys and values in layers that share those of another.
+    It has no blocks for multi-token prediction, and no keys and values in layers that share another layer's.
     """
     block = BLOCK_NAME.fullmatch(name)
     count = metadata.get(f"{architecture}.block_count")

@@ -1,11 +1,11 @@
 """Restores the values and the order of rows that llama.cpp's converter changed.
 
 For the architecture "llama" and its relatives, it reorders the rows of the q and k projections. In models with linear
-attention (Qwen 3.5), several value heads belong to a key head. transformers has those of one key head side by side;
-llama.cpp has the first value head of each key head, then the second of each, and so on.
+attention (Qwen 3.5), several value heads share a key head. transformers stores the value heads of one key head side by
+side. llama.cpp stores the first value head of every key head, then the second of every one.
 
-A projection that is q, k and v has all rows of q first, then those of k and v. In transformers, the rows of one head
-lie side by side in some models ("heads"), and in others those of the heads that share a key head ("groups").
+A fused projection has all rows of q first, then k, then v. transformers' models store the rows of one head side by side
+("heads"), or the rows of all heads of one key head ("groups").
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
-# Tensors with rows for value heads: with one row for each head, and with all rows of each head.
+# Tensors ordered by value heads: with one row per head, and with many rows per head.
 ONE_ROW, ALL_ROWS = (".ssm_a", ".ssm_dt", ".ssm_alpha", ".ssm_beta"), (".attn_gate", ".attn_qkv", ".ssm_conv1d")
 COLUMNS = ".ssm_out"
 
@@ -93,12 +93,12 @@ def split_rows(part: int, rows: int, architecture: str, metadata: Mapping[str, A
 
 
 def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata: Mapping[str, Any]) -> Tensor:
-    """Returns the rows of two tensors as those of one layer of transformers.
+    """Joins the rows of two tensors to the rows of one transformers layer.
 
     Args:
-        way: "behind": the second's rows come behind those of the first. "interleaved": rows of both alternate. "key
-            heads": q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the
-            first is `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
+        way: "behind": the second tensor's rows follow the first's. "interleaved": rows of both alternate. "key heads":
+            q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the first is
+            `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
         first: `[rows, ...]`.
         second: `[rows, ...]`.
         architecture: one of `ARCHITECTURES`.
@@ -120,7 +120,7 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
 
 
 def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
-    """Returns int64 `[columns]` like `row_order`, for the columns of the one matrix whose inputs are value heads."""
+    """Returns int64 `[columns]` like `row_order`, for the columns of the matrix after the value heads."""
     block, numbers = BLOCK_NAME.fullmatch(name), _Numbers(architecture, metadata)
     if block is None or block[2] != f"{COLUMNS}.weight" or not ARCHITECTURES[architecture].tiles_values:
         return None

@@ -17,7 +17,7 @@ class Piece:
     Attributes:
         tensor: the matrix, or a stack of matrices.
         second: the matrix that is joined to it, or None.
-        way: how the rows of both make those of the layer, see `gguf_orders.joined`.
+        way: the way to join their rows, see `gguf_orders.joined`.
         expert: the number of the matrix in a stack.
         part: which part of the rows is the layer, see `gguf_orders.split_rows`; None means all.
     """

@@ -1,8 +1,8 @@
 """GGUF block types of 3 bits and fewer, whose weights have at most 16 distinct values in a group.
 
-Grids, tables of signs and the packing of codes are those of the package gguf, whose function decodes a block. Its
-values are then divided by the scales of their groups, which gives whole codes or entries of a table without rounding:
-a scale has at most 17 significant bits, and its products with codes or entries fit into fp32.
+The package gguf has the grids, the tables of signs and the packing of codes, and its function decodes a block. Each
+value divided by its group's scale is a whole code or an entry of a table, without rounding: a scale has at most 17
+significant bits, so its products with codes and entries fit into fp32.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class SmallType:
         codes: returns the whole numbers that multiply it, `[N, B, groups of a block]`; None if a block is a group.
         factor: a power of two that multiplies each scale. It is put into the table.
         signed: whether gguf's table of magnitudes applies with both signs.
-        has_table: whether the values are those of a table.
+        has_table: whether the values come from a table.
     """
 
     group_size: int
@@ -50,7 +50,7 @@ class SmallType:
     signed: bool = True
 
     def table(self, type_name: str) -> Tensor:
-        """Returns the values of the type in ascending order, with those of "uint4b8" for whole numbers."""
+        """Returns the values of the type in ascending order; for whole numbers, the values of "uint4b8"."""
         if not self.has_table:
             return torch.arange(-8.0, 8.0, device="cpu")
         import gguf.quants

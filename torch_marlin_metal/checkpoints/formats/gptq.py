@@ -33,7 +33,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 PLANAR = "gptq_p"  # GPTQModel's format of codes in planes; codes of 2, 4 and 8 bits have one plane
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2, PLANAR: 2}
-# Bits of a code -> a 1 in each zero point of a word of qzeros. GPTQModel adds them to words of these widths.
+# Bits of a code -> a word of qzeros in which each zero point is 1. GPTQModel adds it to words of these widths.
 ONES = {2: 0x55555555, 8: 0x01010101}
 # A word of qzeros whose zero points are all in the middle of the codes, as each version stores it.
 SYMMETRIC_WORDS = {
@@ -168,8 +168,8 @@ def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None
     if constant(raw, middle - (other == 1)):
         raise layer.error(
             "qzeros",
-            f"the settings say version {version} and sym=true, but the zero points are those of version {other}: "
-            f"wrongly labelled; if that is so, {typed('gptq_version', other)} reads it",
+            f"the settings say version {version} and sym=true, but the zero points fit version {other}: "
+            f"if the settings are wrong, {typed('gptq_version', other)} reads it",
         )
 
 

@@ -1,8 +1,8 @@
 """HQQ layers of 1 to 8 bits with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
 
-The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The highest codes of the bytes of `W_q` hold
-the first part of this matrix's rows, the next codes the next part, and so on. Of codes of 3 bits, ten are in an int32
-word, and the matrix is padded to a multiple of ten rows.
+The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The highest codes of `W_q`'s bytes hold the
+first part of this matrix's rows, the next codes the next part. Of codes of 3 bits, ten are in an int32 word, and the
+matrix is padded to a multiple of ten rows.
 """
 
 from functools import partial
@@ -88,7 +88,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _number(layer: Layer, role: str, stated: int | None) -> int:
-    """Returns the value that the layer stores, else the one that the settings state, else HQQ's default."""
+    """Returns the layer's value, else the settings' value, else HQQ's default."""
     if role in layer:
         return int(layer.scalar(role))
     return stated if stated is not None else {"nbits": 4, "axis": 1}[role]

@@ -11,9 +11,9 @@ from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 
 # mlx-lm's modules that hold all experts of a layer; each part of them is a stack.
 STACKS = re.compile(r"(?:\.switch_mlp|\.experts\.switch_glu|\.experts)\.(gate_proj|up_proj|down_proj)$")
-# Regular expressions for the beginnings of names in mlx-lm's models with a part for language, and transformers' names.
+# In models with images: regular expressions for mlx-lm's prefixes of the language model, and transformers' prefixes.
 PREFIXES = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
-# Model type -> regular expressions for the ends of mlx-lm's names of layers, and transformers' names.
+# Model type -> regular expressions for the ends of mlx-lm's layer names, and transformers' ends.
 ENDINGS = {
     "laguna": ((r"\.mlp\.gate\.proj$", ".mlp.gate"),),
     "lfm2_moe": tuple(

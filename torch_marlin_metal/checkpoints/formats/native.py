@@ -64,9 +64,9 @@ class NativeExporter:
 
         If a program has not imported this package, transformers only warns of the unknown `quant_method` and goes on
         with random weights. Two settings make transformers stop instead. Because of `load_in_4bit`, transformers and
-        diffusers take the settings for those of bitsandbytes. They then look up the value of `bnb_4bit_compute_dtype`
-        as an attribute of torch. That value is a sentence that tells the user what to import, so the error about a
-        missing attribute shows this sentence.
+        diffusers take the settings for bitsandbytes'. They then look up the value of `bnb_4bit_compute_dtype` as an
+        attribute of torch. That value is a sentence with the missing import, so the error about a missing attribute
+        shows it.
         """
         stops = {"load_in_4bit": True, "bnb_4bit_compute_dtype": ADVICE}
         return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **stops, "layers": self.layers}

@@ -30,7 +30,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 FLIP_SIGNS = -0x77777778  # 0x88888888: adds 8 to each signed nibble of a word
 INNER = 8  # a tile of Int4TilePackedTo4dTensor has 8 runs of 16 k; its qdata is [N/8, K/128, 32, 4]
-# NIBBLES[i] is the nibble of a word that holds code i of the eight codes of a lane, in the order of k.
+# NIBBLES[i] is the place of code i in its word: the nibble of the i-th k of a lane.
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

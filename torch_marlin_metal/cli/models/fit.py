@@ -17,7 +17,7 @@ from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
 from torch_marlin_metal.convert import CheckpointError, CheckpointReader, NotQuantized, open_reader
 from torch_marlin_metal.formats import WEIGHT_FORMATS
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import namer
 from torch_marlin_metal.load.plan import shared_weights
@@ -27,7 +27,7 @@ from torch_marlin_metal.sizes import human_size, parse_size
 
 LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
 PROMPT = 512
-# Bytes that an operator holds beside its result while it computes, which are not visible on the meta device.
+# Temporary bytes of an operator beside its result, which the meta device does not show.
 INSIDE: dict[Any, Callable[[Tensor], int]] = {
     # which numbers of the scores, and which rows, are -inf
     torch.ops.aten._safe_softmax.default: lambda made: made.numel() + made.numel() // made.shape[-1] + made.itemsize,
@@ -43,9 +43,9 @@ def fit(
     dtype: opened.ModelDtype = None,
     as_json: Json = False,
 ) -> int:
-    """Says which formats of a model fit into a Mac's memory, and what takes how much.
+    """Says which formats of a model fit into a Mac's memory, with the bytes of each part.
 
-    For a model of floats, there is a row for each weight format; a packed one has one row. Weights are those that a
+    For a model of floats, there is a row for each weight format; a packed one has one row. It counts the weights that a
     load would make. The exit code is 1 if nothing fits.
     """
     limit = gpu_memory(memory)
@@ -107,7 +107,7 @@ def _loaded(model: Any, reader: CheckpointReader) -> Any:
         "device_of": lambda name: torch.device("meta"),
         "progress": False,
     }
-    loader = Loader(model, reader, Door(op="fit", find=namer(model, None), **options), lambda message: None)
+    loader = Loader(model, reader, Caller(op="fit", find=namer(model, None), **options), lambda message: None)
     shapes = {place.index: place.spot.shape for place in loader.plan.places}
     for experts in loader.plan.experts.values():
         shapes |= {index: experts.shapes[inner] for inner, index in experts.indexes.items()}
@@ -166,7 +166,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measured(path: str, model: Any, context: int, prompt: int) -> tuple[int, int]:
-    """Returns the bytes of the cache of `context` tokens, and of what a prompt of the last of them needs beside it.
+    """Returns the bytes of the cache of `context` tokens, and of the activations of a prompt that ends it.
 
     The model runs on the meta device. Attention holds all scores of a prompt, as PyTorch's does on GPUs of Macs.
     """

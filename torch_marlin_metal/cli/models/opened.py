@@ -1,4 +1,4 @@
-"""Loads a language model and its tokenizer for the commands that run one, and describes what was loaded."""
+"""Loads a language model and its tokenizer for the commands, and describes them."""
 
 import contextlib
 import inspect
@@ -77,7 +77,7 @@ class Opened:
         return int(self.model.config.get_text_config().vocab_size)
 
     def check_tokens(self, ids: list[int]) -> None:
-        """Raises a CheckpointError for tokens that the model does not know, those of another model's tokenizer."""
+        """Raises a CheckpointError for token ids beyond the model's vocabulary, as from another model's tokenizer."""
         if max(ids) >= self.vocabulary:
             raise CheckpointError(
                 f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
@@ -179,7 +179,7 @@ def last_logits(model: Any, count: int = 1) -> dict[str, int]:
 
 
 def peak_memory(device: str) -> int:
-    """Returns the bytes that the GPU's driver holds now, or on the CPU the most that this process has held."""
+    """Returns the GPU driver's bytes now, or on the CPU the peak memory of this process."""
     if device == "mps":
         return torch.mps.driver_allocated_memory()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

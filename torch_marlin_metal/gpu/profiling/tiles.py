@@ -25,7 +25,8 @@ class TileRow:
     Attributes:
         variant: the name for `gemm(variant=...)`.
         tile: M, N and K of a threadgroup's step (for `gemv` and `fused`, of a simdgroup's step).
-        simdgroups: simdgroups per threadgroup; of `gemv` and `fused`, with as many rows as the tile and N = K = 4096.
+        simdgroups: simdgroups per threadgroup; for `gemv` and `fused`, of a product with the tile's rows and N = K =
+            4096.
         threadgroup_bytes: bytes of threadgroup memory.
         half_registers: 16-bit registers per thread, counted for the M1 (assumed for `tensor`).
         occupancy: how many threadgroups a core holds.
@@ -199,8 +200,7 @@ def selection_guide(
 ) -> list[Choice]:
     """Returns the variant and tile that the planner chooses, for ranges of M.
 
-    A range ends when the choice changes. It also ends when `rows` leaves out a value, because the choice for that value
-    is not known.
+    A range ends when the choice changes. It also ends at a value that `rows` leaves out.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.

@@ -23,7 +23,7 @@ MOST_CALLS = 256
 # longer than this, each measurement has only one.
 LONG_SECONDS = 0.05
 # The factor of a product's result in the activations of the next product. It is so small that the sum rounds to the
-# activations. It is not 0, because PyTorch before 2.15 then does not read the result: on mps it copies the activations.
+# activations. It is not 0: with 0, PyTorch before 2.15 copies the activations on mps instead of reading the result.
 LINK = 1e-30
 
 
@@ -44,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chain:
-    """Repeated calls, each of which depends on the result of the one before.
+    """Repeated calls; each depends on the previous result.
 
     Attributes:
         first: the argument of the first call.

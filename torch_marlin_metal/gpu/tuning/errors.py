@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # The largest error, as a part of the largest result, by the dtype of the activations. It leaves room for four roundings
-# to the dtype: two_pass rounds the weights, too. In fp32, most of the error is that of the sums.
+# to the dtype: two_pass rounds the weights, too. In fp32, most of the error comes from the sums.
 LARGEST_ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}
 
 

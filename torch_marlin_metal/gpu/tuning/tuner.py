@@ -1,4 +1,4 @@
-"""Times the planner's candidates for products, and keeps those that are right and faster than the planner's choice."""
+"""Times the planner's candidates for products, and keeps correct ones that beat the planner's choice."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ExactProduct:
         self.dense = weight.dequantize()[:, self.columns].double()
 
     def faults(self, a: Tensor, weight: PackedWeight, names: Sequence[str]) -> dict[str, str]:
-        """Returns why results are wrong, by the names of the variants; those that are right are not listed.
+        """Returns the errors of wrong results, by the names of their variants.
 
         Args:
             a: activations `[M, K]`.

@@ -23,9 +23,9 @@ from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
     device_of,
 )
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.converted import ConvertedReader
 from torch_marlin_metal.load.decoded import float_module
-from torch_marlin_metal.load.door import Door
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.row_tensor import has_stand_ins
@@ -96,7 +96,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
             if (state := kwargs.get("state_dict")) is not None:
                 excluded = self._open_file(model, state, wide)
             assert self._reader is not None
-            door = Door(
+            caller = Caller(
                 op=self.op,
                 find=lambda name: name,
                 ties=shared_weights(model),
@@ -107,7 +107,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
                 device_of=lambda name: device_of(device_map, name),
                 progress=logging.is_progress_bar_enabled(),
             )
-            self._loader = Loader(model, self._reader, door, logger.warning)
+            self._loader = Loader(model, self._reader, caller, logger.warning)
             if prefix := self._loader.plan.prefix:
                 raise ModelMismatchError(
                     f"{self.op}: {self._reader.path}: names begin with {prefix!r}, which {type(model).__name__} "
@@ -136,7 +136,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         return state_dict
 
     def _open_file(self, model: Any, state: dict[str, Any], wide: set[str]) -> Callable[..., bool]:
-        """Leaves only the tensors that diffusers loads in `state`. Returns what tells which layers become floats."""
+        """Leaves only diffusers' own tensors in `state`; returns the function that selects layers to decode."""
         for name, parameter in model.named_parameters():
             dtype = torch.float32 if wide & set(name.split(".")) else self._dtype
             if dtype is not None and parameter.is_floating_point():
@@ -197,7 +197,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         return model
 
     def _check_complete(self, model: Any, file: str) -> None:
-        """Refuses a single file that lacks tensors, which diffusers leaves without values."""
+        """Refuses a single file that lacks tensors: diffusers would leave them uninitialised."""
         lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

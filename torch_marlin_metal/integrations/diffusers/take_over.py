@@ -58,7 +58,7 @@ def install() -> None:
         held, kept = packed_dtype(self), tuple(self._keep_in_fp32_modules or ())
         floats = (name for name, one in self.named_parameters() if one.is_floating_point())
         if held is not None and all(any(part in name for part in kept) for name in floats):
-            return held  # diffusers would take that of the first buffer, a packed layer's scales
+            return held  # diffusers would take the first buffer's, a packed layer's scales
         return first_dtype(self)  # type: ignore[no-any-return]
 
     ModelMixin.dtype = property(dtype, doc=ModelMixin.dtype.__doc__)

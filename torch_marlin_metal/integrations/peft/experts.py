@@ -26,10 +26,10 @@ UNSUPPORTED = {"lora_dropout": 0.0, "fan_in_fan_out": False, "lora_bias": False,
 class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ignore[misc]
     """peft's `ParamWrapper` for one of the two stacks of `MarlinExperts`.
 
-    The adapter's tensors have the shapes and names that peft gives them for experts in floats, so an adapter can be
-    trained on one kind of base and loaded on the other. The wrappers are nested: the base layer of the `down_proj`
-    wrapper is the `gate_up_proj` wrapper. The outermost wrapper computes the experts with all adapters and does not
-    call the inner ones.
+    The adapter's tensors have peft's shapes and names for float experts, so an adapter of packed experts loads onto
+    float ones, and the reverse. The wrappers are nested: the base layer of the `down_proj` wrapper is the
+    `gate_up_proj` wrapper. The outermost wrapper computes the experts with all adapters and does not call the inner
+    ones.
 
     Each row is multiplied by A and B of all experts, and the products of experts that the row does not use are set to
     zero. In this way, the host need not know which experts are used and never waits for the device.
@@ -145,8 +145,8 @@ def check_experts(name: str, experts: MarlinExperts, config: LoraConfig) -> None
     where = f"MarlinLoraExperts: layer {name!r}: "
     if isinstance(experts, ExpertsOfEachToken):
         raise ValueError(
-            f"{where}expected experts that take each token's choice of experts, got {type(experts).__name__}, which "
-            f"take all tokens: quantize the model with exclude={name!r} to train them as floats"
+            f"{where}expected experts that get the router's choice, got {type(experts).__name__}, which "
+            f"run on all tokens: quantize the model with exclude={name!r} to train them as floats"
         )
     if type(experts).forward is not MarlinExperts.forward:
         raise ValueError(

@@ -171,7 +171,7 @@ def _merge_and_unload(original: Callable[..., nn.Module]) -> Callable[..., nn.Mo
 
 
 def _get_device_map(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wraps a function that asks the first parameter, which a packed model may not have, for the model's device."""
+    """Wraps a function that takes the device of the first parameter: a packed model may have none."""
 
     def get_device_map(model: Any) -> dict[str, Any]:
         if hasattr(model, "hf_device_map") or next(model.parameters(), None) is not None:

@@ -28,7 +28,7 @@ def get_nb_trainable_parameters(original: Callable[..., tuple[int, int]]) -> Cal
 
 
 def setup_prompt_encoder(original: Callable[..., None]) -> Callable[..., None]:
-    """Lets prompt tuning find a packed table of the vocabulary. peft takes the first parameter of its size."""
+    """Lets prompt tuning find a packed vocabulary table: peft itself looks for the first parameter of that size."""
 
     def setup(self: nn.Module, adapter_name: str) -> None:
         with _shown_tables(self):
@@ -52,7 +52,7 @@ def _shown_tables(model: nn.Module) -> Iterator[None]:
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes peft's preparation treat packed models as those of HQQ, whose layers are not parameters either.
+    """Makes peft's preparation treat packed models like HQQ's: neither has its weights as parameters.
 
     It then freezes the model, leaves the dtypes of its other parameters, and switches gradient checkpointing on.
     """

@@ -14,7 +14,7 @@ from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.repack import ZerosRule
 
-# Arguments that a caller may set for a checkpoint that is already quantized. Those of `READING` are of `ReadOptions`.
+# Arguments for quantized checkpoints. Those of `READING` are of `ReadOptions`.
 READING = ("on_unsupported", "allow_pickle", "gptq_version", "gptq_zeros_rule")
 LOADING = ("modules_to_not_convert", "ignore", "fuse", "prepare", *READING)
 
@@ -52,11 +52,11 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
-        ignore: a pattern or a list of patterns for full names of layers of a quantized checkpoint that the model may
-            lack, such as a further block that only predicts tokens ("model.layers.61.*"). They are left out. Also keys
-            of a GGUF file that the model's config may contradict ("llama.rope.*").
-        on_unsupported: what happens to layers that no weight format can represent, such as those of E5M2. By
-            default they become floats, and one warning tells how many bytes they are; "error" raises an error.
+        ignore: a pattern or a list of patterns: full names of a checkpoint's layers that the model may lack, such as a
+            block for multi-token prediction ("model.layers.61.*"). They are left out. Also keys of a GGUF file that the
+            model's config may contradict ("llama.rope.*").
+        on_unsupported: the treatment of layers that no weight format can represent, such as E5M2. By default they
+            become floats, and one warning tells how many bytes they are; "error" raises an error.
         allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
         gptq_version: the version of a GPTQ checkpoint whose settings are wrong about it; see `ReadOptions`.
         gptq_zeros_rule: how some zero points of GPTQ's version 1 are read; see `ReadOptions`.
@@ -67,7 +67,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ValueError: an argument is wrong; the message names it.
     """
 
-    bits = 4  # programs print it, as that of the other methods
+    bits = 4  # programs print it, like other methods' attribute
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return (config, kwargs) if return_unused_kwargs else config
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Returns the arguments that have an effect on a checkpoint that is already quantized."""
+        """Returns the arguments that have an effect on quantized checkpoints."""
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
     def read_options(self) -> ReadOptions:
@@ -150,7 +150,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise ValueError(f"MarlinConfig: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings of docs/formats/formats.md, or those of the checkpoint if no layers are known."""
+        """Returns the settings of docs/formats/formats.md, or the checkpoint's settings if no layers are known."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:

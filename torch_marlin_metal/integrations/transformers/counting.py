@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def _or_packed(original: property, of_packed: Callable[[Any], Any]) -> property:
-    """Returns a property that asks the packed layers if the model has no parameter that the original could ask."""
+    """Returns a property that asks the packed layers if the model has no parameter."""
     first: Any = original.fget
 
     def value(self: Any) -> Any:

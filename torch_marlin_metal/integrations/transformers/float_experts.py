@@ -53,7 +53,7 @@ class FloatExperts:
             experts: the part of each expert, as the parameter has it.
 
         Raises:
-            CheckpointError: the number of experts or their shape is not that of the model.
+            CheckpointError: the model has another number or shape of experts.
             ValueError: an expert cannot be stored in the format.
         """
         owner, _, kind = parameter.rpartition(".")
@@ -121,8 +121,7 @@ class MergedOneByOne(WeightConverter):  # type: ignore[misc]
 
     If the quantizer packs the result, the tensors are quantized instead, one expert at a time.
 
-    transformers passes functions that read the tensors, not tensors, because it reads one after the other while a model
-    is quantized.
+    While a model is quantized, transformers passes functions instead of tensors, and reads one tensor at a time.
     """
 
     __slots__ = ()

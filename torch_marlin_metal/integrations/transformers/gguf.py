@@ -27,8 +27,8 @@ from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.models.linear_layers import COMPUTED
 from torch_marlin_metal.patterns import selects
 
-# Architectures whose configs are made here. transformers has no table for Llama 4's text model, and for those of
-# `GGUF_CONFIG_ARCHS` it makes the config itself.
+# Architectures whose configs are made here. transformers has no table for Llama 4's text model, and makes the configs
+# of `GGUF_CONFIG_ARCHS` itself.
 MODEL_TYPES = {
     name: known.model_type
     for name, known in ARCHITECTURES.items()

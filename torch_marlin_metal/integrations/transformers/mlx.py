@@ -1,4 +1,4 @@
-"""Tells transformers what mlx-lm has changed in the names and values of the tensors that transformers itself loads."""
+"""Tells transformers how to undo mlx-lm's changes of names and values."""
 
 from typing import Any
 

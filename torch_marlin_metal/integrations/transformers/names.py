@@ -16,7 +16,7 @@ from torch_marlin_metal.layers.packed_layer import GUARD
 
 
 def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
-    """Returns the modules that share another one's weight, as transformers ties them: name -> name of the other."""
+    """Returns transformers' tied modules: name -> name of the module that owns the weight."""
     return {
         name.removesuffix(".weight"): source.removesuffix(".weight")
         for name, source in keys.items()
@@ -53,9 +53,8 @@ def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
 def rearranges(model: Any, layers: Iterable[str]) -> bool:
     """Returns whether transformers would join, split or permute a weight of these layers when it saves the model.
 
-    transformers does this if the original checkpoint has other tensors than the model, for instance one tensor for q, k
-    and v, or a bias under another name than the weight. Packed words cannot be rearranged in this way, so such a model
-    is saved under its own names.
+    transformers does this if checkpoint and model have different tensors: one for q, k and v, or a bias under another
+    name. Packed words cannot be rearranged in this way, so such a model is saved under its own names.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:

@@ -21,7 +21,7 @@ from torch_marlin_metal.integrations.transformers.mlx import changes_back
 from torch_marlin_metal.integrations.transformers.names import loaded_names, tied_modules
 from torch_marlin_metal.integrations.transformers.parallel import split_of
 from torch_marlin_metal.layers.float_experts import WEIGHTS, is_stack
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.loader import EXPERT, Loader, read_ahead
 from torch_marlin_metal.models.linear_layers import listing
 
@@ -36,7 +36,7 @@ class PackedCheckpoint:
     Args:
         reader: reads the packed layers.
         config: the settings of the load.
-        parts: see `Door`.
+        parts: see `Caller`.
     """
 
     def __init__(self, reader: CheckpointReader, config: MarlinConfig, parts: bool = False) -> None:
@@ -57,7 +57,7 @@ class PackedCheckpoint:
         Args:
             model: changed in place.
             conversions: transformers' changes of names between the checkpoint and the model.
-            reinitializes: see `Door`.
+            reinitializes: see `Caller`.
 
         Returns:
             The changes of names that transformers must make.
@@ -73,7 +73,7 @@ class PackedCheckpoint:
         unused = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         keys = model.all_tied_weights_keys
         biases = {name: source for name, source in keys.items() if name.endswith(".bias")}
-        door = Door(
+        caller = Caller(
             op=OP,
             find=names.find,
             ties=tied_modules(keys),
@@ -88,7 +88,7 @@ class PackedCheckpoint:
             device_of=lambda name: device_of(self._device_map, name),
             progress=logging.is_progress_bar_enabled(),
         )
-        self._loader = Loader(model, self.reader, door, logger.warning)
+        self._loader = Loader(model, self.reader, caller, logger.warning)
         plan = self._loader.plan
         for source, reason in plan.left_out.items():
             logger.warning(f"{self.reader.path}: {source} is left out: {reason}")

@@ -71,7 +71,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             check_devices(OP, device_map)
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Leaves a plan unchanged. Its rules name modules, so `PackedCheckpoint.fill` finds those of packed layers."""
+        """Leaves a plan unchanged. `PackedCheckpoint.fill` finds the rules of packed layers by their modules."""
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -212,13 +212,13 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             self.float_experts = None
 
     def forget_floats(self, model: Any) -> None:
-        """Makes a model without any packed layer one of floats, so that what it saves loads everywhere."""
+        """Removes the quantizer from a model without packed layers, so that its saved directory loads everywhere."""
         if not any(isinstance(module, PackedLayer) for module in model.modules()):
             logger.info(f"{OP}: {type(model).__name__}: no layer is packed, the model is one of floats")
             self.remove_quantization_config(model)
 
     def _place_made(self, model: Any) -> None:
-        """Puts the layers that were quantized while loading into the model, and shares them where weights are tied."""
+        """Puts the quantized layers into the model, and shares them where weights are tied."""
         users: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in model.named_modules():
             if module._parameters.get("weight") is not None:

@@ -1,8 +1,8 @@
 """Makes `save_pretrained` work for every model with packed layers, whether it was loaded or quantized in memory.
 
-A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. A model that was
-quantized in memory has none, and transformers would write tensors that no loader finds. This module therefore wraps
-`save_pretrained`: the wrapper first gives such a model a quantizer, and afterwards writes the directory's README.
+A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. Without one, as after
+`quantize_model`, transformers would write tensors that no loader finds. This module therefore wraps `save_pretrained`:
+the wrapper first gives such a model a quantizer, and afterwards writes the directory's README.
 """
 
 import functools

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# `as` also finds a submodule that a program imported before the package, which then lacks its name.
+# `as` also finds a submodule that was imported before its package, and is not yet an attribute of it.
 import transformers.modeling_gguf_pytorch_utils as gguf
 import transformers.modeling_utils as models
 import transformers.quantizers.auto as tables
@@ -57,7 +57,7 @@ STOPS = "bitsandbytes_4bit"
 GGUF = "gguf"
 METHODS = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods}
 ONLY_WIDE = ("fp8", "bitsandbytes_8bit")  # methods without a layer of 4 bit
-# Config classes that a script may pass, and the other methods whose checkpoints transformers reads with them.
+# Config classes that a script may pass, with the other methods that transformers reads by them.
 READ_BY: Mapping[type, tuple[str, ...]] = {AutoRoundConfig: ("gptq", "awq")}
 
 
@@ -72,7 +72,7 @@ class _Load:
         config: the config of this package's quantizer, or None if it does not load the checkpoint.
         insists: whether this package must load the checkpoint or raise its error.
         settings: the checkpoint's settings, if the class's configuration lacks them.
-        floats: whether the checkpoint's settings do not count, because all its weights are floats.
+        floats: whether all weights of the checkpoint are floats; then its settings do not count.
         reinitializes: whether the caller passes `ignore_mismatched_sizes=True`.
     """
 
@@ -115,8 +115,8 @@ def take_over(**defaults: Any) -> None:
     Importing the package calls this function. Calling it again only changes the defaults.
 
     Args:
-        **defaults: arguments of `MarlinConfig` for checkpoints that are loaded without a config. They are the arguments
-            that have an effect on a checkpoint that is already quantized.
+        **defaults: arguments of `MarlinConfig` for checkpoints that are loaded without a config. These arguments have
+            an effect on quantized checkpoints.
     """
     global _active
     set_loading_defaults(defaults)
@@ -155,7 +155,7 @@ def _wrap() -> None:
 
 
 def _tries_twice(original: Any) -> Any:
-    """Wraps `from_pretrained`: what this package refuses is loaded once more, by transformers alone."""
+    """Wraps `from_pretrained`: a checkpoint that this package refuses is loaded again, by transformers alone."""
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _notes_path(original: Any) -> Any:
 
 
 def _chooses(original: Any) -> Any:
-    """Wraps `get_hf_quantizer`, so that it returns this package's quantizer for the checkpoints that it reads."""
+    """Wraps `get_hf_quantizer`: for checkpoints of this package's formats, it returns this package's quantizer."""
 
     @functools.wraps(original)
     def get_hf_quantizer(

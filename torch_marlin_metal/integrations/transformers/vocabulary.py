@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def _tied_keys(model: Any) -> dict[str, str]:
-    """Returns the keys of tied tensors by the model's config as it is now.
+    """Returns the keys of tied tensors by the model's current config.
 
     For a head with a tied bias, transformers looks for the names among the model's tensors, where a packed weight has
     none. Then a model of floats on the meta device has them.
@@ -67,12 +67,12 @@ def _tied_keys(model: Any) -> dict[str, str]:
 
 
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
-    """Makes each packed layer that is tied to another one share the other's tensors.
+    """Makes tied packed layers share one set of tensors.
 
     Returns the keys of the layers that are not packed.
 
-    Two layers with different weights do not become one, because one of the weights would be lost, for example that of a
-    merged adapter. transformers treats different float weights of a checkpoint in the same way.
+    Layers with different weights stay separate, like float weights in transformers: otherwise one weight would be lost,
+    for example a merged adapter's.
     """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():

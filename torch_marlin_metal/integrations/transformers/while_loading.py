@@ -58,7 +58,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
 
 
 def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: bool) -> Samples:
-    """Returns a function that reads rows of the weights of a model from the files from which it will be loaded.
+    """Returns a function that reads rows of the model's weights from its files.
 
     Args:
         model: the model on the meta device.
@@ -66,7 +66,7 @@ def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: boo
         allow_pickle: see `MarlinConfig`.
 
     Raises:
-        ValueError: there are no files. The function raises it for a layer that is not a tensor of its own there.
+        ValueError: there are no files. The function raises it for a layer that has no tensor in the files.
     """
     if not checkpoint_files:
         raise ValueError(f"{OP}: memory: expected files, from which the weights are read twice, got a state_dict")
@@ -78,8 +78,8 @@ def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: boo
         found = [one for one in layers.get(name, ()) if not one.experts or _is_down(one.name) == is_down]
         if not found:
             raise ValueError(
-                f"{OP}: memory: expected a tensor of layer {name!r} in {checkpoint.path}, which has none of its own: "
-                "load the model, and call quantize_model"
+                f"{OP}: memory: layer {name!r} has no tensor in {checkpoint.path}: load the model, and call "
+                "quantize_model"
             )
         for layer in found[:: -(-len(found) // SAMPLE_EXPERTS)]:
             yield sample(read_matrix(checkpoint, layer))

@@ -126,7 +126,8 @@ def check_declarations(declared: Declarations, apple: Metadata) -> Report:
 
 
 def check_sent(objects: Sequence[Path], declared: Declarations) -> Report:
-    """Compares the selectors that compiled macOS objects send with declarations that `check_declarations` accepted."""
+    """Compares the selectors sent by compiled macOS objects with the declarations that `check_declarations`
+    accepted."""
     report = Report()
     known = declared.selectors()
     classes = {name.removeprefix(INTERFACE_PREFIX) for name in declared.protocols if name.startswith(INTERFACE_PREFIX)}

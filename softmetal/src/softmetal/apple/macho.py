@@ -1,8 +1,8 @@
 """Reads the Objective-C metadata of 64-bit Mach-O files, both images and relocatable objects.
 
-Reads the data that `api_check` compares: protocols with their methods and type encodings, the selectors that a file
-sends, and the classes that it refers to. Layouts: Apple's open-source objc4 (`objc-runtime-new.h`) and cctools
-(`mach-o/loader.h`, `mach-o/reloc.h`, `mach-o/fixup-chains.h`).
+Reads the data for `api_check`: protocols with their methods and type encodings, sent selectors, and referenced classes.
+Layouts: Apple's open-source objc4 (`objc-runtime-new.h`) and cctools (`mach-o/loader.h`, `mach-o/reloc.h`,
+`mach-o/fixup-chains.h`).
 """
 
 from __future__ import annotations

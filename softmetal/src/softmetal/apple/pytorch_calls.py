@@ -1,4 +1,4 @@
-"""Checks, for each supported torch, that functions of PyTorch's Mac library still make the calls that we rely on.
+"""Checks for each supported torch that functions of its Mac library make the same calls as before.
 
     python -m softmetal.apple.pytorch_calls                  # the pinned torch, in a second
     python -m softmetal.apple.pytorch_calls --all            # every supported torch: fetches 130 MB for each
@@ -21,7 +21,7 @@ from . import wheels
 STORED = Path(__file__).with_name("recorded_pytorch_calls.json")
 PINNED = "2.13.0"
 WHEEL_OF = {"2.13.0": "torch-macos", "2.14.1": "torch-macos-2.14.1", "2.15.0": "torch-macos-2.15.0"}
-# Mangled names without their parameters, which differ between versions, so that all overloads and blocks match.
+# Mangled names without parameters: parameters differ between versions, and so all overloads and blocks match.
 FREE_FUNCTIONS = (
     "14getMPSProfiler",
     "17getStreamFromPool",

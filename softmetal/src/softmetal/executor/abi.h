@@ -1,6 +1,5 @@
-// The interface between the executor, our metal_stdlib (msl/include) and compiled Metal libraries, which are shared
-// objects that msl/compiler.py makes. Plain C: the executor defines the sm_* functions and compiled libraries import
-// them.
+// The interface between the executor, our metal_stdlib (msl/include) and compiled Metal libraries: shared objects made
+// by msl/compiler.py. Plain C: the executor defines the sm_* functions and compiled libraries import them.
 #pragma once
 
 #include <stdint.h>

@@ -30,7 +30,7 @@ struct Trap {
   const void* code;  // the instruction
   const void* address;
   bool overflow;       // true if the fibre's stack overflowed
-  const void* caller;  // if `code` is a stub that jumps to another library: the address that called the stub
+  const void* caller;  // the caller's address, if `code` is a stub that jumps to another library
 };
 thread_local Machine* machine_here = nullptr;
 thread_local Trap trap;
@@ -81,7 +81,7 @@ const char* name_of(int signal) {
 void continue_at(ucontext_t* context, void (*function)(), char* stack) {
   auto top = (reinterpret_cast<uintptr_t>(stack) - 256) & ~static_cast<uintptr_t>(15);
   context->uc_mcontext.gregs[REG_RSP] =
-      static_cast<greg_t>(top - 8);  // 8 below a multiple of 16, as at a function's entry
+      static_cast<greg_t>(top - 8);  // the stack pointer at a function's entry: 8 below a multiple of 16
   context->uc_mcontext.gregs[REG_RIP] = static_cast<greg_t>(reinterpret_cast<uintptr_t>(function));
 }
 

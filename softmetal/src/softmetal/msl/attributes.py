@@ -56,7 +56,7 @@ def take_attributes(tokens: list[Token]) -> list[Attribute]:
     found = []
     i = 0
     while i < len(tokens):
-        end = attribute_end(tokens, i)
+        end = attribute_end(tokens, i) if tokens[i].text == "[" else -1
         if end < 0:
             i += 1
             continue

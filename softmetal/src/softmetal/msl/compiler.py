@@ -112,7 +112,7 @@ def own_files() -> list[Path]:
 
 
 def _predefined_macros() -> bytes:
-    """Returns macros that identify the compiler's version and the instruction sets that the compiler targets.
+    """Returns macros that identify the compiler's version and target instruction sets.
 
     A file keeps the macros, because each compile of a kernel is a separate process and asks for them again. The file's
     name changes with the compiler's file and with the processor.
@@ -184,7 +184,7 @@ def _inlined(cpp: str) -> str:
 
 
 def _to_llvm(cpp: str, checked: bool, math: Math) -> str:
-    """Compiles C++ that uses our headers to LLVM text that no pass has touched, with Metal's integer arithmetic."""
+    """Compiles C++ with our headers to LLVM text before any pass, with Metal's integer arithmetic."""
     command = [*from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
     text = add_metal_arithmetic(run(command, _inlined(cpp)))
     text = flush_half(text) if math.mode in FLUSHING else text
@@ -306,8 +306,8 @@ def compile_source(
         version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
 
     Raises:
-        CompileError: the source does not compile, or `kernel` uses a function constant that has no value, also in a
-            branch that it does not take. Line numbers in the messages are those of the source.
+        CompileError: the source does not compile, or `kernel` uses a function constant without a value, even in a
+            branch that is never taken. Messages have the source's line numbers.
     """
     text, files = _expanded(source, file_name, include_paths, defines, version)
     values = dict(constants or {})

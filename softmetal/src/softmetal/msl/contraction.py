@@ -1,4 +1,4 @@
-"""Marks products that are operands of a sum in one expression, so that vectors get fused multiply-adds as scalars do.
+"""Marks products inside sums, so that vectors get fused multiply-adds like scalars.
 
 Clang contracts `a * b + c` to a fused multiply-add only within one expression, and only if the types are its own. Our
 vectors are classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) *

@@ -43,7 +43,7 @@ def without_attributes(tokens: list[Token]) -> list[Token]:
     kept = []
     i = 0
     while i < len(tokens):
-        end = attribute_end(tokens, i)
+        end = attribute_end(tokens, i) if tokens[i].text == "[" else -1
         if end < 0:
             kept.append(tokens[i])
         i = i + 1 if end < 0 else end + 1

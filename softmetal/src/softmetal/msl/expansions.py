@@ -1,4 +1,4 @@
-"""Remembers the text that clang -E makes of a source, until a file changes that the source includes."""
+"""Caches the output of clang -E for a source, until an included file changes."""
 
 from __future__ import annotations
 

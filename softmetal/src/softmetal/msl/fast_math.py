@@ -1,8 +1,7 @@
 """Compiles in math modes other than safe, and with functions other than precise. Metal's default is fast for both.
 
-A varied mode is safe mode in which a seed makes the choices that Metal leaves open: which sums and products are
-contracted, and in which order the lanes of a reduction are added. If a kernel relies on one of these choices, its
-result differs in some varied mode.
+A varied mode is safe mode with a seed for the choices that Metal leaves open: the contraction of sums and products, and
+the order of a reduction's lanes. If a kernel relies on one of these choices, its result differs in some varied mode.
 
 The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
 subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)

@@ -1,4 +1,4 @@
-"""Names that Metal has taken: keywords, macros, and types that Apple's headers declare outside of every namespace.
+"""Metal's reserved names: keywords, macros, and types in the global namespace of Apple's headers.
 
 SPIRV-Cross and naga write Metal source. The lists hold the names that these two tools rename, because Apple's compiler
 refuses such names.
@@ -51,7 +51,7 @@ _MACROS = {
     *(f"METAL_{m}" for m in ("IMPLICIT", "INTERNAL", "NON_NULL_RETURN", "NORETURN", "NOTHROW", "PURE", "UNAVAILABLE")),
     *(f"METAL_{m}" for m in ("ARG_UNIFORM", "ZERO_ARG", "VALID_LOD_ARG", "VALID_LEVEL_ARG", "VALID_RENDER_TARGET")),
 }
-# Words that can stand before a name in code that does not declare the name.
+# Words that precede a name without declaring it.
 _NO_TYPE = {
     *("return", "case", "else", "do", "goto", "sizeof", "alignof", "typename", "operator", "and", "or", "not", "xor"),
     *("bitand", "bitor", "using", "in", "throw", "new", "delete"),
@@ -70,7 +70,7 @@ def taken_names(code: list[Token]) -> Iterator[SourceError]:
     """
     i = depth = 0
     while i < len(code):
-        end = attribute_end(code, i)
+        end = attribute_end(code, i) if code[i].text == "[" else -1
         if end >= 0:
             i = end + 1
             continue

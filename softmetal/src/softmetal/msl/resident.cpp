@@ -101,7 +101,7 @@ int serve(int, char** own, char**) {
   close_range(kChannel + 1, ~0U, 0);  // whoever reads an inherited pipe waits until every copy of its end is closed
   signal(SIGINT, SIG_IGN);            // an interrupt from the terminal ends the process that asks, and then this one
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGCHLD, SIG_DFL);  // where it is ignored, by inheritance, no child's status is kept
+  signal(SIGCHLD, SIG_DFL);  // if SIGCHLD is inherited as ignored, no child's status is kept
   sigset_t ends = {};
   sigaddset(&ends, SIGCHLD);
   sigprocmask(SIG_BLOCK, &ends, nullptr);

@@ -171,7 +171,7 @@ template <auto F, class... S>
 struct Call;
 template <class... A, void (*F)(A...), class... S>
 struct Call<F, S...> {
-  // The kernel is inlined into its entry, so that the code that declares a threadgroup variable lies within the entry.
+  // The kernel is inlined into its entry, so that declarations of threadgroup variables lie within the entry.
   __attribute__((always_inline)) static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
 };
 

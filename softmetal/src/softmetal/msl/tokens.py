@@ -24,7 +24,7 @@ CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(slots=True)
 class Token:
-    """One token. `text` may be rewritten in place; `kind` stays that of the source."""
+    """One token. `text` may be rewritten in place; `kind` stays as in the source."""
 
     kind: str
     text: str
@@ -33,7 +33,7 @@ class Token:
 
 
 class SourceError(Exception):
-    """Raised for text that Metal's compiler would refuse, or that uses a feature this device does not support."""
+    """Raised for text that Metal's compiler would refuse, or that needs an unsupported feature."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -66,10 +66,11 @@ def tokenize(text: str) -> list[Token]:
     line = 1
     spaced = False
     for match in _TOKEN.finditer(text):
-        kind = match.lastgroup or "mark"
-        tokens.append(Token(kind, match.group(), line, spaced))
-        spaced = kind in ("space", "directive")
-        line += match.group().count("\n")
+        kind, part = match.lastgroup or "mark", match[0]
+        tokens.append(Token(kind, part, line, spaced))
+        spaced = kind == "space" or kind == "directive"
+        if part == "\n":  # no token has other text beside a line's end
+            line += 1
     return tokens
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -16,10 +17,24 @@ HERE = Path(__file__).resolve().parent
 _PROJECT = HERE.parents[2]
 _IS_CHECKOUT = (_PROJECT / "pyproject.toml").exists()
 _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "softmetal"
-#: The folders of what the device builds and of what it downloads: below a checkout of this project, or in the user's cache.
+#: The folders for built and for downloaded files: below a checkout of this project, or in the user's cache.
 OUTPUT = _PROJECT / "build" if _IS_CHECKOUT else _USER_CACHE
 DOWNLOADS = _PROJECT / ".cache" if _IS_CHECKOUT else _USER_CACHE
-CLANG = os.environ.get("SOFTMETAL_CXX", "clang++-19")
+_CACHES = ("ccache", "sccache")
+
+
+def _behind_cache(name: str) -> str:
+    """Returns `name`, or the next program of this name on PATH if the first is a link to a compiler cache.
+
+    A cache keeps no result of text on standard input. It would load clang anew for each kernel, and hide from us when
+    clang changes.
+    """
+    found = [path for folder in os.get_exec_path() if (path := shutil.which(name, path=folder))]
+    behind = [path for path in found if Path(path).resolve().name not in _CACHES]
+    return behind[0] if behind and behind[0] != found[0] else name
+
+
+CLANG = _behind_cache(os.environ.get("SOFTMETAL_CXX", "clang++-19"))
 
 
 class CompileError(Exception):

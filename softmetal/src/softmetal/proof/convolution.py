@@ -148,7 +148,7 @@ def _flat_case(
 
 
 def _general_launches(name: str, conv: Convolution, tile: tuple[int, ...]) -> Callable[[Generator], list[Launch]]:
-    """Returns launches of the kernel that also spreads its input, as the transpose of a strided convolution does."""
+    """Returns launches of the kernel for transposed strided convolutions, which also spreads its input."""
 
     def launches(rng: Generator) -> list[Launch]:
         lanes = list(zip(conv.spread, conv.dilation, conv.stride, strict=True))

@@ -33,7 +33,7 @@ def _i64(*values: int) -> Array:
 
 
 def _experts(form: Format, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
-    """Returns the arrays of the weights, each with all experts one after the other, and a list of int64 strides.
+    """Returns the weights' arrays, each concatenated over the experts, and a list of int64 strides.
 
     A stride is the distance between two experts in one of the arrays.
     """

@@ -42,7 +42,7 @@ class Format:
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
     def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
-        """Decodes what `weights` returns: the exact values, and the size of the numbers that their arithmetic rounds.
+        """Decodes the result of `weights`: returns exact values, and the magnitude of the rounded intermediate numbers.
 
         `biases` may hold a global scale. Kernels without a global scale do not read it.
         """

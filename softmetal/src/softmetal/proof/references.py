@@ -50,7 +50,7 @@ class Reference:
 
 
 def error_of(expected: Expected, results: Sequence[Any]) -> str:
-    """Returns which element of the buffers after a run is farthest outside of its bound, or "" if none is."""
+    """Returns the element of the buffers that is farthest outside of its bound, or ""."""
     got = numbers(results[expected.slot], expected.name).reshape(expected.wanted.shape)
     error = np.abs(got - expected.wanted)
     worst = np.unravel_index(np.argmax(np.nan_to_num(error - expected.bound, nan=np.inf)), error.shape)
@@ -266,7 +266,7 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
 
 
 def racing() -> Iterator[Reference]:
-    """Yields kernels of PyTorch that lack barriers, so that results depend on the order of threads.
+    """Yields kernels of PyTorch whose results depend on the order of threads, for lack of barriers.
 
     The int8 product of many rows reads a tile of weights, then writes scales into the tile's memory, and then copies
     the result out. A threadgroup barrier is missing before the writes and again before the copy. Checked mode must

@@ -30,7 +30,7 @@ def _product(a: Array, b: Array) -> Array:
 def _rows(
     name: str, rows: int, *, is_few: bool = False, is_wide: bool = False
 ) -> Callable[[Generator], list[Expected]]:
-    """Returns launches that multiply each group of rows with a matrix of its own. The second group has no row."""
+    """Returns launches that multiply each group of rows with another matrix. The second group has no row."""
 
     def launches(rng: Generator) -> list[Expected]:
         m, n, k, ends = (3, 45, 200, (1, 1, 3)) if is_few else (61, 100, 50, (20, 20, 61))

@@ -112,19 +112,7 @@ void Command::run() {
   for (id<MTLCommandBuffer> buffer : *committed)
     [buffer release];
   delete committed;
-  [queueLabel release];
   [super dealloc];
-}
-- (id<MTLDevice>)device {
-  return MTLCreateSystemDefaultDevice();
-}
-- (NSString*)label {
-  return queueLabel;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [queueLabel release];
-  queueLabel = label;
 }
 - (id<MTLCommandBuffer>)commandBuffer {
   SoftMetalCommandBuffer* buffer = [[SoftMetalCommandBuffer alloc] init];
@@ -151,22 +139,10 @@ void Command::run() {
   delete endedEncoders;
   [failure release];
   [queue release];
-  [bufferLabel release];
   [super dealloc];
-}
-- (id<MTLDevice>)device {
-  return [queue device];
 }
 - (id<MTLCommandQueue>)commandQueue {
   return queue;
-}
-- (NSString*)label {
-  return bufferLabel;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [bufferLabel release];
-  bufferLabel = label;
 }
 - (MTLCommandBufferStatus)status {
   return state;

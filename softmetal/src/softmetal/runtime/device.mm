@@ -194,6 +194,24 @@ void Device::clear() {
 
 }  // namespace softmetal
 
+@implementation SoftMetalObject
+- (void)dealloc {
+  [ownLabel release];
+  [super dealloc];
+}
+- (id<MTLDevice>)device {
+  return MTLCreateSystemDefaultDevice();
+}
+- (NSString*)label {
+  return ownLabel;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [ownLabel release];
+  ownLabel = label;
+}
+@end
+
 // The class of a freed buffer. Any message to it is a use after free.
 @interface SoftMetalFreedObject : NSObject
 @end
@@ -219,7 +237,7 @@ void Device::clear() {
   static auto* mutex = new std::mutex();
   delete memory;
   memory = nullptr;
-  [bufferLabel release];
+  [self setLabel:nil];
   object_setClass(self, [SoftMetalFreedObject class]);
   const std::lock_guard lock(*mutex);
   graves->push_back(self);
@@ -245,17 +263,6 @@ void Device::clear() {
 }
 - (MTLStorageMode)storageMode {
   return storage;
-}
-- (id<MTLDevice>)device {
-  return MTLCreateSystemDefaultDevice();
-}
-- (NSString*)label {
-  return bufferLabel;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [bufferLabel release];
-  bufferLabel = label;
 }
 @end
 

@@ -44,7 +44,6 @@ sm_uint3 narrow(MTLSize size) {
     softmetal::Device::get().add_fault(
         "Metal API violation [encoder lifetime]: a command encoder was released without endEncoding");
   }
-  [encoderLabel release];
   [super dealloc];
 }
 - (void)requireEncoding:(const char*)what {
@@ -61,17 +60,6 @@ sm_uint3 narrow(MTLSize size) {
   commandBuffer->endedEncoders->push_back([self retain]);
   [commandBuffer release];
   commandBuffer = nil;
-}
-- (id<MTLDevice>)device {
-  return [commandBuffer device];
-}
-- (NSString*)label {
-  return encoderLabel;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [encoderLabel release];
-  encoderLabel = label;
 }
 @end
 

@@ -133,11 +133,10 @@ using softmetal::settings;
 }
 @end
 
-@interface SoftMetalFunction : NSObject <MTLFunction> {
+@interface SoftMetalFunction : SoftMetalObject <MTLFunction> {
  @public
   softmetal::Program* program;
   std::string* functionName;
-  NSString* functionLabel;
 }
 @end
 
@@ -145,49 +144,24 @@ using softmetal::settings;
 - (void)dealloc {
   delete program;
   delete functionName;
-  [functionLabel release];
   [super dealloc];
 }
 - (NSString*)name {
   return [NSString stringWithUTF8String:functionName->c_str()];
 }
-- (id<MTLDevice>)device {
-  return MTLCreateSystemDefaultDevice();
-}
-- (NSString*)label {
-  return functionLabel;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [functionLabel release];
-  functionLabel = label;
-}
 @end
 
-@interface SoftMetalLibrary : NSObject <MTLLibrary> {
+@interface SoftMetalLibrary : SoftMetalObject <MTLLibrary> {
  @public
   softmetal::Program* program;
   const sm_library* library;
-  NSString* libraryLabel;
 }
 @end
 
 @implementation SoftMetalLibrary
 - (void)dealloc {
   delete program;
-  [libraryLabel release];
   [super dealloc];
-}
-- (id<MTLDevice>)device {
-  return MTLCreateSystemDefaultDevice();
-}
-- (NSString*)label {
-  return libraryLabel;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [libraryLabel release];
-  libraryLabel = label;
 }
 - (NSArray*)functionNames {
   std::vector<id> names;
@@ -229,9 +203,6 @@ using softmetal::settings;
 }
 - (NSString*)label {
   return [NSString stringWithUTF8String:kernel->name().c_str()];
-}
-- (id<MTLDevice>)device {
-  return MTLCreateSystemDefaultDevice();
 }
 - (NSUInteger)allocatedSize {
   return 0;

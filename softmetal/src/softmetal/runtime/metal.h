@@ -189,30 +189,37 @@ std::string& operator_label();
 @interface SoftMetalDevice : NSObject <MTLDevice>
 @end
 
-@interface SoftMetalBuffer : NSObject <MTLBuffer> {
+// The base of the objects that a device makes.
+@interface SoftMetalObject : NSObject {
+  NSString* ownLabel;
+}
+- (id<MTLDevice>)device;
+- (NSString*)label;
+- (void)setLabel:(NSString*)label;
+@end
+
+@interface SoftMetalBuffer : SoftMetalObject <MTLBuffer> {
  @public
   softmetal::Memory* memory;
-  NSString* bufferLabel;
   MTLStorageMode storage;
 }
 @end
 
-@interface SoftMetalPipeline : NSObject <MTLComputePipelineState> {
+@interface SoftMetalPipeline : SoftMetalObject <MTLComputePipelineState> {
  @public
   softmetal::Kernel* kernel;
 }
 @end
 
-@interface SoftMetalQueue : NSObject <MTLCommandQueue> {
+@interface SoftMetalQueue : SoftMetalObject <MTLCommandQueue> {
  @public
   std::deque<id<MTLCommandBuffer>>* committed;
-  NSString* queueLabel;
 }
 @end
 
 @class SoftMetalComputeEncoder, SoftMetalBlitEncoder;
 
-@interface SoftMetalCommandBuffer : NSObject <MTLCommandBuffer> {
+@interface SoftMetalCommandBuffer : SoftMetalObject <MTLCommandBuffer> {
  @public
   SoftMetalQueue* queue;
   std::vector<std::unique_ptr<softmetal::Command>>* commands;
@@ -221,7 +228,6 @@ std::string& operator_label();
   std::vector<id>* endedEncoders;  // retained, so that a message to an encoder that the host released is reported
   MTLCommandBufferStatus state;
   NSError* failure;
-  NSString* bufferLabel;
   BOOL needsQueue;  // this buffer belongs to PyTorch's stream: encode only on the stream's serial queue
   double start, end;
 }
@@ -229,10 +235,9 @@ std::string& operator_label();
 - (void)requireOpen:(const char*)what;
 @end
 
-@interface SoftMetalEncoder : NSObject <MTLCommandEncoder> {
+@interface SoftMetalEncoder : SoftMetalObject <MTLCommandEncoder> {
  @public
   SoftMetalCommandBuffer* commandBuffer;
-  NSString* encoderLabel;
   BOOL ended;
 }
 - (id)initWithCommandBuffer:(SoftMetalCommandBuffer*)buffer;

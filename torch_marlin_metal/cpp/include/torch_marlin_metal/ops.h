@@ -12,7 +12,7 @@
 
 namespace torch_marlin_metal {
 
-// A packed weight [K, N]. The optional tensors are those of the weight's format.
+// A packed weight [K, N]. The weight's format decides which optional tensors are needed.
 struct Weight {
   at::Tensor b_packed;  // int32 [K/8, N]; the lowest k is in the lowest nibble
   at::Tensor scales;    // [ceil(K / group_size), N]
@@ -38,18 +38,18 @@ c10::TypedOperatorHandle<Function> find(const char* name) {
 
 }  // namespace detail
 
-// Returns a [..., K] times the weight, plus bias [N], in a's dtype: [..., N].
+// Returns a [..., K] times the weight, plus bias [N], in a's dtype: [..., N]. `activations` may be "int8" on the CPU.
 inline at::Tensor gemm(const at::Tensor& a, const Weight& weight, const std::optional<at::Tensor>& bias = {},
-                       std::string_view variant = "auto") {
+                       std::string_view variant = "auto", std::optional<std::string_view> activations = {}) {
   using detail::OptionalTensor;
-  using Function = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::string_view, int64_t,
-                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, const OptionalTensor&, c10::string_view);
+  using Function = at::Tensor(
+      const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::string_view, int64_t, const OptionalTensor&,
+      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+      const OptionalTensor&, const OptionalTensor&, c10::string_view, std::optional<c10::string_view>);
   static const auto operation = detail::find<Function>("torch_marlin_metal::gemm");
   return operation.call(a, weight.b_packed, weight.scales, weight.weight_format, weight.group_size, weight.zeros,
                         weight.super_scales, weight.super_zeros, weight.global_scale, weight.lut, weight.perm,
-                        weight.b_high, bias, variant);
+                        weight.b_high, bias, variant, activations);
 }
 
 // Returns the weight in floats, [K, N].

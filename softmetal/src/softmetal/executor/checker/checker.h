@@ -12,7 +12,7 @@
 namespace softmetal {
 
 // Gives each buffer, and each array of threadgroup memory, an address range far from every other range. So even an
-// address that is far out of bounds identifies the buffer or array that it was meant for.
+// address far out of bounds identifies its buffer or array.
 class Checker {
  public:
   Checker(Launch& launch, Machine& machine, uint32_t concurrent);
@@ -28,7 +28,7 @@ class Checker {
 
   void place_threadgroup_memory(Group& group, uint32_t slot);
   void access(const void* address, uint64_t bytes, bool is_write, Kind kind, const void* code);
-  // Reports a store of a value that was computed from a variable that was never set.
+  // Reports a store of a value computed from an uninitialised variable.
   void unset_value(const void* address, const void* code);
   void misaligned(const void* address, uint32_t alignment, const void* code);
 

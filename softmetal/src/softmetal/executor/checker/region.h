@@ -81,8 +81,8 @@ struct Region {
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
-  // Returns the last binding that begins at or before the offset, or the first one if none does. The region of a
-  // resident buffer has no bindings, so it must not be asked.
+  // Returns the last binding whose begin is not after the offset, else the first binding. The region of a resident
+  // buffer has no bindings, so it must not be asked.
   const Binding& binding_at(uint64_t offset) const;
   // Calls visit(first, end) for the ranges of bytes that may have been touched.
   template <class Visit>

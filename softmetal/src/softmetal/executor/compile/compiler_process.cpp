@@ -1,5 +1,5 @@
 // The compiler's imports take as long as a small kernel. One process (msl/server.py) therefore imports the compiler
-// once, and forks for each request. It ends when the process that started it ends.
+// once, and forks for each request. It ends with the process that started it.
 #include "compile/compiler_process.h"
 
 #include <fcntl.h>

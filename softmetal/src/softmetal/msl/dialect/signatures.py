@@ -101,7 +101,7 @@ def _calls(code: list[Token], first: int, last: int, kernels: set[str]) -> Itera
 
 def _attributes(tokens: list[Token]) -> Iterator[Attribute]:
     for i in range(len(tokens)):
-        end = attribute_end(tokens, i)
+        end = attribute_end(tokens, i) if tokens[i].text == "[" else -1
         if end < 0:
             continue
         for part in split_commas(tokens[i + 2 : end - 1]):
@@ -177,7 +177,7 @@ def _host_name(statement: list[Token]) -> Iterator[SourceError]:
 
 
 def _constant(statement: list[Token], constants: dict[str, str], at_run_time: dict[str, bool]) -> Iterator[SourceError]:
-    """Finds a constant outside of functions whose value is the result of a function that is not constexpr."""
+    """Finds a global constant whose value comes from a call of a function that is not constexpr."""
     texts = [t.text for t in statement]
     head = texts[: texts.index("=")] if "=" in texts else []
     if "constant" not in head or {"(", "{"} & set(head) or set(constants.values()) & set(texts):

@@ -27,8 +27,8 @@ class Structure:
     - A member function gets `__private`, because Metal's `this` is `thread` and the dialect's has no address space.
     - A threadgroup variable becomes a reference, because the dialect allows such variables only in kernels, and a
       kernel of the dialect cannot be a template.
-    - A function constant becomes extern, because its value is unknown when Metal compiles: like a function constant, an
-      extern variable is not a constant expression.
+    - A function constant becomes extern: its value is unknown when Metal compiles, so it must not be a constant
+      expression.
     - A template parameter that is a function gets its type through an alias, because the alias adds no address space.
 
     Args:

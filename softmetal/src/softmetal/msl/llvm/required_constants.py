@@ -1,7 +1,7 @@
-"""Finds the function constants that a kernel needs and that have no value. Metal makes no pipeline of such a kernel.
+"""Finds function constants that a kernel needs but that have no value. Metal makes no pipeline of such a kernel.
 
-The search reads the LLVM text of clang's front end. No pass has removed code from that text, so it has all functions
-that the kernel can reach, also those in branches that this specialisation never takes.
+The search reads the LLVM text of clang's front end. No pass has removed code from that text, so it has all reachable
+functions, also in branches that this specialisation never takes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _HEADER = struct.Struct("<4s3H2B2HQ8Q")
 
 
 class MetallibError(ValueError):
-    """Raised for data that are not a metallib, or have a form that this reader does not know."""
+    """Raised for data that are not a metallib, or not of a known form."""
 
 
 @dataclass(frozen=True)

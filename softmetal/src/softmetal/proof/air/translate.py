@@ -160,7 +160,7 @@ class Translation:
         return [a for a in self._info.arguments if not a.builtin]
 
     def _gates(self, initialisers: list[str]) -> str:
-        """Adds code after the module's initialisers that drops the arguments whose function constant is false."""
+        """After the module's initialisers, adds code to drop arguments whose function constant is false."""
         lines = [f"define internal void @sm_gates() #{_OURS} {{"]
         for i, a in enumerate(self._memory_arguments()):
             if a.gate:

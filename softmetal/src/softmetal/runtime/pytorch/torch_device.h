@@ -12,9 +12,9 @@
 
 #include "../metal.h"
 
-// True if the installed headers are those of torch 2.<release> or of a later release. The device implements the headers
-// of 2.13 to 2.15. torch 2.14 added the pool of streams. torch 2.15 added the errors of command buffers and the stream
-// arguments of the profiler.
+// True if the installed headers are of torch 2.<release> or later. The device implements the headers of 2.13 to 2.15.
+// torch 2.14 added the pool of streams. torch 2.15 added the errors of command buffers and the stream arguments of the
+// profiler.
 #define SOFTMETAL_TORCH_2(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
 
 namespace softmetal {

@@ -215,8 +215,8 @@ namespace {
 
 // The torch for Linux on PyPI is built with CUDA, but PyTorch refuses mps and CUDA in one process ("Cannot have both
 // MPS and cuda", also from the backward pass on the CPU). PyTorch makes the object that answers for CUDA when it is
-// imported, before this library is loaded. So that object gets the virtual functions of its base class, which are the
-// answers of a torch without CUDA. The class in PyTorch has no data members.
+// imported, before this library is loaded. So that object gets its base class's virtual functions: the answers of a
+// torch without CUDA. The class in PyTorch has no data members.
 [[maybe_unused]] const bool answers_as_without_cuda = [] {
   static_assert(sizeof(at::CUDAHooksInterface) == sizeof(void*), "only the pointer to the virtual functions");
   static const at::CUDAHooksInterface without_cuda;

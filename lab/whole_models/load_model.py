@@ -1,6 +1,6 @@
 """Measures `from_pretrained` of a random 4-bit Llama of 1.1 billion parameters: time compared with `cp`, peak memory.
 
-    python -m lab.models.load_model
+    python -m lab.whole_models.load_model
 
 Each load runs in its own process, after the imports, and takes turns with `cp` of the same directory to the same
 disk. The files are in the page cache. Peak memory is the largest growth of the process during the load, from VmHWM of

@@ -1,6 +1,6 @@
 """Measures what the vocabulary costs in 4 bit: the embedding and the output layer, which quantization often leaves out.
 
-    python -m lab.models.whole_model [SMOLLM2.gguf] --write lab/models/whole_model.md
+    python -m lab.whole_models.whole_model [SMOLLM2.gguf] --write lab/whole_models/whole_model.md
 
 For the demo's model, all-MiniLM-L6-v2, the script measures how far 4-bit weights move the sentence embeddings (the
 "distance" of docs/use/which-format.md). That model has no output layer. SmolLM2-135M-Instruct has one, which is tied to
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import torch_marlin_metal as tmm
-from lab.models.quality import compare
-from lab.models.sentences import batches, embed, sentences
+from lab.whole_models.quality import compare
+from lab.whole_models.sentences import batches, embed, sentences
 from torch_marlin_metal.integrations.transformers import restored
 from torch_marlin_metal.models.report import module_bytes
 
@@ -96,7 +96,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the page to write")
     options = parser.parse_args()
     torch.manual_seed(0)
-    lines = ["# The vocabulary in 4 bit\n", "Written by `python -m lab.models.whole_model`; its docstring says how.\n"]
+    lines = [
+        "# The vocabulary in 4 bit\n",
+        "Written by `python -m lab.whole_models.whole_model`; see its docstring.\n",
+    ]
     lines += [f"all-MiniLM-L6-v2: the distance (docs/use/which-format.md) over {options.sentences} sentences.\n"]
     lines += table(encoder(options.sentences), "distance", 5)
     if options.gguf:

@@ -1,0 +1,181 @@
+"""Compares `gemm` with activations of 8 bits with ggml's products, which round activations in the same way.
+
+    python -m lab.cpu.cpu_int8 --library FOLDER [--isas avx2 avx512 amx] [--threads 2 16] --record FILE
+    python -m lab.cpu.cpu_int8 --page FILE ...
+
+The first command measures, as cpu_wide.py does: FOLDER has ggml's libraries for each instruction set, weights are cold,
+and all kernels of a line take turns. The second makes the tables of cpu_int8.md from records.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import torch_marlin_metal as tmm
+from lab.cpu.cpu_gemm import Call, Stream, Times, time_calls
+from lab.cpu.cpu_ggml import Ggml, layouts, quantize
+from lab.cpu.cpu_wide import DTYPES, LIMITS, SLOW, copies_of, first_rows, number_of
+from lab.cpu.cpu_wide_table import ISAS, table
+from lab.cpu.record import Record
+from scripts.page_section import section
+from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
+from torch_marlin_metal.cli.bench import processor_name
+
+PAGE = Path(__file__).with_suffix(".md")
+ROWS = (1, 2, 4, 8, 16, 64)
+TYPES = {"Q4_0": (2, 32), "Q8_0": (8, 32), "Q4_K": (12, 256), "Q5_K": (13, 256), "Q6_K": (14, 256), "MXFP4": (39, 32)}
+# Weights of this package's own, and the type of ggml that they are compared with.
+QUANTIZED = {
+    "uint4b8 g128": ("uint4b8", 128, "Q4_0"),
+    "uint4 g128": ("uint4", 128, "Q4_0"),
+    "uint8 g128": ("uint8", 128, "Q8_0"),
+}
+CACHED_BYTES = 700 << 10  # of a weight, for each thread, so that it stays in a second-level cache
+CHECKED = 256  # columns whose errors are measured
+MAX_ERROR = 0.02
+
+
+def least(times: Times, name: str) -> float:
+    """Returns the least microseconds of a kernel: other programs only add to a time."""
+    return min(times[name]) * 1e6
+
+
+def cached_us(weight: tmm.PackedWeight, a: torch.Tensor, activations: str | None, threads: int) -> float:
+    """Returns the time that a kernel would take for all of K at its speed from caches."""
+    K = max(256, int(weight.K * CACHED_BYTES * threads / weight.b_packed.nbytes) // 256 * 256)
+    if K >= weight.K:
+        return float("nan")
+    part, rows = copies_of(first_rows(weight, K), 1)[0], a[:, :K].contiguous()
+    times = time_calls({"": lambda _: tmm.gemm(rows, part, activations=activations)}, budget=0.1, least=12)
+    return least(times, "") * weight.K / K
+
+
+def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record) -> None:
+    """Measures one weight with every number of threads and rows."""
+    K, N = (int(size) for size in arguments.shape.split("x"))
+    dense = torch.randn(N, K, generator=torch.Generator().manual_seed(0), device="cpu")
+    rival = QUANTIZED[name][2] if name in QUANTIZED else name
+    of_type, weights_of_a_block = TYPES[rival]
+    block, decode = DECODERS[rival]
+    blocks = quantize(ggml, dense.numpy(), of_type, K // weights_of_a_block * block)
+    theirs = decode(torch.from_numpy(blocks).reshape(N, -1, block))
+    weight = tmm.quantize_weight(dense, *QUANTIZED[name][:2]) if name in QUANTIZED else theirs
+    ours = copies_of(weight, number_of(weight.b_packed.nbytes))
+    products = layouts(ggml, blocks, K, N, number_of(blocks.nbytes), of_type)
+    checked = torch.arange(CHECKED) * (N // CHECKED)
+    exact = weight.columns(checked).dequantize().double(), theirs.columns(checked).dequantize().double()
+    nbytes = sum(tensor.nbytes for tensor in weight.tensors().values())
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        ggml.call("backend_cpu_set_n_threads", ggml.backend, threads)
+        stream = Stream(threads)
+        for M in arguments.rows:
+            x = np.random.default_rng(M).standard_normal((M, K), np.float32)
+            rows = {dtype: torch.from_numpy(x).to(kind) for dtype, kind in DTYPES.items()}
+            calls: dict[str, Call] = {
+                f"{mode} {dtype}": lambda i, a=a, mode=mode: tmm.gemm(
+                    a, ours[i % len(ours)], activations=None if mode == "exact" else mode
+                )
+                for dtype, a in rows.items()
+                for mode in ("exact", "int8")
+            }
+            reads = {}
+            for layout, product in products.items():
+                calls[layout], reads[layout] = product.of(x)
+            first = time_calls({layout: calls[layout] for layout in products}, 0, least=1)
+            slowest = SLOW * min(taken[0] for taken in first.values())
+            for layout in products:
+                if first[layout][0] > slowest:
+                    del calls[layout]
+            times = time_calls(calls, arguments.budget)
+            fastest = min((layout for layout in products if layout in calls), key=partial(least, times))
+            errors = {}
+            for mode, result, true in (
+                *((mode, calls[mode](0).double(), exact[0]) for mode in ("int8 fp32", "int8 bf16")),
+                ("ggml", torch.from_numpy(reads[fastest]()).double(), exact[1]),
+            ):
+                wanted = torch.from_numpy(x).double() @ true
+                errors[mode] = float((result[:, checked] - wanted).norm() / wanted.norm())
+                if not errors[mode] <= MAX_ERROR:
+                    sys.exit(f"cpu_int8: {mode}, {name}, {M} rows: expected at most {MAX_ERROR}, got {errors[mode]}")
+            line = {
+                "threads": threads, "M": M, "weight": name, "ggml": fastest, "us": {n: least(times, n) for n in calls},
+                "cached_us": {mode or "exact": cached_us(weight, rows["bf16"], mode, threads)
+                              for mode in (None, "int8")},
+                "bytes": nbytes, "read": max(stream.bytes_per_second() for _ in range(5)), "errors": errors,
+            }  # fmt: skip
+            record.add(**line)
+            found = {n: f"{line['us'][fastest] / line['us'][n]:.2f}" for n in calls if n not in products}
+            print(f"{threads} threads, {M} rows, {name}: ggml {line['us'][fastest]:.0f} us, {found}", flush=True)
+
+
+def page(records: list[Path]) -> None:
+    """Writes the tables of the page."""
+    lines = [json.loads(line) for path in records for line in path.read_text().splitlines()]
+    names = list(dict.fromkeys(line["weight"] for line in lines))
+    found: dict[tuple[str, str, int, int], dict[str, dict]] = {}
+    for line in lines:
+        found.setdefault((line["cpu"], line["isa"], line["threads"], line["M"]), {})[line["weight"]] = line
+    made = []
+    ratios = [line["us"][line["ggml"]] / line["us"][f"int8 {dtype}"] for line in lines for dtype in DTYPES]
+    below = sum(ratio < 1 for ratio in ratios)
+    for title, cell in {
+        f"ggml's time by this package's: {below} of {len(ratios)} cells of int8 are below 1.0": lambda line: ", ".join(
+            " ".join(f"{line['us'][line['ggml']] / line['us'][f'{mode} {dtype}']:.2f}" for mode in ("int8", "exact"))
+            for dtype in DTYPES
+        ),
+        "Share of a plain read": lambda line: ", ".join(
+            f"{line['bytes'] / line['us'][f'{mode} bf16'] * 1e6 / line['read']:.2f}" for mode in ("int8", "exact")
+        ),
+        "Time from caches by time from memory": lambda line: ", ".join(
+            f"{line['cached_us'][mode] / line['us'][f'{mode} bf16']:.2f}" for mode in ("int8", "exact")
+        ),
+    }.items():
+        worst = sorted(found, key=lambda key: min(
+            line["us"][line["ggml"]] / line["us"][f"int8 {dtype}"] for line in found[key].values() for dtype in DTYPES
+        ))  # fmt: skip
+        rows = []
+        for cpu, isa, threads, M in worst:
+            cells = found[cpu, isa, threads, M]
+            shown = [cell(cells[name]) if name in cells else "" for name in names]
+            rows.append([f"{cpu}, {ISAS[isa]}, {threads}", str(M), *shown])
+        made.append(f"## {title}\n\n{table(['', 'rows', *names], rows)}")
+    section(PAGE, "lab.cpu.cpu_int8", "\n".join(made))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="ggml's libraries, in a folder for each set")
+    parser.add_argument("--isas", nargs="+", default=["avx2", "avx512"], choices=list(LIMITS))
+    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--weights", nargs="+", default=[*TYPES, *QUANTIZED])
+    parser.add_argument("--shape", default="4096x11008", metavar="KxN")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds for each line")
+    parser.add_argument("--record", type=Path, help="file to which the results are appended")
+    parser.add_argument("--page", type=Path, nargs="+", help="makes the page from these records")
+    parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
+    arguments = parser.parse_args()
+    if arguments.page:
+        page(arguments.page)
+    elif arguments.within is None:
+        for isa in arguments.isas:
+            limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}
+            command = [sys.executable, "-m", "lab.cpu.cpu_int8", *sys.argv[1:], "--within", isa]
+            subprocess.run(command, check=True, env={**os.environ, **limits})
+    else:
+        ggml = Ggml(arguments.library / arguments.within, max(arguments.threads))
+        record = Record(arguments.record, isa=arguments.within, cpu=processor_name(), shape=arguments.shape)
+        for name in arguments.weights:
+            measure(ggml, name, arguments, record)
+
+
+if __name__ == "__main__":
+    main()
