@@ -67,6 +67,15 @@ void test_int8(const Machine& machine) {
       ++cases;
     }
   }
+  if (machine.isa == Isa::amx && machine.byte_dot) {
+    Case c;
+    c.M = 12;
+    c.K = c.group_size = 128;
+    c.a_type = ElementType::float32;
+    const Tensors t = make(c);
+    check_gemm(machine, t, Precision::int8);
+    expect(plan_of(machine, t, Precision::int8).parts == 1, [&] { return name(machine) + ": int8: several parts"; });
+  }
   const bool wanted = machine.isa == Isa::neon ? machine.byte_dot : machine.isa != Isa::portable;
   expect(wanted == (cases > 0), [&] { return name(machine) + ": int8: " + std::to_string(cases) + " cases"; });
   std::printf("%s: gemm, activations of 8 bits, %d cases, largest error %.3f of the bound\n", name(machine).c_str(),

@@ -44,8 +44,8 @@ void test_choices() {
     reduced.precision = Precision::reduced;
     return reduced;
   };
-  auto in_bytes = [&](int64_t M) {
-    CpuProblem rounded = reduced(M);
+  auto in_bytes = [&](int64_t M, WeightFormat format = WeightFormat::uint4b8) {
+    CpuProblem rounded = reduced(M, format);
     rounded.precision = Precision::int8;
     return rounded;
   };
@@ -143,7 +143,9 @@ void test_choices() {
       {kZen4, in_bytes(1), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, in_bytes(4), "int8_small_m parts=1 strip=64 tasks=1x2x1"},
       {kXeon, in_bytes(1), "int8_small_m parts=1 strip=64 tasks=1x4x4"},
-      {kXeon, in_bytes(5), "int8 parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, in_bytes(11), "int8 parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, in_bytes(12), "amx parts=1 strip=32 tasks=1x16x1"},
+      {{Isa::avx2, false, 2}, in_bytes(1, WeightFormat::uint8b128), "small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx512, false, 2}, in_bytes(1), "int8_avx2_small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx2, false, 2, true}, in_bytes(2), "int8_avx2 parts=1 strip=16 tasks=1x1x2"},
       {kAppleM1, reduced(1), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},

@@ -36,7 +36,10 @@ constexpr int64_t kAmxTableMinRows = 16;
 // both took the same time for codes of 8 bits, and at 36 rows for those of 4 bits.
 constexpr int64_t kPanelMinRows = 49;
 constexpr int64_t kBytePanelMinRows = 25;
-constexpr int kInt8SmallMRows = 4, kInt8Avx2SmallMRows = 1;
+constexpr int kInt8SmallMRows = 4;
+// AMX multiplies activations that are rounded to bf16. It took 0.6 to 0.8 times as long as products of bytes for groups
+// of 128 and 12 to 64 rows, and 1.0 to 1.6 times for groups of 32 (Intel Xeon, two threads).
+constexpr int64_t kInt8AmxMinRows = 12;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
 // K is split before columns are, if the partial sums take at most this much memory. Threads are faster if each reads
@@ -90,7 +93,7 @@ KernelShape kernel_shape(Isa isa, CpuKernel kernel) {
   if (kernel == CpuKernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
   if (kernel == CpuKernel::byte_split) return {neon ? 8 : 32, 4, 1};
   if (kernel == CpuKernel::byte_matrix) return {8, 4, 1};
-  if (kernel == CpuKernel::int8_avx2_small_m) return {32, kInt8Avx2SmallMRows, 1};
+  if (kernel == CpuKernel::int8_avx2_small_m) return {32, 1, 1};
   if (kernel == CpuKernel::int8_avx2) return {16, 4, 1};
   if (kernel == CpuKernel::int8_small_m) return {neon ? 16 : 64, kInt8SmallMRows, 1};
   if (kernel == CpuKernel::int8) return {neon ? 8 : 32, 8, 1};
@@ -136,11 +139,27 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
   return Choice{scaled ? CpuKernel::amx_scaled : CpuKernel::amx, parts};
 }
 
-// With one row, an EPYC waits for memory: three bytes took 0.75 to 0.85 of the time of one, so nothing is rounded.
+Choice choose_kernel(const Machine& machine, const CpuProblem& problem);
+
+// Where rounding to 8 bits takes longer, a kernel that keeps more bits is chosen. With one row on an EPYC, three bytes
+// took 0.75 to 0.85 of the time of one, and the default's products of 8-bit codes 0.7 to 0.85. On a Xeon with AVX2,
+// exact products of 8-bit codes and one row took 0.5 to 1.1 of it.
 Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
-  if (!machine.byte_dot || machine.isa == Isa::avx2)
-    return {problem.M <= kInt8Avx2SmallMRows ? CpuKernel::int8_avx2_small_m : CpuKernel::int8_avx2};
-  if (problem.M == 1 && is_amd(machine)) return {CpuKernel::byte_split_small_m};
+  if (!machine.byte_dot || machine.isa == Isa::avx2) {
+    if (problem.M > 1) return {CpuKernel::int8_avx2};
+    return {is_byte_wide(codes_of(problem.format)) ? CpuKernel::small_m : CpuKernel::int8_avx2_small_m};
+  }
+  if (problem.M == 1 && is_amd(machine)) {
+    if (!is_byte_wide(codes_of(problem.format))) return {CpuKernel::byte_split_small_m};
+    CpuProblem exact = problem;
+    exact.precision = Precision::highest;
+    return choose_kernel(machine, exact);
+  }
+  if (problem.M >= kInt8AmxMinRows && problem.group_size >= kChunk) {
+    CpuProblem in_bf16 = problem;
+    in_bf16.a_type = ElementType::bfloat16;
+    if (const auto amx = choose_amx(machine, in_bf16)) return *amx;
+  }
   return {problem.M <= kInt8SmallMRows ? CpuKernel::int8_small_m : CpuKernel::int8};
 }
 

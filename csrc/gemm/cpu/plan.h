@@ -10,8 +10,8 @@
 namespace marlin::cpu {
 
 // The precision that the caller wants. With `highest` every kernel is as exact as fp32. `reduced` allows fp32
-// activations to be split into two bf16 terms or three bytes; 16-bit activations are not affected. `int8` rounds
-// activations of all types to 8 bits (byte_split.h).
+// activations to be split into two bf16 terms or three bytes; 16-bit activations are not affected. `int8` allows
+// activations of all types to be rounded to 8 bits (byte_split.h) or to bf16.
 enum class Precision : int32_t { highest, reduced, int8 };
 
 struct CpuProblem {
