@@ -19,6 +19,9 @@ constexpr int64_t kRoundedBlockRows = 512;
 // An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
 // 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
+// E4M3 has no byte_split kernel. Beside dot products of bf16, AMX was 1.2 to 1.4 times as fast at four rows, 1.0 to 1.2
+// times with groups of 32; at two rows 0.9 to 1.3 times, and at one row slower (same Xeon, two and 16 threads).
+constexpr int64_t kAmxMinRowsE4M3 = 4;
 // With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
 // fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
 // rows on.
@@ -136,7 +139,11 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
   const bool table = problem.code_parts > 1;
   const bool group_16 = problem.group_size < 32;
   const bool float32 = problem.a_type == ElementType::float32;
-  const int64_t min_rows = table ? kAmxTableMinRows : group_16 && float32 ? kAmxMinRowsGroup16Float32 : kAmxMinRows;
+  const bool bf16_codes = problem.a_type == ElementType::bfloat16 && codes_of(problem.format) == Codes::e4m3;
+  const int64_t min_rows = table                     ? kAmxTableMinRows
+                           : group_16 && float32     ? kAmxMinRowsGroup16Float32
+                           : bf16_codes && !group_16 ? kAmxMinRowsE4M3
+                                                     : kAmxMinRows;
   if (problem.M < min_rows) return std::nullopt;
   const bool reduced = problem.precision == Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
@@ -192,8 +199,9 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || (!is_byte_wide(codes) && !planes));
-  // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding.
-  const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3);
+  // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding. One
+  // row has a decoder of its own (e4m3_row.h).
+  const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3 && problem.M > 1);
   if (dot && problem.a_type == ElementType::bfloat16 && (problem.M > 1 || is_byte_wide(codes))) {
     const int64_t panel_rows = is_byte_wide(codes) ? kBytePanelMinRows : kPanelMinRows;
     if (x86 && problem.M >= panel_rows) return {CpuKernel::bf16_dot_panel};
