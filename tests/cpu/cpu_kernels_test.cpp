@@ -178,8 +178,24 @@ void test_large_m(const Machine& machine) {
     c.a_type = ElementType::bfloat16;
     worst = std::max(worst, check_gemm(machine, make(c)));
   }
-  std::printf("%s: gemm, M = 61, 513 and 1030, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
-              worst);
+  for (const auto format : {WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::nvfp4,
+                            WeightFormat::lut4, WeightFormat::uint6, WeightFormat::uint8b128, WeightFormat::mxfp8}) {
+    Case c;
+    c.format = format;
+    c.M = 131;
+    c.N = 45;
+    c.K = 152;
+    c.group_size = format == WeightFormat::nvfp4 ? 16 : 32;
+    c.a_type = ElementType::bfloat16;
+    c.with_bias = c.with_perm = c.rounds = true;
+    c.global_scale = format == WeightFormat::nvfp4 ? 2 : 0;
+    worst = std::max(worst, check_gemm(machine, make(c)));
+    const bool fast = machine.isa == Isa::amx || (machine.isa == Isa::avx512 && machine.fast_bf16_dot);
+    expect(cpu::rounds(plan_of(machine, make(c), Precision::highest).kernel) == fast,
+           [&] { return name(machine) + " " + describe(c) + ": weights are rounded on other machines than expected"; });
+  }
+  std::printf("%s: gemm, M = 61, 131, 513 and 1030, largest error %.3f of the arithmetic bound\n",
+              name(machine).c_str(), worst);
 }
 
 void test_overflow(const Machine& machine) {
