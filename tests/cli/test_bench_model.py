@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
+from tests.support.documented_keys import documented, keys_of
 from tests.support.small_llama import WORDS, save_small_llama
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.cli.models import timing
@@ -50,6 +51,7 @@ def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypa
     assert all(row["spread"] == 0 and len(row["rounds"]) == 3 for row in found["results"])
     assert found["packed"] == {"uint8b128 g128": 2, "lut4 g128": 14}
     assert found["machine"]["device"] == "cpu"
+    assert keys_of(found) == documented("bench MODEL") - {"gpu"}
 
 
 def test_the_table_and_a_wrong_use(folder, device, monkeypatch):
@@ -59,9 +61,14 @@ def test_the_table_and_a_wrong_use(folder, device, monkeypatch):
     assert (done.exit_code, "tg2" in done.stdout, "pp512" in done.stdout) == (0, True, False), done.output
     assert ("predicted" in done.stdout) == (device == "mps")
     assert "layers of uint4 g128" in done.stdout
-    done = CliRunner().invoke(app, ["bench", str(folder), "--shape", "64,64"])
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-    assert "bench MODEL: expected no --shape" in done.stderr
+    for wrong, sentence in (
+        ((str(folder), "--shape", "64,64", "--group-size", "32"), "bench MODEL: expected no --shape and --group-size"),
+        ((str(folder), "--cold-mb", "1"), "bench MODEL: expected no --cold-mb, for products only"),
+        (("--batch", "2", "--no-fuse"), "bench: expected no --batch and --no-fuse, for a model only"),
+    ):
+        done = CliRunner().invoke(app, ["bench", *wrong])
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert sentence in done.stderr
 
 
 @pytest.mark.usefixtures("mps")

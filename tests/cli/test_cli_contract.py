@@ -23,9 +23,9 @@ LINES = {
     "perplexity": (["x", "y"], "device_of"),
     "fit": (["x"], "gpu_memory"),
     "plan": (["8", "64", "64", "--gpu", "M1"], "make_plan"),
-    "profile": (["--gpu", "M1"], "gpu_of"),
+    "profile": (["--gpu", "M1"], "tile_table"),
     "tune": (["--shape", "64,64"], "tune"),
-    "bench": (["--shape", "64,64", "--rows", "1", "--device", "cpu"], "product_of"),
+    "bench": (["--shape", "64,64", "--rows", "1", "--device", "cpu"], "describe_machine"),
     "doctor": ([], "machine"),
 }
 FAILURES = {

@@ -10,6 +10,7 @@ from torch.profiler import profile, record_function
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
 from typer.testing import CliRunner
 
+from tests.support.documented_keys import documented, keys_of
 from tests.support.llama import MODELS, write_gguf
 from tests.support.small_llama import save_small_llama
 from torch_marlin_metal.cli.app import app
@@ -53,7 +54,9 @@ def allocated(first, second) -> int:
 
 
 def test_the_bytes_are_those_of_models_that_are_loaded(folder):
-    found = {row["format"]: row["weight_bytes"] for row in fitted(folder)["formats"]}
+    value = fitted(folder)
+    assert keys_of(value) == documented("fit")
+    found = {row["format"]: row["weight_bytes"] for row in value["formats"]}
     assert list(found) == ["floats", *WEIGHT_FORMATS]
     assert found.pop("floats") == module_bytes(AutoModelForCausalLM.from_pretrained(folder))
     for name in ("uint4", "nvfp4", "lut4"):

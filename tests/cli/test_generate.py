@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.support.documented_keys import documented, keys_of
 from tests.support.llama import MODELS, write_gguf
 from tests.support.small_llama import WORDS, save_small_llama
 from torch_marlin_metal.cli.app import app
@@ -82,6 +83,7 @@ def test_a_chat_keeps_the_conversation_and_its_cache(folder):
     """The second prompt is the template of all messages. What the cache has of it is not computed again."""
     code, out, err = call("generate", folder, "w1 w2", "--chat", "--tokens", NEW, "--json", stdin="\nw3\n")
     assert code == 0, err
+    assert keys_of(json.loads(out)) == documented("generate")
     first, second = json.loads(out)["answers"]
     model = AutoModelForCausalLM.from_pretrained(folder)
     one = plain_loop(model, [1, 2, 0])  # the template ends a user's message with the unknown word

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.support.documented_keys import documented, keys_of
 from tests.support.small_llama import WORDS, save_small_llama
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.integrations.transformers import MarlinConfig, quantizer
@@ -66,6 +68,7 @@ def test_each_measure_is_that_of_a_plain_loop_in_fp64(folder, text, device, monk
         for position in range(CONTEXT // 2, CONTEXT - 1)
     ]
     assert (found["tokens"], found["pieces"]) == (len(next_tokens), 5)
+    assert keys_of(found) == documented("perplexity")
     expected = {}
     for name, one in (("perplexity", q), ("other_perplexity", p)):
         loss, error = mean_and_error(-np.log(one[np.arange(len(one)), next_tokens]))
@@ -90,11 +93,16 @@ def test_a_model_against_itself_and_the_table(folder, text):
 
 
 def test_each_piece_begins_as_the_tokenizer_begins_a_text(tmp_path, text):
-    """A model whose beginning token is the text's first one gets it at the beginning of each piece."""
+    """A tokenizer that puts a token before a text gives it to each piece, in place of the piece's first token."""
     path, ids = text
-    folder = save_small_llama(tmp_path / "begins", bos_token_id=ids[0])
+    folder = save_small_llama(tmp_path / "begins")
+    words = AutoTokenizer.from_pretrained(folder)
+    words.bos_token = "w95"
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="w95 $A", special_tokens=[("w95", 95)])
+    words.save_pretrained(folder)
+    ids = [95, *ids]
     found = json.loads(call(folder, path, "--context", CONTEXT, "--json")[1])
-    changed = [ids[0] if at % CONTEXT == 0 else number for at, number in enumerate(ids)]
+    changed = [95 if at % CONTEXT == 0 else number for at, number in enumerate(ids)]
     p = probabilities(AutoModelForCausalLM.from_pretrained(folder), changed)
     positions = [start + at + 1 for start in range(0, 5 * CONTEXT, CONTEXT) for at in range(CONTEXT // 2, CONTEXT - 1)]
     losses = -np.log(p[np.arange(len(p)), [ids[at] for at in positions]])
@@ -103,12 +111,20 @@ def test_each_piece_begins_as_the_tokenizer_begins_a_text(tmp_path, text):
 
 def test_each_failure_is_one_sentence(folder, tmp_path, text):
     other = save_small_llama(tmp_path / "other", vocab_size=64, tokenizer=False)
+    empty = save_small_llama(tmp_path / "empty")
+    (empty / "model.safetensors").unlink()  # so a load fails
     (tmp_path / "old.txt").write_bytes("wörter".encode("latin-1"))
     for arguments, code, sentence in (
         ((folder, tmp_path / "none.txt"), 3, "none.txt: No such file or directory"),
         ((folder, tmp_path / "old.txt"), 2, "old.txt: expected a text in UTF-8, got 'utf-8' codec can't decode"),
-        ((folder, text[0]), 2, "text.txt: expected at least --context 512 tokens, got 87"),
+        ((folder, text[0]), 2, "text.txt: expected at least 512 tokens, got 87"),
         ((other, text[0], "--context", 16, "--tokenizer", folder), 3, "expected tokens below its vocabulary of 64"),
+        ((empty, text[0], "--context", 16, "--against", tmp_path / "none"), 3, "none: does not exist; a model of the"),
+        (
+            (empty, text[0], "--context", 16, "--dtype", "int8"),
+            2,
+            "--dtype: expected one of float16, bfloat16, float32",
+        ),
         ((folder, text[0], "--context", 16, "--against", other), 3, "expected a vocabulary of 96 tokens as"),
     ):
         found = call(*arguments)

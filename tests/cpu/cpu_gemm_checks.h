@@ -45,8 +45,11 @@ inline cpu::CpuPlan plan_of(const Machine& machine, const Tensors& t, Precision 
 }
 
 // Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. If fp32 activations are
-// split into two bf16 parts, which keep 16 of 24 bits, the error is larger.
+// split into two bf16 parts, which keep 16 of 24 bits, or if weights are rounded, the error is larger. The one part of
+// "int8" keeps 8 bits.
 inline double error_unit(const cpu::CpuPlan& plan, const Tensors& t) {
+  if (cpu::rounds(plan.kernel)) return unit_roundoff(ElementType::bfloat16) + 16 * 0x1p-24;
+  if (plan.kernel == cpu::CpuKernel::amx && plan.parts == 1 && t.c.a_type != ElementType::bfloat16) return 0x1p-8;
   return t.c.a_type == ElementType::float32 && plan.parts == 2 ? 0x1p-17 : 16 * 0x1p-24;
 }
 

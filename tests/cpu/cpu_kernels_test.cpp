@@ -67,6 +67,15 @@ void test_int8(const Machine& machine) {
       ++cases;
     }
   }
+  if (machine.isa == Isa::amx && machine.byte_dot) {
+    Case c;
+    c.M = 12;
+    c.K = c.group_size = 128;
+    c.a_type = ElementType::float32;
+    const Tensors t = make(c);
+    check_gemm(machine, t, Precision::int8);
+    expect(plan_of(machine, t, Precision::int8).parts == 1, [&] { return name(machine) + ": int8: several parts"; });
+  }
   const bool wanted = machine.isa == Isa::neon ? machine.byte_dot : machine.isa != Isa::portable;
   expect(wanted == (cases > 0), [&] { return name(machine) + ": int8: " + std::to_string(cases) + " cases"; });
   std::printf("%s: gemm, activations of 8 bits, %d cases, largest error %.3f of the bound\n", name(machine).c_str(),
@@ -169,8 +178,24 @@ void test_large_m(const Machine& machine) {
     c.a_type = ElementType::bfloat16;
     worst = std::max(worst, check_gemm(machine, make(c)));
   }
-  std::printf("%s: gemm, M = 61, 513 and 1030, largest error %.3f of the arithmetic bound\n", name(machine).c_str(),
-              worst);
+  for (const auto format : {WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::nvfp4,
+                            WeightFormat::lut4, WeightFormat::uint6, WeightFormat::uint8b128, WeightFormat::mxfp8}) {
+    Case c;
+    c.format = format;
+    c.M = 131;
+    c.N = 45;
+    c.K = 152;
+    c.group_size = format == WeightFormat::nvfp4 ? 16 : 32;
+    c.a_type = ElementType::bfloat16;
+    c.with_bias = c.with_perm = c.rounds = true;
+    c.global_scale = format == WeightFormat::nvfp4 ? 2 : 0;
+    worst = std::max(worst, check_gemm(machine, make(c)));
+    const bool fast = machine.isa == Isa::amx || (machine.isa == Isa::avx512 && machine.fast_bf16_dot);
+    expect(cpu::rounds(plan_of(machine, make(c), Precision::highest).kernel) == fast,
+           [&] { return name(machine) + " " + describe(c) + ": weights are rounded on other machines than expected"; });
+  }
+  std::printf("%s: gemm, M = 61, 131, 513 and 1030, largest error %.3f of the arithmetic bound\n",
+              name(machine).c_str(), worst);
 }
 
 void test_overflow(const Machine& machine) {

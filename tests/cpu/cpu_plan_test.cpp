@@ -44,8 +44,8 @@ void test_choices() {
     reduced.precision = Precision::reduced;
     return reduced;
   };
-  auto in_bytes = [&](int64_t M) {
-    CpuProblem rounded = reduced(M);
+  auto in_bytes = [&](int64_t M, WeightFormat format = WeightFormat::uint4b8) {
+    CpuProblem rounded = reduced(M, format);
     rounded.precision = Precision::int8;
     return rounded;
   };
@@ -55,7 +55,21 @@ void test_choices() {
     coded.group_size = group_size;
     return coded;
   };
+  auto rounding = [](int64_t M, ElementType a_type) {
+    CpuProblem rounding = problem(M, 4096, 4096, a_type);
+    rounding.rounds = true;
+    return rounding;
+  };
+  CpuProblem rounding_table = rounding(128, bfloat16);
+  rounding_table.format = WeightFormat::lut4;
+  rounding_table.code_parts = 3;
   const Row rows[] = {
+      {kZen4, rounding(127, bfloat16), "bf16_dot_panel parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, rounding(128, bfloat16), "bf16_dot_rounded parts=1 strip=32 tasks=1x2x1"},
+      {kZen4, rounding(128, float16), "byte_split parts=1 strip=32 tasks=1x2x1"},
+      {kXeon, rounding(128, bfloat16), "amx_rounded parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, rounding_table, "amx_rounded parts=1 strip=32 tasks=1x16x1"},
+      {kAppleM2, rounding(128, bfloat16), "bf16_dot parts=1 strip=8 tasks=1x4x1"},
       {{Isa::portable, false, 1}, problem(1, 64, 64, float32), "small_m parts=1 strip=8 tasks=1x1x1"},
       {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float32), "small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx2, false, 2}, problem(1, 4096, 4096, float16), "byte_split_avx2 parts=1 strip=32 tasks=1x1x2"},
@@ -112,7 +126,9 @@ void test_choices() {
       {kXeon, coded(4, WeightFormat::uint8b128, 128), "byte_split parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::uint6b32, 128), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(5, WeightFormat::uint8b128, 128), "amx parts=1 strip=32 tasks=1x16x1"},
-      {kXeon, coded(4, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, coded(1, WeightFormat::mxfp8, 32), "small_m parts=1 strip=64 tasks=1x4x4"},
+      {kXeon, coded(3, WeightFormat::mxfp8, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x16x1"},
+      {kXeon, coded(4, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(16, WeightFormat::mxfp8, 32), "amx parts=1 strip=32 tasks=1x16x1"},
       {kXeon, coded(17, WeightFormat::mxfp8, 32), "amx_scaled parts=1 strip=32 tasks=1x16x1"},
       {kZen4, coded(1, WeightFormat::uint8b128, 32), "bf16_dot_small_m parts=1 strip=64 tasks=1x1x2"},
@@ -141,7 +157,9 @@ void test_choices() {
       {kZen4, in_bytes(1), "byte_split_small_m parts=1 strip=64 tasks=1x1x2"},
       {kZen4, in_bytes(4), "int8_small_m parts=1 strip=64 tasks=1x2x1"},
       {kXeon, in_bytes(1), "int8_small_m parts=1 strip=64 tasks=1x4x4"},
-      {kXeon, in_bytes(5), "int8 parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, in_bytes(11), "int8 parts=1 strip=32 tasks=1x16x1"},
+      {kXeon, in_bytes(12), "amx parts=1 strip=32 tasks=1x16x1"},
+      {{Isa::avx2, false, 2}, in_bytes(1, WeightFormat::uint8b128), "small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx512, false, 2}, in_bytes(1), "int8_avx2_small_m parts=1 strip=32 tasks=1x1x2"},
       {{Isa::avx2, false, 2, true}, in_bytes(2), "int8_avx2 parts=1 strip=16 tasks=1x1x2"},
       {kAppleM1, reduced(1), "byte_split_small_m parts=1 strip=16 tasks=1x1x4"},
@@ -280,7 +298,9 @@ void test_shapes() {
     check_kernel(dot->small_m, kernel_shape(dotting, CpuKernel::bf16_dot_small_m), "bf16_dot_small_m");
     check_kernel(dot->large_m, kernel_shape(dotting, CpuKernel::bf16_dot), "bf16_dot");
     if (dotting == Isa::avx512)
-      check_kernel(dot->panel, kernel_shape(dotting, CpuKernel::bf16_dot_panel), "bf16_dot_panel");
+      for (const auto& [kernel, of, name] : {std::tuple{dot->panel, CpuKernel::bf16_dot_panel, "bf16_dot_panel"},
+                                             std::tuple{dot->rounded, CpuKernel::bf16_dot_rounded, "bf16_dot_rounded"}})
+        check_kernel(kernel, kernel_shape(dotting, of), name);
   }
   if (const ByteSplitKernels* split = avx2_byte_split_kernels()) {
     check_kernel(split->small_m, kernel_shape(Isa::avx2, CpuKernel::byte_split_avx2), "byte_split_avx2", kSplit);
@@ -304,6 +324,8 @@ void test_shapes() {
       check_kernel(tiles->scaled, kernel_shape(Isa::amx, CpuKernel::amx_scaled), "amx_scaled",
                    {Codes::integer, Codes::e2m1, Codes::table, Codes::e4m3});
       check_kernel(tiles->table, kernel_shape(Isa::amx, CpuKernel::amx_table), "amx_table");
+      if (parts == 1)
+        check_kernel(tiles->rounded, kernel_shape(Isa::amx, CpuKernel::amx_rounded), "amx_rounded", kEvery);
     }
   }
 }

@@ -168,6 +168,7 @@ struct Case {
   int64_t row_stride = -1;  // -1 stands for K
   bool positive = false;
   uint32_t seed = 0;
+  bool rounds = false;  // allows rounded weights
 };
 
 inline int64_t bits_of_code(WeightFormat format) {
@@ -288,8 +289,10 @@ struct Tensors {
             reinterpret_cast<const float*>(lut.data())};
   }
   GemmArguments arguments(void* out) const {
-    return {packed(),    c.M,         a.data(), c.a_type, row_stride, perm.empty() ? nullptr : perm.data(),
-            bias.data(), bias.type(), out};
+    GemmArguments made{packed(),    c.M,         a.data(), c.a_type, row_stride, perm.empty() ? nullptr : perm.data(),
+                       bias.data(), bias.type(), out};
+    made.rounds = c.rounds;
+    return made;
   }
 };
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.models import same
 from tests.support.programs import run_python
-from torch_marlin_metal import MarlinLinear, quantize_model
+from torch_marlin_metal import MarlinLinear, gemm, quantize_model
 from torch_marlin_metal.checkpoints.card import CARD
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
@@ -209,3 +209,20 @@ def test_wrong_arguments_are_refused(floats, config, message) -> None:
         Flux.from_pretrained(floats, quantization_config=config)
     with pytest.raises(ValueError, match=r"expected cpu or mps, got .*meta"):
         Flux.from_pretrained(floats, quantization_config=MarlinConfig("uint4", 32), device_map={"": "meta"})
+
+
+def test_layers_round_weights_as_those_of_diffusers_do(tmp_path) -> None:
+    model = transformer()
+    exact = torch.nn.Sequential(transformer().proj_out)
+    quantize_model(exact, "uint4b8", 16, progress=False)
+    quantize_model(model, "uint4b8", 16, progress=False)
+    model.save_pretrained(tmp_path)
+    for one in (model, Flux.from_pretrained(tmp_path, quantization_config=MarlinConfig(fuse=True))):
+        layers = [module for module in one.modules() if isinstance(module, MarlinLinear)]
+        assert layers
+        assert all(layer.rounds_weights for layer in layers)
+    rows = torch.randn(128, exact[0].in_features).bfloat16()
+    given = exact[0].to_packed()
+    assert torch.equal(model.proj_out(rows), gemm(rows, given, variant="two_pass"))
+    assert torch.equal(exact(rows), gemm(rows, given))
+    assert not exact[0].rounds_weights

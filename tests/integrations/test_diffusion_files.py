@@ -151,6 +151,25 @@ def test_a_file_makes_the_image_on_mps(name, kind, tmp_path, mps) -> None:
     assert {held.device.type for layer in packed(model).values() for held in layer.buffers()} == {"cpu"}
 
 
+EVERY = [*dict.fromkeys(kind for kinds in FILES.values() for kind in kinds)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("where", ["cpu", "mps"])
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind if isinstance(kind, str) else "-".join(kind))
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_of_every_family_makes_the_image(name, kind, where, tmp_path, request) -> None:
+    family, file = write(tmp_path, name, kind)
+    exact = file.reference(family)
+    device = request.getfixturevalue("mps") if where == "mps" else "cpu"
+    model = by_single_file(family, file).to(device)
+    checked = Checked(model, exact)
+    quality = psnr(image(family, model, device), image(family, exact))
+    print(f"{name}, {kind}, {where}: {checked.products} products in the bound, PSNR {quality:.0f} dB")
+    assert quality > LEAST
+    assert checked.products
+
+
 def test_layers_of_diffusers_are_taken_over_in_memory(tmp_path) -> None:
     family, file = write(tmp_path, "wan", ("Q4_K", "Q6_K", "Q2_K", "Q5_0", "IQ4_NL"))
     config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16)

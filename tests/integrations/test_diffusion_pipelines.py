@@ -3,14 +3,18 @@
 import warnings
 from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import T5EncoderModel
 
+import torch_marlin_metal as tmm
 from examples import diffusion
 from tests.support import gguf_models
-from tests.support.diffusion_files import psnr
+from tests.support.diffusion_files import FAMILIES, PREFIX, flux_of_any_width, psnr, write_gguf, write_safetensors
 from torch_marlin_metal import MarlinLinear, load_quantized
+from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = diffusion.SIZES["joint_attention_dim"]
@@ -87,3 +91,44 @@ def test_a_text_encoder_of_a_gguf_file_encodes_the_prompt(transformer, tmp_path)
         images.append(image(pipe, prompt_embeds=embeds))
     other = image(pipe, prompt_embeds=torch.zeros(1, 8, WIDTH))
     assert psnr(*images) > 80 > psnr(other, images[1])
+
+
+@pytest.mark.parametrize(("kind", "count"), [(("Q4_K", "Q8_0"), 27), ("comfy", 28), (None, 0)])
+def test_a_pipeline_of_a_single_file_has_a_packed_transformer(kind, count, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    family, pipes = FAMILIES["flux"], tmp_path / "pipeline"
+    with flux_of_any_width():
+        whole = diffusion.pipeline(family.model())
+        whole.save_pretrained(pipes)
+        if isinstance(kind, tuple):
+            file = write_gguf(tmp_path / "file", family, kind)
+        else:
+            file = write_safetensors(tmp_path / "file", family, "comfy", PREFIX)
+        if kind == "comfy":  # another model of the file
+            tensors = load_file(file.path) | {"vae.decoder.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
+            save_file(tensors, file.path)
+        if kind is None:
+            save_file({PREFIX + name: tensor.contiguous() for name, tensor in file.decoded.items()}, file.path)
+        parts = diffusion.WITHOUT | {"vae": whole.vae}
+        pipe = diffusers.FluxPipeline.from_single_file(str(file.path), config=str(pipes), **parts)
+        alone = family.cls.from_single_file(str(file.path), config=str(file.config))
+    assert len(packed(pipe.transformer)) == len(packed(alone)) == count
+    held = alone.state_dict()
+    assert pipe.transformer.state_dict().keys() == held.keys()
+    assert all(torch.equal(tensor, held[name]) for name, tensor in pipe.transformer.state_dict().items())
+
+
+def test_scales_of_text_encoders_that_diffusers_would_ignore_are_refused(tmp_path) -> None:
+    file = write_safetensors(tmp_path, FAMILIES["flux"], "comfy", PREFIX)
+    name = "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.k"
+    lost = {f"{name}.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), f"{name}.scale_weight": torch.ones(1)}
+    save_file(load_file(file.path) | lost, file.path)
+    with pytest.raises(CheckpointError, match=rf"without scales, got '{name}.scale_weight'.*pass the text encoders"):
+        diffusers.FluxPipeline.from_single_file(str(file.path), config=str(tmp_path), vae=None)
+
+
+@pytest.mark.parametrize("op", [tmm.quantize_model, tmm.convert.replace_linear_layers, load_quantized])
+def test_a_pipeline_in_place_of_a_model_is_an_error_that_names_its_models(op, tmp_path) -> None:
+    pipe = diffusion.pipeline(diffusion.FluxTransformer2DModel(**diffusion.SIZES))
+    with pytest.raises(TypeError, match=rf"{op.__name__}: model: expected .*, got FluxPipeline: .* vae, transformer"):
+        op(pipe, *([tmp_path] if op is load_quantized else []))

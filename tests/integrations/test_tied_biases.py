@@ -12,7 +12,7 @@ from torch_marlin_metal import MarlinLinear, load_quantized, quantize_model
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.convert import open_reader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
-from torch_marlin_metal.load.door import Door
+from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.quantized import load_all
 from torch_marlin_metal.parallel import MarlinColwiseParallel, SplitPlan
@@ -110,7 +110,7 @@ def test_a_skipped_layer_keeps_its_bias_tied(make, inner, outer, stored, tmp_pat
 def test_a_layer_with_a_tied_bias_is_not_split(make, inner, outer, stored, tmp_path) -> None:
     saved(make, tmp_path)
     plan = SplitPlan(SimpleNamespace(ndim=1), {inner.removesuffix(".bias"): MarlinColwiseParallel()})
-    with pytest.raises(TypeError, match=r"decoder': expected .* or whose bias is tied"):
+    with pytest.raises(TypeError, match=r"decoder': expected .* or has a tied bias"):
         load_quantized(make(), tmp_path, split=plan, progress=False)
 
 
@@ -118,6 +118,6 @@ def test_a_bias_that_is_tied_in_the_model_and_by_the_door_is_one_tensor(tmp_path
     make, inner, outer, _ = FLAVA
     saved(make, tmp_path)
     model = make()
-    door = Door(op="", find=str, ties=shared_weights(model), bias_ties={outer: inner}, progress=False)
+    door = Caller(op="", find=str, ties=shared_weights(model), bias_ties={outer: inner}, progress=False)
     load_all(model, open_reader(tmp_path), door)
     assert model.get_parameter(inner) is model.get_parameter(outer)

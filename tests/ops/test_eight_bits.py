@@ -139,6 +139,19 @@ def test_nan_codes_reach_their_column_and_no_other(weight_format, code, device):
     assert torch.isnan(dense).nonzero().tolist() == [[42, column]]
 
 
+@pytest.mark.parametrize("M", [1, 3])
+def test_products_of_e4m3_keep_their_bits_down_to_2_to_the_minus_118(M):
+    """As docs/use/operators.md says. 0x38 is 1, and one activation is not 0, so nothing is rounded."""
+    words = torch.full((8, 16), 0x38383838, dtype=torch.int32)
+    scales = torch.full((1, 16), 2.0**100)
+    for exponent in (-118, -124):
+        a = torch.zeros(M, 32)
+        a[:, 5] = (1 + 2.0**-23) * 2.0**exponent
+        result = OPS.gemm(a, words, scales, weight_format="float8_e4m3", group_size=32)
+        lost = 0 if exponent == -118 else 2.0**-126 * 2.0**100
+        assert (result.double() - a[:, 5:6].double() * 2.0**100).abs().max() <= lost
+
+
 @pytest.mark.parametrize("K", [8, 16, 40, 264])
 @pytest.mark.parametrize("code_bits", [5, 6])
 def test_planes_hold_every_code(code_bits, K):

@@ -9,11 +9,11 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import reference
 from torch_marlin_metal.integrations.peft import prepare_for_training
-from torch_marlin_metal.layers.linear import ROUNDED_ROWS
 
 OPS = torch.ops.torch_marlin_metal
 
-K, N = 1024, 2200  # in parts of 2048 columns; the last part is narrow
+K, N = 1024, 2200  # the last strip of 32 columns is narrow
+ROUNDED_ROWS = 128
 DTYPE = torch.bfloat16
 IS_FAST = tmm.cpu_capability().isa == "amx" or "avx512_bf16" in tmm.cpu_capability().features
 
@@ -22,13 +22,16 @@ def activations(rows: int) -> torch.Tensor:
     return torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(DTYPE)
 
 
-@pytest.mark.parametrize("variant_of_format", ["uint4", "uint4_bias", "nvfp4", "mxfp4", "lut4", "lut4 act-order bias"])
+@pytest.mark.parametrize(
+    "variant_of_format",
+    ["uint4", "uint4_bias", "nvfp4", "mxfp4", "uint6", "uint8b128", "float8_e4m3", "lut4", "lut4 act-order bias"],
+)
 def test_values_are_within_the_documented_bound(variant_of_format):
     name, *extras = variant_of_format.split()
     group_size = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
     options = {"global_scale_shape": (-1,)} if name == "nvfp4" else {}
     weight = reference.make_weight(name, K, N, group_size, **options)
-    a, exact = activations(3), weight.exact
+    a, exact = activations(ROUNDED_ROWS), weight.exact
     bias = None
     if extras:
         perm = np.random.default_rng(0).permutation(K).astype(np.int32)

@@ -120,6 +120,7 @@ void check_decisions() {
     const size_t units = row.kernel == GemmVariant::gemv ? 8 : row.kernel == GemmVariant::fused ? 4 : 2;
     for (size_t i = 0; i < units; ++i)
       expect(row.product.at(i) > 0, "registers of each block");
+    if (row.kernel == GemmVariant::tensor) continue;  // its form for experts needs as many
     for (size_t i = 0; i < rules_of(row.kernel).expert_tiles.size(); ++i)
       expect(row.experts.at(i) > 0, "registers of the kernels for experts");
   }

@@ -37,6 +37,7 @@ GroupSize = Annotated[
 Dtype = Annotated[str, typer.Option(help="Dtype of the activations: float16, bfloat16 or float32.")]
 Shapes = Annotated[list[str] | None, typer.Option("--shape", help="N,K of a weight; may be repeated.")]
 Rows = Annotated[list[int] | None, typer.Option(min=1, help="M, rows of the activations; may be repeated.")]
+ColdMb = Annotated[int | None, typer.Option(min=1, help="MB of clones of weights, so that caches stay cold (256).")]
 Device = Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from torch_marlin_metal.cli.arguments import Device, GroupSize, Rows, Shapes, device_of, floating, product_of
+from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.models import timing
 from torch_marlin_metal.cli.models.opened import Fuse, Opened
 from torch_marlin_metal.cli.output import DONE, Json, progress_bar, show
@@ -32,21 +32,19 @@ def bench(
     model: Annotated[
         Path | None, typer.Argument(help="A model, as `generate` takes it; without it, products are timed.")
     ] = None,
-    shape: Shapes = None,
-    rows: Rows = None,
+    shape: arguments.Shapes = None,
+    rows: arguments.Rows = None,
     weight_format: Annotated[
         str | None, typer.Option(help="uint4b8 ...; a model of floats is quantized only with this option.")
     ] = None,
-    group_size: GroupSize = None,
+    group_size: arguments.GroupSize = None,
     dtype: Annotated[str | None, typer.Option(help="By default float16, or the model's own.")] = None,
-    device: Device = None,
-    variant: Annotated[str, typer.Option(help="all: every variant of this package, beside the peak rates.")] = "auto",
+    device: arguments.Device = None,
+    variant: Annotated[str | None, typer.Option(help="all: every variant of this package, and the peak rates.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
     ] = None,
-    cold_mb: Annotated[
-        int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
-    ] = 256,
+    cold_mb: arguments.ColdMb = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens of a prompt (512).")] = None,
     new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one (128).")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once (1).")] = None,
@@ -63,11 +61,14 @@ def bench(
     `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
     the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
     """
-    chosen = device_of(device)
+    chosen = arguments.device_of(device)
     machine = describe_machine(chosen)
+    products = {"shape": shape, "rows": rows, "group-size": group_size, "variant": variant, "cold-mb": cold_mb}
+    models = {"prompt-tokens": prompt_tokens, "new-tokens": new_tokens, "batch": batch, "no-fuse": not fuse}
+    if wrong := [f"--{name}" for name, given in (models if model is None else products).items() if given]:
+        kind, owner = ("bench", "a model") if model is None else ("bench MODEL", "products")
+        raise ValueError(f"{kind}: expected no {' and '.join(wrong)}, for {owner} only")
     if model is not None:
-        if shape or rows or variant != "auto":
-            raise ValueError("bench MODEL: expected no --shape, --rows and --variant, which are for products")
         loaded = Opened.of(model, chosen, dtype, weight_format, fuse)
         prompts, singles = ([], []) if prompt_tokens or new_tokens else ([timing.PROMPT], [timing.NEW])
         sizes = (prompt_tokens or prompts, new_tokens or singles, batch or [timing.BATCH])
@@ -76,22 +77,23 @@ def bench(
         show({"machine": machine, **loaded.described(), "results": speeds}, shown, as_json)
         return DONE
     rounds, dtype, weight_format = rounds or ROUNDS, dtype or "float16", weight_format or "uint4b8"
+    variant, cold_bytes = variant or "auto", (cold_mb or 256) * 10**6
     if variant not in ("auto", "all") or (variant == "all" and chosen != "mps"):
         raise ValueError(f"--variant: expected auto, or all on mps, got {variant!r} on {chosen}")
-    element = floating(dtype)
-    products = [product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
+    element = arguments.floating(dtype)
+    timed = [arguments.product_of("bench", text, weight_format, group_size, dtype) for text in shape or SHAPES]
     results: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     numbers = sorted(set(rows or ROWS))
-    with progress_bar(len(products) * len(numbers), "product", as_json) as bar:
-        for product in products:
+    with progress_bar(len(timed) * len(numbers), "product", as_json) as bar:
+        for product in timed:
             weight = product.make_weight(chosen)
             for M in numbers:
                 a = torch.randn(M, product.K, dtype=element, device=chosen)
                 if variant == "all":
-                    found = _variant_row(product, weight, a, rounds, cold_mb * 10**6)
+                    found = _variant_row(product, weight, a, rounds, cold_bytes)
                 else:
-                    found, absent = _row(weight, a, rounds, cold_mb * 10**6)
+                    found, absent = _row(weight, a, rounds, cold_bytes)
                     missing |= absent
                 results.append({**vars(product), "M": M, **found})
                 bar.update()

@@ -8,18 +8,7 @@ import torch
 import typer
 from rich.console import Group
 
-from torch_marlin_metal.cli.arguments import (
-    Cores,
-    Dtype,
-    Format,
-    Gpu,
-    GroupSize,
-    Rows,
-    Shapes,
-    floating,
-    gpu_of,
-    shape_of,
-)
+from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.gpu.measured import measure_gpu
 from torch_marlin_metal.gpu.profiling.tiles import Choice
@@ -28,13 +17,13 @@ from torch_marlin_metal.profiling import roofline, selection_guide, tile_table
 
 
 def profile(
-    gpu: Gpu = None,
-    cores: Cores = None,
-    shape: Shapes = None,
-    rows: Rows = None,
-    weight_format: Format = "uint4b8",
-    group_size: GroupSize = None,
-    dtype: Dtype = "float16",
+    gpu: arguments.Gpu = None,
+    cores: arguments.Cores = None,
+    shape: arguments.Shapes = None,
+    rows: arguments.Rows = None,
+    weight_format: arguments.Format = "uint4b8",
+    group_size: arguments.GroupSize = None,
+    dtype: arguments.Dtype = "float16",
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this file.")] = None,
     measured: Annotated[bool, typer.Option("--measure", help="Also measure this Mac's rates.")] = False,
     as_json: Json = False,
@@ -46,9 +35,9 @@ def profile(
     """
     if measured and (gpu is not None or not torch.backends.mps.is_available()):
         raise ValueError(f"profile: --measure: expected a Mac's GPU and no --gpu, got --gpu {gpu}")
-    found = gpu_of("profile", gpu, cores)
-    element = floating(dtype)
-    shapes = [shape_of(text) for text in shape or ["4096,4096", "4096,14336"]]
+    found = arguments.gpu_of("profile", gpu, cores)
+    element = arguments.floating(dtype)
+    shapes = [arguments.shape_of(text) for text in shape or ["4096,4096", "4096,14336"]]
     products = [(M, N, K) for N, K in shapes for M in rows or [1, 4, 8, 16, 32, 128, 1024]]
     tiles = tile_table(found, element)
     roof = roofline(found, products, weight_format=weight_format, group_size=group_size, dtype=element)

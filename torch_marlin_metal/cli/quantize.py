@@ -4,9 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from torch import Tensor
 
 from torch_marlin_metal.cli import arguments
 from torch_marlin_metal.cli.convert import write
@@ -52,7 +50,8 @@ def quantize(
     if calibration is not None:
         if memory is None:
             raise ValueError("--calibration: expected --memory with it, which says how much the text may spend")
-        ids = _pieces(source, calibration).to(arguments.device_of(device))
+        words = opened.open_tokenizer(source, None)
+        ids = opened.read_pieces("--calibration", calibration, words, TOKENS, PIECES).to(arguments.device_of(device))
         model = opened.Opened.of(source, str(ids.device.type), None, None, fuse=False).model
         fit = quantize_model(model, *how, memory=memory, calibration=ids, progress=False, atomic=False, **choice).fit
         choice["chosen"], memory = fit and fit.chosen(), None
@@ -75,13 +74,3 @@ def quantize(
         text += f"\n{human_size(rest)} of matrices stay in floats ({share:.0%}): {largest}"
     show(value, text, as_json)
     return DONE
-
-
-def _pieces(source: Path, text: Path) -> Tensor:
-    """Returns the token ids of the pieces of a text, int64 `[pieces, TOKENS]`."""
-    ids = opened.open_tokenizer(source, None)(opened.read_text("--calibration", text), add_special_tokens=False)[
-        "input_ids"
-    ]
-    if len(ids) < TOKENS:
-        raise ValueError(f"--calibration: {text}: expected at least {TOKENS} tokens, got {len(ids)}")
-    return torch.tensor(ids[: len(ids) // TOKENS * TOKENS], device="cpu").view(-1, TOKENS)[:PIECES]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from torch_marlin_metal import tuning
-from torch_marlin_metal.cli.arguments import Dtype, Format, GroupSize, Rows, Shapes, floating, product_of
+from torch_marlin_metal.cli.arguments import ColdMb, Dtype, Format, GroupSize, Rows, Shapes, floating, product_of
 from torch_marlin_metal.cli.output import DONE, Json, show
 from torch_marlin_metal.gpu.tuning.tuner import ROWS
 from torch_marlin_metal.printing import table
@@ -22,9 +22,7 @@ def tune(
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
     output: Annotated[Path | None, typer.Option(help="The file; by default the one that later processes read.")] = None,
-    cold_mb: Annotated[
-        int, typer.Option(min=1, help="MB of weight clones to cycle through, so that caches stay cold.")
-    ] = 256,
+    cold_mb: ColdMb = None,
     as_json: Json = False,
 ) -> int:
     """Times the planner's candidates on this machine's GPU, for the products of a checkpoint or for given shapes.
@@ -39,7 +37,7 @@ def tune(
     if not products:
         raise ValueError("tune: expected a checkpoint with layers of ours, or --shape N,K")
     chosen_rows = sorted(set(rows)) if rows else ROWS
-    found = tuning.tune(products, rows=chosen_rows, cold_bytes=cold_mb * 10**6, progress=not as_json)
+    found = tuning.tune(products, rows=chosen_rows, cold_bytes=(cold_mb or 256) * 10**6, progress=not as_json)
     path = tuning.save(found, output)
     rows_shown, changed = [], 0
     for entry in found.ranges:
@@ -55,11 +53,7 @@ def tune(
         right=("M", "us", "times faster"),
         caption=f"{changed} of {len(found.ranges)} choices differ from the planner's; written to {path}",
     )
-    value = {
-        "machine": vars(found.machine),
-        "path": str(path),
-        "changed": changed,
-        "ranges": [{**vars(entry), "product": vars(entry.product)} for entry in found.ranges],
-    }
+    ranges = [{**vars(entry), "product": vars(entry.product)} for entry in found.ranges]
+    value = {"machine": vars(found.machine), "path": str(path), "changed": changed, "ranges": ranges}
     show(value, shown, as_json)
     return DONE

@@ -208,5 +208,6 @@ def _fuse(layers: list[MarlinLinear]) -> _Group:
     scaled = [weight.global_scale is not None and weight.global_scale.numel() > 1 for weight in weights]
     whole = replace(joined(weights), bias=torch.cat(biases) if biases else None)
     layer = MarlinLinear.from_packed(whole, dtype=layers[0].dtype)
+    layer.rounds_weights = all(one.rounds_weights for one in layers)
     layer.activations = layers[0].activations
     return _Group(layer.train(layers[0].training), [weight.N for weight in weights], scaled)

@@ -12,8 +12,6 @@ from torch_marlin_metal.layers.weight_info import WeightInfo
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, operator_arguments
 from torch_marlin_metal.quantize.weight import quantize_weight
 
-ROUNDED_ROWS = 128  # with fewer rows, decoding the weight costs as much as the faster product saves
-
 _gemm = torch.ops.torch_marlin_metal.gemm.default
 _gemm_fp32 = torch.ops.torch_marlin_metal.gemm_fp32.default
 
@@ -50,7 +48,8 @@ class MarlinLinear(PackedLayer):
     """
 
     product_dtype: torch.dtype | None = None  # dtype of all products on mps; None means the activations' dtype
-    rounds_in_training = False  # see prepare_for_training
+    rounds_weights = False  # whether products of bf16 on CPUs may round the weight to bf16, as models of diffusers do
+    rounds_in_training = False  # the same in training mode, see prepare_for_training
     activations: str | None = None  # see set_activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
 
@@ -170,13 +169,13 @@ class MarlinLinear(PackedLayer):
 
     def forward(self, a: Tensor) -> Tensor:
         """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
-        is_rounded = self.rounds_in_training and self.training and a.device.type == "cpu"
+        rounds = self.rounds_weights or (self.rounds_in_training and self.training)
         # This is self._arguments(self.bias) without the call.
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
-        if is_rounded and a.numel() >= ROUNDED_ROWS * self.in_features:
-            named["variant"] = "two_pass"
         if self.activations is not None:
             named["activations"] = self.activations
+        elif rounds and a.device.type == "cpu":
+            named["variant"] = "two_pass"
         result: Tensor = _gemm(a, *tensors, **named)
         return result
 

@@ -18,7 +18,8 @@ from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import Rename, namer
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.models.report import Report, module_bytes
-from torch_marlin_metal.models.savers import let_it_save
+from torch_marlin_metal.models.savers import let_it_save, round_as_diffusers
+from torch_marlin_metal.models.swap import check_module
 from torch_marlin_metal.patterns import Filter, NameFilter
 
 OP = "load_quantized"
@@ -94,6 +95,7 @@ def load_quantized(
         >>> model.up
         MarlinLinear(in_features=64, out_features=24, bias=False, weight_format=uint4, group_size=32, scales=float16)
     """
+    check_module(OP, model)
     given = options or ReadOptions(gguf_names="hf")
     reader = open_converted(model, path, given, **fields) if rename is None else None
     reader = reader or open_reader(path, given, **fields)
@@ -112,6 +114,7 @@ def load_quantized(
     )
     report = load_all(model, reader, caller, split, fuse)
     let_it_save(OP, model)
+    round_as_diffusers(model)
     return report
 
 

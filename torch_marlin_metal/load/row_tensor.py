@@ -91,21 +91,26 @@ class RowTensor(Tensor):
         return [cls.of(part, first.shape[1], first.table) for part in made]
 
 
-def stand_ins(reader: CheckpointReader) -> dict[str, Tensor]:
+def stand_ins(reader: CheckpointReader, inside: str = "") -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint by name, with stand-ins for the weights of packed layers.
 
-    All other tensors are read. Those of 8-bit floats become bf16, which holds their values.
+    All other tensors are read. Those of 8-bit floats become bf16, which holds their values. Tensors whose names do not
+    begin with `inside` are left out.
     """
     sizes = [reader.sizes(index) for index in range(len(reader))]
     starts = torch.tensor([0, *accumulate(N for N, _ in sizes)], device="cpu")
     table = RowTable(reader, starts)
     state: dict[str, Tensor] = {}
     for index, name in enumerate(reader.layer_names):
+        if not name.startswith(inside):
+            continue
         rows = torch.arange(int(starts[index]), int(starts[index + 1]), device="cpu")
         state[reader.weight_name(index)] = RowTensor.of(rows, sizes[index][1], table)
         if (bias := reader.bias(index)) is not None:
             state[f"{name}.bias"] = bias
     for name, read, dtype in reader.others():
+        if not name.startswith(inside):
+            continue
         state[name] = read().view(FLOAT8[dtype]).bfloat16() if dtype in FLOAT8 else read()
     return state
 

@@ -24,8 +24,8 @@ from torch_marlin_metal.models.linear_layers import (
 )
 from torch_marlin_metal.models.reasons import KEPT, shared_with_others, why_not_quantized
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
-from torch_marlin_metal.models.savers import let_it_save
-from torch_marlin_metal.models.swap import Target, find_targets, swap
+from torch_marlin_metal.models.savers import let_it_save, round_as_diffusers
+from torch_marlin_metal.models.swap import Target, check_module, find_targets, swap
 from torch_marlin_metal.models.widths import fitted, liked, rows_of
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 from torch_marlin_metal.patterns import Filter, selects
@@ -129,6 +129,7 @@ def quantize_model(
         >>> model[0]
         MarlinLinear(in_features=256, out_features=512, bias=True, weight_format=uint4, group_size=64, scales=float16)
     """
+    check_module("quantize_model", model)
     recipe = Recipe(weight_format, group_size, method, vocabulary_format, options)
     tables, heads = vocabulary_of(model, vocabulary_format)
 
@@ -208,6 +209,7 @@ def quantize_model(
         check_coverage("quantize_model", Report(title, plan))
     let_it_save("quantize_model", model)
     report = swap(model, targets, convert, title, atomic=atomic, progress=progress)
+    round_as_diffusers(model)
     report.layers += left
     report.fit = fit
     return report
@@ -266,6 +268,7 @@ def replace_linear_layers(
     gptq_zeros_rule = gptq_zeros_rule if rule is None else rule
     check_choice("replace_linear_layers: gptq_version", gptq_version, (None, 1, 2))
     check_choice("replace_linear_layers: gptq_zeros_rule", gptq_zeros_rule, get_args(ZerosRule))
+    check_module("replace_linear_layers", model)
     targets = find_targets("replace_linear_layers", model, is_packed_linear, include, exclude)
     config = _quantization_config(model)
     reasons = shared_with_others(model, targets)
@@ -297,6 +300,7 @@ def replace_linear_layers(
     ]
     let_it_save("replace_linear_layers", model)
     report = swap(model, targets, convert, "replace packed layers", atomic=atomic, progress=progress)
+    round_as_diffusers(model)
     report.layers += experts + unread
     return report
 

@@ -1,5 +1,7 @@
 """Lets models of transformers, diffusers and sentence-transformers save packed layers, and peft add adapters to them.
 
+Layers of diffusers' models also round weights as diffusers' own layers do.
+
 For each library, a module in `integrations` does this. When a model of the library is quantized in memory or filled by
 `load_quantized`, nothing else imports that module, so the functions here import it by its name. The import goes against
 the order of the folders: `models` is otherwise independent of `integrations`.
@@ -9,6 +11,8 @@ import importlib
 import warnings
 
 from torch import nn
+
+from torch_marlin_metal.layers.linear import MarlinLinear
 
 # The base class of a library's models -> the library, and the module that is imported for it.
 SAVERS = {
@@ -21,10 +25,22 @@ SAVERS = {
 def let_it_save(op: str, model: nn.Module) -> None:
     """Lets `save_pretrained` of a model, or of its submodels, write packed layers, and lets peft find them."""
     importlib.import_module("torch_marlin_metal.integrations.with_peft").start()
-    bases = {base for module in model.modules() for base in type(module).__mro__}
     for name, (library, integration) in SAVERS.items():
-        if any(base.__name__ == name and base.__module__.split(".")[0] == library for base in bases):
+        if any(_is_of(module, name, library) for module in model.modules()):
             try:
                 importlib.import_module(integration)
             except ImportError as error:
                 warnings.warn(f"{op}: what this model's save_pretrained writes cannot be loaded: {error}", stacklevel=3)
+
+
+def round_as_diffusers(model: nn.Module) -> None:
+    """Lets the packed layers of diffusers' models round weights to bf16, see `MarlinLinear.rounds_weights`."""
+    for module in model.modules():
+        if _is_of(module, "ModelMixin", "diffusers"):
+            for layer in module.modules():
+                if isinstance(layer, MarlinLinear):
+                    layer.rounds_weights = True
+
+
+def _is_of(module: nn.Module, name: str, library: str) -> bool:
+    return any(base.__name__ == name and base.__module__.split(".")[0] == library for base in type(module).__mro__)

@@ -36,6 +36,15 @@ class Target:
         return self.names[0]
 
 
+def check_module(op: str, model: object) -> None:
+    """Refuses what is no module, such as a pipeline of diffusers, with the names of its models."""
+    if isinstance(model, nn.Module):
+        return
+    parts = [name for name, part in getattr(model, "components", {}).items() if isinstance(part, nn.Module)]
+    advice = f": pass its models, one by one: {', '.join(parts)}" if parts else ""
+    raise TypeError(f"{op}: model: expected an nn.Module, got {type(model).__name__}{advice}")
+
+
 def find_targets(
     op: str,
     model: nn.Module,

@@ -100,8 +100,8 @@ class SplitPlan:
                 )
             if name not in layers:
                 raise TypeError(
-                    f"{op}: split: layer {name!r}: expected a packed Linear layer without a tied bias, got a "
-                    f"{type(module).__name__}"
+                    f"{op}: split: layer {name!r}: expected a packed Linear layer, got a "
+                    f"{type(module).__name__} that is not packed or has a tied bias"
                 )
         check_checkpoint(op, reader, self.mesh.get_group())
 

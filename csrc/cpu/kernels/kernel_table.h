@@ -78,6 +78,9 @@ struct MatrixKernel {
   // True if `unpack` multiplies the codes by the scales of their groups. In this case, Step::scales holds the global
   // scale, and a whole chunk is one segment.
   bool scaled_panel;
+  // True if `unpack` also applies the zeros and the global scale, and rounds the weight to bf16. In this case, the
+  // steps get scales of 1 and no zeros, and a whole chunk is one segment.
+  bool rounded_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
   int row_bytes;                                              // packed activations of one row and chunk
   bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
@@ -136,6 +139,7 @@ struct Bf16DotKernels {
   MatrixKernel small_m;   // for bf16 activations
   MatrixKernel large_m;   // for bf16 activations
   MatrixKernel panel;     // for several blocks of rows of bf16 that share decoded codes; empty on Arm
+  MatrixKernel rounded;   // the same with weights that are rounded to bf16; empty on Arm
 };
 
 // Kernels that split each activation into three bytes, and those that round it to one, for integer and E2M1 codes. On
@@ -148,9 +152,10 @@ struct ByteSplitKernels {
 };
 
 struct AmxKernels {
-  MatrixKernel exact;   // for codes that bf16 represents exactly
-  MatrixKernel scaled;  // for the same codes; the panel holds them multiplied by their scales
-  MatrixKernel table;   // for codes that need three bf16 terms
+  MatrixKernel exact;    // for codes that bf16 represents exactly
+  MatrixKernel scaled;   // for the same codes; the panel holds them multiplied by their scales
+  MatrixKernel table;    // for codes that need three bf16 terms
+  MatrixKernel rounded;  // for weights that are rounded to bf16
 };
 
 // Each returns nullptr if this build has no code for the family.

@@ -9,7 +9,7 @@
 
 #include "csrc/cpu/x86/target.h"
 
-MARLIN_TARGET(MARLIN_AVX512 ",avx512vbmi,amx-tile,amx-bf16")
+MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi,amx-tile,amx-bf16")
 
 #include "csrc/cpu/kernels/segments.h"
 #include "csrc/cpu/x86/amx_codes.h"
@@ -185,41 +185,22 @@ void tile_step(const Step& s) {
   }
 }
 
-// Returns a mask of the values that are too small for the tiles, or so large that a part could overflow.
-template <uint32_t min>
-__mmask16 outside(__m512 values) {
-  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7FFFFFFF));
-  const __m512i above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(static_cast<int>(min)));
-  const __mmask16 beyond = _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(kActivationEnd - min)));
-  return _mm512_mask_test_epi32_mask(beyond, magnitude, magnitude);
-}
-
 // Packs one row of a chunk. Returns false if an activation is too small or too large.
 template <int parts, uint32_t min>
 bool pack_tiles(const PackRow& p) {
-  // Takes the upper halves of 32 lanes and orders each run of eight k like the pairs of codes (amx_codes.h).
-  const __m512i pairs = p.byte_codes
-                            ? _mm512_set_epi16(63, 59, 61, 57, 55, 51, 53, 49, 47, 43, 45, 41, 39, 35, 37, 33,  //
-                                               31, 27, 29, 25, 23, 19, 21, 17, 15, 11, 13, 9, 7, 3, 5, 1)
-                            : _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
-                                               31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1);
   const int tile = tile_k(p.segment);
   const auto whole_tile = static_cast<__mmask32>((uint64_t{1} << tile) - 1);
   const auto row_tiles = static_cast<int>(ceil_divide(p.rows, kTileRows));
   const int part_size = row_tiles * kTileRows * tile;
   auto* to = static_cast<uint16_t*>(p.out) + p.row / kTileRows * kTileRows * tile + p.row % kTileRows * tile;
+  const PartsOfRow<parts, min> row(p);
   __mmask16 bad = 0;
   for (int begin = 0; begin < p.count; begin += p.segment) {
     const int end = std::min(begin + p.segment, p.count);
-    for (int k = begin; k < end; k += tile) {
-      const auto present = static_cast<uint32_t>((uint64_t{1} << std::min(tile, end - k)) - 1);
-      __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present), p.values + k);
-      __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(present >> 16), p.values + k + 16);
-      bad |= outside<min>(low) | outside<min>(high);
-      for (int part = 0; part < parts; ++part, to += part_size) {
-        const __m512i first = take_part(low);
-        _mm512_mask_storeu_epi16(to, whole_tile, _mm512_permutex2var_epi16(first, pairs, take_part(high)));
-      }
+    for (int k = begin; k < end; k += tile, to += parts * part_size) {
+      bad |= row.take(k, std::min(k + tile, end), [&](int part, __m512i pairs) {
+        _mm512_mask_storeu_epi16(to + part * part_size, whole_tile, pairs);
+      });
     }
   }
   return bad == 0;
@@ -273,7 +254,20 @@ constexpr MatrixKernel exact_kernel() {
 }
 
 template <int parts>
-constexpr AmxKernels kTiles{exact_kernel<parts>(), scaled_kernel<parts>(), tile_kernel<parts, CodesInParts<3>>()};
+constexpr MatrixKernel rounded_kernel() {
+  MatrixKernel kernel = tile_kernel<parts, Rounded<Codes::table>>();
+  kernel.scaled_panel = false;
+  kernel.rounded_panel = true;
+  kernel.pack = &pack_tiles<parts, kMinActivation>;
+  add_codes<parts, Rounded<Codes::byte>>(kernel, Codes::byte);
+  add_codes<parts, Rounded<Codes::e4m3>>(kernel, Codes::e4m3);
+  add_codes<parts, Rounded<Codes::planes>>(kernel, Codes::planes);
+  return kernel;
+}
+
+template <int parts>
+constexpr AmxKernels kTiles{exact_kernel<parts>(), scaled_kernel<parts>(), tile_kernel<parts, CodesInParts<3>>(),
+                            parts == 1 ? rounded_kernel<1>() : MatrixKernel{}};
 
 }  // namespace
 

@@ -24,7 +24,9 @@ struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-// s.x holds the packed activations as [k/8, pair, part, R]. Pair j holds the activations of two k in 32 bits: k = j and
+constexpr int kRowPairs = kChunk / 2;  // from one packed row to the next
+
+// s.x holds the packed activations as [part, R, k/8, pair]. Pair j holds the activations of two k in 32 bits: k = j and
 // j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7. The panel holds the same pairs of codes, as
 // [k/8, pair, column].
 template <Codes codes, bool from_panel, int parts, int R, int C>
@@ -77,14 +79,14 @@ void dot_step(const Step& s) {
           }
         });
         unroll<V, parts * R>([&](auto i) __attribute__((always_inline)) {
-          const __m512i activation = _mm512_set1_epi32(x[j * parts * R + i]);
+          const __m512i activation = _mm512_set1_epi32(x[i * kRowPairs + j]);
           unroll<V, C>([&](auto c) __attribute__((always_inline)) {
             __m512& a = acc[i * C + c];
             a = _mm512_dpbf16_ps(a, (__m512bh)code[c], (__m512bh)activation);
           });
         });
       });
-      x += 4 * parts * R;
+      x += 4;
       if constexpr (from_panel) panel += 4 * C * V::width;
     }
     unroll<V, R * C>([&](auto i) __attribute__((always_inline)) {
@@ -111,19 +113,13 @@ void unpack_pairs(const Step& s, float* panel) {
 
 template <int parts>
 bool pack_pairs(const PackRow& p) {
-  alignas(64) uint16_t bits[parts][kChunk];
-  const bool good = split_bf16<parts>(p.values, p.count, bits);
-  auto* to = static_cast<uint32_t*>(p.out) + p.row;
-  for (int k = 0; k < p.count; k += 8) {
-    for (int j = 0; j < 4; ++j) {
-      const int first = k + (p.byte_codes ? j / 2 * 4 + j % 2 : j);
-      const int second = first + (p.byte_codes ? 2 : 4);
-      for (int part = 0; part < parts; ++part, to += p.rows) {
-        *to = bits[part][first] | uint32_t{bits[part][second]} << 16;
-      }
-    }
-  }
-  return good;
+  auto* to = static_cast<uint16_t*>(p.out) + p.row * kChunk;
+  const PartsOfRow<parts, kMinActivation> row(p);
+  __mmask16 bad = 0;
+  for (int k = 0; k < p.count; k += 32)
+    bad |= row.take(k, p.count,
+                    [&](int part, __m512i pairs) { _mm512_storeu_si512(to + part * p.rows * kChunk + k, pairs); });
+  return bad == 0;
 }
 
 template <int parts, int min_rows, int max_rows, int C>
@@ -166,9 +162,20 @@ constexpr MatrixKernel panel_kernel(MatrixKernel kernel) {
   return kernel;
 }
 
+constexpr MatrixKernel rounded_kernel(MatrixKernel kernel) {
+  constexpr int C = V::large_m_vectors;
+  kernel.rounded_panel = true;
+  kernel.unpack.fill(&unpack_pairs<Rounded<Codes::table>, C>);
+  kernel.unpack[static_cast<size_t>(Codes::byte)] = &unpack_pairs<Rounded<Codes::byte>, C>;
+  kernel.unpack[static_cast<size_t>(Codes::e4m3)] = &unpack_pairs<Rounded<Codes::e4m3>, C>;
+  kernel.unpack[static_cast<size_t>(Codes::planes)] = &unpack_pairs<Rounded<Codes::planes>, C>;
+  return kernel;
+}
+
 constexpr MatrixKernel kLargeM = dot_kernel<1, V::small_m_rows, V::large_m_rows, V::large_m_vectors>();
 constexpr Bf16DotKernels kDot{dot_kernel<3, 1, 1, V::small_m_vectors>(),
-                              dot_kernel<1, 1, V::small_m_rows, V::small_m_vectors>(), kLargeM, panel_kernel(kLargeM)};
+                              dot_kernel<1, 1, V::small_m_rows, V::small_m_vectors>(), kLargeM, panel_kernel(kLargeM),
+                              rounded_kernel(panel_kernel(kLargeM))};
 
 }  // namespace
 

@@ -87,6 +87,7 @@ struct Avx2 {
     _mm256_stream_si256(static_cast<I*>(to) + 1, _mm256_loadu_si256(in + 1));
   }
 
+  struct E4M3Pairs;
   template <Codes codes>
   struct Decoder {
     __m256 low;
@@ -136,6 +137,31 @@ struct Avx2::Decoder<Codes::e4m3> {
     const I zero = _mm256_setzero_si256();
     const I two = halves(j % 2 == 0 ? _mm256_unpacklo_epi8(zero, codes) : _mm256_unpackhi_epi8(zero, codes));
     return _mm256_cvtph_ps(j < 2 ? _mm256_castsi256_si128(two) : _mm256_extracti128_si256(two, 1));
+  }
+};
+
+// For e4m3_row.h.
+struct Avx2::E4M3Pairs {
+  static constexpr float unit = 256.F;
+  static I odd(I word) {
+    return _mm256_and_si256(_mm256_srai_epi16(word, 1), _mm256_set1_epi16(static_cast<short>(0xBF80)));
+  }
+  static I even(I word) { return odd(_mm256_slli_epi16(word, 8)); }
+  static I larger_magnitudes(I largest, I word) {
+    return _mm256_max_epu8(largest, _mm256_and_si256(word, _mm256_set1_epi8(0x7F)));
+  }
+  static F nan_where_largest(I largest, F sum) {
+    const I no_nan = _mm256_cmpeq_epi32(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F)), _mm256_setzero_si256());
+    return _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), sum, _mm256_castsi256_ps(no_nan));
+  }
+  // Returns x[first] and x[first + 2] in turn.
+  template <int first>
+  static F activations(const float* x) {
+    return _mm256_permute_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(x)), first == 0 ? 0x88 : 0xDD);
+  }
+  static F columns(F lower, F upper) {
+    const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(lower, upper));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, _MM_SHUFFLE(3, 1, 2, 0)));
   }
 };
 

@@ -88,6 +88,7 @@ struct Avx512 {
     _mm512_stream_si512(static_cast<I*>(to), _mm512_loadu_si512(from));
   }
 
+  struct E4M3Pairs;
   template <Codes>
   struct Decoder {
     __m512 table;
@@ -126,6 +127,32 @@ struct Avx512::Decoder<Codes::e4m3> {
     const I zero = _mm512_setzero_si512();
     const I two = halves(j % 2 == 0 ? _mm512_unpacklo_epi8(zero, codes) : _mm512_unpackhi_epi8(zero, codes));
     return _mm512_cvtph_ps(j < 2 ? _mm512_castsi512_si256(two) : _mm512_extracti64x4_epi64(two, 1));
+  }
+};
+
+// For e4m3_row.h.
+struct Avx512::E4M3Pairs {
+  static constexpr float unit = 256.F;
+  static I odd(I word) {
+    return _mm512_and_si512(_mm512_srai_epi16(word, 1), _mm512_set1_epi16(static_cast<short>(0xBF80)));
+  }
+  static I even(I word) { return odd(_mm512_slli_epi16(word, 8)); }
+  static I larger_magnitudes(I largest, I word) {
+    return _mm512_max_epu8(largest, _mm512_and_si512(word, _mm512_set1_epi8(0x7F)));
+  }
+  static F nan_where_largest(I largest, F sum) {
+    const I nan = _mm512_maskz_set1_epi8(_mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(0x7F)), 1);
+    return _mm512_mask_mov_ps(sum, _mm512_test_epi32_mask(nan, nan), _mm512_set1_ps(__builtin_nanf("")));
+  }
+  // Returns x[first] and x[first + 2] in turn.
+  template <int first>
+  static F activations(const float* x) {
+    return _mm512_permute_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(x)), first == 0 ? 0x88 : 0xDD);
+  }
+  static F columns(F lower, F upper) {
+    const I first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const I second = _mm512_or_si512(first, _mm512_set1_epi32(1));
+    return add(_mm512_permutex2var_ps(lower, first, upper), _mm512_permutex2var_ps(lower, second, upper));
   }
 };
 

@@ -128,7 +128,8 @@ CpuProblem problem_of(const GemmArguments& arguments, Precision precision) {
           weight.group_size,
           arguments.a_type,
           bf16_parts_of_codes(weight.format, weight.lut),
-          precision};
+          precision,
+          arguments.rounds};
 }
 
 void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,

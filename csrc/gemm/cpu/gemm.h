@@ -23,6 +23,7 @@ struct GemmArguments {
   const int64_t* a_starts = nullptr;  // [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
   const int64_t* out_rows = nullptr;  // [M]: row m of the product is row out_rows[m] of out
   bool fp32_out = false;              // out is fp32, whatever a_type is
+  bool rounds = false;                // the weight may be rounded to bf16
 };
 
 void gemm(const GemmArguments& arguments, const Parallel& parallel, Precision precision);

@@ -1,14 +1,9 @@
 // The products with one packed weight for the CPU: checks tensors, passes plain pointers to the kernels, and returns
 // tensors.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
 #include <optional>
 
 #include "csrc/core/gemm_variants.h"
@@ -18,51 +13,15 @@
 #include "csrc/gemm/cpu/precision.h"
 #include "csrc/planner/device.h"
 #include "csrc/weights/cpu/stored_weight.h"
-#include "csrc/weights/operators.h"
 
 namespace marlin::cpu {
 namespace {
 
-// With fewer rows, decoding takes more of the time than exact products lose.
-constexpr int64_t kRoundedMinRows = 128;
-
-// Returns true if the weight is rounded and multiplied by PyTorch in bf16: if the variant or the option for decoded
-// weights says so. This needs bf16 tensors, and a CPU with fast bf16 products: elsewhere the kernels with exact weights
-// are faster.
-bool multiplies_rounded(std::string_view variant, const Tensor& a, int64_t N, const OptionalTensor& bias) {
-  if (a.scalar_type() != at::kBFloat16) return false;
+// Returns true if the variant or the option for decoded weights allows a weight to be rounded to bf16.
+bool may_round(std::string_view variant, int64_t M, const PackedWeight& weight) {
+  if (M < kRoundedMinRows) return false;
   const std::optional<GemmVariant> named = variant_of(variant);
-  const auto decoded = static_cast<uint64_t>(2 * a.size(1) * N);
-  const bool allowed = !named && a.size(0) >= kRoundedMinRows && decoded <= decoded_bytes();
-  if (!allowed && !(named && rounds_weight(*named))) return false;
-  if (bias && bias->scalar_type() != at::kBFloat16) return false;
-  return capability().isa == Isa::amx || (capability().isa == Isa::avx512 && detected().fast_bf16_dot);
-}
-
-// Decodes some columns of the weight at a time, rounded to bf16, and multiplies them by PyTorch's product.
-void multiply_rounded(const Tensor& rows, const WeightArguments& weight, const OptionalTensor& bias,
-                      const Tensor& out) {
-  constexpr int64_t kPartBytes = int64_t{4} << 20;  // stays in the cache
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Tensor a = weight.perm ? rows.index_select(1, weight.perm->to(at::kLong)) : rows;
-  const int64_t N = out.size(1);
-  const int64_t width = std::clamp<int64_t>(kPartBytes / (2 * a.size(1)) / 64 * 64, 64, std::max<int64_t>(N, 64));
-  for (int64_t first = 0; first < N; first += width) {
-    const int64_t count = std::min(width, N - first);
-    const auto columns = [&](const OptionalTensor& tensor) {
-      const bool has_columns = tensor && tensor->dim() > 0 && tensor->size(-1) == N && tensor->numel() > 1;
-      return has_columns ? OptionalTensor(tensor->narrow(-1, first, count).contiguous()) : tensor;
-    };
-    OwnedWeight part = weight.own();
-    for (Tensor* tensor : {&part.b_packed, &part.scales})
-      *tensor = *columns(*tensor);
-    for (OptionalTensor* tensor :
-         {&part.zeros, &part.super_scales, &part.super_zeros, &part.global_scale, &part.b_high})
-      *tensor = columns(*tensor);
-    part.perm = std::nullopt;
-    const Tensor decoded = dequantize_op().call(part.arguments(), at::kBFloat16);
-    out.narrow(1, first, count).copy_(bias ? at::addmm(*columns(bias), a, decoded) : at::mm(a, decoded));
-  }
+  return named ? rounds_weight(*named) : static_cast<uint64_t>(2 * weight.K * weight.N) <= decoded_bytes();
 }
 
 // Raises if this machine has no kernels for activations of 8 bits.
@@ -87,12 +46,6 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   if (out.numel() == 0) return out;
 
   Tensor rows = a.dim() == 2 ? a : a.reshape({-1, stored.view.K});
-  if (!fp32_out && !activations && multiplies_rounded(variant, rows, stored.view.N, bias)) {
-    stored.check_perm(op);
-    const std::array<int64_t, 2> flat{rows.size(0), stored.view.N};
-    multiply_rounded(rows, weight, bias, out.view(flat));
-    return out;
-  }
   if (rows.stride(1) != 1) rows = rows.contiguous();
   const Tensor stored_bias = contiguous_or_undefined(bias);
 
@@ -107,6 +60,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   arguments.bias_type = bias ? element_type(stored_bias) : ElementType::float32;
   arguments.out = out.mutable_data_ptr();
   arguments.fp32_out = fp32_out;
+  arguments.rounds = !fp32_out && !activations && may_round(variant, rows.size(0), stored.view);
   cpu::gemm(arguments, at_parallel(), activations ? Precision::int8 : precision_for(arguments.a_type));
   return out;
 }

@@ -13,9 +13,15 @@ namespace {
 constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
 constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a block: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
+// Rounding a panel takes two to four times the instructions of decoding it, so more rows share it. With 512 rows to a
+// panel, products of 512 to 4608 rows were 1.1 to 1.3 times as fast as with 128 (Intel Xeon with AMX, 16 threads).
+constexpr int64_t kRoundedBlockRows = 512;
 // An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
 // 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
+// E4M3 has no byte_split kernel. Beside dot products of bf16, AMX was 1.2 to 1.4 times as fast at four rows, 1.0 to 1.2
+// times with groups of 32; at two rows 0.9 to 1.3 times, and at one row slower (same Xeon, two and 16 threads).
+constexpr int64_t kAmxMinRowsE4M3 = 4;
 // With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
 // fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
 // rows on.
@@ -33,7 +39,10 @@ constexpr int64_t kAmxTableMinRows = 16;
 // both took the same time for codes of 8 bits, and at 36 rows for those of 4 bits.
 constexpr int64_t kPanelMinRows = 49;
 constexpr int64_t kBytePanelMinRows = 25;
-constexpr int kInt8SmallMRows = 4, kInt8Avx2SmallMRows = 1;
+constexpr int kInt8SmallMRows = 4;
+// AMX multiplies activations that are rounded to bf16. It took 0.6 to 0.8 times as long as products of bytes for groups
+// of 128 and 12 to 64 rows, and 1.0 to 1.6 times for groups of 32 (Intel Xeon, two threads).
+constexpr int64_t kInt8AmxMinRows = 12;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
 constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
 // K is split before columns are, if the partial sums take at most this much memory. Threads are faster if each reads
@@ -79,7 +88,8 @@ int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel ke
 }  // namespace
 
 KernelShape kernel_shape(Isa isa, CpuKernel kernel) {
-  if (kernel == CpuKernel::amx || kernel == CpuKernel::amx_scaled || kernel == CpuKernel::amx_table)
+  if (kernel == CpuKernel::amx || kernel == CpuKernel::amx_scaled || kernel == CpuKernel::amx_table ||
+      kernel == CpuKernel::amx_rounded)
     return {32, 32, 16};
   const bool neon = isa == Isa::neon;
   if (kernel == CpuKernel::bf16_dot_fp32_row) return {neon ? 16 : 64, 1, 1};
@@ -87,7 +97,7 @@ KernelShape kernel_shape(Isa isa, CpuKernel kernel) {
   if (kernel == CpuKernel::byte_split_small_m) return {neon ? 16 : 64, kByteSplitSmallMRows, 1};
   if (kernel == CpuKernel::byte_split) return {neon ? 8 : 32, 4, 1};
   if (kernel == CpuKernel::byte_matrix) return {8, 4, 1};
-  if (kernel == CpuKernel::int8_avx2_small_m) return {32, kInt8Avx2SmallMRows, 1};
+  if (kernel == CpuKernel::int8_avx2_small_m) return {32, 1, 1};
   if (kernel == CpuKernel::int8_avx2) return {16, 4, 1};
   if (kernel == CpuKernel::int8_small_m) return {neon ? 16 : 64, kInt8SmallMRows, 1};
   if (kernel == CpuKernel::int8) return {neon ? 8 : 32, 8, 1};
@@ -114,13 +124,26 @@ struct Choice {
   int parts = 1;  // bf16 terms per activation
 };
 
+// Returns nothing if the weight may not be rounded, or if that is not faster.
+std::optional<Choice> choose_rounded(const Machine& machine, const CpuProblem& problem) {
+  if (!problem.rounds || problem.a_type != ElementType::bfloat16) return std::nullopt;
+  if (problem.code_parts == 0 || problem.M < kRoundedMinRows) return std::nullopt;
+  if (machine.isa == Isa::amx) return Choice{CpuKernel::amx_rounded};
+  if (is_amd(machine)) return Choice{CpuKernel::bf16_dot_rounded};
+  return std::nullopt;
+}
+
 // Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
 std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
   const bool table = problem.code_parts > 1;
   const bool group_16 = problem.group_size < 32;
   const bool float32 = problem.a_type == ElementType::float32;
-  const int64_t min_rows = table ? kAmxTableMinRows : group_16 && float32 ? kAmxMinRowsGroup16Float32 : kAmxMinRows;
+  const bool bf16_codes = problem.a_type == ElementType::bfloat16 && codes_of(problem.format) == Codes::e4m3;
+  const int64_t min_rows = table                     ? kAmxTableMinRows
+                           : group_16 && float32     ? kAmxMinRowsGroup16Float32
+                           : bf16_codes && !group_16 ? kAmxMinRowsE4M3
+                                                     : kAmxMinRows;
   if (problem.M < min_rows) return std::nullopt;
   const bool reduced = problem.precision == Precision::reduced;
   const int parts = problem.a_type == ElementType::bfloat16 ? 1 : float32 && !reduced ? 3 : 2;
@@ -129,11 +152,27 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
   return Choice{scaled ? CpuKernel::amx_scaled : CpuKernel::amx, parts};
 }
 
-// With one row, an EPYC waits for memory: three bytes took 0.75 to 0.85 of the time of one, so nothing is rounded.
+Choice choose_kernel(const Machine& machine, const CpuProblem& problem);
+
+// Where rounding to 8 bits takes longer, a kernel that keeps more bits is chosen. With one row on an EPYC, three bytes
+// took 0.75 to 0.85 of the time of one, and the default's products of 8-bit codes 0.7 to 0.85. On a Xeon with AVX2,
+// exact products of 8-bit codes and one row took 0.5 to 1.1 of it.
 Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
-  if (!machine.byte_dot || machine.isa == Isa::avx2)
-    return {problem.M <= kInt8Avx2SmallMRows ? CpuKernel::int8_avx2_small_m : CpuKernel::int8_avx2};
-  if (problem.M == 1 && is_amd(machine)) return {CpuKernel::byte_split_small_m};
+  if (!machine.byte_dot || machine.isa == Isa::avx2) {
+    if (problem.M > 1) return {CpuKernel::int8_avx2};
+    return {is_byte_wide(codes_of(problem.format)) ? CpuKernel::small_m : CpuKernel::int8_avx2_small_m};
+  }
+  if (problem.M == 1 && is_amd(machine)) {
+    if (!is_byte_wide(codes_of(problem.format))) return {CpuKernel::byte_split_small_m};
+    CpuProblem exact = problem;
+    exact.precision = Precision::highest;
+    return choose_kernel(machine, exact);
+  }
+  if (problem.M >= kInt8AmxMinRows && problem.group_size >= kChunk) {
+    CpuProblem in_bf16 = problem;
+    in_bf16.a_type = ElementType::bfloat16;
+    if (const auto amx = choose_amx(machine, in_bf16)) return *amx;
+  }
   return {problem.M <= kInt8SmallMRows ? CpuKernel::int8_small_m : CpuKernel::int8};
 }
 
@@ -142,6 +181,7 @@ Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
 // decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
 Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (problem.precision == Precision::int8) return choose_int8(machine, problem);
+  if (const auto rounded = choose_rounded(machine, problem)) return *rounded;
   if (const auto amx = choose_amx(machine, problem)) return *amx;
   const bool small_m =
       problem.M <= kernel_shape(machine.isa, CpuKernel::small_m).max_rows || in_blocks_of_four(machine, problem.M);
@@ -159,8 +199,9 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || (!is_byte_wide(codes) && !planes));
-  // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding.
-  const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3);
+  // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding. One
+  // row has a decoder of its own (e4m3_row.h).
+  const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3 && problem.M > 1);
   if (dot && problem.a_type == ElementType::bfloat16 && (problem.M > 1 || is_byte_wide(codes))) {
     const int64_t panel_rows = is_byte_wide(codes) ? kBytePanelMinRows : kPanelMinRows;
     if (x86 && problem.M >= panel_rows) return {CpuKernel::bf16_dot_panel};
@@ -203,7 +244,8 @@ CpuPlan divide(const Machine& machine, const CpuProblem& problem, CpuKernel kern
   plan.row_tasks = std::clamp<int64_t>(threads / (plan.column_tasks * slices), 1, row_blocks);
   plan.k_slices = std::clamp<int64_t>(threads / (plan.column_tasks * plan.row_tasks), 1, max_slices);
 
-  plan.block_rows = std::min(ceil_divide(pass_rows, plan.row_tasks), kBlockRows);
+  const bool rounds = kernel == CpuKernel::amx_rounded || kernel == CpuKernel::bf16_dot_rounded;
+  plan.block_rows = std::min(ceil_divide(pass_rows, plan.row_tasks), rounds ? kRoundedBlockRows : kBlockRows);
   const int64_t block_strips = kBlockBytes / (int64_t{sizeof(float)} * plan.block_rows * plan.strip);
   plan.block_columns = plan.strip * std::clamp<int64_t>(block_strips, 1, ceil_divide(strips, plan.column_tasks));
   return plan;
@@ -236,6 +278,7 @@ std::string to_string(const CpuPlan& plan) {
                                            "bf16_dot_small_m",
                                            "bf16_dot",
                                            "bf16_dot_panel",
+                                           "bf16_dot_rounded",
                                            "byte_split_avx2",
                                            "byte_split_small_m",
                                            "byte_split",
@@ -246,7 +289,8 @@ std::string to_string(const CpuPlan& plan) {
                                            "int8",
                                            "amx",
                                            "amx_scaled",
-                                           "amx_table"};
+                                           "amx_table",
+                                           "amx_rounded"};
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("chunk", plan.chunk) + number("passes", plan.passes) +

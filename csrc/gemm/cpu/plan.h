@@ -10,9 +10,12 @@
 namespace marlin::cpu {
 
 // The precision that the caller wants. With `highest` every kernel is as exact as fp32. `reduced` allows fp32
-// activations to be split into two bf16 terms or three bytes; 16-bit activations are not affected. `int8` rounds
-// activations of all types to 8 bits (byte_split.h).
+// activations to be split into two bf16 terms or three bytes; 16-bit activations are not affected. `int8` allows
+// activations of all types to be rounded to 8 bits (byte_split.h) or to bf16.
 enum class Precision : int32_t { highest, reduced, int8 };
+
+// Weights are rounded for at least this many rows. With fewer, the decoding costs as much as the faster product saves.
+inline constexpr int64_t kRoundedMinRows = 128;
 
 struct CpuProblem {
   int64_t M;
@@ -24,6 +27,7 @@ struct CpuProblem {
   // the number of bf16 terms that represent any code exactly: 1, or 3 for most lookup tables; 0 if that is impossible
   int code_parts;
   Precision precision;
+  bool rounds = false;  // the weight may be rounded to bf16
 };
 
 enum class CpuKernel : int {
@@ -33,6 +37,7 @@ enum class CpuKernel : int {
   bf16_dot_small_m,
   bf16_dot,
   bf16_dot_panel,
+  bf16_dot_rounded,
   byte_split_avx2,
   byte_split_small_m,
   byte_split,
@@ -43,7 +48,8 @@ enum class CpuKernel : int {
   int8,
   amx,
   amx_scaled,
-  amx_table
+  amx_table,
+  amx_rounded
 };
 
 // The planner's copy of a kernel's shape; a test compares it with the kernels' own tables.

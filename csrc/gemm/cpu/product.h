@@ -29,6 +29,8 @@ inline const MatrixKernel& matrix_kernel(const CpuPlan& plan, const KernelSet& k
       return bf16_dot_kernels()->large_m;
     case CpuKernel::bf16_dot_panel:
       return bf16_dot_kernels()->panel;
+    case CpuKernel::bf16_dot_rounded:
+      return bf16_dot_kernels()->rounded;
     case CpuKernel::byte_split_avx2:
       return avx2_byte_split_kernels()->small_m;
     case CpuKernel::byte_split_small_m:
@@ -51,6 +53,8 @@ inline const MatrixKernel& matrix_kernel(const CpuPlan& plan, const KernelSet& k
       return amx_kernels(plan.parts)->scaled;
     case CpuKernel::amx_table:
       return amx_kernels(plan.parts)->table;
+    case CpuKernel::amx_rounded:
+      return amx_kernels(plan.parts)->rounded;
     case CpuKernel::small_m:
       return kernels.small_m;
     default:
@@ -74,7 +78,7 @@ class Pass {
         chunks_(ceil_divide(w_.K, chunk_k_)),
         strips_(ceil_divide(w_.N, plan.strip)),
         group_(std::min<int64_t>(w_.group_size, chunk_k_)),
-        segment_(matrix_.scaled_panel ? chunk_k_ : group_),
+        segment_(matrix_.scaled_panel || matrix_.rounded_panel ? chunk_k_ : group_),
         pass_(pass),
         row_(part(a_.M, plan.passes, pass).begin) {
     x_.rows = part(a_.M, plan_.passes, pass).size();
@@ -167,7 +171,7 @@ class Pass {
       good &=
           matrix_.pack({buffer, static_cast<int>(count), static_cast<int>(segment_), static_cast<int>(block.size()),
                         static_cast<int>(i), x_.block_values(chunk, block_index), is_byte_wide(codes_of(w_.format))});
-      if (role_ == ZerosRole::none) continue;
+      if (role_ == ZerosRole::none || matrix_.rounded_panel) continue;
       for (int64_t segment = 0; segment * segment_ < count; ++segment) {
         const Range range{segment * segment_, std::min(count, (segment + 1) * segment_)};
         x_.segment_sums(chunk, segment)[block.begin + i] = sum(buffer + range.begin, range.size());
@@ -226,7 +230,6 @@ class Pass {
         for (Step& step : steps) {
           step.values = values_;
           step.ld_scales = some_strips.size() * plan_.strip;
-          step.role = role_;
           step.ld_sums = x_.rows;
         }
         for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
@@ -304,6 +307,7 @@ class Pass {
     step.ahead = ahead;
     step.scales = scales + (strip - strips.begin) * plan_.strip;
     step.zeros = step.scales + groups() * step.ld_scales;
+    step.role = role_;
     if ((strip + 1) * plan_.strip > w_.N) {
       const int64_t count = w_.N - strip * plan_.strip;
       const auto pad = [&](const uint32_t* words, int64_t rows, uint32_t* to) {
@@ -342,6 +346,12 @@ class Pass {
       }
     }
     if (matrix_.scaled_panel) step.scales = step.zeros;  // the global scale
+    if (matrix_.rounded_panel) {
+      static constexpr float kOnes[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                        1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+      step.scales = kOnes;
+      step.role = ZerosRole::none;
+    }
     step.segment = static_cast<int>(segment_);
     const float* sums = x_.segment_sums(chunk, 0);
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import softmetal
 
+if sys.argv[1:] and not Path(sys.argv[1]).exists():
+    sys.exit(f"softmetal: {sys.argv[1]} does not exist; expected: python -m softmetal program.py [arguments]")
 softmetal.install()
 if len(sys.argv) > 1:
     children = str(Path(__file__).resolve().with_name("children"))

@@ -171,13 +171,13 @@ def measured(path: str, model: Any, context: int, prompt: int) -> tuple[int, int
     The model runs on the meta device. Attention holds all scores of a prompt, as PyTorch's does on GPUs of Macs.
     """
     tokens = torch.zeros(1, context, dtype=torch.long, device="meta")
-    run = partial(model, use_cache=True, **opened.last_logits(model))
+    run = opened.cached(model)
     try:
         with torch.no_grad():  # in inference mode, operators that are made of others are seen as one
-            cache = run(input_ids=tokens[:, prompt:]).past_key_values if context > prompt else None
+            cache = run(tokens[:, prompt:]) if context > prompt else None
             live = Live(_tensors(cache))
             with live:
-                cache = run(input_ids=tokens[:, :prompt], past_key_values=cache).past_key_values
+                cache = run(tokens[:, :prompt], cache)
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: {type(model).__name__} does not run without values: {reason}") from error

@@ -103,25 +103,26 @@ class _Talk:
             ids = self.words(message)["input_ids"]
         if not ids:
             raise ValueError("generate: the prompt has no token")
-        self.loaded.check_tokens(ids)
+        inputs = torch.tensor([ids], device=self.loaded.device)
+        self.loaded.check_tokens(inputs)
         kept = len(self.seen) if ids[:-1][: len(self.seen)] == self.seen else 0
         if not kept:
             self.cache = None
+        name = opened.cache_name(self.loaded.model)
         timed = _Timed(self.words, self.write, self.loaded.device)
-        inputs = torch.tensor([ids], device=self.loaded.device)
         begin = time.perf_counter()
         with opened.quiet(), opened.memory_errors("generate", f"the prompt has {len(ids)} tokens"):
             made = self.loaded.model.generate(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
-                past_key_values=self.cache,
                 streamer=timed,
                 return_dict_in_generate=True,
                 pad_token_id=self.words.pad_token_id if self.words.eos_token_id is None else self.words.eos_token_id,
+                **{name: self.cache},
                 **self.settings,
             )
         all_ids = made.sequences[0].tolist()
-        self.cache, self.seen = made.past_key_values, all_ids[:-1]  # the last token was not computed with
+        self.cache, self.seen = getattr(made, name), all_ids[:-1]  # the last token was not computed with
         text = self.words.decode(all_ids[len(ids) :], skip_special_tokens=True)
         self.said.append({"role": "assistant", "content": text})
         first, new, last = timed.times[0] - begin, len(timed.times), timed.times[-1] - timed.times[0]

@@ -6,8 +6,9 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from torch_marlin_metal.cli.arguments import floating
 from torch_marlin_metal.convert import CheckpointError, NotQuantized, open_reader
@@ -45,6 +46,7 @@ class Opened:
     def of(cls, path: Path, device: str, dtype: str | None, weight_format: str | None, fuse: bool) -> "Opened":
         """Loads a model with transformers and this package's integration; quantizes floats to a given format."""
         place, file = locate(path)
+        file["dtype"] = "auto" if dtype is None else floating(dtype)
         if weight_format is not None:
             with contextlib.suppress(NotQuantized):
                 packed = open_reader(path, gguf_names="hf", on_unsupported="dequantize").format.name
@@ -66,7 +68,6 @@ class Opened:
         take_over(**options)
         try:
             with quiet(), memory_errors(str(path), f"the weights have {human_size(size)}"):
-                file["dtype"] = "auto" if dtype is None else floating(dtype)
                 model = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, device_map=device, **file)
         finally:
             take_over()
@@ -76,12 +77,12 @@ class Opened:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def check_tokens(self, ids: list[int]) -> None:
+    def check_tokens(self, ids: Tensor) -> None:
         """Raises a CheckpointError for token ids beyond the model's vocabulary, as from another model's tokenizer."""
-        if max(ids) >= self.vocabulary:
+        if (largest := int(ids.max())) >= self.vocabulary:
             raise CheckpointError(
                 f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
-                f"{max(ids)}: --tokenizer names another one"
+                f"{largest}: --tokenizer names another one"
             )
 
     def described(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def physical_memory() -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block, transformers reports only errors, and draws bars only on a terminal."""
+    """Within the block, transformers reports only errors, not what it will change, and draws bars on a terminal."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -140,7 +141,9 @@ def quiet() -> Iterator[None]:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:
@@ -165,12 +168,38 @@ def open_tokenizer(model: Path, given: Path | None) -> Any:
         ) from error
 
 
-def read_text(argument: str, file: Path) -> str:
-    """Reads a file of text; an error names the argument and the file."""
+def read_pieces(argument: str, file: Path, words: Any, length: int, most: int | None) -> Tensor:
+    """Cuts a file of text into at most so many pieces of tokens, int64 `[pieces, length]` on the CPU.
+
+    Each begins as the tokenizer begins a text. A last piece that is shorter is left out.
+    """
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument}: {file}: expected a text in UTF-8, got {error}") from error
+    with quiet():
+        ids = words(text)["input_ids"]
+    if len(ids) < length:
+        raise ValueError(f"{argument}: {file}: expected at least {length} tokens, got {len(ids)}")
+    pieces = torch.tensor(ids[: len(ids) // length * length], device="cpu").view(-1, length)[:most]
+    if ids[0] == words.bos_token_id:
+        pieces[:, 0] = ids[0]
+    return pieces
+
+
+def cache_name(model: Any) -> str:
+    """Returns the argument that takes a model's cache: transformers 5.24 renames it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def cached(model: Any) -> Callable[..., Any]:
+    """Returns a function that computes the last logits of tokens after those of a cache, and returns the cache."""
+    name, options = cache_name(model), last_logits(model)
+
+    def run(ids: Tensor, cache: Any = None) -> Any:
+        return getattr(model(input_ids=ids, use_cache=True, **{name: cache}, **options), name)
+
+    return run
 
 
 def last_logits(model: Any, count: int = 1) -> dict[str, int]:

@@ -35,24 +35,18 @@ def perplexity(
     quantizes only the first model. Both are in memory at the same time.
     """
     place = device_of(device)
-    written = opened.read_text("perplexity", text)
-    ids = opened.open_tokenizer(model, tokenizer)(written)["input_ids"]
-    count = min(len(ids) // context, pieces or len(ids))
-    if not count:
-        raise ValueError(f"perplexity: {text}: expected at least --context {context} tokens, got {len(ids)}")
-    parts = torch.tensor(ids[: count * context], device="cpu").view(count, context)
+    if against is not None:
+        opened.locate(against)
+    parts = opened.read_pieces("perplexity", text, opened.open_tokenizer(model, tokenizer), context, pieces)
     models = [opened.Opened.of(model, place, dtype, weight_format, fuse)]
     if against is not None:
         models.append(opened.Opened.of(against, place, dtype, None, fuse))
         if models[0].vocabulary != models[1].vocabulary:
             sizes = f"{models[0].vocabulary} tokens as {model}, got {models[1].vocabulary}"
             raise CheckpointError(f"{against}: expected a vocabulary of {sizes}")
-    models[0].check_tokens(ids)
-    begins = models[0].model.config.get_text_config().bos_token_id
-    if ids[0] == begins:  # the tokenizer begins a text so, and each piece is a text
-        parts[:, 0] = begins
+    models[0].check_tokens(parts)
     scores = _measure(models, parts, batch, as_json)
-    value = models[0].described() | {"text": str(text), "pieces": count, "context": context} | _summary(scores)
+    value = models[0].described() | {"text": str(text), "pieces": len(parts), "context": context} | _summary(scores)
     value |= {"against": None if against is None else str(against)}
     show(value, _table(value), as_json)
     return DONE
@@ -87,12 +81,11 @@ def _logs(model: Any, ids: Tensor, first: int) -> Tensor:
 
 def _summary(scores: dict[str, Tensor]) -> dict[str, Any]:
     """Returns the means of all tokens, with the standard errors of these means."""
-    loss, error = _mean(scores["loss"])
-    value: dict[str, Any] = {"tokens": len(scores["loss"]), "perplexity": math.exp(loss)}
-    value["perplexity_error"] = error * math.exp(loss)
+    value: dict[str, Any] = {"tokens": len(scores["loss"])}
+    for other in ("", "other_") if "divergence" in scores else ("",):
+        loss, error = _mean(scores[f"{other}loss"])
+        value |= {f"{other}perplexity": math.exp(loss), f"{other}perplexity_error": error * math.exp(loss)}
     if "divergence" in scores:
-        other, other_error = _mean(scores["other_loss"])
-        value |= {"other_perplexity": math.exp(other), "other_perplexity_error": other_error * math.exp(other)}
         value["divergence"], value["divergence_error"] = _mean(scores["divergence"])
         value["divergence_99"] = float(scores["divergence"].quantile(0.99))
         value["same_first"], value["same_first_error"] = _mean(scores["same_first"])

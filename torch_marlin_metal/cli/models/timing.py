@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.cli.models.opened import Opened, in_words, last_logits, memory_errors, peak_memory, quiet
+from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.cli.output import progress_bar
 from torch_marlin_metal.gpu.planning import plan
 from torch_marlin_metal.gpu.tuning.chains import synchronize
@@ -24,20 +24,21 @@ PROMPT, NEW, BATCH, ROUNDS = 512, 128, 1, 5
 
 
 def measure_model(
-    loaded: Opened, prompts: list[int], new: list[int], batches: list[int], rounds: int, as_json: bool
+    loaded: opened.Opened, prompts: list[int], new: list[int], batches: list[int], rounds: int, as_json: bool
 ) -> list[dict[str, Any]]:
     """Times a model's prompts and single tokens, each from an empty cache, on random tokens without sampling.
 
     Each length in `prompts` is one call; each number in `new` is so many calls of one token, and the host waits for
     each. A test is run once without counting and then `rounds` times.
     """
-    tests: list[tuple[str, int, int, Callable[[Any, Tensor], None]]] = []
+    model = opened.cached(loaded.model)
+    one_by_one = partial(_one_by_one, model)
+    tests: list[tuple[str, int, int, Callable[[Tensor], None]]] = []
     for batch in batches:
-        tests += [(f"pp{count}", count, batch, _prompt) for count in prompts]
-        tests += [(f"tg{count}", count, batch, _one_by_one) for count in new]
-    model = partial(loaded.model, **last_logits(loaded.model))
+        tests += [(f"pp{count}", count, batch, model) for count in prompts]
+        tests += [(f"tg{count}", count, batch, one_by_one) for count in new]
     results = []
-    with progress_bar(len(tests) * (rounds + 1), "run", as_json) as bar, torch.inference_mode(), quiet():
+    with progress_bar(len(tests) * (rounds + 1), "run", as_json) as bar, torch.inference_mode(), opened.quiet():
         for name, count, batch, run in tests:
             generator = torch.Generator("cpu").manual_seed(0)
             ids = torch.randint(loaded.vocabulary, (batch, count), generator=generator, device="cpu").to(loaded.device)
@@ -45,13 +46,13 @@ def measure_model(
             for _ in range(rounds + 1):
                 synchronize(ids.device)
                 begin = time.perf_counter()
-                with memory_errors("bench", f"{name} has {batch} x {count} tokens"):
-                    run(model, ids)
+                with opened.memory_errors("bench", f"{name} has {batch} x {count} tokens"):
+                    run(ids)
                     synchronize(ids.device)
                 rates.append(batch * count / (time.perf_counter() - begin))
                 bar.update()
             del rates[0]
-            steps, rows = (1, batch * count) if run is _prompt else (count, batch)
+            steps, rows = (1, batch * count) if run is model else (count, batch)
             seconds = _predicted(loaded, rows, batch)
             results.append(
                 {
@@ -61,24 +62,20 @@ def measure_model(
                     "spread": statistics.stdev(rates),
                     "rounds": rates,
                     "predicted_tokens_per_second": batch * count / (steps * seconds) if seconds else None,
-                    "peak_memory_bytes": peak_memory(loaded.device),
+                    "peak_memory_bytes": opened.peak_memory(loaded.device),
                 }
             )
     return results
 
 
-def _prompt(model: Callable[..., Any], ids: Tensor) -> None:
-    model(input_ids=ids, use_cache=True)
-
-
 def _one_by_one(model: Callable[..., Any], ids: Tensor) -> None:
     cache = None
     for column in torch.split(ids, 1, 1):
-        cache = model(input_ids=column, past_key_values=cache, use_cache=True).past_key_values
+        cache = model(column, cache)
         synchronize(ids.device)
 
 
-def _predicted(loaded: Opened, rows: int, sequences: int) -> float | None:
+def _predicted(loaded: opened.Opened, rows: int, sequences: int) -> float | None:
     """Returns the planner's seconds for all packed products of so many rows, or None if it predicts only some of them.
 
     The output layer computes the last token of each sequence, if the model can leave out the others.
@@ -87,7 +84,7 @@ def _predicted(loaded: Opened, rows: int, sequences: int) -> float | None:
     if loaded.device != "mps" or any(isinstance(module, MarlinExperts) for module in modules):
         return None
     layers = [one for one in modules if isinstance(one, MarlinLinear) and not isinstance(one, MarlinEmbedding)]
-    head = loaded.model.get_output_embeddings() if last_logits(loaded.model) else None
+    head = loaded.model.get_output_embeddings() if opened.last_logits(loaded.model) else None
     kinds = Counter(
         (
             *(sequences if one is head else rows, one.out_features, one.in_features),
@@ -109,5 +106,5 @@ def model_table(machine: str, described: dict[str, Any], results: list[dict[str,
         (row["test"], str(row["batch"]), human_size(row["peak_memory_bytes"]), *(f"{row[key]:.2f}" for key in keys))
         for row in results
     ]
-    caption = in_words(described) + "\npredicted: by the planner, for the packed products alone" * has_plans
+    caption = opened.in_words(described) + "\npredicted: by the planner, for the packed products alone" * has_plans
     return table(f"{described['model']} on {machine}", "test", *numbers, rows=rows, right=numbers, caption=caption)

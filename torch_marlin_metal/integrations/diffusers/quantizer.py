@@ -31,6 +31,7 @@ from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.row_tensor import has_stand_ins
 from torch_marlin_metal.models.linear_layers import ModelMismatchError, packed_layer
 from torch_marlin_metal.models.prepare import prepare
+from torch_marlin_metal.models.savers import round_as_diffusers
 from torch_marlin_metal.models.swap import inherit
 from torch_marlin_metal.patterns import check_patterns, selects
 
@@ -192,6 +193,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         model.is_quantized = False  # if true, diffusers refuses .half() and .to(dtype)
         if self.quantization_config.fuse:
             fuse_projections(model)
+        round_as_diffusers(model)
         if self.quantization_config.prepare:
             prepare(model, progress=logging.is_progress_bar_enabled())
         return model
