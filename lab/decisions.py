@@ -22,7 +22,18 @@ from numpy.typing import NDArray
 
 from lab.model import ExpertsProblem, families, predict
 from lab.model.counts import KernelCounts, NotCounted, counts_of, rows
-from lab.model.geometry import BLOCK, FUSED_COLUMNS, FUSED_K, GEMV_COLUMNS, GEMV_K, SIMD_WIDTH
+from lab.model.geometry import (
+    BLOCK,
+    FUSED_COLUMNS,
+    FUSED_K,
+    GEMV_COLUMNS,
+    GEMV_K,
+    MIN_GROUP_SIZE,
+    SIMD_WIDTH,
+    TENSOR_COLUMNS,
+    TENSOR_K,
+    TENSOR_ROWS,
+)
 from lab.model.kernel import CACHE_LATENCY, figure
 from lab.model.problems import Problem, Tiling
 from torch_marlin_metal.extension import native
@@ -31,27 +42,35 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 
 FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decision_rows.h"
 # Activations, and a GPU that computes with them in this way.
-ARITHMETIC = {"half": ("float16", "M4"), "emulated_bfloat": ("bfloat16", "M1"), "single": ("float32", "M4")}
+ARITHMETIC = {
+    "half": ("float16", "M4"),
+    "emulated_bfloat": ("bfloat16", "M1"),
+    "single": ("float32", "M4"),
+    "bfloat_operands": ("bfloat16", "M5"),
+}
 # No choice should take longer than the model's best by this factor.
 MOST_RATIO = 1.10
-MOST_UNITS = {"gemv": 8, "fused": 4}
+MOST_UNITS = {"gemv": 8, "fused": 4, "tensor": 2}
 # A format, and its levels of scales.
 Form = tuple[WeightFormat, int]
 # The kernel of each variant, and its forms for experts with their units of rows, in the order of expert_tiles in
 # csrc/planner/variants.cpp.
-KERNELS = {"gemv": "gemv", "fused": "gemm_fused"}
+KERNELS = {"gemv": "gemv", "fused": "gemm_fused", "tensor": "gemm_tensor"}
 EXPERTS_FORMS = {
     "gemv": (("moe_gemv", 1), ("moe_gemv_reduce", 1), ("moe_gemv_blocks", 4)),
     "fused": (("moe_fused", 4), ("moe_fused", 3), ("moe_fused", 2), ("moe_fused", 1)),
+    "tensor": (),  # counted as gemm_tensor
 }
 REASONS = {
     "gemv": "reads the weight once and multiplies lane by lane",
     "fused": "shares what it decodes between 8 rows of a matrix product",
+    "tensor": "shares what it decodes between 32 rows of a product on the tensor units",
     "integer": "integer codes become floats by masks",
     "e2m1": "E2M1 codes become floats by shifts and masks",
     "e4m3": "E4M3 codes become floats by shifts and masks",
     "table": "each code is looked up",
     "half": "",
+    "bfloat_operands": "",
     "emulated_bfloat": "; this GPU computes bfloat by integer instructions",
     "single": "; float32 activations take twice the loads and registers",
 }
@@ -65,11 +84,11 @@ class Decision:
         arithmetic: how the GPU computes with the activations.
         codes: kind of the weight's codes.
         bits: bits of a code.
-        kernel: "gemv" or "fused".
+        kernel: "gemv", "fused" or "tensor".
         decode: clocks to decode the weights of a step.
-        unit: clocks of a unit of rows in a step.
+        unit: clocks of a unit of rows in a step; in tensor, of 16 k of a step. It has 32 k, with groups of 16 only 16.
         group_end: clocks at the end of a group.
-        unit_end: clocks of a unit of rows there.
+        unit_end: clocks of a unit of rows there; in tensor, of the sums of activations, which weights with biases need.
         wait: by units, the clocks that a simdgroup waits for the loads of a step.
     """
 
@@ -102,26 +121,45 @@ class Decision:
 
 def _line(values: NDArray[np.float64]) -> tuple[float, float]:
     """Returns value and slope of the line through values at 1, 2, ... that has the smallest relative errors."""
+    if len(set(values)) == 1:
+        return float(values[0]), 0.0
     units = np.arange(1, len(values) + 1, dtype=np.float64)
     slope, value = np.polyfit(units, values, 1, w=1 / values)
     return float(value), float(slope)
 
 
 def _counted(variant: str, kernel: str, units: int, forms: list[Form], arithmetic: str) -> list[KernelCounts]:
-    """Returns the counts of a kernel for some formats with this many units of rows."""
+    """Returns the counts of a kernel for some formats with this many units."""
     activations, chip = ARITHMETIC[arithmetic]
-    tile = (units, GEMV_COLUMNS, GEMV_K) if variant == "gemv" else (BLOCK * units, FUSED_COLUMNS, FUSED_K)
+    tile = {
+        "gemv": (units, GEMV_COLUMNS, GEMV_K),
+        "fused": (BLOCK * units, FUSED_COLUMNS, FUSED_K),
+        "tensor": (TENSOR_ROWS, TENSOR_COLUMNS, TENSOR_K),
+    }[variant]
     tiling = Tiling(variant, kernel, tile)
     gpu = AppleSiliconGPU.from_name(chip)
+    group = MIN_GROUP_SIZE if variant == "tensor" and units == 1 else 128
     return [
-        counts_of(tiling, tile[0], Problem(1, 128, 128, row.name, activations=activations, scales=scales), gpu)
+        counts_of(tiling, tile[0], Problem(1, 128, 128, row.name, group, activations=activations, scales=scales), gpu)
         for row, levels in forms
         for scales in (["uint8"] if levels == 2 else [None])
     ]
 
 
+def _tensor_ends(forms: list[Form], arithmetic: str) -> tuple[float, float]:
+    """Returns the clocks at the end of a group of gemm_tensor, and what the sums of activations add to them."""
+    ends: dict[bool, list[int]] = {False: [], True: []}
+    counted = _counted("tensor", KERNELS["tensor"], MOST_UNITS["tensor"], forms, arithmetic)
+    for (row, _), found in zip(forms, counted, strict=True):
+        ends[row.zeros_role == "bias"].append(found.outer_issue)
+    plain = float(np.mean(ends[False]))
+    return plain, float(np.mean(ends[True])) - plain if ends[True] else 0.0
+
+
 def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
-    alike = [(row, levels) for row, levels in _forms(arithmetic) if (row.code_kind, row.code_bits) == (codes, bits)]
+    alike = [
+        (row, levels) for row, levels in _forms(kernel, arithmetic) if (row.code_kind, row.code_bits) == (codes, bits)
+    ]
     forms = [(row, levels) for row, levels in alike if levels == alike[0][1]]
     clock = float(np.mean([figure(AppleSiliconGPU.from_name(name), "clock_ghz") for name in AppleSiliconGPU.names()]))
     gpu = AppleSiliconGPU.from_name(ARITHMETIC[arithmetic][1])
@@ -137,7 +175,10 @@ def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
         steps.append(step)
         ends.append(end)
         waited.append(round(waits))
-    group_end = _line(np.array(ends)) if kernel == "gemv" else (0.0, 0.0)
+    if kernel == "tensor":
+        group_end = _tensor_ends(forms, arithmetic)
+    else:
+        group_end = _line(np.array(ends)) if kernel == "gemv" else (0.0, 0.0)
     lines = (*_line(np.array(steps)), *group_end)
     return Decision(arithmetic, codes, bits, kernel, *lines, tuple(waited))
 
@@ -148,15 +189,19 @@ def _formats() -> list[WeightFormat]:
     return [row for name, row in WEIGHT_FORMATS.items() if name in counted]
 
 
-def _forms(arithmetic: str) -> list[Form]:
+def _forms(variant: str, arithmetic: str) -> list[Form]:
     """Returns the formats and levels whose products have been counted with such activations, or with all others.
 
     Those with one level are first. A kind of codes that has been counted with two levels only has rows with these.
     """
+    operands = ("half", "bfloat_operands") if variant == "tensor" else ("half", "emulated_bfloat", "single")
+    if arithmetic not in operands:
+        return []
+    kernel, others = ("gemm_tensor", None) if variant == "tensor" else ("gemv", "float32")
     counted = {
         (row.weight_format, row.levels)
         for row in rows()
-        if row.kernel == "gemv" and row.activations in (ARITHMETIC[arithmetic][0], "float32")
+        if row.kernel == kernel and row.activations in (ARITHMETIC[arithmetic][0], others)
     }
     return [(row, levels) for levels in (1, 2) for name, row in WEIGHT_FORMATS.items() if (name, levels) in counted]
 
@@ -165,7 +210,7 @@ def decisions() -> Iterator[Decision]:
     """Yields the rows of the table."""
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
-            for kind, bits in dict.fromkeys((row.code_kind, row.code_bits) for row, _ in _forms(arithmetic)):
+            for kind, bits in dict.fromkeys((row.code_kind, row.code_bits) for row, _ in _forms(kernel, arithmetic)):
                 yield _decision(kernel, arithmetic, kind, bits)
 
 
@@ -194,7 +239,7 @@ def _register_rows() -> Iterator[str]:
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
             first: dict[tuple[str, int], str] = {}
-            for row, levels in _forms(arithmetic):
+            for row, levels in _forms(kernel, arithmetic):
                 registers = _registers(kernel, arithmetic, (row, levels))
                 kind = (row.code_kind, row.code_bits)
                 if first.get(kind) == registers:
@@ -221,12 +266,10 @@ def text() -> str:
     ]
     own = dict.fromkeys(row.kernel for row in rows())
     for kernel in own:
-        if kernel in ("gemv", "gemm_fused") or (kernel.startswith("moe_")):
+        if kernel in KERNELS.values() or kernel.startswith("moe_"):
             continue
         most = max(row.half_registers for row in rows() if row.kernel == kernel)
         lines.append(f"    KernelRegisters{{Kernel::{kernel}, {most}}},\n")
-        if kernel == "gemm_tensor":
-            lines.append(f"    KernelRegisters{{Kernel::moe_tensor, {most}}},\n")
     return "".join([*lines, "};\n// clang-format on\n"])
 
 
@@ -323,7 +366,11 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
     tile = tuple(map(int, text.split("x")))
     # the gated form takes as long as moe_gemv
     named = [{**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")} for dispatch in dispatches]
-    known = {KERNELS.get(variant, f"gemm_{variant}"), *(form for form, _ in EXPERTS_FORMS.get(variant, ()))}
+    known = {
+        KERNELS.get(variant, f"gemm_{variant}"),
+        f"moe_{variant}",
+        *(form for form, _ in EXPERTS_FORMS.get(variant, ())),
+    }
     products = [dispatch for dispatch in named if dispatch["kernel"] in known]
     first = products[0]
     slices = re.search(r"k_per_slice=(\d+)", first["text"])
@@ -378,10 +425,11 @@ def spread(choices: list[Choice]) -> str:
 
 def score(count: int) -> None:
     """Prints how the planner's choices compare with the model's best, for products and for products with experts."""
-    for what, problems in (
-        ("products", random_products(random.Random(1))),
-        ("experts", random_mixtures(random.Random(2))),
-    ):
+    sources: dict[str, Iterator[tuple[AppleSiliconGPU, Problem | ExpertsProblem]]] = {
+        "products": random_products(random.Random(1)),
+        "experts": random_mixtures(random.Random(2)),
+    }
+    for what, problems in sources.items():
         choices = [choice(*next(problems)) for _ in range(count)]
         print(f"{what}: {spread(choices)}")
         for trait in ("activations", "weight_format"):

@@ -17,15 +17,20 @@ uint64_t extent_of_rows(const MoeProblem& problem) {
          problem.product.weight.K;
 }
 
-// Returns the variant that the plan must have, or "auto". A tuner's table holds times of dense products. It counts only
-// for variants that "auto" does not take without a measurement.
-NamedVariant wanted_variant(const MoeProblem& problem, const GpuDevice& device) {
+// Returns true if the variant is one that the plan may have. A tuner's table holds times of dense products, so it
+// counts only between the variants that all GPUs have and one that only some have: as the table says, the plan must or
+// must not have that one.
+bool is_wanted(GemmVariant variant, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
+  if (!product.variant.is_auto()) return product.variant == NamedVariant(variant);
+  const auto runs = [&](GemmVariant one) {
+    return rules_of(one).refusal == nullptr || rules_of(one).refusal(product, device).empty();
+  };
+  if (!runs(variant)) return false;
   const std::optional<GemmVariant> tuned = product.tuned.variant();
-  if (!product.variant.is_auto() || !tuned || !computes_experts(*tuned)) return product.variant;
-  const VariantRules& rules = rules_of(*tuned);
-  const bool counts = rules.row_unit == 0 && (rules.refusal == nullptr || rules.refusal(product, device).empty());
-  return counts ? NamedVariant(*tuned) : product.variant;
+  if (tuned && runs(*tuned) && computes_experts(*tuned))
+    return (rules_of(*tuned).refusal != nullptr) == (rules_of(variant).refusal != nullptr);
+  return is_automatic(variant, product, device);
 }
 
 int32_t row_weights_type(const MoeProblem& problem) {
@@ -107,19 +112,19 @@ Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device) {
            std::to_string(extent));
   }
   check_variant("moe_gemm", product, device);
-  const NamedVariant variant = wanted_variant(problem, device);
   std::vector<Tiling> tilings;
   for (size_t i = 0; i < kGemmVariants.size(); ++i) {
-    const VariantRules& rules = rules_of(static_cast<GemmVariant>(i));
+    const auto variant = static_cast<GemmVariant>(i);
+    const VariantRules& rules = rules_of(variant);
     if (rules.has_32_bit_offsets && !fits_32_bits) continue;
-    if (variant.is_auto() ? rules.row_unit == 0 : variant != static_cast<GemmVariant>(i)) continue;
+    if (!is_wanted(variant, problem, device)) continue;
     for (const GemmTile& row : rules.expert_tiles) {
       const bool can_add = problem.reduce && problem.top_k <= kMoeReduceMaxSimdgroups;
       if (can_add || !adds_up_tokens(row)) tilings.push_back(tiling_of(row, problem, device));
     }
   }
   if (tilings.empty()) {
-    refuse("moe_gemm", "variant", expert_variants() + " on mps", "'" + variant.text() + "'");
+    refuse("moe_gemm", "variant", expert_variants() + " on mps", "'" + product.variant.text() + "'");
   }
   return *std::ranges::min_element(tilings, {}, &Tiling::seconds);
 }

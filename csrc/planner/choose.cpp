@@ -57,11 +57,6 @@ std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& pro
   return tiling;
 }
 
-bool is_automatic(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
-  const VariantRules& rules = rules_of(row.variant);
-  return rules.row_unit != 0 || (rules.is_automatic != nullptr && rules.is_automatic(problem, device));
-}
-
 // Returns the best tiling with a tile, or nothing if the tile cannot compute the problem.
 std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const VariantRules& rules = rules_of(row.variant);
@@ -103,7 +98,7 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
     if (!fits(row, problem.activations) || (!problem.variant.is_auto() && !problem.variant.names_row(row))) continue;
     if (const auto tiling = tiling_of(row, problem, device)) {
       tilings.push_back(*tiling);
-      tilings.back().automatic = is_automatic(row, problem, device);
+      tilings.back().automatic = is_automatic(row.variant, problem, device);
     }
   }
   if (tilings.empty()) {
@@ -125,7 +120,7 @@ const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& prob
 std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device) {
   if (!problem.variant.is_auto()) return "the call names its variant";
   if (problem.tuned.names_row(chosen)) return "the tuner measured it as the fastest";
-  const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
+  const Arithmetic type = arithmetic(chosen.variant, problem.activations, family_of(*device.chip));
   const VariantRules& rules = rules_of(chosen.variant);
   return std::string(rules.row_unit == 0 ? rules.reason
                                          : find_decision(chosen.variant, type, problem.weight.format)->reason);

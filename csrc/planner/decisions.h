@@ -1,4 +1,4 @@
-// The table by which the planner chooses between gemv and fused, their blocks of rows and how they split K:
+// The table by which the planner chooses between gemv, fused and tensor, their blocks of rows and how they split K:
 // decision_rows.h.
 #pragma once
 
@@ -12,16 +12,18 @@
 namespace marlin {
 
 // How a GPU computes with activations of a type. M1 and M2 compute bfloat with integer instructions; later chips
-// compute it as fast as fp16.
-enum class Arithmetic : uint8_t { half, emulated_bfloat, single };
+// compute it as fast as fp16. The decode to bfloat operands of tensor units takes more instructions than that to half.
+enum class Arithmetic : uint8_t { half, emulated_bfloat, single, bfloat_operands };
 
-constexpr Arithmetic arithmetic(ElementType activations, const GpuFamily& family) {
+constexpr Arithmetic arithmetic(GemmVariant kernel, ElementType activations, const GpuFamily& family) {
   if (activations == ElementType::float32) return Arithmetic::single;
+  if (activations == ElementType::bfloat16 && kernel == GemmVariant::tensor) return Arithmetic::bfloat_operands;
   return activations == ElementType::bfloat16 && !family.has_bfloat ? Arithmetic::emulated_bfloat : Arithmetic::half;
 }
 
 // What a block of rows costs a simdgroup of a kernel, in clocks of its scheduler, without matrix products. The unit of
-// rows is one row in gemv, and eight rows in fused.
+// rows is one row in gemv, and eight rows in fused. A simdgroup of tensor computes 32 rows, of any number; its units
+// are the products of 16 k of a step, and unit_end is for the sums of activations, which weights with biases need.
 struct Decision {
   Arithmetic arithmetic;
   CodeKind codes;
@@ -33,10 +35,10 @@ struct Decision {
   std::string_view reason;
 };
 
-// The 16-bit registers of a thread of a kernel by units of rows, and of its forms for experts in the order of their
-// tiles (csrc/planner/variants.cpp). The compiler's choice of registers follows no rule, and a few more can halve the
-// threadgroups on a core, so they are not a kind's average. A format without a row has those of the first row of its
-// kind.
+// The 16-bit registers of a thread of a kernel by units, and of its forms for experts in the order of their tiles
+// (csrc/planner/variants.cpp), which in tensor need as many. The compiler's choice of registers follows no rule, and a
+// few more can halve the threadgroups on a core, so they are not a kind's average. A format without a row has those of
+// the first row of its kind.
 struct Registers {
   Arithmetic arithmetic;
   CodeKind codes;
@@ -89,6 +91,8 @@ static_assert(
       for (int32_t format = 0; format < kWeightFormatCount; ++format) {
         for (size_t i = 0; i < kDecisions.size(); ++i) {
           const GemmVariant kernel = kDecisions[i].kernel;
+          if (kernel == GemmVariant::tensor && code_kind(static_cast<WeightFormat>(format)) == CodeKind::table)
+            continue;
           if (i > 0 && kDecisions[i - 1].kernel == kernel)
             continue;  // compilers limit the steps of a constant expression
           bool found = false;

@@ -18,13 +18,12 @@ constexpr double kOverlapLoss = 0.05;
 // byte from there costs as much as half a byte from memory.
 constexpr double kCachedFraction = 0.5;
 constexpr double kCacheCost = 0.5;
-// Clocks outside of the loops, and those that the kernels for experts need in addition.
+// Clocks outside of the loops: of gemv and fused, of tensor, and those that kernels for experts need in addition.
 constexpr double kStart = 200;
+constexpr double kTensorStart = 470;
 constexpr double kExpertsStart = 120;
 // For kernels without rows of decisions: the time of other instructions, as a fraction of the matrix products' time.
 constexpr double kUnlistedIssue = 0.8;
-// Clocks of a load that a core's cache serves.
-constexpr double kCacheLatency = 64;
 // PyTorch's dense product: its launch, measured on an M1 Pro, and the fraction of the peak rate that it reaches,
 // measured on an M1 (4096^3, fp16).
 constexpr double kDenseLaunch = 20e-6;
@@ -40,8 +39,14 @@ double hertz(const GpuDevice& device) {
   return device.chip->clock_ghz.value * 1e9;
 }
 
-double together(double memory, double core, double launch = kDispatchSeconds) {
-  return launch + std::max(memory, core) + kOverlapLoss * std::min(memory, core);
+double together(double memory, double core, double cache = 0, double launch = kDispatchSeconds) {
+  return launch + std::max({memory, core, cache}) + kOverlapLoss * std::min(memory, core);
+}
+
+// Returns the time in which the cores of a launch load and store bytes, most of which L2 serves.
+double cache_seconds(double bytes, uint64_t threadgroups, const GpuDevice& device) {
+  const double cores = static_cast<double>(std::min<uint64_t>(threadgroups, device.cores));
+  return bytes / (family_of(*device.chip).l2_bytes_per_clock.value * cores * hertz(device));
 }
 
 bool stays(double bytes, const Chip& chip) {
@@ -77,6 +82,18 @@ bool has_two_levels(const WeightProblem& weight) {
   return !has_coded_scales(weight.format) && is_integer(weight.scales);
 }
 
+// Returns the k of a step of gemm_tensor. With groups of 16, each product of 16 k has its own scale.
+uint32_t tensor_step(const WeightProblem& weight) {
+  const bool halves = !tensor_scales_codes(weight.format) && group_size(weight) == kMinGroupSize;
+  return halves ? kTensorK / 2 : kTensorK;
+}
+
+// Returns true if gemm_tensor sums the activations, because zero points are not in the codes.
+bool sums_activations(const WeightProblem& weight) {
+  const ZerosRole role = zeros_role(weight.format);
+  return role == ZerosRole::bias || (role == ZerosRole::zero_point && !is_integer(weight.zeros));
+}
+
 // Returns the K that a simdgroup passes; the stripes of striped share the K of all tiles.
 double k_of_simdgroup(const Tiling& tiling, const GemmProblem& problem) {
   const uint32_t K = problem.weight.K;
@@ -92,26 +109,37 @@ struct Core {
 // Returns the core of a launch of equal threadgroups of `rows` rows, of which `used` have work on average. It computes
 // all resident threadgroups at once; a few at the end take as long as one of their simdgroups alone.
 Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
-                  double start, const GpuDevice& device) {
+                  double more_start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);
   const WeightProblem& weight = problem.weight;
   const VariantRules& rules = rules_of(tiling.variant);
   const double k = k_of_simdgroup(tiling, problem);
-  const double steps = std::ceil(k / tiling.tile.K);
-  double products = used * tiling.tile.N * tiling.tile.K / (kBlock * kBlock * kBlock);
-  const Figure& clocks = needs_tensor_units(tiling.kernel) ? tensor_clocks(family) : family.matrix_clocks_fp32;
+  const bool on_units = needs_tensor_units(tiling.kernel);
+  const uint32_t step = on_units ? tensor_step(weight) : tiling.tile.K;
+  const double steps = std::ceil(k / step);
+  double products = used * tiling.tile.N * step / (kBlock * kBlock * kBlock);
+  if (rules.threads != nullptr) products /= tiling.simdgroups;  // they divide the tile
+  const Figure& clocks = on_units ? tensor_clocks(family) : family.matrix_clocks_fp32;
   double issue = 0;
   double wait = family.dram_latency_ns.value * device.chip->clock_ghz.value;
   if (rules.row_unit == 0) {
-    products /= tiling.simdgroups;
-    issue = kUnlistedIssue * steps * products * clocks.value;
-    // The staged kernels load ahead; tensor waits in each step for weights and for activations.
-    if (needs_tensor_units(tiling.kernel)) wait += steps * (wait + kCacheLatency);
+    issue = kUnlistedIssue * steps * products * clocks.value;  // the staged kernels load ahead
   } else {
-    const Decision& cost = *find_decision(tiling.variant, arithmetic(problem.activations, family), weight.format);
-    const double units = used / rules.row_unit;
-    const double ends = std::ceil(k / std::min<uint32_t>(group_size(weight), kChainLength));
-    issue = steps * (cost.decode + units * cost.unit) + ends * (cost.group_end + units * cost.unit_end) + start;
+    const Arithmetic type = arithmetic(tiling.variant, problem.activations, family);
+    const Decision& cost = *find_decision(tiling.variant, type, weight.format);
+    double units = used / rules.row_unit;
+    double end_units = units;
+    double start = kStart + more_start;
+    uint32_t group = group_size(weight);
+    if (on_units) {
+      start = kTensorStart + more_start;
+      units = step / kMinGroupSize;
+      end_units = sums_activations(weight) ? 1 : 0;
+      products *= 1 + 0.5 * end_units;
+      if (tensor_scales_codes(weight.format)) group = weight.K;
+    }
+    const double ends = std::ceil(k / std::min<uint32_t>(group, kChainLength));
+    issue = steps * (cost.decode + units * cost.unit) + ends * (cost.group_end + end_units * cost.unit_end) + start;
     wait += steps * cost.wait.at(static_cast<size_t>(std::ceil(units)) - 1);
     if (rules.row_unit < kBlock) products = 0;
   }
@@ -128,13 +156,20 @@ Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t thr
           .in_flight = tiling.simdgroups * std::min<double>(double(held), double(threadgroups) / device.cores)};
 }
 
+// The bytes that a launch moves from and to memory, and between its cores and L2.
+struct Traffic {
+  double memory, cache;
+};
+
 // Row blocks read all weights again, except in kernels whose threadgroups with the same weights start side by side.
-double product_bytes(const Tiling& tiling, const GemmProblem& problem, double times, uint32_t rows,
-                     const GpuDevice& device) {
+Traffic product_traffic(const Tiling& tiling, const GemmProblem& problem, double times, uint32_t rows,
+                        const GpuDevice& device) {
   const double written = writes_partials(tiling) ? partial_bytes(tiling, problem) : output_bytes(problem, rows);
   const double read = double(rows) * problem.weight.K * element_bytes(problem.activations);
-  return reads(weight_bytes(problem.weight), rules_of(tiling.variant).has_rows_along_x ? 1 : times, *device.chip) +
-         read + written;
+  const double weight = weight_bytes(problem.weight);
+  const uint32_t columns = ceil_divide(problem.weight.N, tiling.tile.N);
+  return {.memory = reads(weight, rules_of(tiling.variant).has_rows_along_x ? 1 : times, *device.chip) + read + written,
+          .cache = times * weight + columns * read + written};
 }
 
 double combine_seconds(const MoeProblem& problem, const GpuDevice& device) {
@@ -149,9 +184,10 @@ double combine_seconds(const MoeProblem& problem, const GpuDevice& device) {
 uint32_t half_registers(const GemmTile& tile, const GemmProblem& problem, uint32_t rows, const GpuDevice& device) {
   const VariantRules& rules = rules_of(tile.variant);
   if (rules.row_unit == 0) return registers_of(tile.kernel);
-  const Arithmetic type = arithmetic(problem.activations, family_of(*device.chip));
+  const Arithmetic type = arithmetic(tile.variant, problem.activations, family_of(*device.chip));
   const WeightProblem& weight = problem.weight;
   const Registers& row = *nearest(kRegisters, tile.variant, type, weight.format, has_two_levels(weight) ? 2 : 1);
+  if (needs_tensor_units(tile.kernel)) return row.product.at(tensor_step(weight) / kMinGroupSize - 1);
   for (size_t form = 0; form < rules.expert_tiles.size(); ++form) {
     const GemmTile& own = rules.expert_tiles[form];
     if (own.kernel == tile.kernel && own.tile.M == rows) return row.experts.at(form);
@@ -187,17 +223,18 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
     // A bias is added afterwards: the result is read and written again.
     const double results = (problem.has_bias ? 3 : 1) * output_bytes(problem, problem.M);
     const double memory = memory_seconds(written + read + results, written, device);
-    return {.seconds = {traffic_seconds(weight + written, device), together(memory, flop / rate, kDenseLaunch)}};
+    return {.seconds = {traffic_seconds(weight + written, device), together(memory, flop / rate, 0, kDenseLaunch)}};
   }
   const uint32_t columns = ceil_divide(problem.weight.N, tiling.tile.N);
   Estimate found;
   for (uint32_t launch = 0; launch < launches(tiling); ++launch) {
     const RowBlocks rows = row_blocks(tiling, problem.M, launch);
     const uint64_t threadgroups = tiling.stripes != 0 ? tiling.stripes : uint64_t{rows.count} * columns * tiling.splits;
-    const Core core = busiest_core(tiling, problem, threadgroups, rows.rows, rows.rows, kStart, device);
+    const Core core = busiest_core(tiling, problem, threadgroups, rows.rows, rows.rows, 0, device);
     const uint32_t used = std::min(rows.count * rows.rows, problem.M - rows.m_begin);
-    const double bytes = product_bytes(tiling, problem, rows.count, used, device);
-    found.seconds.push_back(together(memory_seconds(bytes, weight, device), core.seconds));
+    const Traffic bytes = product_traffic(tiling, problem, rows.count, used, device);
+    found.seconds.push_back(together(memory_seconds(bytes.memory, weight, device), core.seconds,
+                                     cache_seconds(bytes.cache, threadgroups, device)));
     if (launch == 0) found.in_flight = core.in_flight;
   }
   if (writes_partials(tiling)) {
@@ -227,13 +264,15 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
       routing.experts * reads(weight, times, *device.chip) + reads(distinct, rows / distinct, *device.chip) + written;
 
   // The units of rows that are not empty: only the last block of an expert can be partly filled.
-  const uint32_t unit = rules.row_unit != 0 ? rules.row_unit : tiling.tile.M;
+  const uint32_t unit = rules.threads == nullptr ? rules.row_unit : tiling.tile.M;
   const double units = expected_routing(tokens, problem.top_k, problem.experts, unit).blocks;
   const double used = std::min<double>(tiling.tile.M, unit * units / routing.blocks);
   const auto threadgroups =
       columns * (adds_up_tokens(tiling) ? tokens : static_cast<uint64_t>(std::ceil(routing.blocks * (1 - kRounding))));
-  const Core core = busiest_core(tiling, product, threadgroups, tiling.tile.M, used, kStart + kExpertsStart, device);
-  found.seconds.push_back(together(memory_seconds(bytes, routing.experts * weight, device), core.seconds));
+  const Core core = busiest_core(tiling, product, threadgroups, tiling.tile.M, used, kExpertsStart, device);
+  const double cached = routing.blocks * weight + double(columns) * rows + written;
+  found.seconds.push_back(together(memory_seconds(bytes, routing.experts * weight, device), core.seconds,
+                                   cache_seconds(cached, threadgroups, device)));
   found.in_flight = core.in_flight;
   if (combines(tiling, problem)) found.seconds.push_back(combine_seconds(problem, device));
   return found;

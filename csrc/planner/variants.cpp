@@ -45,12 +45,9 @@ std::string tensor_units_refusal(const GemmProblem& problem, const GpuDevice& de
          " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)";
 }
 
-// With so many rows, the estimate for tensor is at most about half the estimate for fused, on all chips with the units.
-// The rate of the units is one published measurement of another kernel, so a smaller gain might be none.
-constexpr uint32_t kTensorAutomaticRows = 128;
-
-bool is_automatic_tensor(const GemmProblem& problem, const GpuDevice& /*device*/) {
-  return problem.M >= kTensorAutomaticRows;
+// A simdgroup computes 32 rows, so a block of gemv or fused for at most eight takes no longer by the model of lab/.
+bool has_rows_for_tensor(const GemmProblem& problem, const GpuDevice& /*device*/) {
+  return problem.M > kBlock;
 }
 
 bool may_decode(const GemmProblem& problem, const GpuDevice& device) {
@@ -101,8 +98,8 @@ constinit const VariantRules tensor_variant{
     .refusal = tensor_units_refusal,
     .row_multiple = kTensorRows,
     .simdgroup_columns = kTensorColumns,
-    .is_automatic = is_automatic_tensor,
-    .reason = "multiplies many rows on the tensor units, whose published rate is several times that of other kernels",
+    .row_unit = kTensorRows,
+    .is_automatic = has_rows_for_tensor,
 };
 constinit const VariantRules two_pass_variant{
     .tiles = kTwoPassTiles,
@@ -129,6 +126,11 @@ std::span<const GemmTile> gemm_tiles() {
     return all;
   }();
   return tiles;
+}
+
+bool is_automatic(GemmVariant variant, const GemmProblem& problem, const GpuDevice& device) {
+  const VariantRules& rules = rules_of(variant);
+  return rules.is_automatic != nullptr ? rules.is_automatic(problem, device) : rules.row_unit != 0;
 }
 
 bool rounds_weight(GemmVariant variant) {

@@ -174,7 +174,8 @@ py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uin
                      .has_row_weights = reduce,
                      .reduce = reduce,
                      .gate = reduce ? OptionalGate{} : OptionalGate(MoeGate{})};
-  const GpuDevice device{cores, true, &chip_of(chip)};
+  GpuDevice device{cores, true, &chip_of(chip)};
+  set_system(device, supposed_system(*device.chip));
   const Tiling tiling = moe_tiling(problem, device);
   const Plan plan = plan_moe(problem, device);
   return py::make_tuple(name(tiling), dispatch_list(plan, tiling, problem.product, device), plan.applies_gate);

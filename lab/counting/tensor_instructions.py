@@ -31,6 +31,7 @@ from typing import Any
 from lab.counting import instructions
 from lab.counting.kernel_counts import write_or_check
 from lab.model.counts import KernelCounts
+from lab.model.geometry import MIN_GROUP_SIZE
 from softmetal.proof.libraries import MLX_WITH_TENSORS, mlx_include
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 
@@ -140,21 +141,36 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
     )
 
 
-def calls_of(weight_format: str) -> int:
-    """Returns the products of a step of 32 k: two left operands in two halves, and the sums of activations."""
-    return 6 if WEIGHT_FORMATS[weight_format].zeros_role == "bias" else 4
+def takes_half_steps(weight_format: str, group_size: int) -> bool:
+    """Returns whether a step has 16 k. nvfp4's scales are part of its operands, so its groups need no own sums."""
+    return group_size == MIN_GROUP_SIZE and weight_format != "nvfp4"
 
 
-def counted_formats(dtype: str) -> dict[str, None]:
-    """Returns the formats that the model knows with this dtype, except those with a lut, which have no such kernel."""
-    return dict.fromkeys(form for form, _, _ in instructions.forms(dtype) if not WEIGHT_FORMATS[form].has_lut)
+def calls_of(weight_format: str, group_size: int = 64) -> int:
+    """Returns the products of a step: two left operands and perhaps the sums of activations, for each 16 k."""
+    halves = 1 if takes_half_steps(weight_format, group_size) else 2
+    return halves * (3 if WEIGHT_FORMATS[weight_format].zeros_role == "bias" else 2)
 
 
-def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int) -> dict[str, Any]:
+def counted_forms(dtype: str) -> dict[tuple[str, int, int], None]:
+    """Returns formats, group sizes and levels: groups of 16, whose steps are shorter, and those that the model knows.
+
+    A format with a lut has no such kernel. Only groups of 16 have another loop than longer ones.
+    """
+    known = [form for form in instructions.forms(dtype) if not WEIGHT_FORMATS[form[0]].has_lut]
+    single = dict.fromkeys(name for name, _, _ in known)
+    usual = {(name, instructions.usual_group(name), 1): None for name in single}
+    short = {(name, MIN_GROUP_SIZE, 1): None for name in single if not WEIGHT_FORMATS[name].fixed_group_size}
+    return usual | short | {form: None for form in known if form[2] == 2}
+
+
+def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int, levels: int = 1) -> dict[str, Any]:
     """Returns the tool's counts for gemm_tensor with a tile of 64 x 64."""
-    case = instructions.Case("gemm_tensor", "gemm/tensor", weight_format, dtype, group_size=group_size, rows=64)
-    # Only groups of 16 are short in this kernel, and nvfp4's scales are part of its operands.
-    constants = case.constants() | {"short_group_size": 0}
+    case = instructions.Case(
+        "gemm_tensor", "gemm/tensor", weight_format, dtype, group_size=group_size, rows=64, levels=levels
+    )
+    short = MIN_GROUP_SIZE if takes_half_steps(weight_format, group_size) else 0
+    constants = case.constants() | {"short_group_size": short}
     options = [argument for name, value in constants.items() for argument in ("-D", f"{name}={value}")]
     return stat(folder, "kernels/gemm/tensor.metal", f"gemm_tensor_{weight_format}_{dtype}", options)
 
@@ -166,10 +182,9 @@ def ours(folder: Path, weight_format: str) -> Counts:
     return counts(found, 2, calls_of(weight_format), 128 if weight_format == "nvfp4" else group)
 
 
-def model_row(folder: Path, weight_format: str, dtype: str) -> KernelCounts:
-    """Returns a row of the model's table. The step is 32 rows, 32 columns and 32 k, which every tile has."""
-    group = instructions.usual_group(weight_format)
-    found = stat_ours(folder, weight_format, COUNTED_AS[dtype], group)
+def model_row(folder: Path, weight_format: str, group: int, levels: int, dtype: str) -> KernelCounts:
+    """Returns a row of the model's table. The step is 32 rows, 32 columns and 32 k, with groups of 16 only 16 k."""
+    found = stat_ours(folder, weight_format, COUNTED_AS[dtype], group, levels)
     loops = instructions.Loops.of(found)
     hot, outer = loops.hot, loops.outer
     return KernelCounts(
@@ -177,9 +192,9 @@ def model_row(folder: Path, weight_format: str, dtype: str) -> KernelCounts:
         "gemm_tensor",
         weight_format,
         group,
-        1,
+        levels,
         *(32, 32, 32),
-        issue=hot["issue"] - 16 * calls_of(weight_format),
+        issue=hot["issue"] - 16 * calls_of(weight_format, group),
         complex=hot["ic_cycles"],
         matrix=PRODUCTS,
         outer_issue=outer["issue"] - hot["issue"],
@@ -195,9 +210,9 @@ def model_rows() -> list[KernelCounts]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare_ours(folder)
-        wanted = [(form, dtype) for dtype in COUNTED_AS for form in counted_formats(dtype)]
+        wanted = [(*form, dtype) for dtype in COUNTED_AS for form in counted_forms(dtype)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda pair: model_row(folder, *pair), wanted))
+            return list(pool.map(lambda form: model_row(folder, *form), wanted))
 
 
 def mlx(folder: Path, header: str, entry: str) -> Counts:
@@ -216,7 +231,7 @@ def prepare_ours(folder: Path) -> None:
     with (folder / "kernels/gemm/tensor.metal").open("a") as source:
         source.writelines(
             f'MARLIN_INSTANTIATE_AS("gemm_tensor_{form}_float32", gemm_tensor<WeightFormat::{form}, float>)\n'
-            for form in counted_formats("bfloat16")
+            for form in dict.fromkeys(name for name, _, _ in counted_forms("bfloat16"))
         )
 
 

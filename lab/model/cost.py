@@ -134,7 +134,7 @@ def product_load(
 def _step_k(tiling: Tiling, problem: Problem) -> int:
     """Returns the k of a step.
 
-    With groups of 16, gemm_tensor takes half steps, because each product of 16 k has its own scale.
+    With groups of 16, gemm_tensor takes half steps, because each product of 16 k has its own scale; they are counted.
     """
     halves = (
         tiling.variant == "tensor"

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from lab.model.geometry import GEMV_MAX_LOADS_FIRST_ROWS
+from lab.model.geometry import GEMV_MAX_LOADS_FIRST_ROWS, MIN_GROUP_SIZE
 from lab.model.problems import Problem, Tiling
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
@@ -43,7 +43,7 @@ class KernelCounts:
         levels: levels of the scales.
         M: rows of the tile.
         N: columns of the tile.
-        K: k of a step.
+        K: k of a step; of gemm_tensor with groups of 16, twice as many.
         issue: issue slots of a scheduler in a step.
         complex: clocks of the unit for slow integer and complex instructions in a step, which runs beside it.
         matrix: 8x8x8 products of a step.
@@ -157,6 +157,8 @@ def counts_of(tiling: Tiling, rows_of_tile: int, problem: Problem, gpu: AppleSil
     """
     form = (min(problem.group, MODELLED_GROUP), 2 if problem.has_two_levels else 1)
     if tiling.variant == "tensor":
+        # Only groups of 16 have another loop than longer ones.
+        form = (form[0] if form[0] == MIN_GROUP_SIZE else MODELLED_GROUP, form[1])
         found = _find(problem.activations, "gemm_tensor", problem.weight_format, (32, 32, 32), *form)
     else:
         tile = (rows_of_tile, *tiling.tile[1:])

@@ -30,6 +30,7 @@ from lab.model.geometry import (
 from lab.model.kernel import DispatchCost, KernelLoad, kernel_cost, occupancy, reads, stays
 from lab.model.problems import ExpertsProblem, Tiling
 from lab.model.tilings import (
+    AUTOMATIC_TENSOR_ROWS,
     FUSED_MIN_SLICE,
     FUSED_MIN_SLICES,
     GEMV_MIN_SLICE,
@@ -239,6 +240,8 @@ def expert_families(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str 
         ValueError: there is no such variant for experts.
     """
     groups = {"all": ("gemv", "fused", "tensor"), "auto": ("gemv", "fused")}
+    if problem.product.M >= AUTOMATIC_TENSOR_ROWS:
+        groups["auto"] = groups["all"]
     wanted = groups.get(variant, (variant,))
     if variant not in groups and variant not in groups["all"]:
         raise ValueError(

@@ -14,8 +14,8 @@ from lab.model.geometry import CODE_TYPES, ELEMENT_BYTES, SUPER_BLOCK, ceil_divi
 from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 
 Ints = int | NDArray[np.int64]
-# The variants that "auto" may take for any number of rows: two_pass rounds the weights, and of tensor units only a
-# published rate is known.
+# The variants that "auto" may take for any number of rows: two_pass rounds the weights, and tensor computes 32 rows
+# even if there are fewer.
 AUTOMATIC = ("gemv", "fused", "double_buffered", "single_stage", "striped")
 
 

@@ -54,7 +54,7 @@ IDLE_SHARE = 8
 # With more rows, fused is at least as cheap as gemv by the model, so "auto" does not try gemv.
 AUTOMATIC_GEMV_ROWS = 24
 # With fewer rows, "auto" does not try tensor (csrc/planner/variants.cpp).
-AUTOMATIC_TENSOR_ROWS = 128
+AUTOMATIC_TENSOR_ROWS = 9
 # Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
 EQUAL_COST = 1.02
 # The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.

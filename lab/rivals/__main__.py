@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lab.decisions import chosen
-from lab.model import ExpertsProblem, Problem, Tiling, best, costs
+from lab.model import ExpertsProblem, Problem, Tiling, costs
 from lab.rivals.rivals import Rival, Time, fastest, on_tensor_units
 from scripts.page_section import main as print_or_write
 from torch_marlin_metal.profiling import AppleSiliconGPU
@@ -53,7 +54,11 @@ class Form:
 
     def mixture(self, tokens: int, N: int, K: int) -> ExpertsProblem:
         """Returns the same product with experts."""
-        weight = {"weight_format": self.weight_format, "group_size": self.group_size, "scales": self.scales}
+        weight: dict[str, Any] = {
+            "weight_format": self.weight_format,
+            "group_size": self.group_size,
+            "scales": self.scales,
+        }
         return ExpertsProblem.of_tokens(tokens, TOP_K, EXPERTS, N, K, zeros=self.problem(1, N, K).zeros_type, **weight)
 
 
@@ -82,7 +87,7 @@ class Cell:
     """Our time and the fastest rival's, and our bytes over the rival's.
 
     Attributes:
-        tensor_units: our time on tensor units where the rival's kernel runs on them.
+        least: whether the rival's kernel runs on tensor units, so that its time is only the least that it can take.
     """
 
     form: str
@@ -94,7 +99,7 @@ class Cell:
     ours: Time
     theirs: Time
     byte_ratio: float
-    tensor_units: Time | None
+    least: bool
 
     @property
     def ratio(self) -> float:
@@ -115,8 +120,8 @@ class Cell:
     def reason(self) -> str:
         """Returns why the ratio is not lower."""
         ours, theirs = UNITS[self.ours.bound], UNITS[self.theirs.bound]
-        if self.tensor_units:
-            return f"ours: {ours}, without tensor units; theirs on tensor units, at least: {theirs}"
+        if self.least:
+            return f"ours: {ours}; theirs on tensor units, at least: {theirs}"
         if self.ours.bound == self.theirs.bound == "dram":
             return f"both: bytes, ours {self.byte_ratio:.2f} of theirs"
         return f"both: {ours}" if ours == theirs else f"ours: {ours}; theirs: {theirs}"
@@ -135,10 +140,9 @@ def cell(form: Form, experts: int, gpu: AppleSiliconGPU, N: int, K: int, rows: i
     times = {rival: fastest(rival, rows, N, K, gpu, experts, TOP_K) for rival in form.rivals}
     rival = min(times, key=lambda each: times[each].seconds)
     bytes_ratio = form.problem(rows, N, K).weight_bytes / (N * K * rival.bytes_per_weight)
-    has_units = on_tensor_units(rival, rows, gpu)
-    units = our_time(problem, best(problem, gpu, "tensor")[0], gpu) if has_units else None
     ours = our_time(problem, chosen(gpu, problem), gpu)
-    return Cell(form.name, bool(experts), gpu.name, N, K, rows, ours, times[rival], bytes_ratio, units)
+    least = on_tensor_units(rival, rows, gpu)
+    return Cell(form.name, bool(experts), gpu.name, N, K, rows, ours, times[rival], bytes_ratio, least)
 
 
 def cells(chips: tuple[str, ...] = CHIPS, rows: Iterable[int] = ROWS) -> Iterator[Cell]:
@@ -166,7 +170,7 @@ def _names(values: Iterable[object], order: Iterable[object]) -> str:
 def summary(found: list[Cell]) -> Iterator[str]:
     """Yields a table with a line for each format, without the cells whose rival runs on tensor units."""
     yield "| weights | cells | above 1 | above 0.95 | most, dense | most, experts |\n|---|---|---|---|---|---|"
-    for (form,), own in _grouped((each for each in found if not each.tensor_units), "form").items():
+    for (form,), own in _grouped((each for each in found if not each.least), "form").items():
         above = [sum(each.ratio > limit for each in own) for limit in (1, MOST)]
         most = [max(each.ratio for each in own if each.experts == experts) for experts in (False, True)]
         yield f"| {form} | {len(own)} | {above[0]} | {above[1]} | {most[0]:.2f} | {most[1]:.2f} |"
@@ -179,8 +183,8 @@ def above(found: list[Cell]) -> Iterator[str]:
     """
     yield "| most | cells | weights | kind | rows | chips | reason |\n|---|---|---|---|---|---|---|"
     over = [each for each in found if each.ratio > MOST]
-    alone = _grouped((each for each in over if not each.tensor_units), "form kind reason")
-    on_units = _grouped((each for each in over if each.tensor_units), "kind reason")
+    alone = _grouped((each for each in over if not each.least), "form kind reason")
+    on_units = _grouped((each for each in over if each.least), "kind reason")
     for groups in (alone, on_units):
         for own in sorted(groups.values(), key=lambda own: -max(each.ratio for each in own)):
             forms = _names((each.form for each in own), (form.name for form in FORMS))
@@ -204,12 +208,6 @@ def everything(found: list[Cell]) -> Iterator[str]:
     for (form, kind, chip), own in _grouped(found, "form kind chip").items():
         columns = _grouped(own, "rows").values()
         yield f"| {form} | {kind} | {chip} | " + " | ".join(map(_texts, columns)) + " |"
-        units = [
-            " ".join(f"{each.tensor_units.seconds / each.theirs.seconds:.2f}" for each in column if each.tensor_units)
-            for column in columns
-        ]
-        if any(units):
-            yield f"| | | {chip}, `tensor` | " + " | ".join(units) + " |"
 
 
 def section() -> str:

@@ -136,7 +136,7 @@ def table() -> tuple[Kernel, ...]:
     """Returns counts.csv."""
     with TABLE.open(newline="") as file:
         return tuple(
-            Kernel(*(row[name] for name in ("project", "version", "kernel", "format")), int(row["rows"]),
+            Kernel(row["project"], row["version"], row["kernel"], row["format"], int(row["rows"]),
                    float(row["clocks"]), float(row["matrix"]), int(row["half_registers"]))
             for row in csv.DictReader(file)
         )  # fmt: skip

@@ -112,12 +112,15 @@ void check_decisions() {
   for (const Decision& row : kDecisions) {
     expect(find_decision(row.kernel, row.arithmetic, WeightFormat::uint4b8) != nullptr, "integer codes have rows");
     expect(row.decode > 0 && row.unit > 0 && !row.reason.empty(), "clocks and a reason");
-    for (size_t i = 0; i < (row.kernel == GemmVariant::gemv ? 8 : 4); ++i)
+    const size_t units = row.kernel == GemmVariant::gemv ? 8 : row.kernel == GemmVariant::fused ? 4 : 2;
+    for (size_t i = 0; i < units; ++i)
       expect(row.wait.at(i) > 0, "waits of each block");
   }
   for (const Registers& row : kRegisters) {
-    for (size_t i = 0; i < (row.kernel == GemmVariant::gemv ? 8 : 4); ++i)
+    const size_t units = row.kernel == GemmVariant::gemv ? 8 : row.kernel == GemmVariant::fused ? 4 : 2;
+    for (size_t i = 0; i < units; ++i)
       expect(row.product.at(i) > 0, "registers of each block");
+    if (row.kernel == GemmVariant::tensor) continue;  // its form for experts needs as many
     for (size_t i = 0; i < rules_of(row.kernel).expert_tiles.size(); ++i)
       expect(row.experts.at(i) > 0, "registers of the kernels for experts");
   }
@@ -138,9 +141,10 @@ void check_decisions() {
   expect(half_registers(eight_rows, levels, 8, whole(*find_chip("M1"))) == 103, "registers of one level");
   const GpuFamily& m2 = family_of(*find_chip("M2"));
   const GpuFamily& m3 = family_of(*find_chip("M3"));
-  expect(arithmetic(ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat, "an M2 has no bfloat");
-  expect(arithmetic(ElementType::bfloat16, m3) == Arithmetic::half, "an M3 has bfloat in hardware");
-  expect(arithmetic(ElementType::float32, m3) == Arithmetic::single, "fp32");
+  expect(arithmetic(GemmVariant::fused, ElementType::bfloat16, m2) == Arithmetic::emulated_bfloat,
+         "an M2 has no bfloat");
+  expect(arithmetic(GemmVariant::fused, ElementType::bfloat16, m3) == Arithmetic::half, "an M3 has bfloat in hardware");
+  expect(arithmetic(GemmVariant::fused, ElementType::float32, m3) == Arithmetic::single, "fp32");
   for (const GemmTile& tile : gemm_tiles()) {
     if (tile.tile == TileShape{}) continue;
     const uint32_t registers = half_registers(tile, product(8, 64, 64, 64), tile.tile.M, {});
