@@ -165,8 +165,8 @@ def plan(
         variant: "auto", "rounded", or the only variant to consider.
         gpu: a GPU, its name, or None for this machine's GPU.
         half_subnormals: whether the GPU keeps subnormal halves.
-        tuned: whether "auto" and "rounded" use choices that were measured on this machine's GPU (see `tuning`). They are never used
-            for another GPU.
+        tuned: whether "auto" and "rounded" use choices that were measured on this machine's GPU (see `tuning`). They are
+            never used for another GPU.
 
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
