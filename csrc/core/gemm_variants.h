@@ -84,8 +84,8 @@ inline bool names(std::string_view text, const GemmTile& row) {
   return variant_of(text) == row.variant && (text == name(row.variant) || text == name(row));
 }
 
-// What gemm(variant=) names, as a number: "auto", "rounded", a variant, or a variant with one of its tiles. "rounded" is
-// "auto" with the right to round the weight to the activations' type.
+// What gemm(variant=) names, as a number: "auto", "rounded", a variant, or a variant with one of its tiles. "rounded"
+// is "auto" with the right to round the weight to the activations' type.
 class NamedVariant {
  public:
   constexpr NamedVariant() = default;  // "auto"
@@ -144,7 +144,8 @@ class NamedVariant {
 };
 
 // Returns true if gemm(variant=) accepts this text for activations of this type: "auto", "rounded", a variant, or
-// a variant with one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
+// a variant with one of its tiles. A valid name can still be refused for a problem, for example if the tile has more
+// rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
   const std::optional<NamedVariant> named = NamedVariant::find(text);
   return named && (named->is_open() || std::ranges::any_of(gemm_tiles(), [&](const GemmTile& row) {

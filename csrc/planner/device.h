@@ -62,8 +62,8 @@ struct GpuDevice {
 //   limit.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
-// Returns the limits; TORCH_MARLIN_METAL_DECODE_MB, if it is set, is both. Throws std::invalid_argument if it is no whole
-// number of MiB.
+// Returns the limits; TORCH_MARLIN_METAL_DECODE_MB, if it is set, is both. Throws std::invalid_argument if it is no
+// whole number of MiB.
 DecodeLimits decode_limits();
 
 // Sets `system` and `tensor_units`.

@@ -106,7 +106,8 @@ constinit const VariantRules two_pass_variant{
     .tiles = kTwoPassTiles,
     .rounds_weight = true,
     .is_automatic = may_decode,
-    .reason = "variant 'rounded' or TORCH_MARLIN_METAL_DECODE_MB allows it: decodes the weight once for all rows, rounded",
+    .reason =
+        "variant 'rounded' or TORCH_MARLIN_METAL_DECODE_MB allows it: decodes the weight once for all rows, rounded",
 };
 
 const VariantRules& rules_of(GemmVariant variant) {

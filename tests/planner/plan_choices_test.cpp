@@ -29,7 +29,8 @@ void check_names() {
     tuned.tuned = wanted;
     expect(text(plan_gemm(tuned, {})) == plan, "auto gets the tiling that a table names: " + wanted);
   }
-  for (std::string_view wanted : {"", "fastest", "rounded:64x64x32", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
+  for (std::string_view wanted :
+       {"", "fastest", "rounded:64x64x32", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
     expect(!is_gemm_variant(wanted, problem.activations), "no call may name it: " + std::string(wanted));
   for (std::string_view variant : kGemmVariants) {
     expect(is_gemm_variant(variant, problem.activations), "a call may name it: " + std::string(variant));
@@ -67,8 +68,9 @@ void check_decoding() {
   expect(!decodes(square(8, 12288, 3072, 32, "rounded")), "rounded takes what takes less time");
   expect(!decodes(square(4608, 44000, 3072, 32, "rounded")), "258 MiB are more than rounded decodes");
   const auto tilings = gemm_tilings(rounded, device);
-  expect(reason(choose(tilings, rounded), rounded, device).find("variant 'rounded' or TORCH_MARLIN_METAL_DECODE_MB") == 0,
-         "the reason");
+  expect(
+      reason(choose(tilings, rounded), rounded, device).find("variant 'rounded' or TORCH_MARLIN_METAL_DECODE_MB") == 0,
+      "the reason");
   GemmProblem tuned = rounded;
   tuned.tuned = "fused";
   expect(!decodes(tuned), "a table's measurement counts for rounded, too");

@@ -165,7 +165,7 @@ def plan(
         variant: "auto", "rounded", or the only variant to consider.
         gpu: a GPU, its name, or None for this machine's GPU.
         half_subnormals: whether the GPU keeps subnormal halves.
-        tuned: whether "auto" and "rounded" use choices that were measured on this machine's GPU (see `tuning`). They are
+        tuned: whether "auto" and "rounded" use choices measured on this machine's GPU (see `tuning`). They are
             never used for another GPU.
 
     Raises:
