@@ -38,11 +38,13 @@ def demo(monkeypatch):
 
 
 def test_the_packed_model_writes_what_was_learnt(demo, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(sys, "argv", ["writer", "--seconds", "1", "--tokens", "6", "--folder", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["writer", *f"--seconds 1 --steps {STEPS} --tokens 6 --folder".split(), str(tmp_path)]
+    )
     demo.main()
     out, err = capfd.readouterr()
     assert "one two three four five six" in out.split("\n\n", 1)[1]
-    assert "training for 1 s, and for at least 100 steps" in out
+    assert "training for 1 s, and for at least 60 steps" in out
     assert "23 layers converted, 0 left" in out
     assert "of uint4 g64" in err and "generated: 6 tokens" in err
 

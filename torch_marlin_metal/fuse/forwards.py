@@ -64,11 +64,11 @@ def updated_argument(forward: Forward) -> str | None:
 
 
 def reads(function: Forward, kinds: tuple[Any, ...]) -> bool:
-    """Returns whether a function reads its parameters of some kinds, for example those that collect keywords."""
-    names = {p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds}
+    """Returns False if a function of Python reads no parameter of some kinds, as those that collect keywords."""
     code = code_of(function)
     if code is None:
         return True
+    names = {p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds}
     return any(names & set(_loaded(step)) for step in dis.get_instructions(code))
 
 
