@@ -182,7 +182,8 @@ def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLa
         original: Any = type(module).forward
         rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)
         argument, functions = caches.argument_of(original), masks.functions_of(original)
-        rotates, caching = module in watched.rotations, module in watched.caches
+        caching = module in watched.caches
+        rotates = caching and module in watched.rotations  # some decoder layers are given tables that they do not use
         if rotation is None and attention is None and not rotates:
             if caching and argument is not None:
                 report.left.append((name, "attention: neither a rotary embedding nor sinks were found"))
