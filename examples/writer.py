@@ -70,7 +70,7 @@ def share_of(seconds: float, least_seconds: float, steps: int, least_steps: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=45, help="of training, at least")
-    parser.add_argument("--steps", type=int, default=100, help="of training, at least; fewer do not give words")
+    parser.add_argument("--steps", type=int, default=250, help="of training, at least; fewer do not give words")
     parser.add_argument("--tokens", type=int, default=100, help="to write")
     parser.add_argument("--folder", type=Path, default=ROOT / "demo-output/writer", help="where the model is saved")
     options = parser.parse_args()
