@@ -13,6 +13,7 @@ from torch_marlin_metal.cli.arguments import Device, device_of
 from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.cli.output import DONE, Json, show, stream
 from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.fuse.caches import cache_name
 from torch_marlin_metal.sizes import human_size
 
 
@@ -109,7 +110,7 @@ class _Talk:
         kept = len(self.seen) if ids[:-1][: len(self.seen)] == self.seen else 0
         if not kept:
             self.cache = None
-        name = opened.cache_name(self.loaded.model)
+        name = cache_name(self.loaded.model)
         timed = _Timed(self.words, self.write, self.loaded.device)
         begin = time.perf_counter()
         with opened.quiet(), opened.memory_errors("generate", f"the prompt has {len(ids)} tokens"):
