@@ -30,10 +30,11 @@ def generate(
     tokenizer: opened.TokenizerPath = None,
     as_json: Json = False,
 ) -> int:
-    """Continues a prompt, or answers messages in a chat, and prints the text while the model generates it.
+    """Continues a prompt, or chats.
 
-    stdout has only the text; the last lines of stderr say what was loaded and how fast it was. With --json, the text is
-    printed at the end, in one object. With --chat, each line of stdin is a further message, until Ctrl-D.
+    The text is printed while the model generates it. stdout has only the text; the last lines of stderr say what was
+    loaded and how fast it was. With --json, the text is printed at the end, in one object. With --chat, each line of
+    stdin is a further message, until Ctrl-D.
     """
     if prompt is None and not chat:
         raise ValueError("generate: expected a prompt, or --chat")

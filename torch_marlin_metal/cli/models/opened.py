@@ -25,7 +25,7 @@ from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.sizes import human_size
 
 Model = Annotated[Path, typer.Argument(help="A directory of transformers, or a .gguf file.", show_default=False)]
-ModelDtype = Annotated[str | None, typer.Option("--dtype", help="Dtype of the floats; without it, the model's own.")]
+ModelDtype = Annotated[str | None, typer.Option("--dtype", help="Dtype of the floats. Default: the model's own.")]
 Quantize = Annotated[
     str | None, typer.Option("--weight-format", help="Quantize a model of floats to this format while it loads.")
 ]
