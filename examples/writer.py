@@ -62,9 +62,15 @@ def train(model: nn.Module, ids: Tensor, progress: Callable[[int], float]) -> li
     return losses
 
 
+def share_of(seconds: float, least_seconds: float, steps: int, least_steps: int) -> float:
+    """Returns which share of the training is done, which lasts for the time and for the number of steps at least."""
+    return min(seconds / least_seconds, steps / least_steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=45, help="of training")
+    parser.add_argument("--seconds", type=float, default=45, help="of training, at least")
+    parser.add_argument("--steps", type=int, default=250, help="of training, at least; fewer do not give words")
     parser.add_argument("--tokens", type=int, default=100, help="to write")
     parser.add_argument("--folder", type=Path, default=ROOT / "demo-output/writer", help="where the model is saved")
     options = parser.parse_args()
@@ -74,9 +80,14 @@ def main() -> None:
     tokenizer = make_tokenizer(corpus)
     model = make_model(len(tokenizer))
     ids, begin = torch.tensor(tokenizer("\n".join(corpus))["input_ids"]), time.perf_counter()
-    losses = train(model, ids, lambda steps: (time.perf_counter() - begin) / options.seconds)
+    print(f"training for {options.seconds:g} s, and for at least {options.steps} steps", flush=True)
+    losses = train(
+        model, ids, lambda steps: share_of(time.perf_counter() - begin, options.seconds, steps, options.steps)
+    )
+    spent = time.perf_counter() - begin
     print(
-        f"a Llama of {model.num_parameters()} parameters, {len(losses)} steps: loss {losses[0]:.2f}, {losses[-1]:.2f}"
+        f"a Llama of {model.num_parameters()} parameters, {len(losses)} steps in {spent:.0f} s: "
+        f"loss {losses[0]:.2f}, {losses[-1]:.2f}"
     )
     print(tmm.quantize_model(model.eval(), "uint4", 64, "mse", progress=False).summary())
     model.save_pretrained(options.folder)

@@ -15,12 +15,6 @@ namespace marlin {
 // compute it as fast as fp16. The decode to bfloat operands of tensor units takes more instructions than that to half.
 enum class Arithmetic : uint8_t { half, emulated_bfloat, single, bfloat_operands };
 
-constexpr Arithmetic arithmetic(GemmVariant kernel, ElementType activations, const GpuFamily& family) {
-  if (activations == ElementType::float32) return Arithmetic::single;
-  if (activations == ElementType::bfloat16 && kernel == GemmVariant::tensor) return Arithmetic::bfloat_operands;
-  return activations == ElementType::bfloat16 && !family.has_bfloat ? Arithmetic::emulated_bfloat : Arithmetic::half;
-}
-
 // What a block of rows costs a simdgroup of a kernel, in clocks of its scheduler, without matrix products. The unit of
 // rows is one row in gemv, and eight rows in fused. A simdgroup of tensor computes 32 rows, of any number; its units
 // are the products of 16 k of a step, and unit_end is for the sums of activations, which weights with biases need.
@@ -59,6 +53,20 @@ struct KernelRegisters {
 
 #include "csrc/planner/decision_rows.h"
 
+// Returns true for a kernel of tensor units, which decodes weights to operands in the type of the activations.
+constexpr bool has_operands_of_bfloat(GemmVariant kernel) {
+  return std::any_of(kDecisions.begin(), kDecisions.end(), [&](const Decision& row) {
+    return row.kernel == kernel && row.arithmetic == Arithmetic::bfloat_operands;
+  });
+}
+
+constexpr Arithmetic arithmetic(GemmVariant kernel, ElementType activations, const GpuFamily& family) {
+  if (activations == ElementType::float32) return Arithmetic::single;
+  if (activations != ElementType::bfloat16) return Arithmetic::half;
+  if (has_operands_of_bfloat(kernel)) return Arithmetic::bfloat_operands;
+  return family.has_bfloat ? Arithmetic::half : Arithmetic::emulated_bfloat;
+}
+
 // Returns the row for a kernel and a format with the fewest differences. Other codes count more than other arithmetic,
 // then another width, other levels of scales, and other zeros or scales.
 template <typename Rows>
@@ -91,10 +99,10 @@ static_assert(
       for (int32_t format = 0; format < kWeightFormatCount; ++format) {
         for (size_t i = 0; i < kDecisions.size(); ++i) {
           const GemmVariant kernel = kDecisions[i].kernel;
-          if (kernel == GemmVariant::tensor && code_kind(static_cast<WeightFormat>(format)) == CodeKind::table)
-            continue;
           if (i > 0 && kDecisions[i - 1].kernel == kernel)
             continue;  // compilers limit the steps of a constant expression
+          if (has_operands_of_bfloat(kernel) && code_kind(static_cast<WeightFormat>(format)) == CodeKind::table)
+            continue;  // tensor units have no kernel for tables
           bool found = false;
           for (const Decision& row : kDecisions)
             found = found || (row.kernel == kernel && row.codes == code_kind(static_cast<WeightFormat>(format)));

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab import model
-from lab.model.kernel import DISPATCH_SECONDS
+from lab.model.kernel import DISPATCH_SECONDS, figure
 from lab.predictions.rows import Bar
 from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
@@ -89,12 +89,18 @@ def weight_bytes(mixture: Mixture, N: int, K: int) -> float:
     return N * K * (0.5 + scale_bytes / mixture.group_size)
 
 
+def peak_flop_per_second(gpu: AppleSiliconGPU) -> float:
+    """Returns the peak rate of products with fp16 activations: of the tensor units, if the GPU has them."""
+    clocks, tensor_clocks = figure(gpu, "matrix_clocks_fp32"), figure(gpu, "tensor_clocks_fp16")
+    return gpu.matrix_flop_per_second * (clocks / tensor_clocks if tensor_clocks else 1.0)
+
+
 def limit(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> float:
     experts = model.expected_routing(tokens, mixture.top_k, mixture.experts, 8).experts
     seconds = 0.0
     for N, K in mixture.products():
         memory = experts * weight_bytes(mixture, N, K) / gpu.reachable_dram_bytes_per_second
-        matrix = 2 * tokens * mixture.top_k * N * K / gpu.matrix_flop_per_second
+        matrix = 2 * tokens * mixture.top_k * N * K / peak_flop_per_second(gpu)
         seconds += max(memory, matrix)
     return seconds
 

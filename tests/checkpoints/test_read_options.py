@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 from tests.support.checkpoint_writers import LAYER, write_gptq
@@ -38,7 +39,7 @@ def test_what_is_no_option_is_named(tmp_path, read) -> None:
 
 def test_a_wrong_option_leaves_the_model_alone(tmp_path) -> None:
     with pytest.raises(ValueError, match="gguf_names: expected 'gguf' or 'hf', got 'llama'"):
-        load_quantized(None, tmp_path, gguf_names="llama")
+        load_quantized(nn.Linear(8, 8), tmp_path, gguf_names="llama")
 
 
 def test_the_command_line_offers_the_values_of_the_options() -> None:

@@ -38,9 +38,18 @@ def demo(monkeypatch):
 
 
 def test_the_packed_model_writes_what_was_learnt(demo, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(sys, "argv", ["writer", "--seconds", "1", "--tokens", "6", "--folder", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["writer", *f"--seconds 1 --steps {STEPS} --tokens 6 --folder".split(), str(tmp_path)]
+    )
     demo.main()
     out, err = capfd.readouterr()
     assert "one two three four five six" in out.split("\n\n", 1)[1]
+    assert "training for 1 s, and for at least 60 steps" in out
     assert "23 layers converted, 0 left" in out
     assert "of uint4 g64" in err and "generated: 6 tokens" in err
+
+
+def test_training_lasts_for_the_time_and_the_steps(demo):
+    assert demo.share_of(60, 45, steps=15, least_steps=100) == 0.15
+    assert demo.share_of(22.5, 45, steps=100, least_steps=100) == 0.5
+    assert demo.share_of(45, 45, steps=200, least_steps=100) == 1

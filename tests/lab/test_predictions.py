@@ -50,7 +50,7 @@ def test_the_rows_of_an_expert_have_the_right_mean() -> None:
         (GPT_OSS, "M1", (1.04, 1.04, 1.24), 0.99),
         (GPT_OSS, "M3 Max", (1.12, 1.06, 1.15), 0.89),
         (QWEN3, "M1", (1.06, 1.03, 1.34), 0.86),
-        (QWEN3, "M5", (1.10, 1.04, 1.22), 0.78),
+        (QWEN3, "M5", (1.10, 1.04, 1.84), 0.50),
     ],
 )
 def test_experts_stay_as_near_to_the_limit_as_the_page_says(

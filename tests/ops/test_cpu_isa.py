@@ -10,7 +10,8 @@ import torch_marlin_metal as tmm
 from tests.support.programs import run_python
 
 FAMILIES = [isa for isa in tmm.cpu_capability().available if isa != tmm.cpu_capability().isa]
-MODULES = [str(Path(__file__).with_name(name)) for name in ("test_gemm.py", "test_eight_bits.py")]
+FILES = ("test_gemm.py", "test_eight_bits.py", "test_int8_activations.py")
+MODULES = [str(Path(__file__).with_name(name)) for name in FILES]
 VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
 
 
@@ -21,8 +22,12 @@ def run_forced(isa: str, *command: str) -> CompletedProcess[str]:
 
 @pytest.mark.parametrize("isa", FAMILIES)
 def test_numerics_hold_for(isa, everything):
-    wide = "nan_codes or minus_118 or (e4m3 and products_are)"
-    selection = "cpu or minus_118" if everything else f"cpu-24- or cpu-136- or dequantize_rounds or {wide}"
+    wide = "nan_codes or minus_118 or (e4m3 and products_are) or rounded_activations"
+    selection = (
+        "cpu or minus_118 or rounded_activations"
+        if everything
+        else f"cpu-24- or cpu-136- or dequantize_rounds or {wide}"
+    )
     done = run_forced(isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", *MODULES, "-k", f"({selection}) and not mps")
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout

@@ -131,20 +131,20 @@ def formats_in_fast_mode(whole: bool) -> None:
     check_mixtures(520, 200, (64, 16, 256), torch.tensor([[1, 0]] * 70 + [[2, 7]] * 5), whole, step=3)
 
 
-def product(dtype: torch.dtype, M: int = 33, **options) -> list[str]:
+def product(dtype: torch.dtype, M: int = 33, N: int = 70, K: int = 200, **options) -> list[str]:
     """Multiplies, checks the values and returns the kernels."""
-    weight = reference.make_weight("uint4b8", 200, 70, 32)
-    a = torch.randn(M, 200, generator=torch.Generator().manual_seed(M)).to(dtype)
+    weight = reference.make_weight("uint4b8", K, N, 32)
+    a = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
     exact, bound = reference.gemm(a, weight, raw_codes=False)
     kernels()
     reference.check_gemm(run(a.to("mps"), weight.to("mps"), **options), exact, bound)
     return kernels()
 
 
-def mixture(dtype: torch.dtype, T: int = 33, **options) -> list[str]:
-    """Multiplies with experts of the same shape as in `product`, checks the values and returns the kernels."""
-    experts = make_experts("uint4b8", 3, 200, 70, 32)
-    a, ids = random(T, 200, dtype=dtype), torch.arange(2 * T).reshape(T, 2) % 3
+def mixture(dtype: torch.dtype, T: int = 33, N: int = 70, K: int = 200, **options) -> list[str]:
+    """Multiplies with three experts, checks the values and returns the kernels."""
+    experts = make_experts("uint4b8", 3, K, N, 32)
+    a, ids = random(T, K, dtype=dtype), torch.arange(2 * T).reshape(T, 2) % 3
     exact, bound = moe_gemm(a, experts, ids, raw_codes=False)
     kernels()
     reference.check_gemm(run_experts(a, experts, ids, "mps", **options), exact, bound)
@@ -253,6 +253,15 @@ def other_operands(whole: bool) -> None:
     assert compiled == []
 
 
+def auto_by_the_estimate(whole: bool) -> None:
+    """Without a table of tune, auto takes tensor units for nine rows of a product or of an expert, and none for fp32."""
+    assert "gemm_tensor_uint4b8_bfloat16" in product(torch.bfloat16, 9, N=4096, K=1024)
+    assert "moe_tensor_uint4b8_bfloat16" in mixture(torch.bfloat16, 14, N=1024, K=512)  # 9 or 10 rows for each expert
+    assert product(torch.float32, 16, N=2048, K=512) == ["gemm_fused_uint4b8_float32"]
+    if whole:  # this kernel takes seconds to compile
+        assert mixture(torch.float32, 14, N=1024, K=512) == ["moe_sort", "moe_fused_uint4b8_float32"]
+
+
 def an_older_system(whole: bool) -> None:
     """On an older macOS the kernel is not compiled, and a product that names the kernel gets an error."""
     with auto_takes_tensor(None, "library") as compiled:
@@ -276,6 +285,7 @@ SCENARIOS: dict[Callable[[bool], None], dict[str, str]] = {
     a_library_that_compiles: {"SOFTMETAL_CHECKED": "0"},
     another_layout: {"SOFTMETAL_CHECKED": "0", "SOFTMETAL_FOREIGN_TENSORS": str(1 << 5)},
     other_operands: {"SOFTMETAL_CHECKED": "0"},
+    auto_by_the_estimate: {"SOFTMETAL_CHECKED": "0", "TORCH_MARLIN_METAL_GPU": "M5"},
     an_older_system: {"SOFTMETAL_CHECKED": "0", "SOFTMETAL_MACOS": "15.6"},
 }
 

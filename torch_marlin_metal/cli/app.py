@@ -26,6 +26,7 @@ COMMANDS: tuple[Callable[..., int], ...] = (
 app = typer.Typer(
     cls=Commands,
     help="Runs, times, converts, compares and quantizes models, and explains plans.",
+    epilog="Example: torch-marlin-metal fit MODEL --memory 16GB. Explained in docs/use/command-line.md.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -21,11 +21,11 @@ GptqVersion = Annotated[int | None, typer.Option(help="1 or 2, if a GPTQ checkpo
 GptqZerosRule = Annotated[ZerosRule, typer.Option(help="How GPTQ version 1 zero points of raw value 15 are read.")]
 ShardSize = Annotated[int, typer.Option(min=1, help="Size in MB at which a file is closed and the next begun.")]
 Sync = Annotated[bool, typer.Option(help="Wait until everything is on the disk.")]
-Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ...; without it, this machine's.")]
+Gpu = Annotated[str | None, typer.Option(help="A chip: M1, M3 Max ... Default: this machine's.")]
 Cores = Annotated[
-    int | None, typer.Option(help="GPU cores of the chip in --gpu; without it, those of the version with all cores.")
+    int | None, typer.Option(help="GPU cores of the chip in --gpu. Default: those of the version with all cores.")
 ]
-Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, uint4, nvfp4, mxfp4, nf4 ...")]
+Format = Annotated[str, typer.Option("--weight-format", help="uint4b8, nf4 ... (all: docs/formats/formats.md).")]
 VocabularyFormat = Annotated[
     str | None,
     typer.Option(help="Format of embedding and output layer, or none for floats. Default: uint8b128."),
@@ -37,8 +37,8 @@ GroupSize = Annotated[
 Dtype = Annotated[str, typer.Option(help="Dtype of the activations: float16, bfloat16 or float32.")]
 Shapes = Annotated[list[str] | None, typer.Option("--shape", help="N,K of a weight; may be repeated.")]
 Rows = Annotated[list[int] | None, typer.Option(min=1, help="M, rows of the activations; may be repeated.")]
-ColdMb = Annotated[int | None, typer.Option(min=1, help="MB of clones of weights, so that caches stay cold (256).")]
-Device = Annotated[str | None, typer.Option(help="mps or cpu; by default mps if there is one.")]
+ColdMb = Annotated[int | None, typer.Option(min=1, help="MB of clones of weights, for cold caches. Default: 256.")]
+Device = Annotated[str | None, typer.Option(help="mps or cpu. Default: mps if there is one.")]
 
 
 def device_of(name: str | None) -> str:

@@ -38,25 +38,27 @@ def bench(
         str | None, typer.Option(help="uint4b8 ...; a model of floats is quantized only with this option.")
     ] = None,
     group_size: arguments.GroupSize = None,
-    dtype: Annotated[str | None, typer.Option(help="By default float16, or the model's own.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: float16, or the model's own.")] = None,
     device: arguments.Device = None,
     variant: Annotated[str | None, typer.Option(help="all: every variant of this package, and the peak rates.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=3, help="Rounds in which each is timed once. Default: 9, or 5 for a model.")
     ] = None,
     cold_mb: arguments.ColdMb = None,
-    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens of a prompt (512).")] = None,
-    new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one (128).")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once (1).")] = None,
+    prompt_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="MODEL: a prompt's tokens. Default: 512.")
+    ] = None,
+    new_tokens: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: tokens one by one. Default: 128.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="MODEL: sequences at once. Default: 1.")] = None,
     fuse: Fuse = True,
     as_json: Json = False,
 ) -> int:
-    """Times packed products beside torch's, or a model.
+    """Times packed products, or a model.
 
     The rivals are torch's dense product, torch's int4 operator, and two_pass, which decodes the weight first. Each is
     timed once per round, on a chain of products whose weights are not in the caches; on mps by the GPU's own clock,
-    with the host's times in another column. The table has medians over the rounds, of the times and of the ratios.
-    With --variant all, it has every variant of this package, its memory rate and its share of the peak speed.
+    with the host's times in another column. The table has medians over the rounds, of the times and of the ratios. With
+    --variant all, it has every variant of this package, its memory rate and its share of the peak speed.
 
     `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
     the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.

@@ -35,10 +35,10 @@ def doctor(
     report: Annotated[Path | None, typer.Option(help="Also write the report to this JSON file, to send.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Reports this installation, and compares a product of each kernel with fp64 and torch.matmul.
+    """Reports this installation and tests it.
 
-    With --deep it runs further checks on the GPU: each without Metal's validation, which decides the result, then under
-    API validation, then under shader validation.
+    A product of each kernel is compared with fp64 and torch.matmul. With --deep it runs further checks on the GPU: each
+    without Metal's validation, which decides the result, then under API validation, then under shader validation.
 
     Each run is a separate process. If it fails or crashes, the report says so, and the next one starts.
     """

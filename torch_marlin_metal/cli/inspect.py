@@ -35,10 +35,11 @@ def inspect(
     gptq_zeros_rule: arguments.GptqZerosRule = "word",
     as_json: Json = False,
 ) -> int:
-    """Describes a checkpoint: its format, its layers and their sizes, and the layers that cannot be read.
+    """Describes a checkpoint and its layers.
 
-    Every layer is read and checked. With --model, only headers are read, and the plan of loading the checkpoint into
-    that model of transformers is shown. If a layer cannot be read or loaded, the exit code is 1.
+    It names layers that cannot be read. Every layer is read and checked. With --model, only headers are read, and the
+    plan of loading the checkpoint into that model of transformers is shown. If a layer cannot be read or loaded, the
+    exit code is 1.
     """
     if model is not None:
         reader = open_reader(checkpoint, allow_pickle=allow_pickle, gguf_names="hf", on_unsupported=on_unsupported)

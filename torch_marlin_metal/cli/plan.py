@@ -22,7 +22,10 @@ def plan(
     variant: Annotated[str, typer.Option(help="auto, rounded, or the only variant to consider.")] = "auto",
     as_json: Json = False,
 ) -> int:
-    """Shows how a GPU would compute a product [M, K] x [K, N], why, and the alternatives."""
+    """Shows how a GPU would compute a product.
+
+    The product is [M, K] x [K, N]. The table has the choice, its reason and the alternatives.
+    """
     found = make_plan(
         rows,
         columns,

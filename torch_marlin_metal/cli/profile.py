@@ -28,10 +28,11 @@ def profile(
     measured: Annotated[bool, typer.Option("--measure", help="Also measure this Mac's rates.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Shows a GPU's figures with their sources, its tiles, the choice for each M, and a roofline.
+    """Shows what the planner knows of a GPU.
 
-    Without --measure, no kernel runs. With --measure, small kernels measure
-    the rates of memory, matrix products and instructions, and the time of a dispatch.
+    It prints figures with their sources, tiles, the choice for each M, and a roofline. Without --measure, no kernel
+    runs. With --measure, small kernels measure the rates of memory, matrix products and instructions, and the time of a
+    dispatch.
     """
     if measured and (gpu is not None or not torch.backends.mps.is_available()):
         raise ValueError(f"profile: --measure: expected a Mac's GPU and no --gpu, got --gpu {gpu}")

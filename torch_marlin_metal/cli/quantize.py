@@ -1,4 +1,4 @@
-"""`torch-marlin-metal quantize`: converts a float checkpoint to 4 bit."""
+"""`torch-marlin-metal quantize`: packs a float checkpoint in 4 to 8 bits."""
 
 from collections import Counter
 from pathlib import Path
@@ -27,7 +27,7 @@ def quantize(
     method: Annotated[str, typer.Option(help="rtn, or mse: scales with the least squared error.")] = "rtn",
     vocabulary_format: arguments.VocabularyFormat = None,
     memory: Annotated[
-        str | None, typer.Option(help="Choose each layer's format, so that the model has so many bytes: 9GB, 8.5GiB.")
+        str | None, typer.Option(help="Choose each layer's format, so that the model has so much: 9GB (of 10^9 bytes).")
     ] = None,
     like: Annotated[str | None, typer.Option(help="Choose each layer's format as llama.cpp does: Q4_K_M ...")] = None,
     calibration: Annotated[Path | None, typer.Option(help="With --memory: a text that shows what errors cost.")] = None,
@@ -39,9 +39,10 @@ def quantize(
     sync: arguments.Sync = False,
     as_json: Json = False,
 ) -> int:
-    """Quantizes a float checkpoint to 4 bit, one layer at a time. After an interruption, the same command resumes.
+    """Quantizes a float checkpoint to 4-8 bits.
 
-    With --calibration, the whole model is loaded first.
+    One layer is in memory at a time; with --calibration, the whole model is loaded first. After an interruption, the
+    same command resumes.
     """
     choice: dict[str, Any] = {"include": include or None, "exclude": exclude or ()}
     choice["vocabulary_format"] = vocabulary_format

@@ -21,15 +21,15 @@ def tune(
     weight_format: Format = "uint4b8",
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
-    output: Annotated[Path | None, typer.Option(help="The file; by default the one that later processes read.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The file. Default: the one that later processes read.")] = None,
     cold_mb: ColdMb = None,
     as_json: Json = False,
 ) -> int:
-    """Times the planner's candidates on this machine's GPU, for the products of a checkpoint or for given shapes.
+    """Finds the fastest kernels on this GPU.
 
-    If a candidate is faster than the choice of the planner's model, it is written to a file. Later processes use the
-    file if the GPU and the versions of torch and the package are the same. `TORCH_MARLIN_METAL_TUNED` names another
-    file.
+    It times the planner's candidates. The products are those of a checkpoint, or have given shapes. If a candidate is
+    faster than the choice of the planner's model, it is written to a file. Later processes use the file if the GPU and
+    the versions of torch and the package are the same. `TORCH_MARLIN_METAL_TUNED` names another file.
     """
     floating(dtype)
     products = [] if checkpoint is None else tuning.products_of(checkpoint, dtype)

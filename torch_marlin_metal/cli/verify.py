@@ -58,9 +58,10 @@ def verify(
     gguf_names: arguments.Names = "gguf",
     as_json: Json = False,
 ) -> int:
-    """Compares two checkpoints, layer by layer: whether the codes are equal, and how far the weights differ.
+    """Compares two checkpoints, layer by layer.
 
-    One of them may be unquantized. Layers are matched by name. The exit code is 1 if a layer is missing or differs.
+    It says whether the codes are equal, and how far the weights differ. One of them may be unquantized. Layers are
+    matched by name. The exit code is 1 if a layer is missing or differs.
     """
     options = ReadOptions("dequantize", allow_pickle, gguf_names=gguf_names)
     sides = [_Side.open(path, options) for path in (a, b)]

@@ -9,16 +9,15 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.fuse.forwards import code_of, reads, updated_argument
 from torch_marlin_metal.layers.equivalence import is_supported, random_like
 from torch_marlin_metal.ops.decoder import write_cache
 
-ARGUMENT = "past_key_values"
 TOKENS = 6  # length of the caches on which `CacheWriter` is compared with the original
 
 
@@ -41,7 +40,7 @@ class CacheWriter:
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         """Stores the keys and values of new tokens, and returns all keys and values, as the original does."""
         layers = self._original.layers
-        if not args and not kwargs and layer < len(layers) and _write(layers[layer], k, v):
+        if layer < len(layers) and _write(layers[layer], k, v):
             return layers[layer].keys, layers[layer].values
         return self._original.update(k, v, layer, *args, **kwargs)
 
@@ -76,15 +75,20 @@ def static_cache(model: Any, tokens: int) -> Any:
 def is_replaceable(cache: Any) -> bool:
     """Returns True if a `CacheWriter` can stand for this cache: a `Cache` of transformers, on one device."""
     utils = sys.modules.get("transformers.cache_utils")
-    if utils is None or type(cache).__dict__.get("update", utils.Cache.update) is not utils.Cache.update:
+    if utils is None or not isinstance(cache, utils.Cache) or type(cache).update is not utils.Cache.update:
         return False
-    return isinstance(cache, utils.Cache) and not cache.offloading
+    return not cache.offloading
 
 
-def updates_a_cache(forward: FunctionType) -> bool:
-    """Returns True if a forward has a cache as an argument and only calls methods of that cache."""
-    names = forward.__code__.co_names
-    return ARGUMENT in inspect.signature(forward).parameters and "update" in names and "isinstance" not in names
+def cache_name(model: Any) -> str:
+    """Returns the argument that takes a model's cache: transformers 5.24 renames it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def argument_of(forward: Callable[..., Any]) -> str | None:
+    """Returns the argument of a forward that is a cache, if the forward only calls methods of that cache, or None."""
+    code = code_of(forward)
+    return None if code is None or "isinstance" in code.co_names else updated_argument(forward)
 
 
 @cache
@@ -97,6 +101,8 @@ def is_proved() -> bool:
     try:
         for arguments in ((utils.StaticLayer, {}), (utils.StaticSlidingWindowLayer, {"sliding_window": TOKENS - 1})):
             kind, options = arguments
+            if reads(kind.update, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)):
+                return False  # `CacheWriter` ignores these arguments
             ours, theirs = kind(max_cache_len=TOKENS, **options), kind(max_cache_len=TOKENS, **options)
             for first, last in ((0, 3), (3, 4), (4, 5)):
                 new = k[:, :, first:last], v[:, :, first:last]
@@ -112,14 +118,14 @@ def is_proved() -> bool:
     return True
 
 
-def with_writer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward that gets a `CacheWriter` in place of its cache."""
+def with_writer(original: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """Returns a forward that gets a `CacheWriter` in place of its cache, which is this argument."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(ARGUMENT)
+        cache = kwargs.get(argument)
         # A compiler fuses the operations of `update` by itself, and knows PyTorch's operators better than ours.
         if cache is not None and not torch.compiler.is_compiling() and is_replaceable(cache):
-            kwargs[ARGUMENT] = CacheWriter(cache)
+            kwargs[argument] = CacheWriter(cache)
         return original(self, *args, **kwargs)
 
     return forward

@@ -1,5 +1,7 @@
 """Finds the parts of a transformers model that the operators of `ops/decoder.py` can compute, and replaces them."""
 
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.extension import require
-from torch_marlin_metal.fuse import caches, gated, masks, norms, residual, rotary, sinks
+from torch_marlin_metal.fuse import caches, forwards, gated, masks, norms, residual, rotary, sinks
 from torch_marlin_metal.layers.equivalence import TOLERANCE, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.packed_layer import model_device
 
@@ -90,9 +92,11 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
     model.eval()
     try:
         with torch.no_grad():
-            before, reason = _results(model)
+            watched = forwards.Watched()
+            with watched.watching(model):
+                before, reason = _results(model)
             known = _fuse_norms(model, report)
-            _fuse_attention(model, report)
+            _fuse_attention(model, watched, report)
             _fuse_blocks(model, report)
             if reason:
                 report.left.append(("", f"residual additions and the comparison of the whole model: {reason}"))
@@ -139,13 +143,13 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
         first = model(input_ids=ids, use_cache=False)[0]
     except Exception as error:  # the model takes other arguments
         return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
-    results = [first]
+    results, name = [first], caches.cache_name(model)
     # With a growing cache, transformers makes a mask for two tokens after a prompt, but none for a single token.
     for is_static, last in ((False, 1), (False, 2), (True, 1), (True, 2)):
         try:
-            cache = {"past_key_values": caches.static_cache(model, TOKENS + 1)} if is_static else {}
-            past = model(input_ids=ids[:, :-last], use_cache=True, **cache).past_key_values
-            results.append(model(input_ids=ids[:, -last:], past_key_values=past, use_cache=True)[0])
+            cache = {name: caches.static_cache(model, TOKENS + 1)} if is_static else {}
+            cache = {name: getattr(model(input_ids=ids[:, :-last], use_cache=True, **cache), name)}
+            results.append(model(input_ids=ids[:, -last:], use_cache=True, **cache)[0])
         except Exception:  # the model's state is not a cache of keys and values
             continue
     return results, ""
@@ -170,16 +174,24 @@ def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, 
     return known
 
 
-def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
+def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLayersReport) -> None:
     """Gives attention modules a forward with fused functions: rotary embedding, attention with sinks, mask, cache."""
     variants: dict[FunctionType, Any] = {}  # by function
+    unknown: set[str] = set()
     for name, module in model.named_modules():
+        original: Any = type(module).forward
         rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)
-        if rotation is None and attention is None:
+        argument, functions = caches.argument_of(original), masks.functions_of(original)
+        caching = module in watched.caches
+        rotates = caching and module in watched.rotations  # some decoder layers are given tables that they do not use
+        if rotation is None and attention is None and not rotates:
+            if caching and argument is not None:
+                report.left.append((name, "attention: neither a rotary embedding nor sinks were found"))
             continue
         if has_forward_of_its_own(module):
             report.left.append((name, "a rotary embedding: the forward around it is replaced or has hooks"))
             continue
+        missing = []  # candidates that this module has, but not in a form that is known
         calls: dict[str, tuple[str, Any]] = {}  # kind: name and value of the function
         if rotation is not None:
             function = rotation[1]
@@ -189,23 +201,33 @@ def _fuse_attention(model: nn.Module, report: FusedLayersReport) -> None:
                 report.left.append((name, f"a rotary embedding: {function.__name__} rotates in another way"))
             else:
                 calls["rotary"] = rotation[0], rotary.fused_rotation(function, variants[function])
+        elif rotates:
+            missing.append("a rotary embedding: no function (q, k, cos, sin, ...) is called")
         if attention is not None:
             if sinks.is_proved(module, attention[1]):
                 calls["attention"] = attention[0], sinks.fused_attention(attention[1])
             else:
                 report.left.append((name, f"attention with sinks: {attention[1].__name__} computes something else"))
-        original: Any = type(module).forward
-        functions = masks.functions_of(original)
         if functions is not None and masks.is_proved(functions[1]):
             calls["mask"] = functions[0], masks.AttentionFunctions(functions[1])
-        kinds, forward = list(calls), original
-        if calls:
-            forward = rotary.forward_with(original, dict(calls.values()))
-        if caches.updates_a_cache(original) and caches.is_proved():
+        else:
+            missing.append("a mask: no table of attention functions is used, or its sdpa gives other results")
+        copied = forwards.forward_with(original, dict(calls.values()))
+        if copied is None:
+            missing.append(f"{', '.join(calls)}: a decorator hides the forward")
+        kinds, forward = (list(calls), copied) if calls and copied is not None else ([], original)
+        if argument is not None and caches.is_proved():
             kinds.append("write_cache")
-            forward = caches.with_writer(forward)
+            forward = caches.with_writer(forward, argument)
+        elif caching:
+            missing.append("a static cache: no argument's update is called, or it writes in another way")
         if kinds:
             _replace(report, module, name, *kinds, forward=forward)
+        report.left += [(name, reason) for reason in missing]
+        unknown |= {f"{type(module).__name__}: {reason}" for reason in missing}
+    if unknown:
+        version, parts = getattr(sys.modules.get("transformers"), "__version__", "unknown"), "; ".join(sorted(unknown))
+        warnings.warn(f"fuse_layers: with transformers {version}, these parts are not fused: {parts}", stacklevel=3)
 
 
 def _fuse_blocks(model: nn.Module, report: FusedLayersReport) -> None:

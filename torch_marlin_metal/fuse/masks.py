@@ -6,25 +6,25 @@ mask and keeps the result with the mask; the later layers use that result.
 """
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_marlin_metal.fuse.forwards import globals_of
 from torch_marlin_metal.layers.equivalence import random_like
 
 Attention = Callable[..., Any]
 KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that caches values computed from it
 
 
-def functions_of(forward: FunctionType) -> tuple[str, Any] | None:
+def functions_of(forward: Callable[..., Any]) -> tuple[str, Any] | None:
     """Returns transformers' table of attention functions, and the name that it has in the forward's Python file.
 
     Returns None if the forward does not use that table.
     """
-    for name in forward.__code__.co_names:
-        value: Any = forward.__globals__.get(name)
+    for name, found in globals_of(forward):
+        value: Any = found
         if hasattr(type(value), "get_interface") and "sdpa" in value:
             return name, value
     return None

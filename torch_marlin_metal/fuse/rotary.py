@@ -1,11 +1,5 @@
-"""Finds attention modules that call a function for the rotary embedding of q and k, and replaces it by one operator.
+"""Finds the function of a module that rotates q and k, and computes it by one operator."""
 
-The forward of such a module calls the function by its global name in the module's Python file. The replacement is a
-copy of the forward that finds another function under this name. The file's functions and its other modules do not
-change.
-"""
-
-import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -13,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.fuse.forwards import function_called
 from torch_marlin_metal.layers.equivalence import agrees, is_supported
 from torch_marlin_metal.ops.decoder import rotary
 
@@ -25,14 +20,7 @@ VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (
 
 def rotation_of(module: nn.Module) -> tuple[str, FunctionType] | None:
     """Returns the name and the object of the function (q, k, cos, sin, ...) that a module's forward calls."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    for name in forward.__code__.co_names:
-        value = forward.__globals__.get(name)
-        if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:4] == PARAMETERS:
-            return name, value
-    return None
+    return function_called(type(module).forward, PARAMETERS)
 
 
 def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,12 +67,3 @@ def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> 
         return _apply(variant, q, k, cos, sin)
 
     return apply
-
-
-def forward_with(forward: FunctionType, functions: dict[str, Any]) -> FunctionType:
-    """Returns a copy of a forward in which some global names have other values."""
-    # Without __name__, torch.compile takes the globals from this function and not from the file's module.
-    names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | functions
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made

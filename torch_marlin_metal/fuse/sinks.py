@@ -6,7 +6,6 @@ these operators can be left out. The keys and values need no copy for each head 
 be subtracted, because the softmax subtracts it anyway. Scaling and mask become part of the product.
 """
 
-import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.fuse.forwards import function_called
 from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.layers.equivalence import agrees, is_supported, random_like
 
@@ -26,14 +26,8 @@ PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 
 def attention_of(module: nn.Module) -> tuple[str, FunctionType] | None:
     """Returns the name and the object of the attention function that the forward of a module with sinks calls."""
-    forward, sinks = type(module).forward, module._parameters.get("sinks")
-    if sinks is None or sinks.dim() != 1 or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    for name in forward.__code__.co_names:
-        value = forward.__globals__.get(name)
-        if isinstance(value, FunctionType) and list(inspect.signature(value).parameters)[:6] == PARAMETERS:
-            return name, value
-    return None
+    sinks = module._parameters.get("sinks")
+    return None if sinks is None or sinks.dim() != 1 else function_called(type(module).forward, PARAMETERS)
 
 
 def _wide(mask: Tensor, B: int, groups: int, repeats: int) -> Tensor:

@@ -111,7 +111,7 @@ class GemmPlan(RichText):
             (
                 "->" if candidate is self.chosen and not index else "",
                 f"  then {dispatch.kernel}" if index else candidate.variant,
-                "" if index else "x".join(map(str, candidate.tile)),
+                "" if index else "x".join(map(str, candidate.tile)) if any(candidate.tile) else "-",
                 "" if index else f"{candidate.seconds * 1e6:.1f}",
                 "x".join(map(str, dispatch.grid)),
                 str(dispatch.threads[0] * dispatch.threads[1]),

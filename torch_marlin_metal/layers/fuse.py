@@ -185,6 +185,8 @@ def _differences(layers: list[MarlinLinear]) -> str:
             return "their sizes, weight formats or group sizes differ"
         if layer.activations != first.activations:
             return "only some round activations"
+        if (layer.rounds_weights, layer.rounds_in_training) != (first.rounds_weights, first.rounds_in_training):
+            return "only some round weights"
         if (layer.bias is None) != (first.bias is None):
             return "only some have a bias"
         for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
@@ -208,6 +210,6 @@ def _fuse(layers: list[MarlinLinear]) -> _Group:
     scaled = [weight.global_scale is not None and weight.global_scale.numel() > 1 for weight in weights]
     whole = replace(joined(weights), bias=torch.cat(biases) if biases else None)
     layer = MarlinLinear.from_packed(whole, dtype=layers[0].dtype)
-    layer.rounds_weights = all(one.rounds_weights for one in layers)
-    layer.activations = layers[0].activations
+    for name in ("activations", "rounds_weights", "rounds_in_training"):
+        setattr(layer, name, getattr(layers[0], name))
     return _Group(layer.train(layers[0].training), [weight.N for weight in weights], scaled)

@@ -213,4 +213,6 @@ class MarlinLinear(PackedLayer):
                 text += f", {name}={str(tensor.dtype).removeprefix('torch.')}"
         if self.activations is not None:
             text += f", activations={self.activations}"
+        if self.rounds_weights:
+            text += ", rounds_weights=True"
         return text + (", perm=True" if self.perm is not None else "")

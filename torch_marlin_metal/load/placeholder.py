@@ -41,8 +41,8 @@ class PendingLinear(nn.Module):
 class PendingExperts(nn.Module):
     """Holds the place of the packed experts of a mixture; it has no parameters.
 
-    Some models initialize tensors of their children, as `PendingLinear` says. Each parameter of the replaced module is
-    therefore a tensor here that has no values.
+    Some models initialize tensors of their children, as `PendingLinear` says. So this class has a tensor without values
+    for each parameter of the replaced module.
     """
 
     def __init__(self, experts: nn.Module) -> None:

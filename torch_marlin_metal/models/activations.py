@@ -4,6 +4,7 @@ from torch import nn
 
 from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.models.swap import check_module
 
 
 def set_activations(model: nn.Module, activations: str | None) -> list[str]:
@@ -17,9 +18,10 @@ def set_activations(model: nn.Module, activations: str | None) -> list[str]:
         activations: "int8" rounds them to 8 bits, as `gemm` does; None keeps them as they are.
 
     Returns:
-        The names of the layers that were set.
+        The names of the layers that were set. Fused projections are one layer, such as "q_proj.fused".
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: `activations` has another value, there is no layer, or the codes of a layer are no integers. The
             model is then unchanged.
 
@@ -31,6 +33,7 @@ def set_activations(model: nn.Module, activations: str | None) -> list[str]:
         torch.Size([2, 32])
     """
     op = "set_activations"
+    check_module(op, model)
     if activations not in (None, "int8"):
         raise ValueError(f"{op}: activations: expected None or 'int8', got {activations!r}")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MarlinLinear)}

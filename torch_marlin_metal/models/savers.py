@@ -34,11 +34,11 @@ def let_it_save(op: str, model: nn.Module) -> None:
 
 
 def round_as_diffusers(model: nn.Module) -> None:
-    """Lets the packed layers of diffusers' models round weights, see `MarlinLinear.rounds_weights`."""
+    """Lets packed layers of diffusers' models round weights, except those whose `rounds_weights` was set."""
     for module in model.modules():
         if _is_of(module, "ModelMixin", "diffusers"):
             for layer in module.modules():
-                if isinstance(layer, MarlinLinear):
+                if isinstance(layer, MarlinLinear) and "rounds_weights" not in layer.__dict__:
                     layer.rounds_weights = True
 
 

@@ -176,7 +176,7 @@ def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None
 
     Args:
         weights: the weights, in order.
-        parts: as `split_columns` took them: sizes in the whole weight.
+        parts: the numbers of columns of the whole weight that `split_columns` took as `parts`.
 
     Raises:
         ValueError: the weights differ in a field that they must share, or `parts` do not fit.

@@ -23,7 +23,8 @@ class Level:
         Args:
             numbers: the numbers. Without `signed`, all of them are at least 0 or all are at most 0.
             group_size: divides 256.
-            dtype: dtype of the values. They are rounded up, so that every number is at most the largest code of them.
+            dtype: dtype of the values. The values are rounded up, so that value x largest code is at least every number
+                of its block.
             signed: whether the codes have the sign, as int8.
         """
         rows, groups = numbers.shape

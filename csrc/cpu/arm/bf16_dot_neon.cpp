@@ -203,7 +203,7 @@ constexpr MatrixKernel pairs_kernel() {
   return kernel;
 }
 
-constexpr Bf16DotKernels kDot{row_kernel<3, 4>(), row_kernel<1, 4>(), pairs_kernel<8, 2>(), {}};
+constexpr Bf16DotKernels kDot{row_kernel<3, 4>(), row_kernel<1, 4>(), pairs_kernel<8, 2>(), {}, {}};
 
 }  // namespace
 

@@ -37,7 +37,7 @@ struct MlstmKernels {
                  int64_t count);
   void (*scale)(float* x, float scale, int64_t count);              // in place
   void (*multiply)(float* x, const float* weights, int64_t count);  // in place
-  // x *= scale; returns the sum of scale * x * n.
+  // x *= scale; returns the dot product of the new x and n.
   float (*scale_and_dot)(float* x, float scale, const float* n, int64_t count);
   void (*exp)(float* x, int64_t count);  // in place; x <= 88
   // out = log(1 + exp(-|f|)), which is min(f, 0) - log_sigmoid(f).

@@ -125,7 +125,7 @@ def _has_overrides(settings: Settings) -> bool:
 def _read_zeros(
     layer: Layer, settings: Settings, options: ReadOptions, version: int, bits: int, G: int, N: int
 ) -> Tensor | None:
-    """Returns uint8 zero points `[G, N]`, or None if all are in the middle of the codes."""
+    """Returns uint8 zero points `[G, N]`, or None if each is the middle code."""
     if "qzeros" not in layer:
         if settings.flag("sym") is False:
             raise layer.error("qweight", "the settings say sym=false, but there are no qzeros")

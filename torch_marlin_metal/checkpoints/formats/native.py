@@ -165,7 +165,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error("b_packed", "scales are missing")
     weight = PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
     found = _describe(weight)
-    for key, value in entry.items():  # sizes are those of the model's layer; one process may read a part of it
+    for key, value in entry.items():  # sizes are not compared: this process may have read only a part of the layer
         if key.endswith("_dtype") and found.get(key) != value:
             role = key.replace("scale_dtype", "scales").replace("super_dtype", "super_scales").removesuffix("_dtype")
             role = role if role in layer else "scales"

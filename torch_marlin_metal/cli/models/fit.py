@@ -37,13 +37,13 @@ INSIDE: dict[Any, Callable[[Tensor], int]] = {
 
 def fit(
     model: opened.Model,
-    memory: Annotated[str | None, typer.Option(help="Memory of a Mac, such as 16GB; by default, this one's.")] = None,
+    memory: Annotated[str | None, typer.Option(help="A Mac's memory: 16GB (of 2^30). Default: this one's.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of keys and values.")] = 8192,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt that are computed at once.")] = PROMPT,
     dtype: opened.ModelDtype = None,
     as_json: Json = False,
 ) -> int:
-    """Says which formats of a model fit into a Mac's memory, with the bytes of each part.
+    """Says whether a model fits into a Mac.
 
     For a model of floats, there is a row for each weight format; a packed one has one row. It counts the weights that a
     load would make. The exit code is 1 if nothing fits.

@@ -13,6 +13,7 @@ from torch_marlin_metal.cli.arguments import Device, device_of
 from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.cli.output import DONE, Json, show, stream
 from torch_marlin_metal.convert import CheckpointError
+from torch_marlin_metal.fuse.caches import cache_name
 from torch_marlin_metal.sizes import human_size
 
 
@@ -30,10 +31,11 @@ def generate(
     tokenizer: opened.TokenizerPath = None,
     as_json: Json = False,
 ) -> int:
-    """Continues a prompt, or answers messages in a chat, and prints the text while the model generates it.
+    """Continues a prompt, or chats.
 
-    stdout has only the text; the last lines of stderr say what was loaded and how fast it was. With --json, the text is
-    printed at the end, in one object. With --chat, each line of stdin is a further message, until Ctrl-D.
+    The text is printed while the model generates it. stdout has only the text; the last lines of stderr say what was
+    loaded and how fast it was. With --json, the text is printed at the end, in one object. With --chat, each line of
+    stdin is a further message, until Ctrl-D.
     """
     if prompt is None and not chat:
         raise ValueError("generate: expected a prompt, or --chat")
@@ -108,7 +110,7 @@ class _Talk:
         kept = len(self.seen) if ids[:-1][: len(self.seen)] == self.seen else 0
         if not kept:
             self.cache = None
-        name = opened.cache_name(self.loaded.model)
+        name = cache_name(self.loaded.model)
         timed = _Timed(self.words, self.write, self.loaded.device)
         begin = time.perf_counter()
         with opened.quiet(), opened.memory_errors("generate", f"the prompt has {len(ids)} tokens"):

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.cli.arguments import floating
 from torch_marlin_metal.convert import CheckpointError, NotQuantized, open_reader
+from torch_marlin_metal.fuse.caches import cache_name
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.sizes import human_size
 
 Model = Annotated[Path, typer.Argument(help="A directory of transformers, or a .gguf file.", show_default=False)]
-ModelDtype = Annotated[str | None, typer.Option("--dtype", help="Dtype of the floats; without it, the model's own.")]
+ModelDtype = Annotated[str | None, typer.Option("--dtype", help="Dtype of the floats. Default: the model's own.")]
 Quantize = Annotated[
     str | None, typer.Option("--weight-format", help="Quantize a model of floats to this format while it loads.")
 ]
@@ -185,11 +186,6 @@ def read_pieces(argument: str, file: Path, words: Any, length: int, most: int | 
     if ids[0] == words.bos_token_id:
         pieces[:, 0] = ids[0]
     return pieces
-
-
-def cache_name(model: Any) -> str:
-    """Returns the argument that takes a model's cache: transformers 5.24 renames it."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def cached(model: Any) -> Callable[..., Any]:

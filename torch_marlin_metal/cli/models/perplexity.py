@@ -29,10 +29,10 @@ def perplexity(
     tokenizer: opened.TokenizerPath = None,
     as_json: Json = False,
 ) -> int:
-    """Measures the perplexity of a text, as llama-perplexity defines it.
+    """Measures how well a model predicts a text.
 
-    With --against, also the KL divergence from the other model, which must have the same vocabulary. --weight-format
-    quantizes only the first model. Both are in memory at the same time.
+    The perplexity is defined as in llama-perplexity. With --against, also the KL divergence from the other model, which
+    must have the same vocabulary. --weight-format quantizes only the first model. Both are in memory at the same time.
     """
     place = device_of(device)
     if against is not None:

@@ -27,7 +27,8 @@ def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
                    sizes: list[tuple[int, int]]) -> Callable[[Generator], list[Launch]]:  # fmt: skip
     """Returns launches of gemv. `sizes` has pairs (outputs, inputs).
 
-    A threadgroup computes BM * SM * TM outputs, or BN * SN * TN outputs of a transposed matrix (`turned`).
+    A threadgroup has BM x BN simdgroups of SM x SN threads, and a thread takes TM x TN elements of the matrix at a time.
+    So a threadgroup computes BM * SM * TM outputs, or BN * SN * TN outputs of a transposed matrix (`turned`).
     """
     BM, BN, SM, SN, TM, TN = tile
     made = BN * SN * TN if turned else BM * SM * TM
