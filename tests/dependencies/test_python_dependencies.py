@@ -31,7 +31,7 @@ ALLOWED = {
         "load",
         "parallel",
     },
-    "cli": {"base", "public", "ops", "layers", "checkpoints", "models", "load", "gpu", "integrations"},
+    "cli": {"base", "public", "ops", "fuse", "layers", "checkpoints", "models", "load", "gpu", "integrations"},
     "run": {"integrations"},
     "public": {"base", "ops", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
 }
