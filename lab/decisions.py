@@ -380,12 +380,12 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
     return Tiling(variant, first["kernel"], tile, 0, simdgroups, int(slices[1]), first["grid"][2], rest)  # type: ignore[arg-type]
 
 
-def chosen(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Tiling:
-    """Returns the planner's choice for a product."""
+def chosen(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem, variant: str = "auto") -> Tiling:
+    """Returns the planner's choice for a product; `variant` leaves it the choice."""
     product = problem.product if isinstance(problem, ExpertsProblem) else problem
     weight = {
         "chip": gpu.name, "cores": gpu.cores, "N": product.N, "K": product.K, "weight_format": product.weight_format,
-        "group_size": product.group_size, "activations": product.activations, "variant": "auto",
+        "group_size": product.group_size, "activations": product.activations, "variant": variant,
     }  # fmt: skip
     if isinstance(problem, ExpertsProblem):
         name, dispatches, _ = native.moe_plan(

@@ -72,7 +72,7 @@ constexpr bool fits(const GemmTile& row, ElementType activations) {
 }
 
 // Returns the variant with which a text such as "gemv" or "double_buffered:128x64x16" begins; nothing if there is none,
-// as in "auto". Does not check the tile.
+// as in "auto" and "rounded". Does not check the tile.
 constexpr std::optional<GemmVariant> variant_of(std::string_view text) {
   const auto found = std::ranges::find(kGemmVariants, text.substr(0, text.find(':')));
   if (found == kGemmVariants.end()) return std::nullopt;
@@ -84,11 +84,12 @@ inline bool names(std::string_view text, const GemmTile& row) {
   return variant_of(text) == row.variant && (text == name(row.variant) || text == name(row));
 }
 
-// What gemm(variant=) names, as a number: "auto", a variant, or a variant with one of its tiles.
+// What gemm(variant=) names, as a number: "auto", "rounded", a variant, or a variant with one of its tiles. "rounded"
+// is "auto" with the right to round the weight to the activations' type.
 class NamedVariant {
  public:
   constexpr NamedVariant() = default;  // "auto"
-  constexpr NamedVariant(GemmVariant variant) : index_(1 + static_cast<uint32_t>(variant)) {}
+  constexpr NamedVariant(GemmVariant variant) : index_(kFirstVariant + static_cast<uint32_t>(variant)) {}
   // Throws std::invalid_argument if the text names nothing.
   template <std::convertible_to<std::string_view> Text>
   NamedVariant(const Text& text) : NamedVariant(named(text)) {}
@@ -96,7 +97,9 @@ class NamedVariant {
   // Returns nothing if the text names nothing.
   static std::optional<NamedVariant> find(std::string_view text) {
     NamedVariant found;
-    if (text == "auto") return found;
+    const auto open = std::ranges::find(kOpen, text);
+    found.index_ = static_cast<uint32_t>(open - kOpen.begin());
+    if (open != kOpen.end()) return found;
     if (const std::optional<GemmVariant> variant = variant_of(text); variant && text == name(*variant)) return *variant;
     const auto row = std::ranges::find_if(gemm_tiles(), [&](const GemmTile& tile) { return names(text, tile); });
     if (row == gemm_tiles().end()) return std::nullopt;
@@ -106,28 +109,32 @@ class NamedVariant {
 
   constexpr bool operator==(const NamedVariant&) const = default;
 
-  constexpr bool is_auto() const { return index_ == 0; }
-  // Returns the variant, with or without a tile; nothing for "auto".
+  // Returns true if the planner chooses the variant: for "auto" and "rounded".
+  constexpr bool is_open() const { return index_ < kFirstVariant; }
+  constexpr bool is_rounded() const { return index_ == 1; }
+  // Returns the variant, with or without a tile; nothing if the planner chooses it.
   std::optional<GemmVariant> variant() const {
-    if (is_auto()) return std::nullopt;
-    return has_tile() ? gemm_tiles()[index_ - kFirstTile].variant : static_cast<GemmVariant>(index_ - 1);
+    if (is_open()) return std::nullopt;
+    return has_tile() ? gemm_tiles()[index_ - kFirstTile].variant : static_cast<GemmVariant>(index_ - kFirstVariant);
   }
   // Returns true if this names the row's variant, alone or with the row's tile.
   bool names_row(const GemmTile& row) const {
     return variant() == row.variant && (!has_tile() || gemm_tiles()[index_ - kFirstTile].tile == row.tile);
   }
   std::string text() const {
-    if (is_auto()) return "auto";
+    if (is_open()) return std::string(kOpen.at(index_));
     return has_tile() ? name(gemm_tiles()[index_ - kFirstTile]) : std::string(name(*variant()));
   }
 
  private:
-  static constexpr uint32_t kFirstTile = 1 + kGemmVariants.size();
+  static constexpr std::array<std::string_view, 2> kOpen{"auto", "rounded"};
+  static constexpr uint32_t kFirstVariant = kOpen.size();
+  static constexpr uint32_t kFirstTile = kFirstVariant + kGemmVariants.size();
 
   static NamedVariant named(std::string_view text) {
     if (const auto found = find(text)) return *found;
     throw std::invalid_argument(
-        "torch_marlin_metal::gemm: variant: expected auto, a variant, or a variant with one of "
+        "torch_marlin_metal::gemm: variant: expected auto, rounded, a variant, or a variant with one of "
         "its tiles, got '" +
         std::string(text) + "'");
   }
@@ -136,11 +143,12 @@ class NamedVariant {
   uint32_t index_ = 0;
 };
 
-// Returns true if gemm(variant=) accepts this text for activations of this type: "auto", a variant, or a variant with
-// one of its tiles. A valid name can still be refused for a problem, for example if the tile has more rows than M.
+// Returns true if gemm(variant=) accepts this text for activations of this type: "auto", "rounded", a variant, or
+// a variant with one of its tiles. A valid name can still be refused for a problem, for example if the tile has more
+// rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
   const std::optional<NamedVariant> named = NamedVariant::find(text);
-  return named && (named->is_auto() || std::ranges::any_of(gemm_tiles(), [&](const GemmTile& row) {
+  return named && (named->is_open() || std::ranges::any_of(gemm_tiles(), [&](const GemmTile& row) {
                      return fits(row, activations) && named->names_row(row);
                    }));
 }

@@ -22,7 +22,7 @@ uint64_t extent_of_rows(const MoeProblem& problem) {
 // must not have that one.
 bool is_wanted(GemmVariant variant, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
-  if (!product.variant.is_auto()) return product.variant == NamedVariant(variant);
+  if (!product.variant.is_open()) return product.variant == NamedVariant(variant);
   const auto runs = [&](GemmVariant one) {
     return rules_of(one).refusal == nullptr || rules_of(one).refusal(product, device).empty();
   };

@@ -8,7 +8,7 @@ namespace {
 
 void check_variant(const char* op, std::string_view variant, const Tensor& a) {
   if (is_gemm_variant(variant, element_type(a))) return;
-  std::string known = "auto";
+  std::string known = "auto, rounded";
   for (std::string_view name : kGemmVariants)
     known.append(", ").append(name);
   fail(op, "variant", "one of " + known + ", or VARIANT:TILE, such as 'double_buffered:128x64x16'",

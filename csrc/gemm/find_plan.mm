@@ -74,11 +74,11 @@ template <typename Problem>
 std::shared_ptr<const CompiledPlan> find_product(const Problem& problem, NamedVariant variant, Planner<Problem> plan,
                                                  const Tensor& like) {
   try {
-    if (tensor_units_failed && variant.is_auto()) return cached_plan(problem, plan, like, false);
+    if (tensor_units_failed && variant.is_open()) return cached_plan(problem, plan, like, false);
     try {
       return cached_plan(problem, plan, like, true);
     } catch (const NoTensorKernel& error) {
-      TORCH_CHECK(variant.is_auto(), "torch_marlin_metal: ", error.what());
+      TORCH_CHECK(variant.is_open(), "torch_marlin_metal: ", error.what());
       if (!tensor_units_failed.exchange(true)) {
         TORCH_WARN("torch_marlin_metal: products use the other kernels, because ", error.what());
       }

@@ -58,7 +58,7 @@ class PlanCache {
     const auto make = [&] {
       Problem tuned = problem;
       GemmProblem& product = product_of(tuned);
-      if (product.variant.is_auto()) product.tuned = tuned_variant(problem);
+      if (product.variant.is_open()) product.tuned = tuned_variant(problem);
       return prepare_(plan_(tuned, device_));
     };
     return launches_.get(problem, make, tuned_generation());

@@ -67,7 +67,7 @@ std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem,
     return tiling;
   }
   if (rules.row_multiple != 0 && rows > round_up(problem.M, rules.row_multiple)) return std::nullopt;
-  if (problem.M > rules.most_automatic_rows && problem.variant.is_auto()) return std::nullopt;
+  if (problem.M > rules.most_automatic_rows && problem.variant.is_open()) return std::nullopt;
   if (rules.refusal != nullptr && !rules.refusal(problem, device).empty()) return std::nullopt;
   if (rules.has_stripes) return striped_tiling(row, problem, device);
   uint32_t most = max_slices(row, problem.weight);
@@ -95,7 +95,7 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
   check_variant("gemm", problem, device);
   std::vector<Tiling> tilings;
   for (const GemmTile& row : gemm_tiles()) {
-    if (!fits(row, problem.activations) || (!problem.variant.is_auto() && !problem.variant.names_row(row))) continue;
+    if (!fits(row, problem.activations) || (!problem.variant.is_open() && !problem.variant.names_row(row))) continue;
     if (const auto tiling = tiling_of(row, problem, device)) {
       tilings.push_back(*tiling);
       tilings.back().automatic = is_automatic(row.variant, problem, device);
@@ -112,13 +112,13 @@ std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& de
 
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem) {
   const auto is_measured = [&](const Tiling& tiling) { return problem.tuned.names_row(tiling); };
-  const Tiling* found = problem.tuned.is_auto() ? nullptr : best_of(tilings, is_measured);
+  const Tiling* found = problem.tuned.is_open() ? nullptr : best_of(tilings, is_measured);
   if (found == nullptr) found = best_of(tilings, &Tiling::automatic);
   return found != nullptr ? *found : *std::ranges::min_element(tilings, {}, &Tiling::seconds);
 }
 
 std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device) {
-  if (!problem.variant.is_auto()) return "the call names its variant";
+  if (!problem.variant.is_open()) return "the call names its variant";
   if (problem.tuned.names_row(chosen)) return "the tuner measured it as the fastest";
   const Arithmetic type = arithmetic(chosen.variant, problem.activations, family_of(*device.chip));
   const VariantRules& rules = rules_of(chosen.variant);

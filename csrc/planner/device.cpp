@@ -60,7 +60,7 @@ GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family) {
         known.append(known.empty() ? "" : ", ").append(row.name);
       throw std::invalid_argument(std::string(kOverride) + ": expected one of " + known + ", got '" + wanted + "'");
     }
-    return {.cores = chip->cores, .chip = chip, .decoded_bytes = decoded_bytes()};
+    return {.cores = chip->cores, .chip = chip, .decodes = decode_limits()};
   }
   const Chip* chip = find_chip(name);
   if (chip == nullptr) {
@@ -73,12 +73,12 @@ GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family) {
       if (chip == nullptr || difference(row, cores) < difference(*chip, cores)) chip = &row;
     }
   }
-  return {.cores = std::max(cores, 1U), .chip = chip, .decoded_bytes = decoded_bytes()};
+  return {.cores = std::max(cores, 1U), .chip = chip, .decodes = decode_limits()};
 }
 
-uint64_t decoded_bytes() {
+DecodeLimits decode_limits() {
   const char* value = std::getenv(kDecode);
-  if (value == nullptr || *value == '\0') return 0;
+  if (value == nullptr || *value == '\0') return {};
   const std::string_view wanted = value;
   uint64_t megabytes = 0;
   const auto [end, error] = std::from_chars(wanted.data(), wanted.data() + wanted.size(), megabytes);
@@ -86,7 +86,7 @@ uint64_t decoded_bytes() {
     throw std::invalid_argument(std::string(kDecode) + ": expected MiB as a whole number of at most " +
                                 std::to_string(kMostMegabytes) + ", got '" + value + "'");
   }
-  return megabytes << 20;
+  return {megabytes << 20U, megabytes << 20U};
 }
 
 void set_system(GpuDevice& device, const MetalSystem& system) {

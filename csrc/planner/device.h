@@ -35,14 +35,21 @@ inline constexpr MetalSystem kTensorSystem{10, {26, 2}, {4, 0}};
 // half the speed of PyTorch's own product (comment on a pull request of PyTorch). So the GPU's family is checked, too.
 std::string tensor_refusal(const MetalSystem& system);
 
+// The largest weight that a product may decode at each call, in bytes of the activations' type.
+struct DecodeLimits {
+  uint64_t automatic = 0;          // by "auto"
+  uint64_t rounded = 256U << 20U;  // by "rounded"; the largest weight of FLUX takes 126 MiB in 16 bits
+
+  auto operator<=>(const DecodeLimits&) const = default;
+};
+
 struct GpuDevice {
   uint32_t cores = 8;
   bool half_subnormals = false;  // true if the kernel probe_half_subnormals stored 1
   const Chip* chip = &kChips.front();
   MetalSystem system{};
   bool tensor_units = false;  // true if gemm_tensor may run: the gate admits `system`, and nothing failed
-  // The largest weight that "auto" may decode at each call, in bytes of the activations' type.
-  uint64_t decoded_bytes = 0;
+  DecodeLimits decodes{};
 
   auto operator<=>(const GpuDevice&) const = default;
 };
@@ -55,9 +62,9 @@ struct GpuDevice {
 //   limit.
 GpuDevice gpu_device(std::string_view name, uint32_t cores, uint32_t family = 0);
 
-// Returns the bytes that TORCH_MARLIN_METAL_DECODE_MB allows for a weight that "auto" decodes; 0 if it is not set.
-// Throws std::invalid_argument if it is no whole number of MiB.
-uint64_t decoded_bytes();
+// Returns the limits; TORCH_MARLIN_METAL_DECODE_MB, if it is set, is both. Throws std::invalid_argument if it is no
+// whole number of MiB.
+DecodeLimits decode_limits();
 
 // Sets `system` and `tensor_units`.
 void set_system(GpuDevice& device, const MetalSystem& system);

@@ -52,7 +52,8 @@ bool has_rows_for_tensor(const GemmProblem& problem, const GpuDevice& /*device*/
 
 bool may_decode(const GemmProblem& problem, const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
-  return uint64_t{weight.K} * weight.N * element_bytes(problem.activations) <= device.decoded_bytes;
+  const uint64_t limit = problem.variant.is_rounded() ? device.decodes.rounded : device.decodes.automatic;
+  return uint64_t{weight.K} * weight.N * element_bytes(problem.activations) <= limit;
 }
 
 constexpr std::array kTwoPassTiles{GemmTile{GemmVariant::two_pass, Kernel::dequantize, {0, 0, 0}, 0}};
@@ -105,7 +106,8 @@ constinit const VariantRules two_pass_variant{
     .tiles = kTwoPassTiles,
     .rounds_weight = true,
     .is_automatic = may_decode,
-    .reason = "TORCH_MARLIN_METAL_DECODE_MB allows it: decodes the weight once for all rows, rounded",
+    .reason =
+        "variant 'rounded' or TORCH_MARLIN_METAL_DECODE_MB allows it: decodes the weight once for all rows, rounded",
 };
 
 const VariantRules& rules_of(GemmVariant variant) {

@@ -40,7 +40,8 @@ struct VariantRules {
   uint32_t simdgroup_columns = 0;   // in kernels without staged tiles
   // A block's rows in the costs of decision_rows.h; 0 if it has no costs for the variant.
   uint32_t row_unit = 0;
-  // Whether "auto" may take the variant without a measurement. If null, it may if decision_rows.h has rows for it.
+  // Whether "auto", or "rounded", may take the variant without a measurement. If null, it may if decision_rows.h has
+  // rows for it.
   bool (*is_automatic)(const GemmProblem& problem, const GpuDevice& device) = nullptr;
   std::string_view reason{};  // why it is taken, if decision_rows.h does not say it
 };
@@ -51,7 +52,8 @@ MARLIN_GEMM_VARIANTS(MARLIN_DECLARE_VARIANT)
 
 const VariantRules& rules_of(GemmVariant variant);
 
-// Returns true if "auto" may take the variant, where it can multiply the operands, without a measurement.
+// Returns true if "auto", or "rounded", may take the variant, where it can multiply the operands, without a
+// measurement.
 bool is_automatic(GemmVariant variant, const GemmProblem& problem, const GpuDevice& device);
 
 // Throws std::invalid_argument with a text like "torch_marlin_metal::gemm: M: expected at least 1, got 0".

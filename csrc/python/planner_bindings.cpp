@@ -134,9 +134,9 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
                     .has_perm = has_perm,
                     .has_global_scale = has_global_scale,
                     .vector_aligned = true};
-  if (tuned && variant == "auto") problem.tuned = tuned_variant(problem);
+  if (tuned && problem.variant.is_open()) problem.tuned = tuned_variant(problem);
   GpuDevice device{cores, half_subnormals, &chip_of(chip)};
-  device.decoded_bytes = decoded_bytes();
+  device.decodes = decode_limits();
   set_system(device, own_system ? this_system() : supposed_system(*device.chip));
   const std::vector<Tiling> tilings = gemm_tilings(problem, device);
   const Tiling& chosen = choose(tilings, problem);

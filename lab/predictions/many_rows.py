@@ -1,13 +1,12 @@
 """Compares, by the model, the products of FLUX with decoding the weight once and multiplying (`two_pass`).
 
 Nothing runs on a GPU. A number of the table is the largest ratio of the times of the planner's choice and of
-`two_pass`, over shapes, numbers of rows, and activations in fp16 and bf16. The planner takes `two_pass`, which rounds
-the weights, only if `TORCH_MARLIN_METAL_DECODE_MB` allows it; the last column allows it for every weight.
+`two_pass`, over shapes, numbers of rows, and activations in fp16 and bf16. "rounded", which layers of diffusers' models
+use, lets the planner take `two_pass`, which rounds the weights; "auto" does not.
 
     python -m lab.predictions.many_rows --write
 """
 
-import os
 from pathlib import Path
 
 from lab import model
@@ -21,16 +20,15 @@ ROWS = (1024, 1536, 2560, 4608)
 # (N, K) of FLUX: projections, both layers of a block's MLP, and both layers of a single block.
 SHAPES = ((3072, 3072), (12288, 3072), (3072, 12288), (21504, 3072), (3072, 15360))
 FORMATS = {"uint4b8": 32, "uint4_bias": 32, "nvfp4": 16}
-LIMIT = "TORCH_MARLIN_METAL_DECODE_MB"
 
 
-def ratio(weight_format: str, chip: str, megabytes: int = 0) -> float:
+def ratio(weight_format: str, chip: str, variant: str) -> float:
     """Returns the largest ratio of the times of the planner's choice and of `two_pass`.
 
     Args:
         weight_format: one of `FORMATS`.
         chip: the GPU.
-        megabytes: what the option allows for a decoded weight, in MiB.
+        variant: "auto" or "rounded".
     """
     gpu = AppleSiliconGPU.from_name(chip)
     problems = [
@@ -39,26 +37,21 @@ def ratio(weight_format: str, chip: str, megabytes: int = 0) -> float:
         for N, K in SHAPES
         for activations in ("float16", "bfloat16")
     ]
-    before = os.environ.get(LIMIT)
-    os.environ[LIMIT] = str(megabytes)
-    try:
-        return max(
-            float(model.predict(one, chosen(gpu, one), gpu)) / model.best(one, gpu, "two_pass")[1] for one in problems
-        )
-    finally:
-        os.environ.pop(LIMIT)
-        if before is not None:
-            os.environ[LIMIT] = before
+    return max(
+        float(model.predict(one, chosen(gpu, one, variant), gpu)) / model.best(one, gpu, "two_pass")[1]
+        for one in problems
+    )
 
 
 def row(chip: str) -> str:
-    cells = [f"{ratio(name, chip):.2f}" for name in FORMATS]
-    allowed = max(ratio(name, chip, 1024) for name in FORMATS)
-    return f"| {chip} | {' | '.join(cells)} | {allowed:.2f} |\n"
+    rounded = max(ratio(name, chip, "rounded") for name in FORMATS)
+    exact = [f"{ratio(name, chip, 'auto'):.2f}" for name in FORMATS]
+    return f"| {chip} | {rounded:.2f} | {' | '.join(exact)} |\n"
 
 
 def table() -> str:
-    head = f"| GPU | {' | '.join(FORMATS)} | all, with the option |\n|---|{'---|' * len(FORMATS)}---|\n"
+    exact = " | ".join(f"auto, {name}" for name in FORMATS)
+    head = f"| GPU | rounded | {exact} |\n|---|---|{'---|' * len(FORMATS)}\n"
     return head + "".join(map(row, CHIPS))
 
 

@@ -85,6 +85,8 @@ def test_two_pass_is_planned_and_not_taken():
     peak = 2 * 4096**3 / 2.617e12  # PyTorch's product reaches 0.88 of the peak rate on an M1 Pro
     assert two_pass.dispatches[1].seconds == pytest.approx(peak / 0.88, rel=0.01)
     assert tmm.profiling.plan(4096, 4096, 4096, gpu="M1").chosen.variant != "two_pass"
+    rounded = tmm.profiling.plan(4096, 4096, 4096, gpu="M1", variant="rounded")
+    assert rounded.chosen.variant == "two_pass" and len({candidate.variant for candidate in rounded.candidates}) == 5
 
 
 def test_roofline(tmp_path):

@@ -97,10 +97,10 @@ CASES = {
         f"weight_format: expected one of {', '.join(tmm.WEIGHT_FORMATS)}, got 'int3'"),
     "an alias in the operator": ("uint4b8", {"weight_format": "u4b8"}, "weight_format: expected one of uint4b8"),
     "an unknown variant": ("uint4b8", {"variant": "fastest"},
-        "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or VARIANT:TILE, "
+        "variant: expected one of auto, rounded, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or VARIANT:TILE, "
         "such as 'double_buffered:128x64x16', got 'fastest'"),
     "a tile that its variant does not have": ("uint4b8", {"variant": "striped:96x64x32"},
-        "variant: expected one of auto, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or VARIANT:TILE, "
+        "variant: expected one of auto, rounded, gemv, fused, double_buffered, single_stage, striped, tensor, two_pass, or VARIANT:TILE, "
         "such as 'double_buffered:128x64x16', got 'striped:96x64x32'"),
 }  # fmt: skip
 

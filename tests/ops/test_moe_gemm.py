@@ -274,6 +274,7 @@ WRONG = {
         ("mma", "variant: expected auto, gemv, fused or tensor, got 'mma'"),
         ("", "variant: expected auto, gemv, fused or tensor, got ''"),
         ("striped", "variant: expected auto, gemv, fused or tensor, got 'striped'"),
+        ("rounded", "variant: expected auto, gemv, fused or tensor, got 'rounded'"),
     ],
 }  # fmt: skip
 

@@ -135,6 +135,23 @@ def test_two_pass(weight_format, dtype):
 
 
 @software
+def test_rounded_takes_two_pass_where_it_is_faster_in_layers_that_round_weights():
+    K, N, M = 1024, 1024, 1024
+    weight = reference.make_weight("nvfp4", K, N, 16)
+    moved, a = weight.to("mps"), activations((M, K)).to("mps")
+    layer = tmm.MarlinLinear.from_packed(
+        tmm.PackedWeight(b_packed=moved.b_packed, scales=moved.scales, **moved.arguments)
+    )
+    layer.rounds_weights = True
+    results: list[torch.Tensor] = []
+    assert kernels_of(lambda: results.append(layer(a))) == ["dequantize_nvfp4_float16"]
+    assert not any("dequantize" in name for name in kernels_of(lambda: layer(a[:16])))
+    exact, bound = reference.gemm(a.cpu(), weight)
+    bound += reference.UNIT_ROUNDOFF[torch.float16] * (np.abs(reference.to_numpy(a)) @ np.abs(weight.exact))
+    reference.check_gemm(results[0], exact, bound)
+
+
+@software
 def test_two_pass_dequantizes_and_is_never_chosen_by_auto():
     weight = reference.make_weight("uint4b8", 64, 24, 32).to("mps")
     a = activations((600, 64)).to("mps")

@@ -75,12 +75,13 @@ void check_gpu_device() {
   unsetenv("TORCH_MARLIN_METAL_GPU");
 }
 
-void check_decoded_bytes() {
-  subject = "decoded_bytes";
+void check_decode_limits() {
+  subject = "decode_limits";
   unsetenv("TORCH_MARLIN_METAL_DECODE_MB");
-  expect(gpu_device("Apple M1", 8).decoded_bytes == 0, "nothing is allowed by default");
+  expect(gpu_device("Apple M1", 8).decodes == DecodeLimits{0, 256 << 20}, "only rounded may decode by default");
   setenv("TORCH_MARLIN_METAL_DECODE_MB", "72", 1);
-  expect(gpu_device("Apple M1", 8).decoded_bytes == 72 << 20 && gpu_device("x", 8).decoded_bytes == 72 << 20, "MiB");
+  const DecodeLimits both{72 << 20, 72 << 20};
+  expect(gpu_device("Apple M1", 8).decodes == both && gpu_device("x", 8).decodes == both, "MiB");
   for (const char* value : {"-1", "1.5", "1e9", "yes", "99999999999999999999"}) {
     setenv("TORCH_MARLIN_METAL_DECODE_MB", value, 1);
     try {
@@ -99,5 +100,5 @@ void check_decoded_bytes() {
 
 int main(int argc, char** argv) {
   return test::run_cases(
-      {{"chips", check_chips}, {"gpu device", check_gpu_device}, {"decoded bytes", check_decoded_bytes}}, argc, argv);
+      {{"chips", check_chips}, {"gpu device", check_gpu_device}, {"decode limits", check_decode_limits}}, argc, argv);
 }

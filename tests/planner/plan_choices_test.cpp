@@ -29,7 +29,8 @@ void check_names() {
     tuned.tuned = wanted;
     expect(text(plan_gemm(tuned, {})) == plan, "auto gets the tiling that a table names: " + wanted);
   }
-  for (std::string_view wanted : {"", "fastest", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
+  for (std::string_view wanted :
+       {"", "fastest", "rounded:64x64x32", "gemv:", "striped:128x128x16", "two_pass:64x64x32"})
     expect(!is_gemm_variant(wanted, problem.activations), "no call may name it: " + std::string(wanted));
   for (std::string_view variant : kGemmVariants) {
     expect(is_gemm_variant(variant, problem.activations), "a call may name it: " + std::string(variant));
@@ -47,7 +48,8 @@ void check_names() {
   problem.tuned = "auto";
 }
 
-// Decoding rounds the weight, so "auto" decodes only what the option allows, and only if that takes less time.
+// Decoding rounds the weight, so "auto" decodes only what the option allows, and "rounded" at most 256 MiB without the
+// option; both only if that takes less time.
 void check_decoding() {
   subject = "decoding";
   const GemmProblem many = square(4608, 12288, 3072, 32);
@@ -55,14 +57,25 @@ void check_decoding() {
   GpuDevice device;  // an M1
   const auto decodes = [&](const GemmProblem& problem) { return plan_gemm(problem, device).dense_product; };
   expect(!decodes(many), "not without the option");
-  device.decoded_bytes = needed - 1;
+  device.decodes.automatic = needed - 1;
   expect(!decodes(many), "not more than the option allows");
-  device.decoded_bytes = needed;
+  device.decodes.automatic = needed;
   expect(decodes(many), "many rows");
   expect(!decodes(square(8, 12288, 3072, 32)), "few rows take less time without");
-  const auto tilings = gemm_tilings(many, device);
-  const Tiling& chosen = choose(tilings, many);
-  expect(reason(chosen, many, device).find("TORCH_MARLIN_METAL_DECODE_MB allows it") == 0, "the reason");
+  device.decodes = {};
+  const GemmProblem rounded = square(4608, 12288, 3072, 32, "rounded");
+  expect(decodes(rounded), "rounded needs no option");
+  expect(!decodes(square(8, 12288, 3072, 32, "rounded")), "rounded takes what takes less time");
+  expect(!decodes(square(4608, 44000, 3072, 32, "rounded")), "258 MiB are more than rounded decodes");
+  const auto tilings = gemm_tilings(rounded, device);
+  expect(
+      reason(choose(tilings, rounded), rounded, device).find("variant 'rounded' or TORCH_MARLIN_METAL_DECODE_MB") == 0,
+      "the reason");
+  GemmProblem tuned = rounded;
+  tuned.tuned = "fused";
+  expect(!decodes(tuned), "a table's measurement counts for rounded, too");
+  device.decodes.rounded = needed - 1;
+  expect(!decodes(rounded), "rounded decodes no more than the option allows");
 }
 
 void check_tile_refusals() {

@@ -19,7 +19,7 @@ def plan(
     weight_format: Format = "uint4b8",
     group_size: GroupSize = None,
     dtype: Dtype = "float16",
-    variant: Annotated[str, typer.Option(help="auto, or the only variant to consider.")] = "auto",
+    variant: Annotated[str, typer.Option(help="auto, rounded, or the only variant to consider.")] = "auto",
     as_json: Json = False,
 ) -> int:
     """Shows how a GPU would compute a product.

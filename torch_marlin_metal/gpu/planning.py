@@ -162,11 +162,11 @@ def plan(
         has_perm: whether the weight has an act-order permutation.
         has_global_scale: whether the weight has a global scale (nvfp4).
         has_bias: whether a bias is added.
-        variant: "auto", or the only variant to consider.
+        variant: "auto", "rounded", or the only variant to consider.
         gpu: a GPU, its name, or None for this machine's GPU.
         half_subnormals: whether the GPU keeps subnormal halves.
-        tuned: whether "auto" uses choices that were measured on this machine's GPU (see `tuning`). They are never used
-            for another GPU.
+        tuned: whether "auto" and "rounded" use choices measured on this machine's GPU (see `tuning`). They are
+            never used for another GPU.
 
     Raises:
         ValueError: an argument is out of range or unknown; the message names it.
@@ -178,7 +178,7 @@ def plan(
     row = format_of(weight_format)
     _check(M, N, K, dtype, scales_dtype, zeros_dtype)
     group_size = resolve_group_size("plan", row, group_size, K)
-    variants = ("auto", *native.gemm_variants())
+    variants = ("auto", "rounded", *native.gemm_variants())
     if variant not in variants:
         raise ValueError(f"plan: variant: expected one of {', '.join(variants)}, got {variant!r}")
     scales = torch.uint8 if row.has_coded_scales else scales_dtype or dtype

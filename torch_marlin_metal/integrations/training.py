@@ -26,9 +26,9 @@ def prepare_for_training(
             transformers. The checkpoints are not reentrant, so the inputs need no gradient.
         norms_in_fp32: whether modules whose class name ends in "Norm" get float32 parameters. Many models then compute
             the following layers in float32 too, unless autocast is on.
-        round_weights: whether layers of format `lut4` (nf4) round decoded weights to bfloat16 in training mode, as
-            their gradients do. This takes half of the time of the exact product of 128 and more rows on CPUs with fast
-            bfloat16 products. It changes nothing for other activations, formats and devices.
+        round_weights: whether layers of format `lut4` (nf4) may round decoded weights to the activations' dtype in
+            training mode, see `variant="rounded"` of `gemm`. This takes half of the time of the exact product of 128
+            and more rows of bfloat16 on CPUs with fast bfloat16 products. It changes nothing for other formats.
 
     Returns:
         The model.

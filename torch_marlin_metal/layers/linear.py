@@ -48,7 +48,7 @@ class MarlinLinear(PackedLayer):
     """
 
     product_dtype: torch.dtype | None = None  # dtype of all products on mps; None means the activations' dtype
-    rounds_weights = False  # whether products of bf16 on CPUs may round the weight to bf16, as models of diffusers do
+    rounds_weights = False  # whether products may round the weight (variant "rounded"), as models of diffusers do
     rounds_in_training = False  # the same in training mode, see prepare_for_training
     activations: str | None = None  # see set_activations
     is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
@@ -174,8 +174,8 @@ class MarlinLinear(PackedLayer):
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
         if self.activations is not None:
             named["activations"] = self.activations
-        elif rounds and a.device.type == "cpu":
-            named["variant"] = "two_pass"
+        elif rounds:
+            named["variant"] = "rounded"
         result: Tensor = _gemm(a, *tensors, **named)
         return result
 

@@ -34,7 +34,7 @@ def let_it_save(op: str, model: nn.Module) -> None:
 
 
 def round_as_diffusers(model: nn.Module) -> None:
-    """Lets packed layers of diffusers' models round weights to bf16, except those whose `rounds_weights` was set."""
+    """Lets packed layers of diffusers' models round weights, except those whose `rounds_weights` was set."""
     for module in model.modules():
         if _is_of(module, "ModelMixin", "diffusers"):
             for layer in module.modules():

@@ -49,8 +49,9 @@ def gemm(
         a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
         weight: `[K, N]`, from `quantize_weight`, `convert.read_layers`, `MarlinLinear.to_packed` or made of tensors.
         bias: `[N]`, float16, bfloat16 or float32; added in fp32. None stands for `weight.bias`.
-        variant: "auto", or the name of a GPU kernel variant. The CPU ignores all but "two_pass" with bfloat16
-            activations, which rounds the weights there too if the CPU has fast bfloat16 products.
+        variant: "auto", "rounded", or the name of a GPU kernel variant, which the CPU ignores. "rounded" may round the
+            weights to the dtype of `a` where that takes less time: with many rows on mps, and with bfloat16 activations
+            on CPUs with fast bfloat16 products.
         activations: "int8" rounds each row of `a` to 8 bits on the CPU, in groups of 32 k, or of the weight's group
             size if that is smaller. An element is off by at most 1/254 of the largest of its group. Codes must be
             integers or E2M1. Gradients ignore the rounding. None keeps `a` as it is.

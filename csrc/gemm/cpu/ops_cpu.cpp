@@ -4,8 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <optional>
-
 #include "csrc/core/gemm_variants.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/gemm/argument_rules.h"
@@ -20,8 +18,9 @@ namespace {
 // Returns true if the variant or the option for decoded weights allows a weight to be rounded to bf16.
 bool may_round(std::string_view variant, int64_t M, const PackedWeight& weight) {
   if (M < kRoundedMinRows) return false;
-  const std::optional<GemmVariant> named = variant_of(variant);
-  return named ? rounds_weight(*named) : static_cast<uint64_t>(2 * weight.K * weight.N) <= decoded_bytes();
+  const NamedVariant named(variant);
+  const auto bytes = static_cast<uint64_t>(2 * weight.K * weight.N);
+  return named.is_rounded() || (named.is_open() && bytes <= decode_limits().automatic);
 }
 
 // Raises if this machine has no kernels for activations of 8 bits.

@@ -13,8 +13,7 @@ namespace {
 constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
 constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a block: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
-// Rounding a panel takes two to four times the instructions of decoding it, so more rows share it. With 512 rows to a
-// panel, products of 512 to 4608 rows were 1.1 to 1.3 times as fast as with 128 (Intel Xeon with AMX, 16 threads).
+// Rounding a panel takes two to four times the instructions of decoding it, so more rows share it.
 constexpr int64_t kRoundedBlockRows = 512;
 // An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
 // 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
