@@ -114,10 +114,10 @@ def test_a_layer_with_a_tied_bias_is_not_split(make, inner, outer, stored, tmp_p
         load_quantized(make(), tmp_path, split=plan, progress=False)
 
 
-def test_a_bias_that_is_tied_in_the_model_and_by_the_door_is_one_tensor(tmp_path) -> None:
+def test_a_bias_that_is_tied_in_the_model_and_by_the_caller_is_one_tensor(tmp_path) -> None:
     make, inner, outer, _ = FLAVA
     saved(make, tmp_path)
     model = make()
-    door = Caller(op="", find=str, ties=shared_weights(model), bias_ties={outer: inner}, progress=False)
-    load_all(model, open_reader(tmp_path), door)
+    caller = Caller(op="", find=str, ties=shared_weights(model), bias_ties={outer: inner}, progress=False)
+    load_all(model, open_reader(tmp_path), caller)
     assert model.get_parameter(inner) is model.get_parameter(outer)
