@@ -53,7 +53,7 @@ struct KernelRegisters {
 
 #include "csrc/planner/decision_rows.h"
 
-// Returns true for a kernel of tensor units, which decodes weights to operands in the type of the activations.
+// Returns true if the kernel decodes weights to bfloat operands for bfloat activations, as those of tensor units do.
 constexpr bool has_operands_of_bfloat(GemmVariant kernel) {
   return std::any_of(kDecisions.begin(), kDecisions.end(), [&](const Decision& row) {
     return row.kernel == kernel && row.arithmetic == Arithmetic::bfloat_operands;

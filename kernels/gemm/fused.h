@@ -68,7 +68,7 @@ struct FusedAccumulators {
   Weight weight;
   Activations<T> a;
   uint n;                    // the lane's first column
-  uint word;                 // the lane's packed row, of the four that a load reads
+  uint word;                 // which of the four rows of words that a load reads is the lane's
   uint quad;                 // the lane's first k among the 32 of a load
   const device uint* words;  // the lane's next words of four columns
   const device uint* high;   // and those of the second plane

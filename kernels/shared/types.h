@@ -21,8 +21,8 @@ enum { kBlockK = 8, kLutSize = 16, kMaxWordsPerBlock = 2 };
 // The 4-bit codes of a word.
 enum { kNibbles = 8 };
 
-// The number of k that share a value of super_scales and of super_zeros. Every group size of two levels divides it, or
-// is K and smaller.
+// The number of k that share a value of super_scales and of super_zeros. With scales of two
+// levels, the group size divides it, or is K if K is smaller.
 enum { kSuperBlock = 256 };
 
 enum { kSimdWidth = 32 };

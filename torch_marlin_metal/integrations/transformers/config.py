@@ -188,5 +188,5 @@ def set_loading_defaults(values: dict[str, Any]) -> None:
 
 
 def as_config(option: str, value: object) -> str:
-    """Spells an option of a load as users of the `from_pretrained` of transformers and diffusers type it."""
+    """Returns the text that a user types for an option of `from_pretrained` in transformers and diffusers."""
     return f"quantization_config=MarlinConfig({option if value is None else f'{option}={value!r}'})"

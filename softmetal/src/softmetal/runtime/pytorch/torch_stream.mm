@@ -231,7 +231,7 @@ void MPSStream::copy_and_sync(id<MTLBuffer> source, id<MTLBuffer> destination, s
 }
 
 void MPSStream::executeMPSGraph(MPSGraph*, NSDictionary*, NSDictionary*, SyncType) {
-  TORCH_CHECK(false, "softmetal: there is no MPSGraph; host code encodes its own kernels");
+  TORCH_CHECK(false, "softmetal: executeMPSGraph: there is no MPSGraph; encode a Metal kernel instead");
 }
 
 void MPSStream::addCompletedHandler(MTLCommandBufferHandler block) {
