@@ -183,7 +183,8 @@ def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLa
         rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)
         argument, functions = caches.argument_of(original), masks.functions_of(original)
         caching = module in watched.caches
-        rotates = caching and module in watched.rotations  # some decoder layers are given tables that they do not use
+        # Only attention has a cache. Decoder layers without one may get rotary tables that they do not use.
+        rotates = caching and module in watched.rotations
         if rotation is None and attention is None and not rotates:
             if caching and argument is not None:
                 report.left.append((name, "attention: neither a rotary embedding nor sinks were found"))
@@ -212,10 +213,10 @@ def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLa
             calls["mask"] = functions[0], masks.AttentionFunctions(functions[1])
         else:
             missing.append("a mask: no table of attention functions is used, or its sdpa gives other results")
-        copied = forwards.forward_with(original, dict(calls.values()))
+        copied = forwards.forward_with(original, dict(calls.values())) if calls else original
         if copied is None:
             missing.append(f"{', '.join(calls)}: a decorator hides the forward")
-        kinds, forward = (list(calls), copied) if calls and copied is not None else ([], original)
+        kinds, forward = ([], original) if copied is None else (list(calls), copied)
         if argument is not None and caches.is_proved():
             kinds.append("write_cache")
             forward = caches.with_writer(forward, argument)

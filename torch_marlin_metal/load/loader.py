@@ -230,7 +230,7 @@ class Loader:
         way = (
             "" if self._caller.reinitializes is None else "; ignore_mismatched_sizes=True initializes the model's layer"
         )
-        raise ModelMismatchError(f"{self._caller.op}: {where}{'' if self._caller.reinitializes is None else way}")
+        raise ModelMismatchError(f"{self._caller.op}: {where}{way}")
 
     def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
         """Leaves a layer of the checkpoint out: the model's class initializes its own module."""

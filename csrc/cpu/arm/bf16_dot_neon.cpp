@@ -140,6 +140,25 @@ void matrix_step(const Step& s) {
   });
 }
 
+// Splits each values[k] into bf16 terms, bits[0][k], bits[1][k] and so on, that add up to it. The sum is exact if
+// values[k] has at most 8 * parts significant bits. Returns false if a value is too small for the instructions, or so
+// large that a part could overflow.
+template <int parts>
+bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
+  uint32_t out_of_range = 0;
+  for (int k = 0; k < count; ++k) {
+    const uint32_t magnitude = std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU;
+    out_of_range |= static_cast<uint32_t>(magnitude != 0) &
+                    static_cast<uint32_t>(magnitude - kMinActivation >= kActivationEnd - kMinActivation);
+    float rest = values[k];
+    for (int part = 0; part < parts; ++part) {
+      bits[part][k] = float_to_bfloat16(rest);
+      rest -= bfloat16_to_float(bits[part][k]);
+    }
+  }
+  return out_of_range == 0;
+}
+
 template <int parts>
 bool pack_row(const PackRow& p) {
   uint16_t bits[parts][kChunk];

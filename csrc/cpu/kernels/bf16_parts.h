@@ -92,25 +92,6 @@ class BytePairs<Codes::byte> {
 constexpr uint32_t kMinActivation = (127U - 96U) << 23;
 constexpr uint32_t kActivationEnd = (127U + 120U) << 23;
 
-// Splits each values[k] into bf16 terms, bits[0][k], bits[1][k] and so on, that add up to it. The sum is exact if
-// values[k] has at most 8 * parts significant bits. Returns false if a value is too small for the instructions, or so
-// large that a part could overflow.
-template <int parts>
-bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
-  uint32_t out_of_range = 0;
-  for (int k = 0; k < count; ++k) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(values[k]) & 0x7FFFFFFFU;
-    out_of_range |= static_cast<uint32_t>(magnitude != 0) &
-                    static_cast<uint32_t>(magnitude - kMinActivation >= kActivationEnd - kMinActivation);
-    float rest = values[k];
-    for (int part = 0; part < parts; ++part) {
-      bits[part][k] = float_to_bfloat16(rest);
-      rest -= bfloat16_to_float(bits[part][k]);
-    }
-  }
-  return out_of_range == 0;
-}
-
 }  // namespace
 
 }  // namespace marlin::cpu

@@ -38,6 +38,18 @@ template <class Write>
   return out;
 }
 
+// Unpacks a tile product by decode() of `codes`, which decodes 8 k of 16 columns.
+template <class Decoded>
+[[gnu::always_inline]] inline __m512i* unpack_decoded(const Decoded& codes, const Step& s, int k, int end, int tile,
+                                                      __m512i* to) {
+  return each_word(k, end, tile, to, [&](int row, int column, __m512i* out) {
+    __m512i pairs[4];
+    codes.decode(s, row, column, pairs);
+    for (int j = 0; j < 4; ++j)
+      _mm512_storeu_si512(out + j, pairs[j]);
+  });
+}
+
 [[gnu::always_inline]] inline __m512i load_words(const Step& s, int row, int column) {
   const int64_t at = row * s.ld_words + column;
   __builtin_prefetch(s.ahead + at, 0, 2);
@@ -143,12 +155,7 @@ class ByteCodes {
   explicit ByteCodes(const float* values) : pairs_(values) {}
 
   [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
-    return each_word(k, end, tile_k(s.segment), to, [&](int row, int column, __m512i* out) {
-      __m512i pairs[4];
-      decode(s, row, column, pairs);
-      for (int j = 0; j < 4; ++j)
-        _mm512_storeu_si512(out + j, pairs[j]);
-    });
+    return unpack_decoded(*this, s, k, end, tile_k(s.segment), to);
   }
   // Decodes 8 k of 16 columns.
   [[gnu::always_inline]] void decode(const Step& s, int row, int column, __m512i (&pairs)[4]) const {
@@ -210,12 +217,7 @@ class Rounded {
     }
   }
   [[gnu::always_inline]] __m512i* unpack(const Step& s, int k, int end, __m512i* to) const {
-    return each_word(k, end, tile_k(kChunk), to, [&](int row, int column, __m512i* out) {
-      __m512i pairs[4];
-      decode(s, row, column, pairs);
-      for (int j = 0; j < 4; ++j)
-        _mm512_storeu_si512(out + j, pairs[j]);
-    });
+    return unpack_decoded(*this, s, k, end, tile_k(kChunk), to);
   }
 
  private:

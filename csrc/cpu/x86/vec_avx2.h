@@ -116,31 +116,7 @@ struct Avx2::Decoder<Codes::byte> : IntegerCodes<Avx2, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// Converts E4M3 codes through fp16, as decode_scales does; the compiler makes the halves of the 32 codes once for the
-// four calls of decode(). A NaN has all bits of the magnitude set, so that adding the lowest one carries into bit 14,
-// the upper bit of fp16's exponent.
-template <>
-struct Avx2::Decoder<Codes::e4m3> {
-  static constexpr float unit = 256.F;
-  explicit Decoder(const float*) {}
-  static I halves(I codes) {
-    const I magnitudes_and_signs =
-        _mm256_and_si256(_mm256_srai_epi16(codes, 1), _mm256_set1_epi16(static_cast<short>(0xBF80)));
-    const I carry = _mm256_add_epi16(magnitudes_and_signs, _mm256_set1_epi16(0x80));
-    return _mm256_or_si256(magnitudes_and_signs, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
-  }
-  template <int j>
-  F decode(I words) const {
-    const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const I fours = _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(first_bytes));
-    const I codes = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    const I zero = _mm256_setzero_si256();
-    const I two = halves(j % 2 == 0 ? _mm256_unpacklo_epi8(zero, codes) : _mm256_unpackhi_epi8(zero, codes));
-    return _mm256_cvtph_ps(j < 2 ? _mm256_castsi256_si128(two) : _mm256_extracti128_si256(two, 1));
-  }
-};
-
-// For e4m3_row.h.
+// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
 struct Avx2::E4M3Pairs {
   static constexpr float unit = 256.F;
   static I odd(I word) {
@@ -154,7 +130,7 @@ struct Avx2::E4M3Pairs {
     const I no_nan = _mm256_cmpeq_epi32(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F)), _mm256_setzero_si256());
     return _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), sum, _mm256_castsi256_ps(no_nan));
   }
-  // Returns x[first] and x[first + 2] in turn.
+  // The even lanes get x[first], the odd lanes x[first + 2].
   template <int first>
   static F activations(const float* x) {
     return _mm256_permute_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(x)), first == 0 ? 0x88 : 0xDD);
@@ -162,6 +138,29 @@ struct Avx2::E4M3Pairs {
   static F columns(F lower, F upper) {
     const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(lower, upper));
     return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, _MM_SHUFFLE(3, 1, 2, 0)));
+  }
+};
+
+// Converts E4M3 codes through fp16, as decode_scales does; the compiler makes the halves of the 32 codes once for the
+// four calls of decode(). A NaN has all bits of the magnitude set, so that adding the lowest one carries into bit 14,
+// the upper bit of fp16's exponent.
+template <>
+struct Avx2::Decoder<Codes::e4m3> {
+  static constexpr float unit = E4M3Pairs::unit;
+  explicit Decoder(const float*) {}
+  static I halves(I codes) {
+    const I magnitudes_and_signs = E4M3Pairs::odd(codes);
+    const I carry = _mm256_add_epi16(magnitudes_and_signs, _mm256_set1_epi16(0x80));
+    return _mm256_or_si256(magnitudes_and_signs, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
+  }
+  template <int j>
+  F decode(I words) const {
+    const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const I fours = _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(first_bytes));
+    const I codes = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const I zero = _mm256_setzero_si256();
+    const I two = halves(j % 2 == 0 ? _mm256_unpacklo_epi8(zero, codes) : _mm256_unpackhi_epi8(zero, codes));
+    return _mm256_cvtph_ps(j < 2 ? _mm256_castsi256_si128(two) : _mm256_extracti128_si256(two, 1));
   }
 };
 

@@ -105,32 +105,7 @@ struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// As for AVX2, with 64 codes.
-template <>
-struct Avx512::Decoder<Codes::e4m3> {
-  static constexpr float unit = 256.F;
-  explicit Decoder(const float*) {}
-  static I halves(I codes) {
-    constexpr int kAOrBAndC = 0xF8;
-    const I magnitudes_and_signs =
-        _mm512_and_si512(_mm512_srai_epi16(codes, 1), _mm512_set1_epi16(static_cast<short>(0xBF80)));
-    const I carry = _mm512_add_epi16(magnitudes_and_signs, _mm512_set1_epi16(0x80));
-    return _mm512_ternarylogic_epi32(magnitudes_and_signs, carry, _mm512_set1_epi16(0x4000), kAOrBAndC);
-  }
-  template <int j>
-  F decode(I words) const {
-    const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const I fours = _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(first_bytes));
-    // Each 128 bits get eight columns of two k: those of k = 0 and 1 in the lower half, of k = 2 and 3 in the upper.
-    const I codes =
-        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
-    const I zero = _mm512_setzero_si512();
-    const I two = halves(j % 2 == 0 ? _mm512_unpacklo_epi8(zero, codes) : _mm512_unpackhi_epi8(zero, codes));
-    return _mm512_cvtph_ps(j < 2 ? _mm512_castsi512_si256(two) : _mm512_extracti64x4_epi64(two, 1));
-  }
-};
-
-// For e4m3_row.h.
+// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
 struct Avx512::E4M3Pairs {
   static constexpr float unit = 256.F;
   static I odd(I word) {
@@ -153,6 +128,30 @@ struct Avx512::E4M3Pairs {
     const I first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const I second = _mm512_or_si512(first, _mm512_set1_epi32(1));
     return add(_mm512_permutex2var_ps(lower, first, upper), _mm512_permutex2var_ps(lower, second, upper));
+  }
+};
+
+// As for AVX2, with 64 codes.
+template <>
+struct Avx512::Decoder<Codes::e4m3> {
+  static constexpr float unit = E4M3Pairs::unit;
+  explicit Decoder(const float*) {}
+  static I halves(I codes) {
+    constexpr int kAOrBAndC = 0xF8;
+    const I magnitudes_and_signs = E4M3Pairs::odd(codes);
+    const I carry = _mm512_add_epi16(magnitudes_and_signs, _mm512_set1_epi16(0x80));
+    return _mm512_ternarylogic_epi32(magnitudes_and_signs, carry, _mm512_set1_epi16(0x4000), kAOrBAndC);
+  }
+  template <int j>
+  F decode(I words) const {
+    const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const I fours = _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(first_bytes));
+    // Each 128 bits get eight columns of two k: those of k = 0 and 1 in the lower half, of k = 2 and 3 in the upper.
+    const I codes =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
+    const I zero = _mm512_setzero_si512();
+    const I two = halves(j % 2 == 0 ? _mm512_unpacklo_epi8(zero, codes) : _mm512_unpackhi_epi8(zero, codes));
+    return _mm512_cvtph_ps(j < 2 ? _mm512_castsi512_si256(two) : _mm512_extracti64x4_epi64(two, 1));
   }
 };
 

@@ -169,8 +169,4 @@ void gemm_on(const Machine& machine, const GemmArguments& arguments, const Paral
   gemm_group_on(machine, {&arguments, 1}, parallel, precision);
 }
 
-void gemm(const GemmArguments& arguments, const Parallel& parallel, Precision precision) {
-  gemm_on(this_machine(parallel), arguments, parallel, precision);
-}
-
 }  // namespace marlin::cpu

@@ -26,8 +26,6 @@ struct GemmArguments {
   bool rounds = false;                // the weight may be rounded to bf16
 };
 
-void gemm(const GemmArguments& arguments, const Parallel& parallel, Precision precision);
-
 // The functions below take the machine as an argument, so that tests and benchmarks can run every instruction-set
 // family that this CPU has.
 

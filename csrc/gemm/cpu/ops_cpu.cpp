@@ -24,19 +24,20 @@ bool may_round(std::string_view variant, int64_t M, const PackedWeight& weight) 
 }
 
 // Raises if this machine has no kernels for activations of 8 bits.
-void check_int8(const char* op, WeightFormat format) {
-  const Parallel parallel = at_parallel();
-  if (has_int8(this_machine(parallel), format)) return;
+void check_int8(const char* op, const Machine& machine, WeightFormat format) {
+  if (has_int8(machine, format)) return;
   fail(op, "activations",
        text("None for ", name(format), " on this CPU: 'int8' needs AVX2 or, for codes of 4 bits, Arm's dot products"),
-       text("'int8' with the instruction set ", isa_name(capability().isa)));
+       text("'int8' with the instruction set ", isa_name(machine.isa)));
 }
 
 // Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
 Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
                 std::string_view variant, OptionalText activations, bool fp32_out) {
   const WeightShape shape = check_gemm(a, weight, bias, variant, activations, op);
-  if (activations) check_int8(op, shape.format);
+  const Parallel parallel = at_parallel();
+  const Machine machine = this_machine(parallel);
+  if (activations) check_int8(op, machine, shape.format);
   const StoredWeight stored(weight, shape);
 
   at::DimVector sizes(a.sizes());
@@ -60,7 +61,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   arguments.out = out.mutable_data_ptr();
   arguments.fp32_out = fp32_out;
   arguments.rounds = !fp32_out && !activations && may_round(variant, rows.size(0), stored.view);
-  cpu::gemm(arguments, at_parallel(), activations ? Precision::int8 : precision_for(arguments.a_type));
+  gemm_on(machine, arguments, parallel, activations ? Precision::int8 : precision_for(arguments.a_type));
   return out;
 }
 
