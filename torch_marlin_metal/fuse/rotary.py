@@ -60,7 +60,7 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
 
 
 def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> Rotation:
-    """Returns a function that rotates with one operator, and calls the original if the operator refuses a call."""
+    """Returns a function that rotates with one operator, and calls the original if the operator does not apply."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         usual = not args and not kwargs and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype

@@ -154,7 +154,7 @@ class AppleSiliconGPU(RichText):
 
     @property
     def balance(self) -> float:
-        """Returns how many operations of matrix products the GPU can do while memory delivers one byte."""
+        """Returns the flop of matrix products that the GPU can do while memory delivers one byte."""
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:

@@ -1,4 +1,4 @@
-"""Times the planner's candidates for products, and keeps correct ones that beat the planner's choice."""
+"""Times the planner's candidates for products, and stores correct candidates that beat the planner's choice."""
 
 from __future__ import annotations
 
