@@ -22,7 +22,7 @@ SIZES = (1.0, 4.0, 16.0, 64.0, 2.0**10, 2.0**14)
 
 @dataclass(frozen=True)
 class KnownActivation:
-    """A gated activation that one operator computes.
+    """A gated activation that a single operator computes.
 
     Attributes:
         activation: see `gated_activation`.

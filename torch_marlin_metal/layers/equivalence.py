@@ -28,7 +28,7 @@ def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Returns the largest difference relative to the largest expected value; infinity if the two cannot be compared."""
+    """Returns the largest difference relative to the largest expected value, or infinity if shapes or dtypes differ."""
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         return float("inf")
     if got.shape != expected.shape or got.dtype != expected.dtype:

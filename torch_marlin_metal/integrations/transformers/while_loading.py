@@ -47,7 +47,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         self._chosen.difference_update(misfits)  # not quantized: transformers raises an error or initializes them
         others = {}
         for name, weight in weights.items():
-            if name in misfits and not self._chosen.isdisjoint(weights):  # then transformers compares no shapes
+            if name in misfits and not self._chosen.isdisjoint(weights):  # transformers does not compare these shapes
                 shapes = f"expected {list(misfits[name])}, got {list(weight.shape)}"
                 raise ValueError(f"from_pretrained: {name}: {shapes}")
             if name not in self._chosen:
