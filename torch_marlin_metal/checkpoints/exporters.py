@@ -79,8 +79,7 @@ class Exporter(Protocol):
     """Converts layers to one target format. Call `tensors` once for each layer, then `settings`."""
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns the layer's tensors by name within the layer. Raises UnsupportedFormat if the format has no such
-        layer."""
+        """Returns the layer's tensors by name within the layer, or raises UnsupportedFormat."""
         ...
 
     def settings(self) -> dict[str, Any]:

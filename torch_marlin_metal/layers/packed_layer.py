@@ -27,6 +27,7 @@ FORMAT_VERSION = 1
 # ignores unknown tensors would leave a float layer at its initial values. With it, the loader reports a wrong size.
 GUARD = "weight"
 
+
 class PackedLayer(nn.Module):
     """Stores the tensors of a packed weight `[K, N]`, or of several weights of this size, as buffers.
 

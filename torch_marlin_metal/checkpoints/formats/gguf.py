@@ -267,8 +267,7 @@ class GgufReader(CheckpointReader):
             raise needs_gguf(tensor) from error
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
-        """Returns the order that restores transformers' row order for a tensor, or None if the rows need no
-        reordering."""
+        """Returns the order that restores transformers' row order for a tensor, or None if it is unchanged."""
         return self._order(row_order, tensor, tensor.shape[0])
 
     def _column_order(self, tensor: GgufTensor) -> Tensor | None:

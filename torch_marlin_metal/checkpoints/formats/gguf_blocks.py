@@ -24,8 +24,7 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 def _codes(blocks: Tensor, run: int) -> Tensor:
-    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`. Low nibbles are the first `run` codes, high nibbles the
-    next."""
+    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`. Low nibbles are `run` codes, high nibbles the next codes."""
     runs = blocks.reshape(blocks.shape[0], -1, run)
     even, odd = runs[..., 0::2], runs[..., 1::2]
     low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)

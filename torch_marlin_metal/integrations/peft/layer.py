@@ -81,9 +81,7 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
                 norm = torch.linalg.vector_norm(base + delta.to(device), dim=1).to(magnitude.dtype)
                 ratio = magnitude.float() / norm.float()
                 total = total * ratio.unsqueeze(1)
-                if (
-                    bias is not None
-                ):  # DoRA scales the bias that earlier adapters added, but not the base layer's bias
+                if bias is not None:  # DoRA scales the bias that earlier adapters added, but not the base layer's bias
                     own = original.bias.float()  # type: ignore[union-attr]
                     bias = own + ratio * (bias - own)
             if self.lora_bias[name]:
