@@ -1,7 +1,7 @@
-"""Counts the instantiated kernels of each Metal file, and its bytes of source before and after the preprocessor.
+"""Counts the instantiated kernels of each Metal file, and its bytes of source before and after preprocessing.
 
-The host compiles one function of a file at a time (first_product.py); tools and tests compile whole files. The program
-needs the preprocessor of a C++ compiler (CXX, or c++), but no Metal.
+The host compiles one function of a file at a time (first_product.py), but tools and tests compile whole files. The
+program needs only the preprocessor of a C++ compiler (CXX, or c++), and no Metal.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class LibraryCost:
 
 
 def preprocessed(source: str) -> str:
-    """Returns the source as a Metal compiler's parser sees it, without the standard library's headers."""
+    """Returns the preprocessed source that a Metal compiler would parse, without the standard library's headers."""
     with tempfile.TemporaryDirectory() as folder:
         for header in METAL_HEADERS:
             Path(folder, header).parent.mkdir(exist_ok=True)

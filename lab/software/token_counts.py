@@ -1,8 +1,8 @@
 """Counts what the host encodes and compiles for the first and the hundredth token of a small Llama.
 
-On a Mac, commits, encoders and dispatches may differ: the software device has its own versions of PyTorch's operators,
-several of which run on the CPU. The compiled kernels are the same as on a Mac with an M1. "By file" counts all kernels
-of each file that is used, as if the host compiled whole files instead of single functions.
+On a Mac, commits, encoders and dispatches may differ, because the software device has its own versions of PyTorch's
+operators, and several of these run on the CPU. The compiled kernels are the same as on a Mac with an M1. "By file"
+counts all kernels of each used file, as if the host compiled whole files instead of single functions.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def model_of(weight_format: str, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def files_of(compiled: list[softmetal.Compile]) -> set[str]:
-    """Returns the files of the compiled libraries, such as `gemm/gemv.metal`."""
+    """Returns the files of the compiled libraries, for example `gemm/gemv.metal`."""
     return {FILE.search(c.text)[1] for c in compiled if c.kind == "library"}  # type: ignore[index]
 
 

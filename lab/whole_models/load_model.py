@@ -1,10 +1,10 @@
-"""Measures `from_pretrained` of a random 4-bit Llama of 1.1 billion parameters: time compared with `cp`, peak memory.
+"""Measures `from_pretrained` of a random 4-bit Llama of 1.1 billion parameters: time relative to `cp`, and peak memory.
 
     python -m lab.whole_models.load_model
 
-Each load runs in its own process, after the imports, and takes turns with `cp` of the same directory to the same
-disk. The files are in the page cache. Peak memory is the largest growth of the process during the load, from VmHWM of
-Linux, which also counts mapped pages of files. Figures are medians.
+Each load runs in its own process. The clock starts after the imports. Loads alternate with a `cp` of the same directory
+to the same disk. The files are in the page cache. Peak memory is the largest growth of the process during the load
+(VmHWM of Linux), which also counts mapped pages of files. Figures are medians.
 """
 
 import argparse
@@ -65,7 +65,6 @@ def status(field: str) -> int:
 
 
 def load(path: Path) -> None:
-    """Loads the model and prints seconds and bytes."""
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  imported before the clock starts
 
     import torch_marlin_metal.integrations.transformers  # noqa: F401
@@ -77,7 +76,6 @@ def load(path: Path) -> None:
 
 
 def copied(path: Path, target: Path) -> float:
-    """Returns the seconds that `cp` takes."""
     start = time.perf_counter()
     subprocess.run(["cp", "-r", path, target], check=True)
     seconds = time.perf_counter() - start
