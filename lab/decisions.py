@@ -1,4 +1,4 @@
-"""Makes the planner's table of decisions from the model, and says how good its choices are by the model.
+"""Makes the planner's table of decisions from the model, and compares the planner's choices with the model's best.
 
 python -m lab.decisions --write          makes csrc/planner/decision_rows.h
 python -m lab.decisions --check          compares the file with the model, and exits with 1 if it no longer follows
@@ -41,19 +41,19 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decision_rows.h"
-# Activations, and a GPU that computes with them in this way.
+# Names of the arithmetic -> dtype of the activations, and a GPU that computes with them in this way.
 ARITHMETIC = {
     "half": ("float16", "M4"),
     "emulated_bfloat": ("bfloat16", "M1"),
     "single": ("float32", "M4"),
     "bfloat_operands": ("bfloat16", "M5"),
 }
-# No choice should take longer than the model's best by this factor.
+# A choice of the planner should take at most this many times as long as the model's best choice.
 MOST_RATIO = 1.10
 MOST_UNITS = {"gemv": 8, "fused": 4, "tensor": 2}
 # A format, and its levels of scales.
 Form = tuple[WeightFormat, int]
-# The kernel of each variant, and its forms for experts with their units of rows, in the order of expert_tiles in
+# The kernel of each variant. Its variants for experts, with the rows of one unit, in the order of expert_tiles in
 # csrc/planner/variants.cpp.
 KERNELS = {"gemv": "gemv", "fused": "gemm_fused", "tensor": "gemm_tensor"}
 EXPERTS_FORMS = {
@@ -86,10 +86,12 @@ class Decision:
         bits: bits of a code.
         kernel: "gemv", "fused" or "tensor".
         decode: clocks to decode the weights of a step.
-        unit: clocks of a unit of rows in a step; in tensor, of 16 k of a step. It has 32 k, with groups of 16 only 16.
+        unit: clocks that a unit of rows adds to a step. In tensor: clocks of 16 k of a step. A step has 32 k, or 16 k
+            with groups of 16.
         group_end: clocks at the end of a group.
-        unit_end: clocks of a unit of rows there; in tensor, of the sums of activations, which weights with biases need.
-        wait: by units, the clocks that a simdgroup waits for the loads of a step.
+        unit_end: clocks that a unit of rows adds to the end of a group. In tensor: clocks of the sums of activations,
+            which weights with biases need.
+        wait: for 1, 2, ... units, the clocks that a simdgroup waits for the loads of a step.
     """
 
     arithmetic: str
@@ -104,12 +106,11 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Returns why the kernel costs what the row says."""
+        """Returns why the kernel has the costs of this row."""
         return f"{REASONS[self.kernel]}: {REASONS[self.codes]}{REASONS[self.arithmetic]}"
 
     @property
     def text(self) -> str:
-        """Returns the row in C++."""
         costs = ", ".join(f"{cost:.1f}" for cost in (self.decode, self.unit, self.group_end, self.unit_end))
         wait = ", ".join(map(str, self.wait))
         return (
@@ -120,7 +121,7 @@ class Decision:
 
 
 def _line(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Returns value and slope of the line through values at 1, 2, ... that has the smallest relative errors."""
+    """Fits a line with the smallest relative errors to the values at 1, 2, ... Returns its value at 0 and its slope."""
     if len(set(values)) == 1:
         return float(values[0]), 0.0
     units = np.arange(1, len(values) + 1, dtype=np.float64)
@@ -129,7 +130,7 @@ def _line(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _counted(variant: str, kernel: str, units: int, forms: list[Form], arithmetic: str) -> list[KernelCounts]:
-    """Returns the counts of a kernel for some formats with this many units."""
+    """Returns the counts of a kernel for each of `forms`, with `units` units of rows."""
     activations, chip = ARITHMETIC[arithmetic]
     tile = {
         "gemv": (units, GEMV_COLUMNS, GEMV_K),
@@ -147,7 +148,7 @@ def _counted(variant: str, kernel: str, units: int, forms: list[Form], arithmeti
 
 
 def _tensor_ends(forms: list[Form], arithmetic: str) -> tuple[float, float]:
-    """Returns the clocks at the end of a group of gemm_tensor, and what the sums of activations add to them."""
+    """Returns the clocks at the end of a group of gemm_tensor, and the clocks that the sums of activations add."""
     ends: dict[bool, list[int]] = {False: [], True: []}
     counted = _counted("tensor", KERNELS["tensor"], MOST_UNITS["tensor"], forms, arithmetic)
     for (row, _), found in zip(forms, counted, strict=True):
@@ -184,15 +185,18 @@ def _decision(kernel: str, arithmetic: str, codes: str, bits: int) -> Decision:
 
 
 def _formats() -> list[WeightFormat]:
-    """Returns the formats that have been counted with all activations. Others take the nearest row of the table."""
+    """Returns the formats that have been counted with all activations.
+
+    Other formats use the nearest row of the table.
+    """
     counted = {row.weight_format for row in rows() if row.activations == "float32"}
     return [row for name, row in WEIGHT_FORMATS.items() if name in counted]
 
 
 def _forms(variant: str, arithmetic: str) -> list[Form]:
-    """Returns the formats and levels whose products have been counted with such activations, or with all others.
+    """Returns the (format, levels) pairs whose products were counted with this arithmetic.
 
-    Those with one level are first. A kind of codes that has been counted with two levels only has rows with these.
+    The pairs with one level come first. A kind of codes that was counted only with two levels has rows with two levels.
     """
     operands = ("half", "bfloat_operands") if variant == "tensor" else ("half", "emulated_bfloat", "single")
     if arithmetic not in operands:
@@ -207,7 +211,6 @@ def _forms(variant: str, arithmetic: str) -> list[Form]:
 
 
 def decisions() -> Iterator[Decision]:
-    """Yields the rows of the table."""
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
             for kind, bits in dict.fromkeys((row.code_kind, row.code_bits) for row, _ in _forms(kernel, arithmetic)):
@@ -215,10 +218,10 @@ def decisions() -> Iterator[Decision]:
 
 
 def _registers(kernel: str, arithmetic: str, form: Form) -> str:
-    """Returns the registers of a format by units of rows, and those of the forms for experts, in C++.
+    """Returns in C++ the registers of a format by units of rows, and those of its variants for experts.
 
-    Kernels for experts that have not been counted are taken to need as many as the product's kernel, whose body they
-    share. Those that have been counted need up to 48 more.
+    If a kernel for experts has not been counted, its registers are assumed to be those of the product's kernel with the
+    same body. The counted kernels for experts need up to 48 more.
     """
 
     def registers(name: str, units: int) -> str:
@@ -235,7 +238,7 @@ def _registers(kernel: str, arithmetic: str, form: Form) -> str:
 
 
 def _register_rows() -> Iterator[str]:
-    """Yields the table of registers in C++: the first format of each kind, and those that differ from it."""
+    """Yields the table of registers in C++: the first format of each kind, and the formats with other registers."""
     for kernel in MOST_UNITS:
         for arithmetic in ARITHMETIC:
             first: dict[tuple[str, int], str] = {}
@@ -253,7 +256,7 @@ def _register_rows() -> Iterator[str]:
 
 
 def text() -> str:
-    """Returns the file that follows from the model."""
+    """Returns the text of decision_rows.h, computed from the model."""
     lines = [
         "// python -m lab.decisions --write makes this file from the model in lab/model, and --check compares them.\n",
         "// csrc/planner/decisions.h includes it, and explains the numbers.\n",
@@ -275,14 +278,14 @@ def text() -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the planner, and what the model says of it.
+    """A choice of the planner, and the model's times for it.
 
     Attributes:
         gpu: the GPU.
         problem: the product.
         chosen: the planner's tiling.
         best: the model's tiling with the least time.
-        ratio: the model's time of the planner's tiling, over its least time.
+        ratio: the model's time of the planner's tiling, divided by the time of the best tiling.
     """
 
     gpu: AppleSiliconGPU
@@ -304,7 +307,7 @@ SHAPES = (
     *((5120, 2880), (2880, 4096), (152064, 3584), (128256, 4096), (32000, 4096), (151936, 896), (201088, 2880)),
     *((27648, 5120), (5120, 27648), (1152, 1152), (6912, 1152), (1152, 6912), (2304, 9216), (768, 3072)),
 )
-# Experts, experts of a token, N and K of the two products of real mixtures.
+# Number of experts, experts of a token, N and K of the two products of real mixtures.
 MIXTURES = (
     *((8, 2, 14336, 4096), (8, 2, 4096, 14336), (32, 4, 5760, 2880), (32, 4, 2880, 2880), (128, 4, 5760, 2880)),
     *((128, 8, 768, 2048), (128, 8, 2048, 768), (128, 8, 1536, 4096), (128, 8, 4096, 1536), (64, 6, 1408, 2048)),
@@ -336,7 +339,7 @@ def _weight(rng: random.Random, K: int) -> dict[str, Any]:
 
 
 def random_products(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Problem]]:
-    """Yields products without end: half have the sizes of real models; most have few rows."""
+    """Yields random products without end. Half have the sizes of real models, and most have few rows."""
     while True:
         N, K = rng.choice(SHAPES)
         if rng.random() < 0.5:
@@ -346,7 +349,7 @@ def random_products(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Probl
 
 
 def random_mixtures(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, ExpertsProblem]]:
-    """Yields products with experts without end."""
+    """Yields random products with experts without end."""
     while True:
         experts, top_k, N, K = rng.choice(MIXTURES)
         tokens = rng.choice((1, rng.randint(1, 16), _log_uniform(rng, 1, 4096)))
@@ -359,12 +362,12 @@ def random_mixtures(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Exper
 
 
 def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
-    """Returns the tiling of a plan that "auto" may have."""
+    """Returns the tiling of a plan that "auto" can choose."""
     variant, _, text = name.partition(":")
     if variant == "two_pass":
         return Tiling(variant, "dequantize", (0, 0, 0))
     tile = tuple(map(int, text.split("x")))
-    # the gated form takes as long as moe_gemv
+    # the gated kernel takes as long as moe_gemv
     named = [{**dispatch, "kernel": dispatch["kernel"].replace("_gated", "")} for dispatch in dispatches]
     known = {
         KERNELS.get(variant, f"gemm_{variant}"),
@@ -381,7 +384,7 @@ def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
 
 
 def chosen(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem, variant: str = "auto") -> Tiling:
-    """Returns the planner's choice for a product; `variant` leaves it the choice."""
+    """Returns the planner's choice for a product among the tilings of `variant`."""
     product = problem.product if isinstance(problem, ExpertsProblem) else problem
     weight = {
         "chip": gpu.name, "cores": gpu.cores, "N": product.N, "K": product.K, "weight_format": product.weight_format,
@@ -402,7 +405,7 @@ def chosen(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem, variant: str
 
 
 def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
-    """Returns the planner's choice for a product, compared with the model's best of all tilings and splits."""
+    """Compares the planner's choice for a product with the model's best of all tilings and splits."""
     tiling = chosen(gpu, problem)
     seconds = float(predict(problem, tiling, gpu))
     best, least = tiling, seconds
@@ -414,7 +417,7 @@ def choice(gpu: AppleSiliconGPU, problem: Problem | ExpertsProblem) -> Choice:
 
 
 def spread(choices: list[Choice]) -> str:
-    """Returns median, 99th percentile and most of the ratios, and how many are above 1.10."""
+    """Returns the median, 99th percentile and maximum of the ratios, and how many ratios exceed 1.10."""
     ratios = np.array([found.ratio for found in choices])
     above = int((ratios > MOST_RATIO).sum())
     return (
@@ -424,7 +427,7 @@ def spread(choices: list[Choice]) -> str:
 
 
 def score(count: int) -> None:
-    """Prints how the planner's choices compare with the model's best, for products and for products with experts."""
+    """Compares the planner's choices with the model's best, for products and for products with experts."""
     sources: dict[str, Iterator[tuple[AppleSiliconGPU, Problem | ExpertsProblem]]] = {
         "products": random_products(random.Random(1)),
         "experts": random_mixtures(random.Random(2)),
