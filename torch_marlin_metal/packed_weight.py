@@ -1,6 +1,4 @@
 """`PackedWeight`: a weight with codes of 4 to 8 bits in the operators' layout.
-
-Readers return it and layers store it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -163,9 +161,7 @@ class PackedWeight:
         return replace(self, **{name: tensor.contiguous() for name, tensor in cut.items()})
 
     def one_level(self) -> "PackedWeight":
-        """Converts two-level scales and biases to one level of fp32.
-
-        Returns the weight itself without `super_scales`.
+        """Returns an equal weight with one-level fp32 scales and biases, or itself if it has no `super_scales`.
         """
         if self.super_scales is None:
             return self

@@ -21,8 +21,6 @@ from torch_marlin_metal.packed_weight import (
 )
 
 FORMAT_VERSION = 1
-# The tensors that define the weight. They move between devices but are never converted to another dtype.
-# The state_dict has a tensor of one element with the name of the float weight. Without this tensor, a loader that
 # The name of the float weight. The state_dict has a tensor of one element with this name. Without it, a loader that
 # ignores unknown tensors would leave a float layer at its initial values. With it, the loader reports a wrong size.
 GUARD = "weight"

@@ -49,9 +49,7 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` layers into transformers models.
-
-    `from_pretrained` creates the quantizer and calls its methods.
+    """Puts `MarlinLinear` layers into transformers models. `from_pretrained` creates and calls the quantizer.
     """
 
     requires_calibration = False
@@ -104,9 +102,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Finds the modules of packed layers with transformers' renamings.
-
-        `MergedOneByOne` replaces some conversions.
+        """Finds the modules of packed layers. Replaces some of transformers' conversions by `MergedOneByOne`.
         """
         self._conversions = weight_conversions
         if self._packed is not None:

@@ -207,9 +207,7 @@ def _notes_path(original: Any) -> Any:
 
 
 def _chooses(original: Any) -> Any:
-    """Wraps `get_hf_quantizer`.
-
-    For checkpoints in this package's formats, the wrapper returns this package's quantizer.
+    """Wraps `get_hf_quantizer` to return this package's quantizer for checkpoints in this package's formats.
     """
 
     @functools.wraps(original)
@@ -247,9 +245,7 @@ def _chooses(original: Any) -> Any:
 
 
 def _of_weights(original: Any) -> Any:
-    """Wraps `get_state_dict_dtype`.
-
-    It returns the first float tensor's dtype, but that tensor may be a layer's scales.
+    """Wraps `get_state_dict_dtype`, which would return the dtype of a layer's scales if they come first.
     """
 
     @functools.wraps(original)
