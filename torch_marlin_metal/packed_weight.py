@@ -1,5 +1,4 @@
-"""`PackedWeight`: a weight with codes of 4 to 8 bits in the operators' layout.
-"""
+"""`PackedWeight`: a weight with codes of 4 to 8 bits in the operators' layout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -161,8 +160,7 @@ class PackedWeight:
         return replace(self, **{name: tensor.contiguous() for name, tensor in cut.items()})
 
     def one_level(self) -> "PackedWeight":
-        """Returns an equal weight with one-level fp32 scales and biases, or itself if it has no `super_scales`.
-        """
+        """Returns an equal weight with one-level fp32 scales and biases, or itself if it has no `super_scales`."""
         if self.super_scales is None:
             return self
         groups = torch.arange(self.scales.shape[-2], device=self.scales.device)

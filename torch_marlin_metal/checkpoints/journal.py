@@ -83,8 +83,7 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock. `sync` waits until this is on the disk.
-        """
+        """Renames the directory to the destination and releases the lock. `sync` waits until this is on the disk."""
         try:
             self.work.rename(destination)
             if sync:  # before the journal is removed, because open_journal refuses a directory without a journal

@@ -32,8 +32,7 @@ def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, 
 
 
 def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
-    """Returns the variant with a function's results on random input, for whole and partial heads, or None.
-    """
+    """Returns the variant with a function's results on random input, for whole and partial heads, or None."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 16, generator=generator, device="cpu") for heads in (4, 2))
     results = []

@@ -159,8 +159,7 @@ def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference in the parts of a head that time, height and width rotate. They are equal for text.
-    """
+    """Yields a difference in the parts of a head that time, height and width rotate. They are equal for text."""
     sections = [each for each in (value if isinstance(value, list) else [value]) if each]
     held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
     if held is not None and list(held) != sections:

@@ -256,8 +256,7 @@ class _Search:
         return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
 
     def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the range that the codes must cover. The range includes 0 unless the bias is unrestricted.
-        """
+        """Returns the range that the codes must cover. The range includes 0 unless the bias is unrestricted."""
         low, high = x.amin(1), x.amax(1)
         is_free = self.fmt.zeros_role == "bias" and not self.biases_below_0
         return (low, high) if is_free else (low.clamp(max=0), high.clamp(min=0))

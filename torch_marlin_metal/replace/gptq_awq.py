@@ -165,6 +165,5 @@ def tensor_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def attribute(owner: Any, *names: str) -> Any:
-    """Returns the first attribute that exists and is not None, or None. The owner may be None.
-    """
+    """Returns the first attribute that exists and is not None, or None. The owner may be None."""
     return next((value for name in names if (value := getattr(owner, name, None)) is not None), None)

@@ -49,8 +49,7 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` layers into transformers models. `from_pretrained` creates and calls the quantizer.
-    """
+    """Puts `MarlinLinear` layers into transformers models. `from_pretrained` creates and calls the quantizer."""
 
     requires_calibration = False
     op = OP
@@ -102,8 +101,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Finds the modules of packed layers. Replaces some of transformers' conversions by `MergedOneByOne`.
-        """
+        """Finds the modules of packed layers. Replaces some of transformers' conversions by `MergedOneByOne`."""
         self._conversions = weight_conversions
         if self._packed is not None:
             self._conversions = self._packed.place(model, weight_conversions, self.reinitializes)

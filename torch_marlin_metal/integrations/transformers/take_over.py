@@ -207,8 +207,7 @@ def _notes_path(original: Any) -> Any:
 
 
 def _chooses(original: Any) -> Any:
-    """Wraps `get_hf_quantizer` to return this package's quantizer for checkpoints in this package's formats.
-    """
+    """Wraps `get_hf_quantizer` to return this package's quantizer for checkpoints in this package's formats."""
 
     @functools.wraps(original)
     def get_hf_quantizer(
@@ -245,8 +244,7 @@ def _chooses(original: Any) -> Any:
 
 
 def _of_weights(original: Any) -> Any:
-    """Wraps `get_state_dict_dtype`, which would return the dtype of a layer's scales if they come first.
-    """
+    """Wraps `get_state_dict_dtype`, which would return the dtype of a layer's scales if they come first."""
 
     @functools.wraps(original)
     def get_state_dict_dtype(state_dict: Mapping[str, Any]) -> Any:
