@@ -29,7 +29,7 @@ class ScaleCoding(Protocol):
         """Returns the fp32 factor by which the operators multiply."""
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields neighbouring stored scales to try. Yields none for floating-point scales, which can have any value."""
+        """Yields neighboring stored scales to try. Yields none for floating-point scales, which can have any value."""
 
 
 @dataclass(frozen=True)

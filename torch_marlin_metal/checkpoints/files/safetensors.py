@@ -206,7 +206,7 @@ class _Blocks:
         self._free: dict[int, Any] = {}  # by id; several threads remove blocks at the same time
 
     def take(self, nbytes: int) -> Tensor:
-        """Makes an uninitialised uint8 tensor. When the last reference is gone, its memory returns to this pool."""
+        """Makes an uninitialized uint8 tensor. When the last reference is gone, its memory returns to this pool."""
         fits = [key for key, free in list(self._free.items()) if nbytes <= free.nbytes <= 2 * nbytes]
         block = next((block for key in fits if (block := self._free.pop(key, None)) is not None), None)
         if block is None:
@@ -280,7 +280,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
 
 
 def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
-    """Makes an uninitialised uint8 tensor for the bytes of a tensor, or for only `nbytes` bytes.
+    """Makes an uninitialized uint8 tensor for the bytes of a tensor, or for only `nbytes` bytes.
 
     Raises:
         CheckpointError: the memory cannot be allocated.
