@@ -67,6 +67,5 @@ def _culprits(group: dist.ProcessGroup) -> str:
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
-    """Returns the timeout of the group's operations in seconds."""
     options = group._get_backend(torch.device("cpu")).options
     return float(options._timeout.total_seconds())

@@ -143,7 +143,6 @@ def _packed_planes(codes: Tensor, code_bits: int) -> dict[str, Tensor]:
 
 
 def _joined_planes(weights: Sequence[PackedWeight]) -> dict[str, Tensor]:
-    """Concatenates the planes of weights along K."""
     fmt = weight_format(weights[0].weight_format)
     high = [w.b_high for w in weights if w.b_high is not None]
     if high and len(high) > 1 and weights[0].K % fmt.k_per_high_word:

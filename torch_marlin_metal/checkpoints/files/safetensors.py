@@ -216,7 +216,6 @@ class _Blocks:
         return torch.from_numpy(view)
 
     def free(self) -> None:
-        """Returns the pool's memory to the system."""
         self._free.clear()
 
     def _give_back(self, block: Any) -> None:

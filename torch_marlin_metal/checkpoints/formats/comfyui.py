@@ -87,7 +87,6 @@ def _read_nvfp4(layer: Layer) -> PackedWeight:
 
 
 def _untiled(layer: Layer, dtypes: tuple[str, ...], N: int, blocks: int) -> torch.Tensor:
-    """Returns the scale codes `[blocks, N]`."""
     layer.expect("weight_scale", dtypes, -(-N // 128) * 128, -(-blocks // 4) * 4)
     return block_scales.untiled(layer.read("weight_scale"), N, blocks)
 

@@ -11,8 +11,6 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 
 
 class _Shift(ConversionOps):  # type: ignore[misc]
-    """Subtracts a number from a tensor."""
-
     def __init__(self, by: float) -> None:
         self._by = by
 

@@ -87,7 +87,6 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             self._choose(model, checkpoint_files)
 
     def _open(self, checkpoint_files: list[str] | None, has_parts: bool) -> None:
-        """Opens the directory that transformers found."""
         if not checkpoint_files:
             raise UnsupportedFormat(f"{OP}: a packed checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent

@@ -96,7 +96,6 @@ def takes_own(theirs: Any) -> Any:
     class Own(theirs):  # type: ignore[misc]
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            """Makes the config of a directory with this package's class or the original class."""
             owner = MarlinConfig if config_dict.get("quant_method") == METHOD else theirs
             return owner.from_dict(config_dict, *args, **kwargs)
 
@@ -325,7 +324,6 @@ def _is_ignored(settings: Mapping[str, Any] | None) -> bool:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    """Returns the name of the method in a checkpoint's settings, or ""."""
     if settings.get("load_in_8bit"):
         return "bitsandbytes_8bit"
     return str(settings.get("quant_method") or settings.get("method") or "").lower()
