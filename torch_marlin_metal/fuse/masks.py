@@ -19,7 +19,7 @@ KEPT = "_torch_marlin_metal_kept"  # the mask's attribute for values computed fr
 
 
 def functions_of(forward: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Returns transformers' table of attention functions, preceded by its name in the forward's Python file.
+    """Returns (name in the forward's Python file, transformers' table of attention functions).
 
     Returns None if the forward does not use the table.
     """

@@ -114,7 +114,7 @@ class PackedLayer(nn.Module):
         )
 
     def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
-        """Returns the weights in these tensors, whose values are then checked."""
+        """Returns the weights in these tensors. The caller checks their values."""
         return [PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors)]
 
     def _weight_buffers(self) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ def gemv_kind(module: nn.Module) -> Kind:
 
 
 def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
-    """Returns the kind of a module that does not have 4 bits: GPTQ, packed along K, or AWQ, packed along N.
+    """Returns the kind of a module whose codes do not have 4 bits: GPTQ packs along K, AWQ along N.
 
     Args:
         module: a module with `qweight` and `scales`.

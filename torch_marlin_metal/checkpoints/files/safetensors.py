@@ -53,7 +53,7 @@ MAX_ELEMENTS = 1 << 59  # with more elements, strides in bits would exceed 64-bi
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
-# A header has one for each entry. A named tuple is created five times as fast as a frozen dataclass.
+# A header has a `TensorInfo` for each entry. A named tuple is created five times as fast as a frozen dataclass.
 class TensorInfo(NamedTuple):
     """The location of one tensor: `nbytes` bytes at `offset` of `file`. `dtype` is a key of `DTYPES`."""
 
@@ -203,7 +203,7 @@ class _Blocks:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, Any] = {}  # by id; several threads remove blocks at the same time
+        self._free: dict[int, Any] = {}  # id of a block -> the block; several threads remove blocks at the same time
 
     def take(self, nbytes: int) -> Tensor:
         """Makes an uninitialized uint8 tensor. When the last reference is gone, its memory returns to this pool."""
