@@ -81,7 +81,7 @@ Inside inside(const Sequence& x, const Tensor& n, const Tensor& m) {
   return r;
 }
 
-// The derivative through the stabilizers m. h depends on m through eps. The final state depends on m because the state
+// The derivative through the stabilisers m. h depends on m through eps. The final state depends on m because the state
 // is scaled by exp(-m). The recurrence is m_t = max(decay_t + m_(t-1), i_t). If i_s is the larger term at a token s, m
 // restarts from i_s. So m_t is i_s of the last such token s, plus the decays after s. If there is no such token, m_t is
 // m0 plus all decays.
@@ -132,7 +132,7 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor C = all_C.narrow(1, 0, chunks), n = all_n.narrow(1, 0, chunks), m = all_m.narrow(1, 0, chunks);
   const Tensor next_m = all_m.narrow(1, 1, chunks);
 
-  // Gradients of the outputs: numerator, denominator, stabilizer.
+  // Gradients of the outputs: numerator, denominator, stabiliser.
   const Inside in = inside(x, n, m);
   const Tensor inverse = (at::maximum(in.den.abs(), in.floor) + eps).reciprocal();
   const Tensor d_num = x.grad_h * column(inverse);

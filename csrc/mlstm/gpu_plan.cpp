@@ -147,7 +147,7 @@ struct Planner {
                                       .seconds = seconds});
   }
 
-  // Adds a dispatch of mlstm_gates. m_slots is the number of elements per head in the tensor of the final stabilizer.
+  // Adds a dispatch of mlstm_gates. m_slots is the number of elements per head in the tensor of the final stabiliser.
   void add_gates(uint32_t flags, uint32_t m_slots) {
     MlstmParams own = params;
     own.flags |= flags;

@@ -342,7 +342,7 @@ class Task {
   float* numerators_ = nullptr;     // [L, strip]
   float* state_ = nullptr;          // [strips][DK + L, strip]: the state, and below it the v of the chunk
   bool is_zero_ = true;             // true if the state is zero
-  float m_ = 0.F;                   // stabilizer of the state: exact_m_, rounded to fp32
+  float m_ = 0.F;                   // stabiliser of the state: exact_m_, rounded to fp32
   double exact_m_ = 0.0;            // fp64, because rounding errors would add up over many chunks
 };
 

@@ -8,10 +8,10 @@
 namespace marlin::cpu {
 
 // The gates of one chunk, and the decays and weights that follow from them. Decays and weights are scaled by exp(-m),
-// where m is the stabilizer of the token or of the state after the chunk. Each array is padded to whole SIMD vectors.
+// where m is the stabiliser of the token or of the state after the chunk. Each array is padded to whole SIMD vectors.
 struct MlstmGates {
   float* f;           // the forget gates of the input
-  float* m;           // stabilizer of each token
+  float* m;           // stabiliser of each token
   float* from_state;  // decay from the state before the chunk to each token
   // The weight of token l in the output of token j is exp(b_j - b_l + i_l - m_j). The terms of this exponent can be
   // large although the exponent is small, so rounded terms would give a wrong exponent. Each term is therefore stored
@@ -25,8 +25,8 @@ struct MlstmGates {
   float whole;      // decay of the state over the whole chunk
 
   // Computes all other fields. The caller stores the forget gates in f and the input gates in m. The state before the
-  // chunk is scaled by exp(-state_m). The caller sets *exact_m to the stabilizer before the chunk; compute() replaces
-  // it by the stabilizer after the chunk.
+  // chunk is scaled by exp(-state_m). The caller sets *exact_m to the stabiliser before the chunk; compute() replaces
+  // it by the stabiliser after the chunk.
   void compute(const MlstmKernels& kernels, int64_t count, float state_m, double* exact_m);
 };
 
