@@ -24,8 +24,8 @@ struct Decision {
   CodeKind codes;
   uint32_t code_bits;
   GemmVariant kernel;
-  double decode, unit;           // for each step along K: to decode its weights, and for each unit
-  double group_end, unit_end;    // at the end of each group of at most kChainLength k: fixed, and for each unit
+  double decode, unit;         // in each step along K: `decode` once, for the step's weights, and `unit` for each unit
+  double group_end, unit_end;  // at the end of a group or of kChainLength k: `group_end` once, `unit_end` for each unit
   std::array<uint16_t, 8> wait;  // by number of units: clocks that a simdgroup waits for the loads of a step
   std::string_view reason;
 };
