@@ -64,10 +64,9 @@ RIVALS: dict[str, tuple[str, ...]] = {
 }
 RIVALS["Q4_K"] = (*RIVALS["Q4_K"], ONE_LEVEL)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SCALAR_ROWS = 2  # With fp32, PyTorch's int8 kernel is scalar code: more rows would take seconds.
+SCALAR_ROWS = 2  # with fp32, PyTorch's int8 kernel is scalar code: more rows would take seconds
 CACHED_K = 128  # rows of the weight per thread in a product from caches: 1.4 MB of 8-bit codes
-# Layouts of ggml are not measured further if their first call takes this many times as long as that of the fastest.
-SLOW = 1.3
+SLOW = 1.3  # skips a layout of ggml if its first call takes this many times as long as the fastest layout's
 CHECKED = 256  # columns whose errors are measured
 # Limits of the relative errors. Ours have 1e-6 or, in bf16, 4e-3.
 MAX_ERROR = {"ggml": 0.02, INT8PACK: 0.02, INT4PACK: 0.02, DENSE: 0.01}

@@ -10,7 +10,7 @@ use, the planner can choose `two_pass`, which rounds the weights. With "auto" it
 from pathlib import Path
 
 from lab import model
-from lab.decisions import chosen
+from lab.choices import chosen
 from scripts import page_section
 from torch_marlin_metal.profiling import AppleSiliconGPU
 

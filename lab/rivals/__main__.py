@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.decisions import chosen
+from lab.choices import chosen
 from lab.model import ExpertsProblem, Problem, Tiling, costs
 from lab.rivals.rivals import Rival, Time, fastest, on_tensor_units
 from scripts.page_section import main as print_or_write
