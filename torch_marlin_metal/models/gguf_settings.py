@@ -132,7 +132,6 @@ def _of_llama_cpp(case: Case) -> Iterator[Difference]:
 
     llama.cpp derives the attention scale of Gemma from the number of layers, and normalizes the expert weights of Qwen
     3.
-    3.
     """
     config, architecture = case.config, case.file.architecture
     if (
