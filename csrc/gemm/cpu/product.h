@@ -183,8 +183,8 @@ class Pass {
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
         WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
-        // The steps of the current strip and of the next strip. set_strip() writes only the fields that change. A copy
-        // of a Step would be slow, because a CPU stalls when it reads memory in larger parts than it has just written.
+        // The steps of a strip and of the next one. set_strip() writes only what differs: a copy of a Step is read in
+        // larger parts than it was written in, for which a CPU waits.
         Step steps[2]{};
         for (Step& step : steps) {
           step.values = values_;
