@@ -41,7 +41,7 @@ class Case:
         sentence: what happens, for the page.
         message: a regular expression for the errors of all entry points at which the load stops. "WAY(argument)" stands
             for the text that a user types at this entry point.
-        ends: how the load ends, for each entry point at which it does not end with "loads"; "*" means all others.
+        ends: the end of the load by entry point, if it is not "loads"; "*" means all other entry points.
         options: arguments, for the entry points that accept arguments.
         floats: the layers that are floats afterwards.
         written: changes the files.
