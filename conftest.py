@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# The imported packages create a million objects that live as long as the process. With garbage collection, each pass
-# would scan all of them, which took a tenth of the tests' time.
+# Turns garbage collection off. The imported packages create a million objects that live as long as the process. Each
+# pass of the collector scanned all of them, which took a tenth of the tests' time.
 gc.disable()
 
 HERE = Path(__file__).parent

@@ -31,7 +31,8 @@ constexpr double kDenseLaunch = 20e-6;
 constexpr double kDenseFraction = 0.88;
 // The seconds per pair of moe_sort: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
-// A sum of rounded probabilities may exceed a whole number by up to this fraction.
+// A number of blocks that should be whole may exceed a whole number by up to this fraction, because it is a sum of
+// rounded probabilities.
 constexpr double kRounding = 1e-9;
 // If experts have more rows than this on average, the distribution of rows no longer matters.
 constexpr uint32_t kManyRows = 64;
@@ -74,8 +75,8 @@ double reduction_seconds(double partial, double written, double weight_bytes, co
   return kDispatchSeconds + memory_seconds(read + written, weight_bytes, device);
 }
 
-// A plan for a tensor-unit kernel may ask about an older chip without tensor units. Returns the newest family's rate
-// then.
+// Returns the clocks of the family's tensor units. If the family has none, returns the newest family's clocks, because
+// a caller may request the plan of a tensor-unit kernel for any chip.
 const Figure& tensor_clocks(const GpuFamily& family) {
   return family.tensor_clocks_fp16.value > 0 ? family.tensor_clocks_fp16 : kGpuFamilies.back().tensor_clocks_fp16;
 }

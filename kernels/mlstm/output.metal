@@ -90,8 +90,8 @@ struct ScorePair {
     }
   }
 
-  // Computes q . k. For keys at key_count and beyond, which do not exist, other keys are read, and these scores are not
-  // used.
+  // Computes q . k. Keys at key_count and beyond do not exist. The function reads other keys in their place, and the
+  // resulting scores are not used.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
                               Queries queries, PairPlace place, uint first_key, uint key_count) thread {
     uint k_rows[2][2];

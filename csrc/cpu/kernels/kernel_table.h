@@ -145,7 +145,7 @@ struct Bf16DotKernels {
 };
 
 // Kernels that split each activation into three bytes (small_m, large_m) or round it to one byte (int8_small_m, int8),
-// for integer and E2M1 codes of 4 bits. On x86 also for integers of 5, 6 and 8 bits.
+// for integer and E2M1 codes of 4 bits. On x86 the kernels also support integers of 5, 6 and 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
   MatrixKernel large_m;  // empty for AVX2
