@@ -87,7 +87,7 @@ struct Avx2 {
     _mm256_stream_si256(static_cast<I*>(to) + 1, _mm256_loadu_si256(in + 1));
   }
 
-  struct E4M3Pairs;
+  struct NormalE4M3;
   template <Codes codes>
   struct Decoder {
     __m256 low;
@@ -116,28 +116,28 @@ struct Avx2::Decoder<Codes::byte> : IntegerCodes<Avx2, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
-struct Avx2::E4M3Pairs {
+// Makes fp32 of E4M3 codes that are normal numbers, divided by `unit`. The shifted product with 16, or the shift by 4,
+// leaves a code's magnitude in bits 4 to 10 of a 16-bit half and its sign in bit 15. In the upper half these are the
+// fields of an fp32 whose exponent lacks 120. The mask leaves the upper four bits of the exponent clear, so 112 can be
+// set there.
+struct Avx2::NormalE4M3 {
   static constexpr float unit = 256.F;
-  static I odd(I word) {
-    return _mm256_and_si256(_mm256_srai_epi16(word, 1), _mm256_set1_epi16(static_cast<short>(0xBF80)));
+  template <int j>
+  static F value(I word) {
+    const I halves = j % 2 == 0 ? _mm256_maddubs_epi16(_mm256_set1_epi16(16), word) : _mm256_srai_epi16(word, 4);
+    const I fields = _mm256_and_si256(j < 2 ? _mm256_slli_epi32(halves, 16) : halves,
+                                      _mm256_set1_epi32(static_cast<int>(0x87F00000)));
+    return _mm256_castsi256_ps(_mm256_or_si256(fields, _mm256_set1_epi32(112 << 23)));
   }
-  static I even(I word) { return odd(_mm256_slli_epi16(word, 8)); }
-  static I larger_magnitudes(I largest, I word) {
-    return _mm256_max_epu8(largest, _mm256_and_si256(word, _mm256_set1_epi8(0x7F)));
-  }
-  static F nan_where_largest(I largest, F sum) {
-    const I no_nan = _mm256_cmpeq_epi32(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F)), _mm256_setzero_si256());
-    return _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), sum, _mm256_castsi256_ps(no_nan));
-  }
-  // The even lanes get x[first], the odd lanes x[first + 2].
-  template <int first>
-  static F activations(const float* x) {
-    return _mm256_permute_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(x)), first == 0 ? 0x88 : 0xDD);
-  }
-  static F columns(F lower, F upper) {
-    const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(lower, upper));
-    return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, _MM_SHUFFLE(3, 1, 2, 0)));
+  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). Bit 7 of a code less 8 differs from
+  // that of the code plus 1 only if one of them carried out of the magnitude.
+  template <size_t C>
+  static bool all(const I (&words)[C]) {
+    I carries{};
+    for (const I word : words)
+      carries = _mm256_or_si256(carries, _mm256_xor_si256(_mm256_add_epi8(word, _mm256_set1_epi8(1)),
+                                                          _mm256_sub_epi8(word, _mm256_set1_epi8(8))));
+    return _mm256_movemask_epi8(carries) == 0;
   }
 };
 
@@ -146,10 +146,11 @@ struct Avx2::E4M3Pairs {
 // the upper bit of fp16's exponent.
 template <>
 struct Avx2::Decoder<Codes::e4m3> {
-  static constexpr float unit = E4M3Pairs::unit;
+  static constexpr float unit = NormalE4M3::unit;
   explicit Decoder(const float*) {}
   static I halves(I codes) {
-    const I magnitudes_and_signs = E4M3Pairs::odd(codes);
+    const I mask = _mm256_set1_epi16(static_cast<short>(0xBF80));
+    const I magnitudes_and_signs = _mm256_and_si256(_mm256_srai_epi16(codes, 1), mask);
     const I carry = _mm256_add_epi16(magnitudes_and_signs, _mm256_set1_epi16(0x80));
     return _mm256_or_si256(magnitudes_and_signs, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
   }
