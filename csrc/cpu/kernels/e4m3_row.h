@@ -24,15 +24,14 @@ void e4m3_row(const Step& s) {
     unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[c] = V::zero(); });
     for (int k = begin; k < end; k += 4, x += 4, words += s.ld_words, ahead += s.ld_words) {
       for (int i = 0; i < C * V::width; i += 16)
-        __builtin_prefetch(ahead + i, 0, 2);
+        __builtin_prefetch(ahead + i);
       typename V::I word[C];
       unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
       const auto multiply = [&](auto value) __attribute__((always_inline)) {
         unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
           const F activation = V::set1(x[j]);
-          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-            acc[c] = V::fma(value(j, word[c]), activation, acc[c]);
-          });
+          unroll<V, C>([&](auto c)
+                           __attribute__((always_inline)) { acc[c] = V::fma(value(j, word[c]), activation, acc[c]); });
         });
       };
       if (Normal::all(word)) [[likely]] {

@@ -33,8 +33,8 @@ struct Step {
   const uint32_t* words;  // [k/8, strip], or [k/4, strip] of 8-bit codes; row stride ld_words
   int64_t ld_words;
   HighPlane high;  // of codes in two planes; its first k is that of `words`
-  // Words that are needed soon, with the same stride as `words`. They are prefetched into the second-level cache only.
-  // The first-level cache could lose them: if N is a power of two, all rows of a chunk share a few of its sets.
+  // Words that are needed soon, with the same stride as `words`. Unless near_e4m3_row is set, they are prefetched into
+  // the second-level cache only: the first-level cache could lose them before they are needed.
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, if the kernel reads these instead of words
   // If not nullptr, the next strip of the same chunk, which this step decodes into next_panel between its products.
@@ -82,8 +82,9 @@ struct MatrixKernel {
   // steps get scales of 1 and no zeros, and a whole chunk is one segment.
   bool rounded_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
-  int row_bytes;                                              // packed activations of one row and chunk
-  bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
+  bool near_e4m3_row;  // one row of E4M3 prefetches into the first-level cache, so the words ahead must be near
+  int row_bytes;       // packed activations of one row and chunk
+  bool (*pack)(const PackRow&);  // returns false if the kernel cannot represent a value
   // If not nullptr, called before and after all steps of a task, to set and release per-thread state. `rows` is the
   // number of rows of the largest row block.
   void (*begin)(int segment, int rows);
