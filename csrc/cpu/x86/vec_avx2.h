@@ -88,6 +88,7 @@ struct Avx2 {
   }
 
   struct NormalE4M3;
+  struct E4M3Pairs;
   template <Codes codes>
   struct Decoder {
     __m256 low;
@@ -141,16 +142,40 @@ struct Avx2::NormalE4M3 {
   }
 };
 
+// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
+struct Avx2::E4M3Pairs {
+  static constexpr float unit = 256.F;
+  static I odd(I word) {
+    return _mm256_and_si256(_mm256_srai_epi16(word, 1), _mm256_set1_epi16(static_cast<short>(0xBF80)));
+  }
+  static I even(I word) { return odd(_mm256_slli_epi16(word, 8)); }
+  static I larger_magnitudes(I largest, I word) {
+    return _mm256_max_epu8(largest, _mm256_and_si256(word, _mm256_set1_epi8(0x7F)));
+  }
+  static F nan_where_largest(I largest, F sum) {
+    const I no_nan = _mm256_cmpeq_epi32(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7F)), _mm256_setzero_si256());
+    return _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), sum, _mm256_castsi256_ps(no_nan));
+  }
+  // The even lanes get x[first], the odd lanes x[first + 2].
+  template <int first>
+  static F activations(const float* x) {
+    return _mm256_permute_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(x)), first == 0 ? 0x88 : 0xDD);
+  }
+  static F columns(F lower, F upper) {
+    const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(lower, upper));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, _MM_SHUFFLE(3, 1, 2, 0)));
+  }
+};
+
 // Converts E4M3 codes through fp16, as decode_scales does; the compiler makes the halves of the 32 codes once for the
 // four calls of decode(). A NaN has all bits of the magnitude set, so that adding the lowest one carries into bit 14,
 // the upper bit of fp16's exponent.
 template <>
 struct Avx2::Decoder<Codes::e4m3> {
-  static constexpr float unit = NormalE4M3::unit;
+  static constexpr float unit = E4M3Pairs::unit;
   explicit Decoder(const float*) {}
   static I halves(I codes) {
-    const I mask = _mm256_set1_epi16(static_cast<short>(0xBF80));
-    const I magnitudes_and_signs = _mm256_and_si256(_mm256_srai_epi16(codes, 1), mask);
+    const I magnitudes_and_signs = E4M3Pairs::odd(codes);
     const I carry = _mm256_add_epi16(magnitudes_and_signs, _mm256_set1_epi16(0x80));
     return _mm256_or_si256(magnitudes_and_signs, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
   }

@@ -89,6 +89,7 @@ struct Avx512 {
   }
 
   struct NormalE4M3;
+  struct E4M3Pairs;
   template <Codes>
   struct Decoder {
     __m512 table;
@@ -127,15 +128,40 @@ struct Avx512::NormalE4M3 {
   }
 };
 
+// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
+struct Avx512::E4M3Pairs {
+  static constexpr float unit = 256.F;
+  static I odd(I word) {
+    return _mm512_and_si512(_mm512_srai_epi16(word, 1), _mm512_set1_epi16(static_cast<short>(0xBF80)));
+  }
+  static I even(I word) { return odd(_mm512_slli_epi16(word, 8)); }
+  static I larger_magnitudes(I largest, I word) {
+    return _mm512_max_epu8(largest, _mm512_and_si512(word, _mm512_set1_epi8(0x7F)));
+  }
+  static F nan_where_largest(I largest, F sum) {
+    const I nan = _mm512_maskz_set1_epi8(_mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(0x7F)), 1);
+    return _mm512_mask_mov_ps(sum, _mm512_test_epi32_mask(nan, nan), _mm512_set1_ps(__builtin_nanf("")));
+  }
+  // Returns x[first] and x[first + 2] in turn.
+  template <int first>
+  static F activations(const float* x) {
+    return _mm512_permute_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(x)), first == 0 ? 0x88 : 0xDD);
+  }
+  static F columns(F lower, F upper) {
+    const I first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const I second = _mm512_or_si512(first, _mm512_set1_epi32(1));
+    return add(_mm512_permutex2var_ps(lower, first, upper), _mm512_permutex2var_ps(lower, second, upper));
+  }
+};
+
 // As for AVX2, with 64 codes.
 template <>
 struct Avx512::Decoder<Codes::e4m3> {
-  static constexpr float unit = NormalE4M3::unit;
+  static constexpr float unit = E4M3Pairs::unit;
   explicit Decoder(const float*) {}
   static I halves(I codes) {
     constexpr int kAOrBAndC = 0xF8;
-    const I mask = _mm512_set1_epi16(static_cast<short>(0xBF80));
-    const I magnitudes_and_signs = _mm512_and_si512(_mm512_srai_epi16(codes, 1), mask);
+    const I magnitudes_and_signs = E4M3Pairs::odd(codes);
     const I carry = _mm512_add_epi16(magnitudes_and_signs, _mm512_set1_epi16(0x80));
     return _mm512_ternarylogic_epi32(magnitudes_and_signs, carry, _mm512_set1_epi16(0x4000), kAOrBAndC);
   }
