@@ -1,5 +1,6 @@
-"""Whole pipelines of diffusers with packed models: offloading to the CPU, and the text encoder of a GGUF file."""
+"""Complete pipelines of diffusers with packed models: offloading to the CPU, and a text encoder from a GGUF file."""
 
+import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def test_an_offloaded_pipeline_makes_the_image_of_the_cpu(sequential, transforme
 
 
 class Letters:
-    """Stands for T5's tokenizer: a letter is a token."""
+    """Replaces T5's tokenizer: each letter is a token."""
 
     model_max_length = 512
     tokenize, added_tokens_encoder = list, {}
@@ -83,7 +84,7 @@ def test_a_text_encoder_of_a_gguf_file_encodes_the_prompt(transformer, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_quantized(encoder, path, progress=False)
-    assert len(packed(encoder)) == 16  # its table has two names
+    assert len(packed(encoder)) == 16  # the table has two names
     pipe, images = diffusion.pipeline(transformer), []
     for model in (encoder, exact):
         pipe.register_modules(text_encoder_2=model, tokenizer_2=Letters())
@@ -104,7 +105,7 @@ def test_a_pipeline_of_a_single_file_has_a_packed_transformer(kind, count, tmp_p
             file = write_gguf(tmp_path / "file", family, kind)
         else:
             file = write_safetensors(tmp_path / "file", family, "comfy", PREFIX)
-        if kind == "comfy":  # another model of the file
+        if kind == "comfy":  # ComfyUI's file also contains another model
             tensors = load_file(file.path) | {"vae.decoder.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
             save_file(tensors, file.path)
         if kind is None:
@@ -127,8 +128,20 @@ def test_scales_of_text_encoders_that_diffusers_would_ignore_are_refused(tmp_pat
         diffusers.FluxPipeline.from_single_file(str(file.path), config=str(tmp_path), vae=None)
 
 
-@pytest.mark.parametrize("op", [tmm.quantize_model, tmm.convert.replace_linear_layers, load_quantized])
+def takes_a_model(function: object) -> bool:
+    return inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "model"
+
+
+PUBLIC = [getattr(tmm, name) for name in tmm.__all__] + [getattr(tmm.convert, name) for name in tmm.convert.__all__]
+TAKE_A_MODEL = [function for function in PUBLIC if takes_a_model(function)]
+
+
+def test_the_public_functions_of_a_model_are_found() -> None:
+    assert {tmm.fuse_projections, tmm.convert.replace_linear_layers, load_quantized} < set(TAKE_A_MODEL)
+
+
+@pytest.mark.parametrize("op", TAKE_A_MODEL, ids=lambda op: op.__name__)
 def test_a_pipeline_in_place_of_a_model_is_an_error_that_names_its_models(op, tmp_path) -> None:
     pipe = diffusion.pipeline(diffusion.FluxTransformer2DModel(**diffusion.SIZES))
     with pytest.raises(TypeError, match=rf"{op.__name__}: model: expected .*, got FluxPipeline: .* vae, transformer"):
-        op(pipe, *([tmp_path] if op is load_quantized else []))
+        op(pipe, *{load_quantized: [tmp_path], tmm.set_activations: [None]}.get(op, []))
