@@ -97,8 +97,8 @@ inline void test_non_finite_codes(const Machine& machine) {
   }
 }
 
-// Tests each E4M3 code alone among normal codes, because e4m3_row.h decodes zeros, subnormal codes and NaNs in another
-// way than the others. All activations are 0 except the code's own, so that its error is compared with its own size.
+// Tests each E4M3 code alone among normal codes, because e4m3_row.h decodes normal codes in another way than the rest.
+// All activations are 0 except the code's own, so that its error is compared with its own size.
 inline void test_every_e4m3_code(const Machine& machine) {
   for (const ElementType a_type : kFloats) {
     Case c = case_of(WeightFormat::float8_e4m3, 1, a_type);

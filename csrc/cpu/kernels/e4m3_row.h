@@ -1,4 +1,4 @@
-// One row of fp32 activations times E4M3 codes, for vector policies V that have NormalE4M3 and E4M3Pairs.
+// One row of fp32 activations times E4M3 codes, for vector policies V that have E4M3Pairs.
 #pragma once
 
 #include "csrc/cpu/kernels/kernel_table.h"
@@ -19,40 +19,42 @@ template <class V, int C, class Body>
   return k;
 }
 
-// A segment is multiplied in one of two ways, up to its first row of words with a zero, a subnormal code or a NaN, and
-// from there on. In a normally distributed group of 128 whose scale is its largest magnitude, one of 13,000 codes is
-// such a code.
+// With AVX-512, the codes of a segment are shifted and masked to fp32 where they lie, up to the first row of words that
+// has a zero, a subnormal code or a NaN in this strip. In normally distributed groups of 128 with the largest magnitude
+// as scale, one of 13,000 codes is such a code. AVX2 has no instruction that masks and sets bits at once, so there this
+// would save nothing.
 //
-// Up to there, codes are shifted and masked to fp32 where they lie. From there on, all codes are converted through
-// fp16, which takes a quarter more time: those of k = 0 and 2 in the halves of words, then those of k = 1 and 3. A
-// vector of fp32 values then has two k of half the columns, and each column two sums. The halves pass through memory,
-// because a conversion from registers takes more shuffles, of which Intel's cores execute one in a cycle. NaNs are
-// converted to 480. If the largest magnitude of a column is NaN, so is its sum.
+// All other codes are converted through fp16: those of k = 0 and 2 in the 16-bit halves of a word, then those of k = 1
+// and 3. A vector of fp32 values therefore has two k of half the columns, and each column two sums. The halves pass
+// through memory, because the conversion to fp32 from registers takes shuffles, of which Intel's cores execute one in a
+// cycle. NaNs are converted to 480. If the largest magnitude of a column is NaN, so is its sum.
 template <class V, int C>
 void e4m3_row(const Step& s) {
   using F = typename V::F;
   using I = typename V::I;
-  using Normal = typename V::NormalE4M3;
   using Pairs = typename V::E4M3Pairs;
-  static_assert(Normal::unit == Pairs::unit);
   const uint32_t* words = s.words;
   const uint32_t* ahead = s.ahead;
   const float* x = static_cast<const float*>(s.x);
   add_chunk<V, 1, C>(s, [&](int begin, int end, Accumulators<V, 1, C>& acc) __attribute__((always_inline)) {
     unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[c] = V::zero(); });
-    const auto normal_row = [&]() __attribute__((always_inline)) {
-      I word[C];
-      unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
-      if (!Normal::all(word)) return false;
-      unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
-        const F activation = V::set1(x[j]);
-        unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-          acc[c] = V::fma(Normal::template value<j>(word[c]), activation, acc[c]);
+    int k = begin;
+    if constexpr (requires { typename V::NormalE4M3; }) {
+      using Normal = typename V::NormalE4M3;
+      static_assert(Normal::unit == Pairs::unit);
+      k = each_row<V, C>(s, k, end, words, ahead, x, [&]() __attribute__((always_inline)) {
+        I word[C];
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
+        if (!Normal::all(word)) return false;
+        unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
+          const F activation = V::set1(x[j]);
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            acc[c] = V::fma(Normal::template value<j>(word[c]), activation, acc[c]);
+          });
         });
+        return true;
       });
-      return true;
-    };
-    const int k = each_row<V, C>(s, begin, end, words, ahead, x, normal_row);
+    }
     if (k < end) {
       F lower[C], upper[C];  // [column, 2 k]
       I largest[C];
@@ -80,7 +82,7 @@ void e4m3_row(const Step& s) {
         acc[c] = Pairs::nan_where_largest(largest[c], V::add(acc[c], Pairs::columns(lower[c], upper[c])));
       });
     }
-    unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[c] = V::mul(acc[c], V::set1(Normal::unit)); });
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[c] = V::mul(acc[c], V::set1(Pairs::unit)); });
   });
 }
 

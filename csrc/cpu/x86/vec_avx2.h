@@ -88,7 +88,6 @@ struct Avx2 {
     _mm256_stream_si256(static_cast<I*>(to) + 1, _mm256_loadu_si256(in + 1));
   }
 
-  struct NormalE4M3;
   struct E4M3Pairs;
   template <Codes codes>
   struct Decoder {
@@ -116,31 +115,6 @@ struct Avx2::Decoder<Codes::integer> : IntegerCodes<Avx2, 4> {
 template <>
 struct Avx2::Decoder<Codes::byte> : IntegerCodes<Avx2, 8> {
   using IntegerCodes::IntegerCodes;
-};
-
-// Makes fp32 of E4M3 codes that are normal numbers, divided by `unit`. The shifted product with 16, or the shift by 4,
-// leaves a code's magnitude in bits 4 to 10 of a 16-bit half and its sign in bit 15. In the upper half these are the
-// fields of an fp32 whose exponent lacks 120. The mask leaves the upper four bits of the exponent clear, so 112 can be
-// set there.
-struct Avx2::NormalE4M3 {
-  static constexpr float unit = 256.F;
-  template <int j>
-  static F value(I word) {
-    const I halves = j % 2 == 0 ? _mm256_maddubs_epi16(_mm256_set1_epi16(16), word) : _mm256_srai_epi16(word, 4);
-    const I fields = _mm256_and_si256(j < 2 ? _mm256_slli_epi32(halves, 16) : halves,
-                                      _mm256_set1_epi32(static_cast<int>(0x87F00000)));
-    return _mm256_castsi256_ps(_mm256_or_si256(fields, _mm256_set1_epi32(112 << 23)));
-  }
-  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). Bit 7 of a code less 8 differs from
-  // that of the code plus 1 only if one of them carried out of the magnitude.
-  template <size_t C>
-  static bool all(const I (&words)[C]) {
-    I carries{};
-    for (const I word : words)
-      carries = _mm256_or_si256(carries, _mm256_xor_si256(_mm256_add_epi8(word, _mm256_set1_epi8(1)),
-                                                          _mm256_sub_epi8(word, _mm256_set1_epi8(8))));
-    return _mm256_movemask_epi8(carries) == 0;
-  }
 };
 
 // Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.

@@ -106,7 +106,10 @@ struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// As for AVX2.
+// Makes fp32 of E4M3 codes that are normal numbers, divided by `unit`. The product with 16, or the shift by 4, leaves
+// the magnitude of a code in bits 4 to 10 of a 16-bit half, and its sign in bit 15. In an upper half, these are the
+// fields of an fp32 whose exponent lacks 120. The mask clears the upper four bits of the exponent, which are then set
+// to 112.
 struct Avx512::NormalE4M3 {
   static constexpr float unit = 256.F;
   template <int j>
@@ -117,6 +120,8 @@ struct Avx512::NormalE4M3 {
                                                          _mm512_set1_epi32(static_cast<int>(0x87F00000)),
                                                          _mm512_set1_epi32(112 << 23), kAAndBOrC));
   }
+  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). The code plus 1 and the code minus
+  // 8 differ in bit 7 only if one of them carried out of the magnitude.
   template <size_t C>
   static bool all(const I (&words)[C]) {
     constexpr int kAOrBXorC = 0xF6;
