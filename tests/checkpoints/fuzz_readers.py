@@ -2,9 +2,9 @@
 
     python tests/checkpoints/fuzz_readers.py --minutes 10
 
-The run damages copies of every real checkpoint of tests/data/layers, and of one in the package's own format. A damaged
-copy must be read, or refused with CheckpointError, within seconds. Anything else ends the run and prints the seed that
-repeats the case.
+The run damages copies of every real checkpoint of tests/data/layers, and of a checkpoint in the package's own format. A
+damaged copy must be read, or refused with CheckpointError, within seconds. Anything else ends the run and prints the
+seed that repeats the case.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from test_damaged_checkpoints import DATA, FOLDERS, NATIVE, prepare, try_damaged
+from test_damaged_checkpoints import DATA, NATIVE, WRITTEN, prepare, try_damaged
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     slowest = 0.0
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as work:
-        copies = {folder: prepare(folder, Path(work) / str(i)) for i, folder in enumerate([*FOLDERS, NATIVE])}
+        copies = {folder: prepare(folder, Path(work) / str(i)) for i, folder in enumerate([*WRITTEN, NATIVE])}
         turn = 0
         while time.monotonic() < end:
             turn += 1

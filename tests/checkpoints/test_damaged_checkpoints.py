@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.fixture_layers import DATA, WRITTEN, key, source_of
 from torch_marlin_metal import convert
 
-DATA = Path(__file__).parents[1] / "data/layers"
-FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
-NATIVE = DATA / "native"  # does not exist; stands for a checkpoint that prepare() makes
+NATIVE = DATA / "native"  # no such folder: stands for the checkpoint that prepare() writes
 ROUNDS = 40  # number of damaged copies of each checkpoint; --everything makes three times as many
 SECONDS_FOR_ONE = 10  # CPU seconds, because other programs may use the processor
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
@@ -22,7 +21,7 @@ BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)
 
 
 def damage_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Changes, removes, repeats or cuts off a few bytes. Bytes near the start are hit more often: headers are there."""
+    """Changes, removes, repeats or truncates a few bytes, most often near the start, where headers are."""
     held = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 8))):
         where = rng.randrange(len(held)) if rng.random() < 0.4 else rng.randrange(min(len(held), 700))
@@ -44,7 +43,7 @@ def damage_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_json(content: bytes, rng: random.Random) -> bytes:
-    """Replaces or removes one value at a random place in a JSON text."""
+    """Replaces or removes a random value in a JSON text."""
     root = json.loads(content)
     places: list[tuple[Any, Any]] = []
 
@@ -93,7 +92,7 @@ def prepare(folder: Path, copy: Path) -> Path:
 def try_damaged(copy: Path, rng: random.Random) -> str:
     """Damages one file, reads the checkpoint, and repairs the file. Returns "read" or "refused"."""
     names = sorted(file.name for file in copy.iterdir() if file.name.startswith(("model", "config")))
-    file, gguf = copy / rng.choice(names), copy / "model.gguf"
+    file, source = copy / rng.choice(names), source_of(copy)
     original = file.read_bytes()
     ways = [damage_bytes]
     ways += [damage_json] if file.suffix == ".json" else [damage_header] if file.suffix == ".safetensors" else []
@@ -102,9 +101,7 @@ def try_damaged(copy: Path, rng: random.Random) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for _weight in convert.read_layers(
-                gguf if gguf.exists() else copy, on_unsupported=rng.choice(("error", "dequantize", "skip"))
-            ):
+            for _weight in convert.read_layers(source, on_unsupported=rng.choice(("error", "dequantize", "skip"))):
                 pass
         except convert.CheckpointError:
             outcome = "refused"
@@ -113,7 +110,7 @@ def try_damaged(copy: Path, rng: random.Random) -> str:
     return outcome
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, NATIVE], ids=lambda folder: folder.relative_to(DATA).as_posix())
+@pytest.mark.parametrize("folder", [*WRITTEN, NATIVE], ids=key)
 def test_damaged_copies(folder: Path, tmp_path: Path, everything: bool) -> None:
     rng, rounds = random.Random(folder.name), 3 * ROUNDS if everything else ROUNDS
     copy = prepare(folder, tmp_path / "copy")

@@ -1,9 +1,8 @@
-"""Exports equal the tensors that other programs would have written, or are refused."""
+"""Exports have the same tensors as files of other programs, or are refused."""
 
 import errno
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +14,13 @@ from safetensors.torch import load_file
 
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_writers import LAYER
+from tests.support.fixture_layers import DATA, source_of
 from torch_marlin_metal import convert, quantize_weight
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.checkpoints.files import shard_writer
 from torch_marlin_metal.packed_weight import PackedWeight
 
 K, N = 256, 24
-DATA = Path(__file__).parents[1] / "data/layers"
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def test_a_real_layer_exported_to_its_own_format_is_unchanged(tmp_path, folder) 
 
 @pytest.mark.parametrize("folder", ["gptq/autoround-8bit-asym-g64", "gptq/autoround-8bit-sym-g32"])
 def test_a_layer_of_8_bit_of_gptq_is_unchanged(tmp_path, folder) -> None:
-    """AutoRound writes no g_idx."""
+    """AutoRound writes no g_idx, so it is not compared."""
     path = convert.export_checkpoint(convert.read_layers(DATA / folder), tmp_path / "out", "gptq")
     before, after = load_file(DATA / folder / "model.safetensors"), load_file(path / "model-00001.safetensors")
     assert [name.rpartition(".")[2] for name in set(after) - set(before)] == ["g_idx"]
@@ -145,12 +144,11 @@ def named(name: str, weight_format: str = "uint4b8", group_size: int = 32, N: in
 
 
 def read(folder: str) -> list[PackedWeight]:
-    file = DATA / folder / "model.gguf"
-    return list(convert.read_layers(file if file.exists() else DATA / folder))
+    return list(convert.read_layers(source_of(DATA / folder)))
 
 
 def eight(name: str, folder: str) -> PackedWeight:
-    """Returns a weight of 8 bits that a fixture holds, as wide as those of `named`."""
+    """Returns the 8-bit weight of a fixture, cut to the width of the weights of `named`."""
     (weight,) = read(folder)
     weight.name = name
     return weight

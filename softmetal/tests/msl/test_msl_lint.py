@@ -1,4 +1,4 @@
-"""Source that Apple's compiler refuses is refused with a line and a reason. Similar correct source is accepted."""
+"""Tests that the device refuses what Apple's compiler refuses, with a line and a reason, and accepts correct source."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal
