@@ -19,6 +19,8 @@ PIECE = 32768  # elements up to which PyTorch computes in one thread
 E4M3_NAN = (0x7F, 0xFF)
 # The number of k that share a value of `super_scales` and `super_zeros`.
 SUPER_BLOCK = 256
+# The rows and columns that share a scale of a block.
+SCALE_BLOCK = 128
 # The tensors by which the operators read a weight. A layer's buffers have the same names.
 WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm", "b_high")
 # The tensors of a weight and its bias whose last dimension is N; `global_scale` may also have one value.
@@ -48,7 +50,8 @@ class PackedWeight:
             k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8. Of codes of 5
             and 6 bits it holds the lower four bits.
         scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3) and for mxfp4 and
-            mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes.
+            mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes. For float8_e4m3 with groups of 128 and N a multiple
+            of 128, also `[G, N/128]`: one scale for a block of 128 x 128 weights.
         weight_format: a name of `formats.WEIGHT_FORMATS`. An alias of `formats.ALIASES`, such as "u4b8" or "fp8", is
             replaced by that name.
         group_size: as the operators take it: one of `formats.GROUP_SIZES` or K. -1 is replaced by K.
@@ -108,6 +111,11 @@ class PackedWeight:
         """Returns the columns of the unpacked weight: output features."""
         return self.b_packed.shape[-1]
 
+    @property
+    def has_block_scales(self) -> bool:
+        """Returns whether one scale stands for a block of 128 x 128 weights."""
+        return self.scales.shape[-1:].numel() * SCALE_BLOCK == self.N
+
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `torch.ops.torch_marlin_metal.*` for this weight, by name, without its bias."""
         (b_packed, scales), named = operator_arguments(vars(self), self.weight_format, self.group_size)
@@ -150,14 +158,29 @@ class PackedWeight:
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
         """Returns a weight of some columns, in the given order, in contiguous copies."""
-        cut: dict[str, Any] = {
-            name: tensor.detach()[..., which]
-            for name, tensor in self.tensors().items()
-            if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
-        }
+        cut = self.cut(which)
         if isinstance(which, slice):  # a view would keep the whole tensor in memory
             cut = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in cut.items()}
         return replace(self, **{name: tensor.contiguous() for name, tensor in cut.items()})
+
+    def cut(self, which: slice | Tensor) -> dict[str, Any]:
+        """Returns the tensors with columns, cut to some columns; views of a slice.
+
+        Scales of blocks stay so if the columns are whole blocks. Otherwise the result has a scale for each column.
+        """
+        blocks = _blocks_of(which, self.N) if self.has_block_scales else which
+        whole = self.expanded_scales() if blocks is None else self
+        return {
+            name: tensor.detach()[..., blocks if name == "scales" and blocks is not None else which]
+            for name, tensor in whole.tensors().items()
+            if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
+        }
+
+    def expanded_scales(self) -> "PackedWeight":
+        """Returns the same weight with a scale for each column, or itself if its scales are not those of blocks."""
+        if not self.has_block_scales:
+            return self
+        return replace(self, scales=self.scales.repeat_interleave(SCALE_BLOCK, -1))
 
     def one_level(self) -> "PackedWeight":
         """Returns the same weight with fp32 scales and biases of one level, or itself if it has no `super_scales`."""
@@ -216,7 +239,9 @@ class PackedWeight:
             _require("super_scales", self.super_scales, FLOAT_DTYPES, (-(-K // SUPER_BLOCK), N))
             _check_size("super_scales", self.super_scales)
         else:
-            _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
+            of_blocks = self.has_block_scales and fmt.takes_block_scales and self.group_size == SCALE_BLOCK
+            sizes = (grouped[0], N // SCALE_BLOCK) if of_blocks else grouped
+            _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, sizes)
             _check_scales(self.scales, fmt.scale_coding)
         if self.super_zeros is not None:
             if fmt.zeros_role != "bias":
@@ -280,12 +305,32 @@ def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
     return kinds[0] == kinds[1] and all(mine is None or torch.equal(mine, theirs) for mine, theirs in tables)
 
 
+def _blocks_of(columns: slice | Tensor, N: int) -> slice | Tensor | None:
+    """Returns the numbers of the blocks that make up these columns, or None if they are not whole blocks."""
+    if isinstance(columns, slice):
+        start, stop, step = columns.indices(N)
+        aligned = step == 1 and start % SCALE_BLOCK == stop % SCALE_BLOCK == 0
+        return slice(start // SCALE_BLOCK, stop // SCALE_BLOCK) if aligned else None
+    if columns.numel() % SCALE_BLOCK:
+        return None
+    rows = columns.reshape(-1, SCALE_BLOCK)
+    blocks = rows[:, 0] // SCALE_BLOCK
+    in_order = blocks[:, None] * SCALE_BLOCK + torch.arange(SCALE_BLOCK, device=columns.device)
+    return blocks if torch.equal(rows, in_order) else None
+
+
+def with_same_scales(parts: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
+    """Returns the weights themselves if all have scales of blocks, otherwise with a scale for each column."""
+    return parts if all(part.has_block_scales for part in parts) else [part.expanded_scales() for part in parts]
+
+
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Concatenates weights along N, without their biases.
 
     Raises:
         ValueError: the weights are of different kinds.
     """
+    parts = with_same_scales(parts)
     first = parts[0]
     if other := next((part for part in parts if not same_kind(first, part)), None):
         kinds = " and ".join(f"{part.source} {part!r}" for part in (first, other))

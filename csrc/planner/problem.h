@@ -41,6 +41,7 @@ struct WeightProblem {
   bool has_global_scale = false;
   bool global_scale_per_column = false;
   bool vector_aligned = false;  // the planes, scales and zero points start aligned for loads of four elements
+  Flag block_scales{};          // a scale for kScaleBlock x kScaleBlock weights
 };
 
 inline uint32_t group_size(const WeightProblem& weight) {
@@ -50,7 +51,6 @@ inline uint32_t group_size(const WeightProblem& weight) {
 struct GemmProblem {
   WeightProblem weight{};
   uint32_t M = 0;
-  uint32_t unused = 0;
   int64_t a_row_stride = 0;  // elements
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;

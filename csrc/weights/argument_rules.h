@@ -12,7 +12,8 @@ struct WeightShape {
   WeightFormat format;
   c10::SymInt K;
   c10::SymInt N;
-  c10::SymInt E = 1;  // the number of experts, or 1 for a single weight
+  c10::SymInt E = 1;          // the number of experts, or 1 for a single weight
+  bool block_scales = false;  // a scale for kScaleBlock x kScaleBlock weights
 };
 
 // The checks of a weight's tensors and of tensors with sizes like theirs.

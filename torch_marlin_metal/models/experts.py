@@ -240,6 +240,7 @@ class ExpertLayers:
 
     def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Returns one weight with interleaved gate and up columns."""
+        parts = [part.expanded_scales() for part in parts]  # interleaved columns are not blocks
         if reason := difference(parts[:1], parts[1:]):
             raise StackError(reason)
         first, second = (part.tensors() for part in parts)
