@@ -293,11 +293,11 @@ EIGHT_BITS = {
     "Llama int8": (of_safetensors(int8, scheme("int-quantized"), torch.bfloat16), 1.01),
     "Llama FP8 in blocks": (
         of_safetensors(lambda w: blocks(w, 128), BLOCKS, torch.bfloat16),
-        1.01,
+        1.001,
     ),
     "Llama FP8 in blocks, fp32": (
         of_safetensors(lambda w: blocks(w, 128), BLOCKS, torch.float32),
-        1.01,
+        1.001,
     ),
     "Llama Q8_0": (shrunken("llama", "llama", LLAMA_8B, lambda name: "Q8_0"), 1.01),
     "gpt-oss MXFP4 and Q8_0": (

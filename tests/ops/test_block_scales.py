@@ -95,8 +95,6 @@ def test_decoding_gives_the_bits_of_expanded_scales(device):
 @pytest.mark.parametrize("part_bytes", [1, 72 * 4 * N, 200 * 4 * N, 1 << 26])
 def test_the_transposed_product_decodes_parts(part_bytes, device, monkeypatch):
     """Parts end at groups, or inside of one."""
-    if device == "mps" and part_bytes == 1:
-        pytest.skip("a part for each word takes too many launches")
     weight, grad = made(), random(3, N)
     exact = reference.to_numpy(grad) @ weight.exact.T
     bound = 32 * 2.0**-24 * (np.abs(reference.to_numpy(grad)) @ weight.magnitude.T)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.joined_weights import with_same_scales
 from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.packed_weight import (
@@ -15,7 +16,6 @@ from torch_marlin_metal.packed_weight import (
     WEIGHT_TENSORS,
     PackedWeight,
     has_values,
-    with_same_scales,
 )
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default

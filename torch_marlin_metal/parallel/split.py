@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SUPER_BLOCK, PackedWeight, with_same_scales
+from torch_marlin_metal.joined_weights import with_same_scales
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SUPER_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 _BY_GROUP = ("scales", "zeros")  # fields whose first dimension is the number of groups
