@@ -1,9 +1,9 @@
-"""Weights of 4 to 8 bits that stay packed: PyTorch operators, layers and loaders for Apple GPUs and CPUs."""
+"""PyTorch operators, layers and loaders for Apple GPUs and CPUs. Weights of 4 to 8 bits stay packed in memory."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_marlin_metal import source_tree  # noqa: F401  before all others: it may change where they come from
+from torch_marlin_metal import source_tree  # noqa: F401  first, because it may redirect the imports below
 
 # isort: split
 from torch_marlin_metal import interrupt  # noqa: F401  before the imports that load torch

@@ -3,7 +3,8 @@
     for weight in convert.read_layers("path/to/model"):
         ...
 
-`directory.py` opens a checkpoint, `known_formats.py` chooses the format, and its file in `formats/` converts layers.
+In `checkpoints/`, `directory.py` opens a checkpoint, `known_formats.py` selects the format, and the format's file in
+`formats/` converts the layers.
 """
 
 from torch_marlin_metal.checkpoints.directory import open_reader, read_layers

@@ -1,8 +1,8 @@
 """Loads the compiled extension, which registers `torch.ops.torch_marlin_metal.*`.
 
-If the extension is missing, or does not fit this torch or these Python files, the import warns and gives the reason.
-Without the extension, checkpoints can still be inspected and converted. Each operator and each function of the
-extension raises `ExtensionError`; none is computed in another way.
+If the extension is missing, or does not match this torch version or these Python files, the import warns and states the
+reason. Checkpoints can still be inspected and converted without the extension. Every operator and function of the
+extension raises `ExtensionError`; there is no fallback.
 """
 
 import importlib
@@ -22,15 +22,15 @@ WHAT_WORKS = (
 
 
 class ExtensionError(RuntimeError):
-    """The compiled extension cannot be used. The message gives the reason and the command that repairs it."""
+    """The compiled extension cannot be used. The message states the reason and the command that repairs it."""
 
 
 class Unavailable:
-    """Stands for an operator, a function or a namespace of an extension that cannot be used.
+    """A placeholder for an operator, a function or a namespace of an extension that cannot be used.
 
     Args:
-        name: the operator's or function's full name.
-        reason: the message of `_load`'s error.
+        name: the full name of the operator or function.
+        reason: the message of the error that `_load` raised.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -38,13 +38,12 @@ class Unavailable:
         self._reason = reason
 
     def __getattr__(self, name: str) -> "Unavailable":
-        if name.startswith("_"):  # Python and other packages look for optional methods of any object
+        if name.startswith("_"):  # Python and other packages test any object for such optional methods
             raise AttributeError(name)
-        # An operator's overload: error messages name only the operator.
+        # "default" is an operator's overload. Error messages name only the operator.
         return self if name == "default" else Unavailable(f"{self._name}.{name}", self._reason)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises the error."""
         raise ExtensionError(f"{self._name}: {self._reason}")
 
 
@@ -56,7 +55,7 @@ def _load() -> Any:
             source_tree.why_not_the_installed()
             or f"no compiled extension for Python {platform.python_version()} is installed. Build it: {BUILD_COMMAND}."
         ) from error
-    except ImportError as error:  # its text may hold a symbol's name of hundreds of characters
+    except ImportError as error:  # its message may contain a symbol's name of hundreds of characters
         raise ExtensionError(
             f"the compiled extension does not load with torch {torch.__version__}, most likely "
             f"because it was built for another torch. Build it for this one: {BUILD_COMMAND}."
@@ -78,7 +77,7 @@ def _load() -> Any:
 
 
 native: Any
-#: Why the extension cannot be used, or None if it is loaded.
+#: The reason why the extension cannot be used, or None if it is loaded.
 refusal: str | None = None
 try:
     native = _load()
@@ -86,28 +85,28 @@ try:
 except ExtensionError as error:
     refusal = str(error)
     native = Unavailable("torch_marlin_metal._C", refusal)
-    # An extension that was refused after it had been loaded has registered its operators. They are hidden, too.
+    # An extension that was refused after loading has already registered its operators. They are hidden too.
     vars(torch.ops)["torch_marlin_metal"] = Unavailable("torch.ops.torch_marlin_metal", refusal)
 
 
 def warn() -> None:
-    """Warns if the extension cannot be used, with the reason."""
+    """Warns if the extension cannot be used, and states the reason."""
     if refusal is not None:
         warnings.warn(f"torch_marlin_metal: {refusal} {WHAT_WORKS}", RuntimeWarning, stacklevel=2)
 
 
-if not interrupt.is_command():  # the command line calls `warn` itself, in its own form
+if not interrupt.is_command():  # the command line calls `warn` itself and formats the warning
     warn()
 
 
 def require(caller: str) -> None:
     """Raises an error if the extension cannot be used.
 
-    Functions call this at their start if they work long before the first operator, or if they handle an operator's
-    error as a fault of the model.
+    Some functions work for a long time before their first operator, or treat an operator's error as a fault of the
+    model. They call this function first.
 
     Args:
-        caller: the name of the function or argument that needs the extension.
+        caller: the function or argument that needs the extension, for the message.
 
     Raises:
         ExtensionError: the extension cannot be used.
@@ -122,8 +121,8 @@ class CpuCapability:
 
     Attributes:
         isa: the instruction set in use: "portable", "avx2", "avx512", "amx" or "neon".
-        reason: one sentence that says why.
-        features: the kernels' CPU features that this CPU and operating system provide.
+        reason: a sentence that explains the choice.
+        features: the CPU features that the kernels can use and that this CPU and operating system provide.
         available: instruction sets that `TORCH_MARLIN_METAL_CPU_ISA` can select on this machine.
     """
 
@@ -134,10 +133,10 @@ class CpuCapability:
 
 
 def cpu_capability() -> CpuCapability:
-    """Returns the instruction set that the CPU kernels use, and why.
+    """Returns the instruction set that the CPU kernels use, with the reason.
 
     Raises:
-        RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names an instruction set that is unknown or absent on this machine.
+        RuntimeError: `TORCH_MARLIN_METAL_CPU_ISA` names an instruction set that is unknown or not available here.
 
     Examples:
         >>> isinstance(tmm.cpu_capability().isa, str)  # "avx512", for example

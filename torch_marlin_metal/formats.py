@@ -1,4 +1,4 @@
-"""The weight formats. Their rows come from `kernels/shared/types.h`, as the kernels' do."""
+"""The weight formats. Their table is generated from `kernels/shared/types.h`, which the kernels include."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from torch_marlin_metal.formats_table import ROWS
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One row of the table of weight formats. `q` is a code, and `s` is the scale of its group and column.
+    """A row of the table of weight formats. `q` is a code, and `s` is the scale of the code's group and column.
 
     Attributes:
-        name: the name that the operators take.
-        code_kind: "integer", "e2m1", "table" or "e4m3": how a code becomes a number.
-        code_bits: bits of a code: 4, 5, 6 or 8.
-        fixed_offset: the number that is subtracted from integer codes of a format without zeros, otherwise 0.
+        name: the name that callers pass to the operators.
+        code_kind: how a code is decoded to a number: "integer", "e2m1", "table" or "e4m3".
+        code_bits: the bits of a code: 4, 5, 6 or 8.
+        fixed_offset: the number subtracted from the integer codes of a format without zeros, else 0.
         scale_coding: "floating" (fp16, bf16 or fp32), "e4m3" or "e8m0" (uint8 codes).
         zeros_role: "none", "zero_point" (uint8 codes or floating values) or "bias" (floating values).
-        fixed_group_size: the only group size allowed, or None for any of `GROUP_SIZES` and K itself.
-        formula: how the operators compute a weight from `q` and `s`.
+        fixed_group_size: the only valid group size, or None if any of `GROUP_SIZES` and K are valid.
+        formula: the weight as a formula of `q`, `s` and, for zeros, `z` or `b`.
     """
 
     name: str
@@ -32,32 +32,35 @@ class WeightFormat:
 
     @property
     def high_bits(self) -> int:
-        """Returns the number of bits of a code that `b_high` has: 1 or 2 of codes of 5 or 6 bits, 0 of others."""
+        """Returns the bits of a code that are stored in `b_high`: 1 or 2 for codes of 5 or 6 bits, else 0."""
         return self.code_bits % 4
 
     @property
     def codes_per_word(self) -> int:
-        """Returns the number of codes in a word of `b_packed`, 8 or 4: consecutive k of one column."""
+        """Returns the codes in a word of `b_packed`, 8 or 4. They are consecutive k of one column."""
         return 32 // (self.code_bits - self.high_bits)
 
     @property
     def k_per_high_word(self) -> int:
-        """Returns the number of k of a word of `b_high`, 32 or 16; 8, the k of a block, for formats without it."""
+        """Returns the number of k in a word of `b_high`, 32 or 16.
+
+        For formats without `b_high`, returns 8, the k of a block.
+        """
         return 32 // self.high_bits if self.high_bits else 8
 
     @property
     def largest_code(self) -> int:
-        """Returns the largest code, such as 15 of codes of 4 bits."""
+        """Returns the largest code, for example 15 for 4 bits."""
         return (1 << self.code_bits) - 1
 
     @property
     def has_lut(self) -> bool:
-        """Returns whether the format needs an fp32 table of 16 values."""
+        """Returns True if the format needs an fp32 table of 16 values."""
         return self.code_kind == "table"
 
     @property
     def has_global_scale(self) -> bool:
-        """Returns whether the format takes an optional fp32 `global_scale`."""
+        """Returns True if the format supports an optional fp32 `global_scale`."""
         return self.scale_coding == "e4m3"
 
     @property
@@ -67,12 +70,12 @@ class WeightFormat:
 
     @property
     def has_coded_scales(self) -> bool:
-        """Returns whether scales are uint8 codes."""
+        """Returns True if the scales are uint8 codes."""
         return self.scale_coding != "floating"
 
     @property
     def is_symmetric(self) -> bool:
-        """Returns whether codes are integers with an offset of half their range, and no zeros are stored."""
+        """Returns True for integer codes with an offset of half their range and without stored zeros."""
         return self.code_kind == "integer" and self.fixed_offset == 1 << (self.code_bits - 1)
 
 
@@ -107,7 +110,7 @@ NF4_VALUES: tuple[float, ...] = (
     1.0,
 )
 
-# Names that other projects use for a format, such as vLLM's scalar types.
+# Names of the formats in other projects, for example vLLM's scalar types.
 ALIASES: dict[str, str] = {
     "u4b8": "uint4b8",
     "u4": "uint4",
@@ -126,20 +129,20 @@ ALIASES: dict[str, str] = {
     "q5_k": "uint5_bias",
     "q6_k": "uint6b32",
 }
-# Names that also stand for scales of two levels and a group size, as in llama.cpp's types of these names.
+# Names that also imply two-level scales and a group size. They are names of llama.cpp's types.
 TWO_LEVELS: dict[str, int] = {"q4_k": 32, "q5_k": 32, "q6_k": 16}
-# The table that belongs to a name, if the caller gives none.
+# The table that a name implies if the caller passes none.
 NAMED_TABLES: dict[str, tuple[float, ...]] = {"nf4": NF4_VALUES}
 
 
 def weight_format(name: str) -> WeightFormat:
-    """Returns the format with a name or alias.
+    """Returns the format for a name or an alias.
 
     Args:
-        name: a name of `WEIGHT_FORMATS` or of `ALIASES`.
+        name: a key of `WEIGHT_FORMATS` or of `ALIASES`.
 
     Raises:
-        ValueError: the name is unknown; the message lists the known ones.
+        ValueError: the name is unknown. The message lists the known names.
     """
     found = WEIGHT_FORMATS.get(ALIASES.get(name, name))
     if found is None:
@@ -150,23 +153,23 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def default_group_size(name: str) -> int | None:
-    """Returns the group size that belongs to the name of a format, or None if the format allows several."""
+    """Returns the group size that a format's name implies, or None if the name allows several."""
     return weight_format(name).fixed_group_size or TWO_LEVELS.get(name)
 
 
 def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: int) -> int:
-    """Returns the group size as a number.
+    """Converts the argument `group_size` to the number of rows in a group.
 
-    None means the format's fixed size, or 128 if the format has none; -1 means K.
+    None means the format's fixed size, or 128 if the size is not fixed. -1 means K.
 
     Args:
-        op: the caller's name, for the error.
+        op: the caller's name, for the error message.
         fmt: the weight format.
         group_size: the caller's argument.
-        K: rows of the weight.
+        K: number of rows of the weight.
 
     Raises:
-        ValueError: the format does not allow the group size.
+        ValueError: the format does not support the group size.
     """
     if group_size is None:
         group_size = fmt.fixed_group_size or DEFAULT_GROUP_SIZE
@@ -178,7 +181,7 @@ def resolve_group_size(op: str, fmt: WeightFormat, group_size: int | None, K: in
 
 
 def is_group_size(fmt: WeightFormat, group_size: int, K: int) -> bool:
-    """Returns whether the operators support a group size for a weight with K rows."""
+    """Returns True if the operators support the group size for a weight with K rows."""
     if isinstance(group_size, float):
         return False
     if fmt.fixed_group_size is not None:
@@ -187,7 +190,7 @@ def is_group_size(fmt: WeightFormat, group_size: int, K: int) -> bool:
 
 
 def expected_group_sizes(fmt: WeightFormat, K: int) -> str:
-    """Returns the part of an error message that lists the allowed group sizes, as the operators list them."""
+    """Returns the part of an error message that lists the valid group sizes, with the operators' wording."""
     if fmt.fixed_group_size is not None:
         return f"expected {fmt.fixed_group_size} for {fmt.name}"
     return f"expected one of {', '.join(map(str, GROUP_SIZES))}, or K = {K} for {fmt.name}"

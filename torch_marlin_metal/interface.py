@@ -1,17 +1,16 @@
 """Lists the operators and functions of the compiled extension that the Python files use.
 
-An extension that was built from older sources may lack some of them.
-
-A test compares both tables with the extension, so a new operator, argument or function is added here too.
+An extension built from older sources may lack some of them. A test compares both tables with the extension, so every
+new operator, argument or function must be added here.
 """
 
 from types import ModuleType
 
 import torch
 
-# The named arguments of a packed weight.
+# Arguments of a packed weight that operators accept by name.
 _NAMED = "weight_format group_size zeros super_scales super_zeros global_scale lut perm b_high"
-#: The arguments of each public operator, by the operator's name.
+#: Name of a public operator -> its arguments.
 OPERATORS = {
     "add_rms_norm": "x residual weight eps weight_offset",
     "awq_repack": "qweight",
@@ -36,7 +35,7 @@ OPERATORS = {
     "transpose_words": "words",
     "write_cache": "keys values k v start",
 }
-#: The functions of the extension's module.
+#: The functions in the extension's module.
 FUNCTIONS = (
     "chips",
     "commit_seconds",
@@ -58,13 +57,13 @@ FUNCTIONS = (
 
 
 def arguments(operator: str) -> str | None:
-    """Returns the names of the arguments of a registered operator, or None if no operator has the name."""
+    """Returns the names of a registered operator's arguments, or None if the operator does not exist."""
     schemas = torch._C._jit_get_schemas_for_operator(f"torch_marlin_metal::{operator}")
     return " ".join(argument.name for argument in schemas[0].arguments) if schemas else None
 
 
 def first_difference(compiled: ModuleType) -> str | None:
-    """Returns a sentence about the first thing that a compiled extension lacks, or None if it lacks nothing."""
+    """Returns a sentence about the first missing operator, argument or function of an extension, or None."""
     for name in FUNCTIONS:
         if not hasattr(compiled, name):
             return f"it has no function {name}"

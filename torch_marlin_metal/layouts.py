@@ -1,7 +1,7 @@
-"""Makes every operator refuse sparse and nested tensors; the ValueError names the right call.
+"""Makes all operators refuse sparse and nested tensors with a ValueError that names the right call.
 
-Without it, PyTorch answers with an internal error, or lists the backends of the operator. The refusals are kernels of
-these tensors' own dispatch keys, so that calls with dense tensors cost nothing.
+Without this module, PyTorch would raise an internal error, or list the backends of the operator. The refusals are
+kernels for these tensors' own dispatch keys, so they cost nothing for dense tensors.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ OTHERS = "SparseCPU", "SparseCsrCPU", "MkldnnCPU", "QuantizedCPU"
 
 
 def install() -> torch.library.Library:
-    """Registers the refusals of all operators. They last as long as the result."""
+    """Registers the refusals for all operators. They are active while the returned library exists."""
     library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NAMESPACE}::")]
     for full in names:
         name = full.partition("::")[2]
-        # In inference mode, jagged tensors come without autograd's key, to the rule of their class.
+        # In inference mode, jagged tensors have no autograd key and reach the rule of their class.
         torch.library.register_torch_dispatch(full, NestedTensor, _jagged_rule(name), lib=library)
         for key in (*NESTED, *OTHERS):
             library.impl(name, _refusal(name.partition(".")[0]), key)  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from metal_tokens import Err
 
 
 def stored(chain: Chain, text: str, opt: int) -> Path:
-    """Returns the file of an earlier count of the same text by the same compilers and the same code of this folder."""
+    """Returns the path of cached counts. Its hash covers the text, the compilers and the code of this folder."""
     parts = [re.sub(r'(?m)^# \d+ "[^"]*"$', "", text), str(opt)]
     parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.[hp]*"))]
     compiler = os.stat(chain.root + "/usr/local/bin/asahi_clc")
@@ -26,7 +26,6 @@ def stored(chain: Chain, text: str, opt: int) -> Path:
 
 
 def main() -> int:
-    """Counts one kernel and prints the counts as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", help="Metal source file")
     parser.add_argument("--dir", default=os.environ.get("AGX_DIR", DEFAULT_DIR), help="what setup.sh made")

@@ -1,4 +1,4 @@
-"""Compiles one Metal kernel for the M1's GPU: rewriter, clang, SPIR-V, Mesa's offline compiler."""
+"""Compiles one Metal kernel for the M1's GPU in four stages: rewriter, clang, SPIR-V, Mesa's offline compiler."""
 
 import glob
 import os
@@ -13,7 +13,7 @@ from metal_to_opencl import function_constants, rewrite
 from metal_tokens import Err, flatten
 
 HERE = os.path.dirname(os.path.realpath(__file__))
-# What setup.sh makes if no folder is given.
+# The folder that setup.sh makes by default.
 DEFAULT_DIR = os.path.join(os.path.dirname(os.path.dirname(HERE)), "build", "agx")
 
 
@@ -26,7 +26,7 @@ class Fail(Exception):
 
 
 class Chain:
-    """The compilers in the folder that setup.sh made, and a working folder for one kernel."""
+    """Runs the compilers that setup.sh installed, in a working folder for one kernel."""
 
     def __init__(self, root, keep, verbose):
         self.root = os.path.realpath(root)
@@ -43,11 +43,10 @@ class Chain:
             self.pre = ["unshare", "--map-root-user", "chroot", self.root]
 
     def path(self, n):
-        """Returns the path of a file of the working folder."""
         return os.path.join(self.work, n)
 
     def run(self, stage, cmd, env=None):
-        """Runs a program in the folder's root and returns what it printed."""
+        """Runs a program in the working folder and returns what it printed."""
         e = {"PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/tmp", "LC_ALL": "C"}
         e.update(env or {})
         if self.verbose:
@@ -65,7 +64,7 @@ class Chain:
             lines = out.strip().split("\n")
             if not self.verbose:
                 lines = self.readable(lines)
-                # After this line, Mesa prints the whole program with its errors. Only the lines with errors are kept.
+                # Mesa then prints the whole program with its errors. Only the lines with errors are useful.
                 if any(x.startswith("NIR validation failed") for x in lines):
                     lines = [
                         x
@@ -79,7 +78,7 @@ class Chain:
         return r.stdout
 
     def remember(self, flat):
-        """Stores each line of the Metal source by the file name and line number that messages will have."""
+        """Stores each line of the Metal source under the file name and line number that messages will have."""
         name, no = "?", 1
         for line in flat.split("\n"):
             m = re.match(r'# (\d+) "([^"]*)"$', line)
@@ -90,7 +89,7 @@ class Chain:
             no += 1
 
     def readable(self, lines):
-        """Returns at most 5 of clang's errors, with lines of the Metal source instead of the rewritten ones."""
+        """Returns clang's first 5 errors, with lines of the Metal source in place of the rewritten lines."""
         out, errors, skip = [], 0, False
         for line in lines:
             m = re.match(r"(?:\./)?([^:\s]+):(\d+):(\d+): (fatal error|error|note|warning): (.*)", line)
@@ -103,7 +102,7 @@ class Chain:
             name, no, kind, msg = os.path.basename(m.group(1)), int(m.group(2)), m.group(4), m.group(5)
             if kind.endswith("error"):
                 errors += 1
-            # Only notes that lead back to the kernel are kept.
+            # Drops notes that do not lead back to the kernel.
             keep = kind.endswith("error") or (
                 kind == "note" and re.search(r"requested here|expanded from|in instantiation|declared here", msg)
             )
@@ -119,7 +118,7 @@ class Chain:
         return out or lines
 
     def close(self):
-        """Removes the working folder, after copying its files to --keep."""
+        """Copies the files to the folder of --keep, if it is set, and removes the working folder."""
         if self.keep:
             dst = self.keep
             os.makedirs(dst, exist_ok=True)
@@ -153,7 +152,7 @@ CLANG = [
 ]
 
 
-# --O1 inlines, moves scalars out of memory, unrolls the loops that have an unroll pragma, and cleans up. Unlike -O2, it
+# --O1 inlines, moves scalars out of memory, unrolls the loops with an unroll pragma, and cleans up. Unlike -O2, it
 # neither hoists nor merges code, and unrolls no other loop.
 O1 = (
     "cgscc(inline),function(sroa,early-cse,simplifycfg,instcombine<no-verify-fixpoint>,loop-simplify,loop(loop-rotate),"
@@ -163,7 +162,7 @@ O1 = (
 
 
 def rewritten(ch, a, notes):
-    """Rewrites the kernel that the options name. Returns its host name and the text that clang compiles."""
+    """Rewrites the kernel that the options name. Returns the kernel's host name and the text for clang."""
     try:
         text = flatten(a.kernel, [*a.inc, os.path.dirname(os.path.abspath(a.kernel))], notes)
         fcn = function_constants(text)
@@ -204,7 +203,7 @@ def rewritten(ch, a, notes):
 
 
 def compile_kernel(ch, a, text):
-    """Compiles what rewritten() returned. Returns what Mesa printed."""
+    """Compiles the text that rewritten() returned. Returns what Mesa printed."""
     Path(ch.path("k.clcpp")).write_text(text)
     shutil.copy(os.path.join(HERE, "msl_shim.h"), ch.path("msl_shim.h"))
     opt = ["-O2", "-fno-vectorize", "-fno-slp-vectorize"] if a.opt == 2 else ["-O0", "-Xclang", "-disable-O0-optnone"]
@@ -213,7 +212,7 @@ def compile_kernel(ch, a, text):
     except Fail:
         ch.run("clang", CLANG + opt + ["k.clcpp", "-o", "k.ll"])
     code = Path(ch.path("k.ll"))
-    # Because of this line, the SPIR-V translator would leave the sub-group queries as calls, so it is removed.
+    # With this line, the SPIR-V translator would leave the sub-group queries as calls.
     code.write_text(re.sub(r"(?m)^!opencl\.cxx\.version.*\n", "", code.read_text()))
     if a.opt == 1:
         # clang -O0 marks plain functions noinline.
@@ -249,7 +248,7 @@ def compile_kernel(ch, a, text):
     return log
 
 
-# What Mesa's messages mean for the kernel. Mesa knows no source lines.
+# Patterns of Mesa's messages, and hints for the kernel's author, because Mesa knows no source lines.
 HINTS = (
     (
         r"vars_to_scratch",
@@ -279,7 +278,7 @@ HINTS = (
 
 
 def hints(msg, opt):
-    """Explains a message of Mesa: its meaning for the kernel, and the next step."""
+    """Returns hints for a message of Mesa: its cause in the kernel, and the next step."""
     out = [f"hint: {h}" for r, h in HINTS if re.search(r, msg)][:2]
     if opt < 2:
         out.append(f"hint: Mesa could not take this with -O{opt}; try " + ("--O1 or " if opt == 0 else "") + "--O2")

@@ -1,4 +1,4 @@
-"""Counts registers, instructions and waits in the listing that Mesa's offline compiler prints of a kernel."""
+"""Counts registers, instructions and waits in the listing of a kernel that Mesa's offline compiler prints."""
 
 import collections
 import re
@@ -9,7 +9,7 @@ from chain import Fail
 
 
 def shaderdb(log):
-    """Returns the figures of Mesa's line of statistics for the main program, which comes first."""
+    """Parses Mesa's statistics of the main program, which Mesa prints before those of other programs."""
     m = re.search(
         r"(\d+) inst, (\d+) alu, (\d+) fscib, (\d+) ic, (\d+) bytes, (\d+) regs, (\d+) uniforms, "
         r"(\d+) scratch, (\d+) threads, (\d+) loops, (\d+):(\d+) spills:fills",
@@ -22,7 +22,7 @@ def shaderdb(log):
 
 
 def blob(path):
-    """Returns header fields and code of the first kernel binary in the C file that asahi_clc wrote."""
+    """Returns the header fields and the code of the first kernel binary in the C file that asahi_clc wrote."""
     t = Path(path).read_text()
     for m in re.finditer(r"static const uint32_t (\w+)\[(\d+)\] = \{(.*?)\};", t, re.S):
         w = [int(x, 16) for x in re.findall(r"0x[0-9a-f]+", m.group(3))]
@@ -35,8 +35,8 @@ def blob(path):
                 break
         else:
             continue
-        # The layout after the first four words: rodata as {u32, u16, u16}; then, each as u16, the registers of the
-        # program and of the preamble, the push count, the three sizes of the threadgroup, its memory, and the
+        # After the first four words, the layout is: rodata as {u32, u16, u16}; then u16 fields: registers of the
+        # program, registers of the preamble, push count, the three sizes of the threadgroup, threadgroup memory,
         # imageblock.
         _, _, _, wx, wy, wz, local, _ = struct.unpack_from("<8H", b, 24)
         return {
@@ -57,7 +57,7 @@ FORMAT_BYTES = (1, 2, 4, 2, 1, 1, 2, 2, 4, 0, 1, 0, 4, 4)
 
 
 def listing(log, which):
-    """Returns the instructions of the first main program or preamble, as the patched agx_pack.c listed them."""
+    """Returns the instructions of the first main program or preamble, from the listing of the patched agx_pack.c."""
     m = re.search(r"(?m)^agxlist\t" + which + r"\n(.*?)^agxlist\tend$", log, re.S)
     out = []
     for line in m.group(1).split("\n")[:-1] if m else ():
@@ -72,7 +72,7 @@ def listing(log, which):
 
 
 def checked(ins, db, b):
-    """Returns the instructions if they agree with the statistics, and with the binary's size and jumps."""
+    """Returns the instructions. Raises Fail if they contradict the statistics, or the size or jumps of the binary."""
     if len(ins) != db["inst"]:
         raise Fail("listing", f"{len(ins)} instructions listed, {db['inst']} in the statistics")
     size = sum(i.size for i in ins)
@@ -84,8 +84,8 @@ def checked(ins, db, b):
     return ins
 
 
-# Clocks that a slow integer or complex instruction of one simdgroup takes (metal-benchmarks). It runs in a unit of its
-# own, so the scheduler can issue other instructions meanwhile.
+# Clocks of a slow integer or complex instruction for one simdgroup (metal-benchmarks). A separate unit executes it, so
+# the scheduler can issue other instructions meanwhile.
 COMPLEX_CLOCKS = dict.fromkeys(
     [
         "convert",
@@ -135,7 +135,7 @@ FIGURES = [
 
 
 def cost(instructions):
-    """Sums up the costs of instructions. Each instruction of the listing counts once, and a wait costs nothing."""
+    """Adds up the costs of instructions. Each instruction of the listing counts once, and a wait costs nothing."""
     total = dict.fromkeys(FIGURES, 0)
     for instruction in instructions:
         base = instruction.op.split(".")[0]

@@ -11,7 +11,7 @@ class Decl:
         self.names, self.uses, self.keep = set(), set(), False
         self.kernel = self.inst = self.oper = self.isusing = False
         self.kids = None  # the declarations inside a namespace
-        self.owner = None  # the name of the class, if a member of it is defined outside of it
+        self.owner = None  # the class, for a member that is defined outside of its class
 
 
 def parse(toks, lo, hi):
@@ -122,7 +122,7 @@ def describe(d):
         return
     if i < len(s) and s[i].s == "static_assert":
         return
-    # `head` gets the tokens before the body or the initialiser.
+    # `head` collects the tokens before the body or the initializer.
     j, paren_at, classy = i, None, None
     head = []
     while j < len(s):
@@ -160,7 +160,7 @@ def describe(d):
         j += 1
     ids = [t for t in head if t.k == "id"]
     if classy is not None and paren_at is None:
-        # The declared names: that of the type, enumerators, and variables after the closing brace.
+        # The names that a type declares: the type, its enumerators, and variables after the closing brace.
         k = classy + 1
         while k < len(s) and s[k].s in CLASSY:
             k += 1
@@ -197,7 +197,7 @@ def describe(d):
         k = i
         while k < len(s):
             if s[k].s in OPEN and s[k].k == "op":
-                if s[k].s == "(":  # a typedef of a function pointer has its name inside the brackets
+                if s[k].s == "(":  # in a typedef of a function pointer, the name is inside the brackets
                     depth_ids += [x for x in s[k : match(s, k)] if x.k == "id"][:1]
                 k = match(s, k) + 1
                 continue
@@ -241,7 +241,7 @@ KEYW = {"return", "else", "case", "do", "throw", "co_return"}
 
 
 def alias_names(toks):
-    """Returns the declared type names whose definition contains a vector or a template parameter."""
+    """Returns the names of declared types whose definition contains a vector or a template parameter."""
     s = sig(toks)
     known = set(VECN) | {"vec"}
     tparams, pairs = set(), []

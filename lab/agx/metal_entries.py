@@ -1,4 +1,4 @@
-"""Finds the kernels of a file, and rewrites the head of one for C++ for OpenCL."""
+"""Finds the kernels of a file, and rewrites the head of one kernel for C++ for OpenCL."""
 
 import re
 
@@ -8,7 +8,7 @@ from metal_tokens import Err, T, attrs, lex, match, match_angle, sig, split_comm
 
 
 def kernel_head(toks):
-    """Returns the indexes of the name, of '(' and of ')' in the tokens of a kernel's declaration."""
+    """Returns the token indexes of the kernel's name, of '(' and of ')' in the declaration."""
     i = 0
     while i < len(toks):
         t = toks[i]
@@ -47,12 +47,12 @@ def template_params(toks):
 
 
 def top_tokens(decls):
-    """Returns all declarations that are not namespaces, also those inside namespaces."""
+    """Returns all declarations except namespaces, including the declarations inside namespaces."""
     return [d for d in walk(decls) if d.kids is None]
 
 
 def find_entries(decls):
-    """Returns the kernels by name, and a list of instantiations: (host name, kernel name, tokens of the arguments)."""
+    """Returns two results: the kernels by name, and the instantiations as (host name, kernel name, argument tokens)."""
     kernels, insts = {}, []
     for d in top_tokens(decls):
         if d.kernel and not d.inst:

@@ -1,4 +1,4 @@
-"""Rewrites member functions, whose objects may be in any address space, for C++ for OpenCL."""
+"""Rewrites member functions for C++ for OpenCL, so that objects in any address space can call them."""
 
 from metal_declarations import next_sig, prev_sig
 from metal_tokens import T, match, match_angle
@@ -8,9 +8,9 @@ from metal_vectors import AS
 def fix_methods(toks):
     """Adds an address space to member functions that name none, and removes it from constructors.
 
-    In Metal, a member function without an address space takes objects in thread memory. In C++ for OpenCL it takes
-    objects in the generic address space, and a pointer to the generic space does not convert back to one to thread
-    memory. Constructors lose their address space, because constructors that the compiler generates are generic.
+    In Metal, a member function without an address space accepts objects in thread memory. In C++ for OpenCL it accepts
+    objects in the generic address space, and a pointer to the generic space does not convert back to a pointer to
+    thread memory. Constructors lose their address space, because constructors that the compiler generates are generic.
     """
     add, drop = {}, set()
     for i, t in enumerate(toks):
@@ -42,7 +42,7 @@ def fix_methods(toks):
             m = member_end(toks, j, e)
             member(toks, j, m, cname, add, drop)
             j = m + 1
-    # Changes "const thread T & x" to "const T & x". Otherwise no temporary of a conversion can bind to x.
+    # Changes "const thread T & x" to "const T & x". Otherwise the temporary of a conversion cannot bind to x.
     for i, t in enumerate(toks):
         if t.k == "id" and t.s == "thread":
             p, n = prev_sig(toks, i), next_sig(toks, i)
@@ -63,7 +63,7 @@ def fix_methods(toks):
 
 
 def member_end(toks, j, e):
-    """Returns the index of a member's last token. A constructor may have initialisers, as in `) : a(x), b{y} {`."""
+    """Returns the index of a member's last token. A constructor may have initializers, as in `) : a(x), b{y} {`."""
     k, paren = j, False
     while k < e:
         t = toks[k]
@@ -84,7 +84,7 @@ def member_end(toks, j, e):
                 n = next_sig(toks, m, e)
                 if n is None:
                     return m
-                if toks[n].s in (",", "{") and toks[p].k == "id" and paren:  # the braces of an initialiser such as b{y}
+                if toks[n].s in (",", "{") and toks[p].k == "id" and paren:  # the braces of an initializer such as b{y}
                     k = m + 1
                     continue
                 if paren:
@@ -168,7 +168,7 @@ POS = {
 }
 
 
-# Values that only a launch knows. They become extra arguments, so that the compiler cannot compute with them.
+# Values that are unknown until a launch. They become extra arguments, so that the compiler cannot fold them.
 LAUNCH = {
     "threads_per_threadgroup": 3,
     "dispatch_threads_per_threadgroup": 3,

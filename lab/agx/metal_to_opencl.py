@@ -12,7 +12,7 @@ from metal_vectors import fix_fnptr, fix_vectors, fn_params
 
 
 def function_constants(text):
-    """Returns the names that text declares with [[function_constant(n)]]. The preprocessor has not read the text."""
+    """Returns the names that text declares with [[function_constant(n)]]. The text is not yet preprocessed."""
     return set(re.findall(r"\b(\w+)\s*\[\[\s*function_constant\s*\(", text))
 
 
@@ -34,7 +34,7 @@ def rewrite(text, entry=None, threads=(128, 1, 1), tg=None, fc=None, notes=None,
         if s & CLASSY or s & {"using", "typedef"}:
             userstructs |= d.names
 
-    # Only declarations that the kernel needs are kept.
+    # Drops declarations that the kernel does not need.
     def droppable(d):
         if d is kd:
             return False
@@ -57,7 +57,7 @@ def rewrite(text, entry=None, threads=(128, 1, 1), tg=None, fc=None, notes=None,
                 if id(d) not in alive and not droppable(d):
                     alive.add(id(d))
                     work |= d.uses - seen
-        for d in leaves:  # an operator is kept if all its types are
+        for d in leaves:  # an operator stays if all its types stay
             if d.oper and not d.names and id(d) not in alive and not droppable(d):
                 mine = d.uses & userstructs
                 if not mine or mine <= seen:
@@ -67,7 +67,7 @@ def rewrite(text, entry=None, threads=(128, 1, 1), tg=None, fc=None, notes=None,
             break
 
     out, used, made = [], set(), set()
-    takers = {}  # the name of a template -> the positions of its parameters that are functions
+    takers = {}  # maps a template's name to the positions of its function parameters
     for d in leaves:
         if id(d) in alive and d is not kd:
             for n in d.names:

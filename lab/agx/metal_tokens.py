@@ -1,4 +1,4 @@
-"""Reads Metal source: pulls local includes into one text, and cuts it into tokens."""
+"""Reads Metal source: pastes local includes into one text, and splits the text into tokens."""
 
 import os
 import re
@@ -6,18 +6,17 @@ from pathlib import Path
 
 
 class Err(Exception):
-    """A kernel that the rewriter cannot read."""
+    """The rewriter cannot read the kernel."""
 
 
 INC = re.compile(r'^[ \t]*#[ \t]*(include|import)[ \t]*([<"])([^>"]+)[>"].*$')
 
 
 def flatten(path, folders, notes=None, _including=()):
-    """Returns a file's text with its local includes pasted in. Apple's headers <metal_...> are left out.
+    """Returns a file's text with its local includes pasted in. Includes of Apple's headers <metal_...> are dropped.
 
-    A header is pasted at each of its includes, because the first include may be in a branch that the preprocessor
-    drops. A guard macro takes the place of #pragma once, so that the preprocessor keeps only the first copy that it
-    reaches.
+    A header is pasted at each of its includes, because the preprocessor may drop the branch with the first include. A
+    guard macro replaces #pragma once, so the preprocessor keeps the first copy that it reaches.
     """
     real = os.path.realpath(path)
     try:
@@ -96,7 +95,7 @@ def txt(toks):
 
 
 def where(toks, i):
-    """'file:line: ' of a token, from the preprocessor's line markers; empty in token lists without any."""
+    """Returns 'file:line: ' of a token, from the preprocessor's line markers, or '' if there are no markers."""
     n = 0
     for t in reversed(toks[:i]):
         m = re.match(r'[ \t]*#\s*(\d+)\s+"([^"]*)"', t.s) if t.k == "pp" else None
@@ -127,9 +126,9 @@ def match(toks, i, hi=None):
 
 
 def match_angle(toks, i, hi=None, header=False):
-    """Returns the index of the > that closes the < at toks[i], or None if this does not look like a template list.
+    """Returns the index of the > that closes the < at toks[i], or None if toks[i] does not open a template list.
 
-    With header=True, the < follows the word `template`, so it certainly opens a list.
+    With header=True, the < follows the word `template`, so it always opens a template list.
     """
     hi = len(toks) if hi is None else hi
     d, j = 0, i
@@ -177,7 +176,7 @@ def split_commas(toks):
 
 
 def attrs(toks):
-    """Removes attributes `[[...]]`. Returns the other tokens, and the texts of the attributes."""
+    """Removes attributes `[[...]]`. Returns the other tokens and the attributes' texts."""
     rest, got, i = [], [], 0
     while i < len(toks):
         if toks[i].s == "[" and i + 1 < len(toks) and toks[i + 1].s == "[" and toks[i].k == "op":

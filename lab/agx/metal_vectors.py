@@ -1,4 +1,4 @@
-"""Rewrites what clang does not accept in expressions: constructors of vectors, casts, function pointers."""
+"""Rewrites expressions that clang does not accept: constructors of vectors, casts, function pointers."""
 
 import re
 
@@ -7,7 +7,7 @@ from metal_tokens import T, lex, match_angle, sig, split_commas, txt
 
 
 def fix_vectors(toks, names):
-    """Replaces constructors and casts of vector types by functions of the shim.
+    """Replaces constructors and casts of vector types with functions of the shim.
 
     `T(a, b)` and `static_cast<T>(a)` become `msl_make<T>(...)`, and `(T)x` becomes `msl_cast<T>()->*x`.
     """
@@ -97,7 +97,7 @@ def fix_vectors(toks, names):
 
 
 def fn_params(toks):
-    """Returns (position, name) of each template parameter that is a function pointer, `R (*name)(...)`."""
+    """Returns (position, name) of each template parameter that is a function pointer `R (*name)(...)`."""
     s = sig(toks)
     if len(s) < 2 or s[0].s != "template" or s[1].s != "<":
         return []
@@ -110,9 +110,9 @@ def fn_params(toks):
 
 
 def fix_fnptr(toks, takers, made):
-    """Turns template parameters that point to functions into types with a static member call().
+    """Turns template parameters that are function pointers into types with a static member call().
 
-    clang gives the pointee an address space, so no function matches such a parameter. Returns the definitions of the
+    clang adds an address space to the pointee, so no function matches such a parameter. Returns the definitions of the
     types, and the tokens.
     """
     mine = {n for _, n in fn_params(toks)}

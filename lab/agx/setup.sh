@@ -31,7 +31,7 @@ case $(findmnt -n -o OPTIONS -T "$(dirname "$DIR")" 2>/dev/null || true) in
   *nodev*|*noexec*) die "$(dirname "$DIR") is on a file system mounted nodev or noexec" ;;
 esac
 
-# clang builds Mesa, too. The patch makes Mesa build without the headers of LLVM and clang.
+# Mesa is compiled with clang, too. The patch lets Mesa build without the headers of LLVM and clang.
 PACKAGES=ca-certificates,clang-19,llvm-19,llvm-spirv-19,meson,ninja-build,pkgconf,patch,xz-utils,\
 python3-mako,python3-yaml,python3-packaging,zlib1g-dev,libdrm-dev,libc6-dev
 

@@ -1,11 +1,11 @@
 """Counts instructions in the hot loops of the Metal matrix kernels for an M1 GPU, with Mesa's compiler.
 
-Nothing is executed and no Mac is needed. `sh lab/agx/setup.sh` builds the compiler once. Its counts are not
+The program executes no kernel and needs no Mac. `sh lab/agx/setup.sh` builds the compiler once. The counts are not
 times, and Apple's compiler may differ by 10 to 20 %; lab/agx/README.md has the limits.
 
-Counts are per weight and lane in the innermost loop. "all" also counts the code that runs at the ends of groups
-and the code that adds partial sums to the totals.
-The exit code is 0 if every count is within its limit, 1 if one is not, and 2 if the compiler is missing.
+Counts are per weight and lane in the innermost loop. "all" also counts the code at the ends of groups and the code that
+adds partial sums to the totals. The exit code is 0 if every count is within its limit, 1 if a count exceeds its limit,
+and 2 if the compiler is missing.
 """
 
 import argparse
@@ -29,25 +29,25 @@ ROOT = Path(__file__).resolve().parents[2]
 AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"
 FORMATS = tuple(WEIGHT_FORMATS)
 ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3, "int8": 4}
-# Group size and type of the scale codes of formats that files have with two levels of scales: Q4_K, IQ4_XS, Q5_K, Q6_K.
+# Group size and scale type of the file formats with two levels of scales: Q4_K, IQ4_XS, Q5_K, Q6_K.
 TWO_LEVELS = {
     "uint4_bias": (32, "uint8"),
     "lut4": (32, "int8"),
     "uint5_bias": (32, "uint8"),
     "uint6b32": (16, "int8"),
 }
-# Group sizes of popular files whose scales need more of fused's loop than groups of 64: Q8_0.
+# Group sizes of common files (Q8_0) whose scales take more of fused's loop than groups of 64.
 SHORT_GROUPS = {"uint8b128": 32}
 # Mesa's compiler fails on this kernel, because it does not unroll the loops over the array of accumulators.
 UNCOUNTED = ("gemm_double_buffered_128x128x16", "lut4")
-# The tile of 128 x 128 needs more registers than there are. The model never prefers it.
+# The tile of 128 x 128 needs more registers than a thread has. The model never prefers it.
 MOST_SPILLS = {"gemm_double_buffered_128x128x16": 16}
-# The most instructions and complex-unit cycles per weight in gemv's loop for one row, by the kind of codes.
+# For each kind of codes, the limits of gemv's loop for one row: instructions and complex-unit clocks per weight.
 ONE_ROW = {"int4": (1.9, 1.0), "e2m1": (3.8, 2.0), "int8": (2.3, 1.0), "e4m3": (4.5, 2.0)}
-# Iterations of fused's innermost loop per chain of sums.
+# Iterations of fused's innermost loop for each chain of sums.
 FUSED_CHAIN = 4
 FUSED_K = 64
-# The kernels for experts share the bodies of these kernels.
+# For each kernel for experts, the kernel with the same body.
 SHARED_BODIES = {
     "moe_gemv": ("gemv", "gemm/gemv"),
     "moe_gemv_gated": ("gemv", "gemm/gemv"),
@@ -55,7 +55,7 @@ SHARED_BODIES = {
     "moe_gemv_blocks": ("gemv", "gemm/gemv"),
     "moe_fused": ("gemm_fused", "gemm/fused"),
 }
-# How many times the instructions of that kernel's hot loop the loop of a kernel for experts may have.
+# Limit of the instructions in an experts kernel's hot loop, as a multiple of those of the kernel with the same body.
 MOST_OF_SHARED_BODY = 1.02
 LIST_KERNELS = """
 #include <cstdio>
@@ -81,7 +81,7 @@ class Case:
     group_size: int = 64
     rows: int = 0  # per threadgroup
     threads: int = 128
-    weights: int = 64  # per lane and iteration of the innermost loop
+    weights: int = 64  # weights that a lane multiplies in one iteration of the innermost loop
     levels: int = 1  # of the scales
 
     @property
@@ -111,7 +111,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """The counts of a kernel."""
+    """The counts of one kernel, per weight and lane."""
 
     kernel: str
     weight_format: str
@@ -137,14 +137,14 @@ class Figures:
 
 
 def usual_group(weight_format: str) -> int:
-    """Returns the format's only group size, or 64."""
     return WEIGHT_FORMATS[weight_format].fixed_group_size or 64
 
 
 def forms(dtype: str) -> Iterator[tuple[str, int, int]]:
-    """Yields formats with the group sizes and levels of scales that the model knows.
+    """Yields each format with the group sizes and levels of scales that the model supports.
 
-    With bf16 and fp32 activations, wider codes than 4 bits have one format of each kind, and scales one level.
+    With bf16 and fp32 activations, codes wider than 4 bits are yielded with one format of each kind, and scales with
+    one level.
     """
     kinds = set()
     for weight_format, traits in WEIGHT_FORMATS.items():
@@ -161,7 +161,7 @@ def forms(dtype: str) -> Iterator[tuple[str, int, int]]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all formats: gemv, fused and their forms for experts with all activations, other kernels with fp16."""
+    """Yields all formats: gemv, fused and their variants for experts with all activations, other kernels with fp16."""
     shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
     shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
@@ -209,7 +209,7 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
 
 
 def readable_copy(folder: Path) -> None:
-    """Copies the kernels, and changes what the tool cannot read: macros of function constants, and const references."""
+    """Copies the kernels, and rewrites macros of function constants and const references for the tool."""
     shutil.copytree(ROOT / "kernels", folder / "kernels")
     rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "kernels/shared/slots.h").read_text())
     declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
@@ -219,12 +219,12 @@ def readable_copy(folder: Path) -> None:
 
 
 def is_set_up() -> bool:
-    """Returns true if setup.sh has built the compiler, in its default folder or in AGX_DIR."""
+    """Returns whether setup.sh has built the compiler, in its default folder or in AGX_DIR."""
     return (Path(os.environ.get("AGX_DIR", ROOT / "build" / "agx")) / "usr/local/bin/asahi_clc").exists()
 
 
 def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | str]:
-    """Returns the result of `measure` for each case. Several cases are compiled at a time."""
+    """Measures all cases, several at a time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda case: measure(folder, case), chosen))
 
@@ -253,7 +253,7 @@ def measure(folder: Path, case: Case) -> dict[str, Any] | str:
 
 
 def shared_body(case: Case) -> Case | None:
-    """Returns the case of the kernel whose body a kernel for experts shares, or None for other kernels."""
+    """Returns the case of the kernel with the same body as an experts kernel, or None for other kernels."""
     if case.kernel not in SHARED_BODIES:
         return None
     kernel, library = SHARED_BODIES[case.kernel]
@@ -275,14 +275,14 @@ def count(folder: Path, case: Case) -> Figures | str:
 
 @dataclass(frozen=True)
 class Loops:
-    """The loops that decide a kernel's speed.
+    """The loops of a kernel that determine its speed.
 
-    With bf16 and fp32 activations, gemv has two innermost loops; the slower one is for very small activations.
+    With bf16 and fp32 activations, gemv has two innermost loops. The slower loop handles very small activations.
 
     Attributes:
         hot: the faster innermost loop.
         innermost: both innermost loops, or the only one.
-        outer: the loop around them, or `hot` if there is none.
+        outer: the loop around the innermost loops, or `hot` if there is none.
     """
 
     hot: dict[str, Any]
@@ -302,12 +302,12 @@ class Loops:
 
 
 def figures(case: Case, counted: dict[str, Any], most_instructions: float | None = None) -> Figures:
-    """Returns the counts of the hot loop, plus a share of the loop around it.
+    """Returns the counts of the hot loop, plus a share of the counts of the loop around it.
 
     Args:
         case: what was counted.
         counted: what `measure` returned.
-        most_instructions: the limit of the hot loop's instructions per weight, in addition to the bars of the kernel.
+        most_instructions: an additional limit of the hot loop's instructions per weight.
     """
     loops = Loops.of(counted)
     hot, outer = loops.hot, loops.outer
@@ -347,7 +347,10 @@ def figures(case: Case, counted: dict[str, Any], most_instructions: float | None
 
 
 def missed_bars(case: Case, got: Figures, most_instructions: float | None) -> Iterator[str]:
-    """Yields the limits that a case exceeds. Limits of gemv apply only to fp16 in groups of 64 or of the fixed size."""
+    """Yields the limits that a case exceeds.
+
+    Limits of gemv apply only to fp16 in groups of 64 or of the format's fixed size.
+    """
     kind = {"integer": f"int{case.traits.code_bits}"}.get(case.traits.code_kind, case.traits.code_kind)
     bars: dict[str, tuple[float, Callable[[Figures], float]]] = {
         "spills": (MOST_SPILLS.get(case.kernel, 0), lambda f: f.spills)

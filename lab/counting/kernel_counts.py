@@ -6,14 +6,15 @@
 
 tensor_instructions.py counts the rows of gemm_tensor.
 
-gemv, fused and their forms for experts are counted with all formats and activations, because their registers, and so
-the threadgroups on a core, differ by format; other kernels with fp16 activations and one format of each code kind.
-Groups have 64 codes or the fixed size of the format, and in forms() of instructions.py the sizes of popular files.
-Tensors are aligned, and there are no options. A kernel that the
-tool cannot compile (UNCOUNTED of instructions.py) gets the counts of single_stage.
+gemv, fused and their variants for experts are counted with all formats and activations, because the format changes
+their registers, and so the number of threadgroups on a core. Other kernels are counted with fp16 activations and one
+format of each code kind. Groups have 64 codes or the fixed size of the format, and in addition the sizes of common
+files (forms() of instructions.py). Tensors are aligned, and no options are set. A kernel that the tool cannot compile
+(UNCOUNTED of instructions.py) gets the counts of single_stage.
 
-moe_gemv_blocks has a loop for each number of rows, and moe_fused one for each number of row blocks. A row of the table
-has the counts of the largest loop. What runs once is counted in a copy of the kernel that has this loop only.
+moe_gemv_blocks has a loop for each number of rows, and moe_fused has one for each number of row blocks. A row of the
+table has the counts of the largest loop. The code outside the loops is counted in a copy of the kernel that has only
+the largest loop.
 """
 
 import argparse
@@ -44,7 +45,7 @@ FORMATS_OF_KINDS = tuple(
     {(row.code_kind, row.code_bits): name for name, row in reversed(WEIGHT_FORMATS.items())}.values()
 )
 FUSED_CHAIN_K = 256
-# The kernels with several loops, and the conditions that choose a loop.
+# The kernels with several loops, and regular expressions of the conditions that choose a loop.
 LARGEST_LOOPS = {"moe_gemv_blocks": r"rows\.count == \d", "moe_fused": r"rows\.count > (?:\d \* )?kBlock"}
 
 
@@ -54,7 +55,7 @@ def counted_cases(dtype: str) -> Iterator[Case]:
     for case in cases():
         is_listed = case.kernel in BY_FORMAT or case.weight_format in FORMATS_OF_KINDS
         is_usual = (case.weight_format, case.group_size, case.levels) in usual
-        if case.kernel == "moe_gemv_gated":  # the planner takes the counts of moe_gemv for it
+        if case.kernel == "moe_gemv_gated":  # the planner uses the counts of moe_gemv for moe_gemv_gated
             continue
         if is_listed and is_usual and case.dtype == dtype:
             yield case
@@ -76,12 +77,12 @@ def slots(part: dict[str, Any]) -> int:
 
 
 def once(counted: dict[str, Any]) -> int:
-    """Returns the slots of what runs once, in a kernel with one outer loop."""
+    """Returns the issue slots of the code outside the loops, in a kernel with one outer loop."""
     return slots(counted["total"]) - slots(Loops.of(counted).outer)
 
 
 def keep_largest_loop(folder: Path) -> None:
-    """Removes all loops but the largest from the kernels with several."""
+    """Removes all loops but the largest from the kernels with several loops."""
     for kernel, condition in LARGEST_LOOPS.items():
         path = folder / f"kernels/experts/{kernel}.metal"
         text, replaced = re.subn(condition, "true", path.read_text())
@@ -91,7 +92,7 @@ def keep_largest_loop(folder: Path) -> None:
 
 
 def row(case: Case, counted: dict[str, Any], once: int) -> KernelCounts:
-    """Returns a row of the table: counts of the innermost loop, the loop around it, and the rest, which runs once."""
+    """Returns a row of the table: counts of the innermost loop, of the loop around it, and of the code outside both."""
     loops = Loops.of(counted)
     hot = loops.hot
     return KernelCounts(
@@ -118,7 +119,7 @@ def counted_rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[Kern
     Args:
         dtype: the dtype.
         folder: a copy of the kernels.
-        largest_loops: another copy, after keep_largest_loop().
+        largest_loops: another copy, changed by keep_largest_loop().
     """
     chosen = list(counted_cases(dtype))
     alone = [case for case in chosen if case.kernel in LARGEST_LOOPS]
@@ -139,7 +140,7 @@ def counted_rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[Kern
 
 
 def count() -> list[KernelCounts]:
-    """Returns the rows of all dtypes as they are counted now."""
+    """Counts the kernels and returns the rows of all dtypes."""
     with tempfile.TemporaryDirectory(prefix="kernels-") as parent:
         folder, largest_loops = Path(parent) / "whole", Path(parent) / "largest"
         readable_copy(folder)
@@ -149,7 +150,7 @@ def count() -> list[KernelCounts]:
 
 
 def write_or_check(found: list[KernelCounts], *, kernel: str, check: bool) -> int:
-    """Stores new rows in place of those of gemm_tensor, or of all other kernels; or compares both.
+    """Stores the counted rows of gemm_tensor, or of all other kernels, or compares them with the stored rows.
 
     Returns:
         The exit code: 1 if rows that are compared differ.

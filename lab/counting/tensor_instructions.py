@@ -1,12 +1,12 @@
 """Counts the instructions around the matrix products of kernels for tensor units: our gemm_tensor and MLX's.
 
-Both are compiled from source for the M1's GPU by Mesa's compiler (lab/agx/README.md). In both, the same 16
-instructions replace each matmul2d and are subtracted from the counts (lab/agx/tensor_stub). Nothing is executed.
-Apple's compiler and the M5's instructions differ. The wheel of MLX is downloaded if it is not cached.
+Mesa's compiler compiles both from source for the M1's GPU (lab/agx/README.md). In both, the same 16 instructions
+replace each matmul2d and are subtracted from the counts (lab/agx/tensor_stub). No kernel is executed. Apple's compiler
+and the M5's instructions differ. The program downloads the wheel of MLX if it is not cached.
 
-A tile is 64 rows and 64 columns, and has four simdgroups. A count is the instructions of all lanes in a step of 64 k,
-per weight of the tile. "decode" holds the instructions that turn words into operands: masks, shifts, conversions,
-products with scales, and transfers of decoded weights through threadgroup memory. "ends" holds the instructions at the
+A tile has 64 rows, 64 columns and four simdgroups. A count is the number of instructions of all lanes in a step of 64
+k, per weight of the tile. "decode" counts the instructions that turn words into operands: masks, shifts, conversions,
+products with scales, and transfers of decoded weights through threadgroup memory. "ends" counts the instructions at the
 ends of groups, which in our kernel scale the sums.
 
     python -m lab.counting.tensor_instructions            # prints a table of both sides
@@ -37,13 +37,13 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "lab" / "agx" / "tensor_stub"
-# The dtype of the counted code. The M1 has no bfloat instructions, so floats take the place of bfloat. The decode is
-# the same on a GPU that has such instructions, as the M5 does.
+# The dtype that is compiled. The M1 has no bfloat instructions, so floats replace bfloat. The M5 has them, and its
+# decode instructions are then the same as with floats.
 COUNTED_AS = {"float16": "float16", "bfloat16": "float32"}
 PRODUCTS = 32 * 32 * 32 // 512  # of 512 multiply-adds, in a simdgroup's step
 WEIGHTS = 64 * 64  # of a step
 LANES = 128
-# Our format, and MLX's kernel for the same codes.
+# Our format -> MLX's kernel for the same codes.
 PAIRS = {
     "uint4b8": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
     "uint4": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
@@ -52,7 +52,7 @@ PAIRS = {
     "mxfp4": ("fp_quantized_nax.h", "fp_qmm_t_nax<half, 32, 4, true, false, 64, 64, 64, 2, 2>"),
     "nvfp4": ("fp_quantized_nax.h", "fp_qmm_t_nax<half, 16, 4, true, false, 64, 64, 64, 2, 2>"),
 }
-# What the tool cannot read in MLX's headers, and the same in other words.
+# Text in MLX's headers that the tool cannot read -> equivalent text.
 REWORDED = {
     "__metal_get_thread_index_in_simdgroup(ushort())": "(ushort)get_sub_group_local_id()",
     "typename metal::vec<U, kElemsPerFrag>": "stub_fragment<U>",
@@ -115,16 +115,16 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
     """Returns the counts of a step.
 
     Args:
-        found: what the tool counts.
-        steps: iterations of the innermost loop in a step of 64 k.
+        found: the tool's counts of a kernel.
+        steps: iterations of the innermost loop that together cover 64 k.
         calls: calls of matmul2d in an iteration.
-        chain: how many k an iteration of the surrounding loop covers; 0 if there is no such loop.
+        chain: the k that one iteration of the surrounding loop covers; 0 if there is no such loop.
     """
     innermost = [o for o in found["loops"] if o["innermost"] and o["device_load_bytes"]]
-    hot = min(innermost, key=lambda o: o["instructions"])  # MLX has one more loop for tiles that are not whole
+    hot = min(innermost, key=lambda o: o["instructions"])  # MLX has a second loop, for tiles at the edge
     histogram = hot["histogram"]
     scale = steps * LANES / WEIGHTS
-    # A stubbed product has 8 ffma and 8 fadd. What is left of both multiplies by a scale or adds a bias.
+    # The stub of a product has 8 ffma and 8 fadd. The remaining ffma and fadd multiply by a scale or add a bias.
     products = max(histogram.get("ffma", 0) - 8 * calls, 0)
     decode = sum(histogram.get(name, 0) for name in DECODE) + products
     outer = [o for o in found["loops"] if o["start"] <= hot["start"] and o["end"] >= hot["end"] and o is not hot]
@@ -142,20 +142,23 @@ def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Count
 
 
 def takes_half_steps(weight_format: str, group_size: int) -> bool:
-    """Returns whether a step has 16 k. nvfp4's scales are part of its operands, so its groups need no own sums."""
+    """Returns whether a step has 16 k instead of 32.
+
+    In nvfp4, scales are multiplied into the operands, so groups need no separate sums.
+    """
     return group_size == MIN_GROUP_SIZE and weight_format != "nvfp4"
 
 
 def calls_of(weight_format: str, group_size: int = 64) -> int:
-    """Returns the products of a step: two left operands and perhaps the sums of activations, for each 16 k."""
+    """Returns the products in a step: two left operands, and with biases the sums of activations, for each 16 k."""
     halves = 1 if takes_half_steps(weight_format, group_size) else 2
     return halves * (3 if WEIGHT_FORMATS[weight_format].zeros_role == "bias" else 2)
 
 
 def counted_forms(dtype: str) -> dict[tuple[str, int, int], None]:
-    """Returns formats, group sizes and levels: groups of 16, whose steps are shorter, and those that the model knows.
+    """Returns (format, group size, levels): groups of 16, whose steps are shorter, and all forms of the model.
 
-    A format with a lut has no such kernel. Only groups of 16 have another loop than longer ones.
+    Formats with a lut have no such kernel. Only groups of 16 change the loop.
     """
     known = [form for form in instructions.forms(dtype) if not WEIGHT_FORMATS[form[0]].has_lut]
     single = dict.fromkeys(name for name, _, _ in known)
@@ -165,7 +168,6 @@ def counted_forms(dtype: str) -> dict[tuple[str, int, int], None]:
 
 
 def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int, levels: int = 1) -> dict[str, Any]:
-    """Returns the tool's counts for gemm_tensor with a tile of 64 x 64."""
     case = instructions.Case(
         "gemm_tensor", "gemm/tensor", weight_format, dtype, group_size=group_size, rows=64, levels=levels
     )
@@ -176,14 +178,13 @@ def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int, lev
 
 
 def ours(folder: Path, weight_format: str) -> Counts:
-    """Counts gemm_tensor with fp16 activations."""
     group = 32 if weight_format == "float4_e2m1" else instructions.usual_group(weight_format)
     found = stat_ours(folder, weight_format, "float16", group)
     return counts(found, 2, calls_of(weight_format), 128 if weight_format == "nvfp4" else group)
 
 
 def model_row(folder: Path, weight_format: str, group: int, levels: int, dtype: str) -> KernelCounts:
-    """Returns a row of the model's table. The step is 32 rows, 32 columns and 32 k, with groups of 16 only 16 k."""
+    """Returns a row of the model's table. A step has 32 rows, 32 columns and 32 k, or 16 k with groups of 16."""
     found = stat_ours(folder, weight_format, COUNTED_AS[dtype], group, levels)
     loops = instructions.Loops.of(found)
     hot, outer = loops.hot, loops.outer
@@ -206,7 +207,7 @@ def model_row(folder: Path, weight_format: str, group: int, levels: int, dtype: 
 
 
 def model_rows() -> list[KernelCounts]:
-    """Returns the rows of gemm_tensor as they are counted now."""
+    """Counts gemm_tensor and returns its rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare_ours(folder)
@@ -225,7 +226,7 @@ def mlx(folder: Path, header: str, entry: str) -> Counts:
 
 
 def prepare_ours(folder: Path) -> None:
-    """Copies our sources and the stub, in words that the tool can read. Adds instances for float activations."""
+    """Copies our sources and the stub, rewritten for the tool. Adds instances for float activations."""
     instructions.readable_copy(folder)
     shutil.copytree(STUB, folder, dirs_exist_ok=True)
     with (folder / "kernels/gemm/tensor.metal").open("a") as source:
@@ -236,7 +237,7 @@ def prepare_ours(folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Copies both projects' sources and the stub, in words that the tool can read."""
+    """Copies both projects' sources and the stub, rewritten for the tool."""
     prepare_ours(folder)
     shutil.copytree(mlx_include(MLX_WITH_TENSORS), folder, dirs_exist_ok=True)
     path = folder / "mlx/backend/metal/kernels/steel/gemm/nax.h"
@@ -249,7 +250,6 @@ def prepare(folder: Path) -> None:
 
 
 def main() -> int:
-    """Prints the table, or writes or checks the model's rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare the model's rows with fresh counts")

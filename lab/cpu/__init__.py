@@ -1,1 +1,1 @@
-"""Measures products on a CPU beside other projects and the machine's limits."""
+"""Compares products on a CPU with other projects and with the machine's limits."""

@@ -1,5 +1,5 @@
-// Measures the best rates of this machine: bytes read per second, fp32 operations per second, and product instructions
-// per second. cpu_ceilings.py compiles this file for the machine. The clock starts when all threads are ready.
+// Measures this machine's peak rates: bytes read per second, fp32 operations per second, and product instructions per
+// second. cpu_ceilings.py compiles this file for the machine. The clock starts when all threads are ready.
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -25,7 +25,7 @@ constexpr int kBytes = 16;
 using Floats = float __attribute__((vector_size(kBytes)));
 using Words = uint64_t __attribute__((vector_size(kBytes), aligned(8)));
 
-// Returns the seconds from when all threads are ready until the last one is done.
+// Returns the seconds from the moment when all threads are ready until the last thread is done.
 template <class Work>
 double seconds(int threads, Work work) {
   std::atomic<int> ready{0};
@@ -68,7 +68,8 @@ uint64_t read(const char* data, size_t bytes) {
   return result;
 }
 
-constexpr int kChains = 16;  // independent chains: more than latency times multiply-add units of any core
+// more independent chains than any core needs: latency times the number of multiply-add units
+constexpr int kChains = 16;
 constexpr int kTurns = 4096;
 
 template <int... i>
@@ -88,7 +89,7 @@ float multiply_add(const float* start, int64_t rounds, std::integer_sequence<int
 
 #if defined(__x86_64__) && defined(__linux__)
 
-// Executes an instruction on independent registers, which are all zero.
+// Executes an instruction on independent registers, all of them zero.
 #define MARLIN_FOUR(instruction, r, a, b, c, d)                                                                     \
   instruction " %%" r "14, %%" r "15, %%" r a "\n\t" instruction " %%" r "14, %%" r "15, %%" r b "\n\t" instruction \
               " %%" r "14, %%" r "15, %%" r c "\n\t" instruction " %%" r "14, %%" r "15, %%" r d "\n\t"
@@ -119,7 +120,7 @@ bool begin_tiles(int rows) {
   return true;
 }
 
-// Executes one of the kinds of cpu_instructions.cpp at least `count` times.
+// Executes an instruction kind (KINDS of cpu_ceilings.py) at least `count` times.
 void execute(int kind, int rows, int64_t count) {
   asm volatile("vzeroall" ::: "xmm14", "xmm15");
   if (kind >= 5 && !begin_tiles(rows)) return;
@@ -137,7 +138,7 @@ void execute(int kind, int rows, int64_t count) {
 
 #endif
 
-std::atomic<uint64_t> sink;  // uses the results, so that the compiler keeps the work
+std::atomic<uint64_t> sink;  // The results are stored here, so that the compiler does not remove the work.
 
 }  // namespace
 
@@ -153,7 +154,7 @@ double stream_read(const void* data, size_t bytes, int threads) {
 // Returns the floating-point operations per second; a multiply-add counts as two.
 double fp32_peak(int threads) {
   constexpr int64_t kRounds = 4096;
-  // The chains start with different values that the compiler does not know; otherwise it would compute only one.
+  // The chains start with different values that the compiler does not know. Otherwise it would compute only one chain.
   volatile float seed = 1.F;
   float start[kChains];
   for (int i = 0; i < kChains; ++i)
@@ -165,7 +166,8 @@ double fp32_peak(int threads) {
 }
 
 #if defined(__x86_64__) && defined(__linux__)
-// Returns how many instructions of a kind (cpu_instructions.py) the threads execute per second. Tiles have `rows` rows.
+// Returns how many instructions of a kind (KINDS of cpu_ceilings.py) the threads execute per second. `rows` is the
+// height of a tile.
 double instruction_rate(int kind, int threads, int rows) {
   const int64_t count = kind < 5 ? 10'000'000 : 1'000'000;
   return threads * double(count) / seconds(threads, [&](int) { execute(kind, rows, count); });

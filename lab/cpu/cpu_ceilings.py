@@ -1,4 +1,4 @@
-"""Measures the peak memory and arithmetic rates of this machine's CPU, with C++ that is compiled on first use."""
+"""Measures the peak memory and arithmetic rates of this machine's CPU. The C++ code is compiled on first use."""
 
 import ctypes
 import functools
@@ -37,17 +37,17 @@ def _library() -> ctypes.CDLL:
 
 
 def stream_read(data: torch.Tensor, threads: int) -> float:
-    """Returns the bytes per second at which `threads` threads read `data` (contiguous, larger than the caches) once."""
+    """Reads `data` (contiguous, larger than the caches) once with `threads` threads. Returns the bytes per second."""
     return data.nbytes / float(_library().stream_read(data.data_ptr(), data.nbytes, threads))
 
 
 def fp32_peak(threads: int) -> float:
-    """Returns the fp32 operations per second of `threads` threads that only execute multiply-adds on registers."""
+    """Returns the fp32 operations per second of `threads` threads that execute only multiply-adds on registers."""
     return float(_library().fp32_peak(threads))
 
 
 def instruction_rate(kind: str, threads: int, rows: int = 16) -> float:
-    """Returns the instructions of one of KINDS per second of `threads` threads that execute nothing else."""
+    """Returns the instructions per second of `threads` threads that execute only one of KINDS."""
     rate = _library().instruction_rate
     rate.restype = ctypes.c_double
     return float(rate(KINDS.index(kind), threads, rows))

@@ -2,10 +2,11 @@
 
     python -m lab.cpu.cpu_diffusion [--rows 1024 4608] [--types Q4_0 Q4_K Q8_0] [--shapes 3072x3072 12288x3072]
 
-Each line has one product with bf16 activations: diffusers' `GGUFLinear`, which decodes the weight at each call and
-multiplies in bf16, PyTorch's dense product of the weight decoded before, and `MarlinLinear`, which rounds the weight
-to bf16 as it does in models of diffusers, and once more without rounding. All take turns. A ratio is the median over
-rounds of the other's time over that of the rounding layer, so above 1 this package is faster.
+Each line compares four products with bf16 activations: diffusers' `GGUFLinear`, which decodes the weight at each call
+and multiplies in bf16; PyTorch's dense product with an already decoded weight; `MarlinLinear`, which rounds the weight
+to bf16 as in models of diffusers; and `MarlinLinear` without this rounding. They run in turns. A ratio is the median
+over rounds of another product's time divided by the time of the rounding layer. If it is above 1, this package is
+faster.
 """
 
 import argparse
@@ -29,7 +30,7 @@ CHECKED = 16  # rows
 
 
 def theirs(kind: str, N: int, K: int) -> GGUFLinear:
-    """Makes diffusers' layer of a random weight `[N, K]`."""
+    """Makes diffusers' layer with a random weight `[N, K]`."""
     of_type = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[of_type]
     generator = np.random.default_rng(0)
@@ -45,7 +46,7 @@ def theirs(kind: str, N: int, K: int) -> GGUFLinear:
 
 
 def line(kind: str, M: int, N: int, K: int, rounds: int) -> str:
-    """Times the products in turns, checks them against each other, and returns a row of the table."""
+    """Times the products in turns, compares their results, and returns a row of the table."""
     original = theirs(kind, N, K)
     decoded = gguf.dequantize(original.weight.as_tensor().numpy(), original.weight.quant_type)
     weight = torch.from_numpy(decoded.astype(np.float32))

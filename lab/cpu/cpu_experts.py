@@ -2,13 +2,13 @@
 
 The benchmark times the experts of one layer: the product with the gate and up projections, silu(gate) * up, and the
 product with the down projections, weighted and summed over the experts of a token. The routing is random and uniform,
-and in a round it is the same for every rival. The rivals are a loop of this package's `gemm` over the experts that have
-rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, a loop of `torch.nn.functional.linear` and, with
+and all rivals of a round use the same routing. The rivals are a loop of this package's `gemm` over the experts that
+have rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, a loop of `torch.nn.functional.linear` and, with
 `--ggml`, ggml. The two rivals from PyTorch use the unquantized weights in the activations' dtype. ggml multiplies the
-same packed weights by `mul_mat_id`, in each of its layouts that has this product. It takes fp32 activations and rounds
-them to 8 bits. Its shared libraries come from an installed `llama-cpp-python` or from the folder that the option names.
-Before it is timed, every rival must agree with `moe_gemm`. The memory of a rival is measured in its own process,
-which holds only this rival's weights.
+same packed weights by `mul_mat_id`, in each of its layouts that supports this product. It takes fp32 activations and
+rounds them to 8 bits. Its shared libraries come from an installed `llama-cpp-python` or from the folder that the option
+names. Before a rival is timed, its result must agree with that of `moe_gemm`. The memory of a rival is measured in a
+separate process, which holds only this rival's weights.
 
     python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]] [--json FILE]
 
@@ -43,7 +43,7 @@ OPS = torch.ops.torch_marlin_metal
 
 TOKENS = (1, 4, 16, 64, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# The largest relative root mean square of the errors, for a dtype and for ggml, which rounds activations to 8 bits.
+# The largest relative root mean square error, for each dtype and for ggml, which rounds activations to 8 bits.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4, "ggml": 2e-2}
 ROUTINGS = 16  # consecutive rounds use different experts
 MOST_COPIES = 32
@@ -51,7 +51,7 @@ OURS, *_ = VARIANTS = ("moe_gemm", "gemm loop", "grouped_mm", "linear loop")
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer's experts, from the configuration of the model, and the format of their weights."""
+    """The sizes of a layer's experts, from the model's configuration, and the format of their weights."""
 
     experts: int
     hidden: int
@@ -82,25 +82,21 @@ class Projection:
             self.scales = (torch.rand(E, groups, N) * 0.01).to(torch.bfloat16)
 
     def grouped(self, a: Tensor, ids: Tensor, **options: Any) -> Tensor:
-        """Multiplies each row with the weights of its experts."""
         return OPS.moe_gemm(a, self.words, self.scales, ids, **options, **self.options)
 
     def clone(self) -> "Projection":
-        """Returns a copy with memory of its own."""
         made = copy.copy(self)
         made.words, made.scales = self.words.clone(), self.scales.clone()
         return made
 
     def stack(self) -> Stack:
-        """Returns the weights for ggml."""
         return Stack(self.words, self.scales, **self.options)
 
     def one(self, expert: int, a: Tensor) -> Tensor:
-        """Multiplies with one expert's weight."""
         return OPS.gemm(a, self.words[expert], self.scales[expert], **self.options)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weights [E, N, K], as PyTorch's linear and transformers store them."""
+        """Returns the weights as `[E, N, K]`, the layout of PyTorch's linear and of transformers."""
         E, words, N = self.words.shape
         weights = torch.empty(E, N, 8 * words, dtype=dtype)
         for expert in range(E):
@@ -123,13 +119,12 @@ def route(shape: Shape, tokens: int) -> Routing:
 
 
 def gated(both: Tensor) -> Tensor:
-    """Returns silu(gate) * up of `[..., 2 * intermediate]`."""
     gate, up = both.chunk(2, -1)
     return silu(gate) * up
 
 
 def fused(gate_up: Projection, down: Projection, x: Tensor, routing: Routing) -> Tensor:
-    """Computes the block with two calls of `moe_gemm` and one of `gated_activation`, as `MarlinExperts` does."""
+    """Computes the experts with two calls of `moe_gemm` and one of `gated_activation`, as `MarlinExperts` does."""
     inner = tmm.ops.gated_activation(*gate_up.grouped(x, routing.ids).chunk(2, -1))
     return down.grouped(inner, routing.ids, row_weights=routing.weights, reduce=True)
 
@@ -138,7 +133,7 @@ Product = Callable[[int, Tensor], Tensor]
 
 
 def looped(gate_up: Product, down: Product, x: Tensor, routing: Routing) -> Tensor:
-    """Computes the block with two products for each expert that has rows."""
+    """Computes the experts with two products for each expert that has rows."""
     out = torch.zeros_like(x)
     for expert in torch.unique(routing.ids).tolist():
         token, slot = torch.where(routing.ids == expert)
@@ -148,7 +143,7 @@ def looped(gate_up: Product, down: Product, x: Tensor, routing: Routing) -> Tens
 
 
 def sorted_by_expert(gate_up: Tensor, down: Tensor, x: Tensor, routing: Routing) -> Tensor:
-    """Computes the block with two calls of `grouped_mm` on rows sorted by expert, as transformers does."""
+    """Computes the experts with two calls of `grouped_mm` on rows sorted by expert, as transformers does."""
     ids = routing.ids.flatten()
     order = ids.argsort()
     ends = torch.bincount(ids, minlength=len(down)).cumsum(0).to(torch.int32)
@@ -158,16 +153,16 @@ def sorted_by_expert(gate_up: Tensor, down: Tensor, x: Tensor, routing: Routing)
 
 
 class Block:
-    """Several copies of the experts of one layer, and a call of each variant for each copy.
+    """Several copies of the experts of one layer. Each variant can call each copy.
 
-    There are enough copies that none is in a cache when its turn comes.
+    There are so many copies that a copy has left the caches before it is used again.
     """
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, variants: tuple[str, ...] = VARIANTS, ggml: Ggml | None = None
     ) -> None:
         packed = shape.experts * 3 * shape.hidden * shape.intermediate // 2
-        # MOST_COPIES limits only the tiny layer, whose times mean nothing.
+        # MOST_COPIES limits only the tiny layer, whose times are not used.
         copies = min(MOST_COPIES, -(-cold_bytes() // packed)) if len(variants) > 1 else 1
         self.calls: dict[str, list[Callable[[Tensor, Routing], Tensor]]] = {name: [] for name in variants}
         projections = (
@@ -193,7 +188,6 @@ class Block:
                 self.calls.setdefault(name, []).append(made[name])
 
     def rivals(self) -> list[str]:
-        """Returns the names of all variants but `OURS`."""
         return [name for name in self.calls if name != OURS]
 
     def check(self, x: Tensor, routing: Routing) -> None:
@@ -218,9 +212,9 @@ class Block:
 
 
 def measure_memory(pipe: Connection, variant: str, shapes: list[Shape], tokens: int, threads: int) -> None:
-    """Sends two numbers for each shape, in bf16: the bytes of the weights, and the most bytes that a call adds."""
+    """Sends two numbers for each shape, in bf16: the bytes of the weights, and the peak bytes that a call allocates."""
     torch.set_num_threads(threads)
-    for shape in [LAYERS["tiny"], *shapes]:  # the first loads what the measured ones need
+    for shape in [LAYERS["tiny"], *shapes]:  # the tiny layer loads libraries, so that the measured layers do not
         before = resident("VmRSS")
         x = torch.randn(tokens, shape.hidden).to(torch.bfloat16)
         call = Block(shape, torch.bfloat16, (variant,)).calls[variant][0]
@@ -232,7 +226,7 @@ def measure_memory(pipe: Connection, variant: str, shapes: list[Shape], tokens: 
 
 
 def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: Record) -> None:
-    """Prints the memory of each variant. All variants run at the same time, each in its own process."""
+    """Prints the memory of each variant. Each variant runs in its own process, all at the same time."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     share = max(1, threads // len(VARIANTS))
@@ -240,7 +234,7 @@ def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: 
         pipes[variant], theirs = context.Pipe()
         arguments = (theirs, variant, list(layers.values()), tokens, share)
         context.Process(target=measure_memory, args=arguments, daemon=True).start()
-        theirs.close()  # so that a process that fails ends the wait for it
+        theirs.close()  # Otherwise a process that fails would leave this process waiting.
     table(f"MB of the weights, and peak MB of a call with {tokens} tokens beyond them, bf16", ["layer", *VARIANTS])
     for name in (None, *layers):
         try:
@@ -261,9 +255,9 @@ def compare(
     record: Record,
     ggml: Ggml | None = None,
 ) -> None:
-    """Prints a table for every layer and dtype. Names and skips those for which no time is left before the deadline."""
+    """Prints a table for every layer and dtype. Skips a table if the deadline is too near, and says so."""
     cases = [(name, dtype) for name in layers for dtype in options.dtypes]
-    made = 0.0  # seconds that the last block took to make
+    made = 0.0  # seconds that constructing the last Block took
     for number, (name, dtype) in enumerate(cases):
         shape, begin = layers[name], time.monotonic()
         if begin + made > deadline:

@@ -1,9 +1,9 @@
 """Compares `gemm` on the CPU with PyTorch's dense linear, PyTorch's own 4-bit kernel and the machine's peak rates.
 
-Every round runs each rival once, so that changing clocks and other work affect all of them alike. The tables show
-medians of the per-round ratios. Weights are cold: there are more copies of a weight than fit in the last-level cache,
-and each call uses the next copy. For one row, each round also reads memory without computing. One run measures all
-tables.
+Every round runs each rival once, so that changing clocks and other programs affect all of them alike. The tables show
+medians of the ratios of each round. Weights are in no cache: there are more copies of a weight than fit into the
+last-level cache, and each call uses the next copy. For one row, each round also reads memory without computing. One run
+measures all tables.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMAT_ROWS = (1, 8, 64)
 SHAPES = ("4096x4096", "4096x11008", "11008x4096", "4096x512")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SCALAR_SECONDS = 4.0  # PyTorch's fp32 4-bit kernel is scalar code. It is left out if it would take longer than this
+SCALAR_SECONDS = 4.0  # PyTorch's fp32 4-bit kernel is scalar code. It is skipped if it would take longer than this.
 Call = Callable[[int], object]
 Times = dict[str, list[float]]
 
@@ -42,7 +42,7 @@ def cold_bytes() -> int:
 
 
 def seconds(call: Call, index: int) -> float:
-    """Times one call, in wall time or, with one thread, in CPU time, which other processes disturb less."""
+    """Times one call in wall time. With one thread it uses CPU time, which other processes disturb less."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     call(index)
@@ -50,11 +50,11 @@ def seconds(call: Call, index: int) -> float:
 
 
 def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
-    """Returns the seconds of each call in each round, for as many rounds as the budget in seconds allows.
+    """Returns each call's seconds in each round, for as many rounds as the budget in seconds allows.
 
-    Use this function only for calls that are finished when they return; `interleave` times asynchronous calls.
-    Every call gets a new number, so that consecutive calls read different weights. A call affects the caches for the
-    next one, so the order within a round is random: no call always follows the same other call.
+    Pass only calls that are finished when they return; `interleave` times asynchronous calls. Every call gets a new
+    number, so that consecutive calls read different weights. A call changes the caches for the next call. The order
+    within a round is therefore random, so that no call always follows the same other call.
     """
     times: Times = {name: [] for name in calls}
     for call in calls.values():
@@ -68,18 +68,18 @@ def time_calls(calls: dict[str, Call], budget: float, least: int = 5) -> Times:
         rounds += 1
         order.shuffle(names)
         for name in names:
-            wake.add_(1)  # this call wakes PyTorch's threads; in a model they are awake between layers, too
+            wake.add_(1)  # This call wakes PyTorch's threads, because in a model they are awake between layers, too.
             times[name].append(seconds(calls[name], next(counter)))
     return times
 
 
 def ratio(times: Times, rival: str, ours: str) -> float:
-    """Returns the median over rounds of the rival's time divided by ours. Above 1, ours is faster."""
+    """Returns the median over rounds of the rival's time divided by our time. Above 1, this package is faster."""
     return median_ratio(times[rival], times[ours])
 
 
 class Layer:
-    """Clones of one layer's weight in a format of this package, enough to miss the caches."""
+    """Copies of one layer's weight in a format of this package, more than fit into the caches."""
 
     def __init__(
         self, K: int, N: int, weight_format: str = "uint4b8", group_size: int = GROUP_SIZE, perm: bool = False
@@ -98,17 +98,16 @@ class Layer:
             tensors["lut"] = torch.randn(16)
         if perm:
             tensors["perm"] = torch.randperm(K, dtype=torch.int32)
-        # The words lie in huge pages, as those of a loaded layer do.
+        # The words are in huge pages, like those of a loaded layer.
         words = [prefer_huge_pages(torch.empty_like(packed)).copy_(packed) for _ in range(copies)]
         self.weights = [tmm.PackedWeight(copy, scales.clone(), weight_format, group_size, **tensors) for copy in words]
 
     def __call__(self, a: torch.Tensor, index: int) -> object:
-        """Multiplies with this package's operator."""
         return tmm.gemm(a, self.weights[index % len(self.weights)])
 
 
 class Peers:
-    """Clones of one layer's weight in every rival's format, enough to miss the caches."""
+    """Copies of one layer's weight in every rival's format, more than fit into the caches."""
 
     def __init__(self, K: int, N: int) -> None:
         copies = max(2, cold_bytes() // (K * N // 2))
@@ -124,42 +123,37 @@ class Peers:
         }
 
     def int4pack(self, a: torch.Tensor, index: int) -> object:
-        """Multiplies with PyTorch's 4-bit kernel, in its own layout."""
         words = self.packed[index % len(self.packed)]
         return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, GROUP_SIZE, self.scales_and_zeros[a.dtype])
 
     def linear(self, a: torch.Tensor, index: int) -> object:
-        """Multiplies with PyTorch's dense linear."""
         copies = self.dense[a.dtype]
         return torch.nn.functional.linear(a, copies[index % len(copies)])
 
 
 class Stream:
-    """Reads uncached memory as fast as the threads can."""
+    """Reads memory that is in no cache, as fast as the threads can."""
 
     def __init__(self, threads: int) -> None:
         self.data = torch.zeros(cold_bytes() // 4)
         self.threads = threads
 
     def bytes_per_second(self) -> float:
-        """Reads all of it once."""
         return stream_read(self.data, self.threads)
 
 
 def table(title: str, columns: list[str]) -> None:
-    """Prints the head of a Markdown table."""
     print(f"\n{title}\n\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
 
 
 def row(*cells: object) -> None:
-    """Prints a line of the table."""
     print(
         "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
     )
 
 
 def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> None:
-    """Compares this package in three dtypes with PyTorch's kernels, for every M."""
+    """For every M, compares this package with three activation dtypes with PyTorch's kernels."""
     layer, peers = Layer(K, N), Peers(K, N)
     table(
         f"K x N = {K} x {N}, group {GROUP_SIZE}, uint4b8. Ratios above 1: this package is faster.",
@@ -189,7 +183,7 @@ def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> Non
 
 
 def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
-    """Compares, in the same rounds, a product of one row with a read of memory, and one of eight rows with one row."""
+    """Compares a product of one row with a read of memory, and eight rows with one row, in the same rounds."""
     layer = Layer(K, N)
     calls: dict[str, Call] = {}
     for M in (1, 8):
@@ -208,7 +202,7 @@ def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
 
 
 def formats(K: int, N: int, budget: float) -> None:
-    """Prints each format's time divided by that of uint4b8 at the same group size. Above 1, the format takes longer."""
+    """Prints each format's time divided by the time of uint4b8 at the same group size: above 1, it is slower."""
     table(
         f"K x N = {K} x {N}: time by that of uint4b8 at the same group size",
         ["M", "a", "lut4, group 128", "uint4 with zeros, group 128", "uint4b8 with perm, group 128", "mxfp4, group 32",

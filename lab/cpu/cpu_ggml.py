@@ -1,9 +1,9 @@
 """Compares `gemm` on the CPU with ggml's matrix product for Q4_0 (symmetric, groups of 32), in one interleaved run.
 
-Needs ggml's shared libraries. They come from an installed `llama-cpp-python`, or from the build in the folder that
-`--library` names. With groups of 32, both programs multiply the same weights. Errors are relative root mean squares
-against an fp64 product of the exact weights and the fp32 activations. `high` means
-torch.set_float32_matmul_precision("high"), which lets kernels use fewer bits.
+Needs ggml's shared libraries. They come from an installed `llama-cpp-python`, or from the folder that `--library`
+names. With groups of 32, both programs multiply the same weights. Errors are relative root mean squares, compared with
+an fp64 product of the exact weights and the fp32 activations. `high` means torch.set_float32_matmul_precision("high"),
+which lets kernels use fewer bits.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-# For each function its result type and argument types, from ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h.
+# The result type and argument types of each function, from ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_init": (c_void_p, InitParams),
     "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
@@ -73,7 +73,7 @@ LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda *_: None)
 
 
 def folder_of_libraries(given: Path | None) -> Path:
-    """Returns the folder of ggml's shared libraries. Ends the program with a message if there are none."""
+    """Returns the folder of ggml's shared libraries. Exits with a message if there are none."""
     folders = [given] if given else []
     spec = None if given else importlib.util.find_spec("llama_cpp")
     if spec and spec.origin:
@@ -103,7 +103,7 @@ class Ggml:
         self.call("backend_cpu_set_n_threads", self.backend, threads)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls a function, given its name without the prefix."""
+        """Calls a function of ggml by its name without the prefix "ggml_"."""
         return getattr(self, name)(*arguments)
 
     def device(self) -> int:
@@ -125,7 +125,7 @@ class Ggml:
 
 
 class Product:
-    """Copies of one weight in one of ggml's layouts, and its products with activations."""
+    """Copies of one weight in one of ggml's layouts. Multiplies them by activations."""
 
     def __init__(
         self, ggml: Ggml, kind: int, blocks: np.ndarray, K: int, N: int, copies: int, of_type: int = GGML_TYPE_Q4_0
@@ -142,7 +142,7 @@ class Product:
             ggml.call("backend_tensor_set", weight, blocks.ctypes.data, 0, blocks.nbytes)
 
     def of(self, a: np.ndarray) -> tuple[Call, Callable[[], np.ndarray]]:
-        """Returns the call to time, and a function that reads its result."""
+        """Returns the call to time, and a function that reads the call's result."""
         ggml, context = self.ggml, self.ggml.context()
         x = ggml.call("new_tensor_2d", context, GGML_TYPE_F32, self.K, len(a))
         results = [ggml.call("mul_mat", context, weight, x) for weight in self.weights]
@@ -162,7 +162,7 @@ class Product:
 
 
 def quantize(ggml: Ggml, weight: np.ndarray, of_type: int, row_bytes: int) -> np.ndarray:
-    """Quantizes fp32 [N, K] to blocks, as bytes [N, row_bytes], with ggml's own function."""
+    """Quantizes fp32 [N, K] to blocks with ggml's own function. Returns the blocks as bytes [N, row_bytes]."""
     N, K = weight.shape
     blocks = np.empty((N, row_bytes), np.uint8)
 
@@ -176,13 +176,16 @@ def quantize(ggml: Ggml, weight: np.ndarray, of_type: int, row_bytes: int) -> np
 
 
 def layouts(ggml: Ggml, blocks: np.ndarray, K: int, N: int, copies: int, of_type: int) -> dict[str, Product]:
-    """Returns the products in every layout that has one for the type of the weight."""
+    """Returns a Product for each layout that supports the type of the weight."""
     products = {name: Product(ggml, kind, blocks, K, N, copies, of_type) for name, kind in ggml.buffer_types().items()}
     return {name: product for name, product in products.items() if product.is_supported}
 
 
 def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts Q4_0 blocks to this package's words [K/8, N] and fp16 scales [K / 32, N]. Low nibbles come first."""
+    """Converts Q4_0 blocks to this package's words [K/8, N] and fp16 scales [K / 32, N].
+
+    The low nibbles of a block hold its first codes.
+    """
     codes = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)
     nibbles = codes.reshape(len(blocks), -1, 8).astype(np.uint32)
     words = np.bitwise_or.reduce(nibbles << np.arange(0, 32, 4, dtype=np.uint32), axis=2)
@@ -190,7 +193,7 @@ def from_blocks(blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Kind(NamedTuple):
-    """One of this package's products: group size, dtype of the activations, and the precision setting for fp32."""
+    """Options of a product of this package: group size, activations' dtype, and precision setting for fp32."""
 
     group_size: int
     dtype: torch.dtype
@@ -211,7 +214,6 @@ KINDS = tuple(
 
 
 def ours(copies: list[tuple[torch.Tensor, torch.Tensor]], kind: Kind, a: torch.Tensor, index: int) -> torch.Tensor:
-    """Multiplies with this package's operator."""
     words, scales = copies[index % len(copies)]
     torch.set_float32_matmul_precision(kind.precision)  # takes 0.2 us
     return OPS.gemm(a, words, scales, weight_format="uint4b8", group_size=kind.group_size)
@@ -224,7 +226,7 @@ def error(result: np.ndarray, a: np.ndarray, weight: np.ndarray) -> str:
 
 
 def compare(ggml: Ggml, K: int, N: int, rows: list[int], budget: float) -> None:
-    """Compares this package, for one shape, with every layout of ggml that supports the weight."""
+    """For one shape, compares this package with every layout of ggml that supports the weight."""
     weight = np.random.default_rng(0).standard_normal((N, K), np.float32)
     blocks = quantize(ggml, weight, GGML_TYPE_Q4_0, K // BLOCK * Q4_0.itemsize)
     number = max(2, cold_bytes() // blocks.nbytes)

@@ -1,5 +1,5 @@
-// Counts the instructions that a thread executes, by single steps: after each, the processor traps to a handler, which
-// classifies the next one. cpu_instructions.py compiles this file. x86-64 Linux only.
+// Counts the instructions that a thread executes in single-step mode: after each instruction, the processor traps to a
+// handler, which classifies the next one. cpu_instructions.py compiles this file. x86-64 Linux only.
 #include <signal.h>
 #include <ucontext.h>
 
@@ -8,13 +8,13 @@
 
 namespace {
 
-// The product instructions, by vector length where that changes their rate; then all instructions. In the order of
-// cpu_instructions.KINDS.
+// The kinds of product instructions, in the order of cpu_instructions.KINDS. If the vector length changes an
+// instruction's rate, each length has its own kind. The last element of `counts` counts all instructions.
 enum Kind { fma_256, fma_512, bytes_256, bytes_512, bf16_512, tile_bf16, tile_bytes, kinds };
 uint64_t counts[kinds + 1];
 
-// Product instructions are encoded with a VEX prefix (C4, which names the opcode map and L, the length) or an EVEX
-// prefix (62). Sets the opcode of map 0F38, the mandatory prefix (1 is 66, 2 is F3) and the length (0 is 128 bits).
+// Product instructions have a VEX prefix (C4, which encodes the opcode map and L, the vector length) or an EVEX prefix
+// (62). Sets the opcode of map 0F38, the mandatory prefix (1 is 66, 2 is F3) and the length (0 is 128 bits).
 bool decode(const uint8_t* at, int& opcode, int& prefix, int& length) {
   if (at[0] == 0xC4 && (at[1] & 31) == 2) {
     opcode = at[3];
@@ -36,7 +36,7 @@ void count(int, siginfo_t*, void* context) {
   ++counts[kinds];
   int opcode, prefix, length;
   if (!decode(reinterpret_cast<const uint8_t*>(at), opcode, prefix, length)) return;
-  // vfmadd, vfmsub, vfnmadd and vfnmsub of whole vectors have even last digits 8, A, C, E of rows 9, A and B
+  // the last hexadecimal digit of packed vfmadd, vfmsub, vfnmadd and vfnmsub is 8, A, C or E, the first 9, A or B
   const bool fma = opcode >= 0x98 && opcode < 0xC0 && (opcode & 15) >= 8 && opcode % 2 == 0 && prefix == 1;
   const bool bytes = (opcode == 0x04 || opcode == 0x50 || opcode == 0x51) && prefix == 1;  // vpmaddubsw, vpdpbusd(s)
   if (fma && length > 0) ++counts[length == 2 ? fma_512 : fma_256];

@@ -1,4 +1,4 @@
-"""Counts the instructions that one thread executes, by single steps: x86-64 Linux, no performance counters needed."""
+"""Counts the instructions that one thread executes, in single-step mode. x86-64 Linux only."""
 
 import ctypes
 import functools
@@ -18,9 +18,9 @@ def _library() -> ctypes.CDLL:
 
 
 def count(call: Callable[[], object]) -> dict[str, int]:
-    """Returns the instructions of a call, by kind and all together, with those of the interpreter that runs it.
+    """Returns a call's instructions by kind and in total, including those of the Python interpreter.
 
-    A step takes 1 to 30 us, depending on the virtual machine.
+    One instruction takes 1 to 30 us, depending on the virtual machine.
     """
     library = _library()
     library.begin_steps()
@@ -30,8 +30,8 @@ def count(call: Callable[[], object]) -> dict[str, int]:
 
 
 def each_weight(small: Callable[[], object], large: Callable[[], object], weights: int) -> dict[str, float]:
-    """Returns the instructions for each weight, from two products of which one has `weights` more than the other."""
+    """Returns the instructions per weight: the difference of two products, of which `large` has `weights` more."""
     for call in (small, large):
-        call()  # the first call of a shape makes plans and takes memory
+        call()  # the first call of a shape makes plans and allocates memory
     less, more = count(small), count(large)
     return {kind: (more[kind] - less[kind]) / weights for kind in more}

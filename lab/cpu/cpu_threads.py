@@ -1,11 +1,11 @@
-"""Times products of few rows with several numbers of threads, beside plain reads of memory by as many threads.
+"""Times products of few rows with several numbers of threads, and plain reads of memory by the same numbers.
 
     python -m lab.cpu.cpu_threads [--threads 1 2 4 8 16] [--rows 1 8 16] [--shapes 4096x4096 ...]
 
-Weights are `uint4b8` in groups of 128 and cold; activations are bf16. All numbers of threads take turns, so that
-changing clocks and other work affect all of them alike. The tables have medians: the time of a product and, for one row
-of activations, the share of a plain read. The last columns name the number of threads that was fastest and how much
-time it saves compared with the largest number.
+Weights are `uint4b8` in groups of 128 and in no cache; activations are bf16. All numbers of threads take turns, so that
+changing clocks and other programs affect all of them alike. The tables have medians: the time of a product and, for one
+row of activations, its rate divided by the rate of a plain read. The last columns name the fastest number of threads,
+and how much time it saves compared with the largest number.
 """
 
 import argparse
@@ -22,11 +22,14 @@ from lab.cpu.cpu_gemm import Layer, Stream, row, table
 from torch_marlin_metal.cli.bench import processor_name
 
 SHAPES = ("1024x1024", "2048x2048", "4096x1024", "4096x4096", "4096x14336", "14336x4096")
-CALLS = 12  # in a turn, after two that wake the threads
+CALLS = 12  # timed calls in a turn, after two calls that wake the threads
 
 
 def turn(layer: Layer, a: torch.Tensor, threads: int, copies: Iterator[int]) -> float:
-    """Returns the median seconds of some products by as many threads, each with the next copy of the weight."""
+    """Returns the median seconds of CALLS products with `threads` threads.
+
+    Each call uses the next copy of the weight.
+    """
     torch.set_num_threads(threads)
     taken = []
     for index in range(-2, CALLS):
@@ -38,7 +41,6 @@ def turn(layer: Layer, a: torch.Tensor, threads: int, copies: Iterator[int]) -> 
 
 
 def compare(K: int, N: int, counts: list[int], rows: list[int], budget: float) -> None:
-    """Prints a line for each number of rows."""
     layer, copies = Layer(K, N), itertools.count()
     streams = {threads: Stream(threads) for threads in counts}
     for M in rows:

@@ -1,13 +1,13 @@
-"""Compares the products of a training step, packed against dense bf16, with each instruction set of the CPU kernels.
+"""Compares the packed products of a training step with dense bf16 products, on each instruction set of the CPU kernels.
 
 The products are the forward product (`gemm`), the gradient of the activations (`gemm_transposed`), and both through
-autograd, for a frozen weight as with LoRA. The rival is PyTorch's bf16 linear and its gradient. Each instruction set
-runs in a separate process, in which PyTorch's oneDNN is limited to the same set: "avx512" thus shows a machine without
-AMX. In a round every product runs once, on weights that are in no cache.
+autograd. The weight is frozen, as with LoRA. The rival is PyTorch's bf16 linear and its gradient. Each instruction set
+runs in a separate process, which limits PyTorch's oneDNN to the same set: "avx512" thus shows a machine without AMX. In
+each round every product runs once, on weights that are in no cache.
 
-Each process first prints what runs. For `gemm` this is the kernel set that the package reports. For the dense product
-and for `gemm_transposed`, it is the implementation that oneDNN reports: `gemm_transposed` decodes the weight with this
-package's kernels but multiplies with PyTorch's.
+Each process first prints which code runs. For `gemm` this is the kernel set that the package reports. For the dense
+product and for `gemm_transposed`, it is the implementation that oneDNN reports, because `gemm_transposed` decodes the
+weight with this package's kernels but multiplies with PyTorch's.
 
     python -m lab.cpu.cpu_training [--minutes 3] [--sets amx avx512] [--threads 16] [--json FILE]
 """
@@ -70,7 +70,7 @@ def both(layer: Packed | Dense, x: Tensor, gradient: Tensor, index: int) -> Tens
 
 
 def onednn_kernels(call: Call) -> str:
-    """Returns the implementations that oneDNN reports for a call, such as brg_matmul:avx10_1_512_amx."""
+    """Returns the implementations that oneDNN reports for a call, for example brg_matmul:avx10_1_512_amx."""
     sys.stdout.flush()
     terminal = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:
@@ -88,7 +88,7 @@ def onednn_kernels(call: Call) -> str:
 
 
 def measure(options: argparse.Namespace, kernel_set: str, minutes: float) -> None:
-    """Prints and records the tables of one kernel set, which the environment has chosen."""
+    """Prints and records the tables of the kernel set that the environment selects."""
     deadline = time.monotonic() + 60 * minutes
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)

@@ -1,17 +1,17 @@
-"""Compares `gemm` on the CPU, for every width of codes, with ggml, PyTorch and dense products.
+"""Compares `gemm` on the CPU, for every width of codes, with ggml, PyTorch's kernels and dense products.
 
     python -m lab.cpu.cpu_wide --library FOLDER [--isas avx2 avx512 amx] [--threads 2 16] [--record FILE]
     python -m lab.cpu.cpu_wide --library FOLDER --count [--record FILE]
 
 FOLDER has a folder with ggml's libraries for each instruction set, such as FOLDER/avx2. Each instruction set runs in a
-process of its own, in which this package, PyTorch and oneDNN are limited to it by their environment variables. ggml
-multiplies in each of its layouts, and its fastest counts. It rounds activations to 8 bits, so it always gets them in
-fp32; PyTorch's kernels get the activations that this package gets. The weights are cold and all kernels of a line take
-turns, as in cpu_gemm.py. Each line also measures a plain read, the rates of the product instructions, and this
-package's kernel with a part of the weight that stays in the second-level caches.
+separate process, in which environment variables limit this package, PyTorch and oneDNN to it. ggml multiplies in each
+of its layouts, and the table has its fastest. ggml rounds activations to 8 bits and takes them in fp32 only. PyTorch's
+kernels take the same activations as this package. The weights are in no cache and all kernels of a line take turns, as
+in cpu_gemm.py. Each line also measures a plain read, the rates of the product instructions, and this package's kernel
+with a part of the weight that stays in the second-level caches.
 
-With `--count`, small products are executed in single steps, and the record gets the instructions for each weight of all
-kernels, by kind. cpu_wide_table.py makes the page from both records.
+With `--count`, small products are executed in single-step mode. The record then stores the instructions per weight of
+all kernels, by kind. cpu_wide_table.py makes the page from both records.
 """
 
 import argparse
@@ -48,7 +48,7 @@ KINDS_OF = {"avx2": KINDS[0:3:2], "avx512": KINDS[:5], "amx": KINDS}
 TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}  # ggml_type
 WEIGHTS_OF_A_BLOCK = {"Q4_0": 32, "Q8_0": 32}  # the others have 256
 INT8PACK, INT4PACK, DENSE, ONE_LEVEL = "int8pack", "int4pack", "dense", "Q4_K one level"
-# The other weights of this package, with group sizes; None is one group.
+# Further weights of this package: format and group size. None means one group.
 QUANTIZED: dict[str, tuple[str, int | None]] = {
     "uint4b8 g128": ("uint4b8", 128),
     "uint8b128 gK": ("uint8b128", None),
@@ -64,15 +64,16 @@ RIVALS: dict[str, tuple[str, ...]] = {
 }
 RIVALS["Q4_K"] = (*RIVALS["Q4_K"], ONE_LEVEL)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SCALAR_ROWS = 2  # PyTorch's int8 kernel is scalar code for fp32: with more rows it would take seconds
-CACHED_K = 128  # the rows of a weight, for each thread, that a product from caches reads: 1.4 MB of 8-bit codes
-SLOW = 1.3  # a layout of ggml whose first call takes this many times as long as the fastest's is not measured further
+SCALAR_ROWS = 2  # with fp32, PyTorch's int8 kernel is scalar code: more rows would take seconds
+CACHED_K = 128  # rows of the weight per thread in a product from caches: 1.4 MB of 8-bit codes
+SLOW = 1.3  # skips a layout of ggml if its first call takes this many times as long as the fastest layout's
 CHECKED = 256  # columns whose errors are measured
-MAX_ERROR = {"ggml": 0.02, INT8PACK: 0.02, INT4PACK: 0.02, DENSE: 0.01}  # relative; ours have 1e-6 or, in bf16, 4e-3
+# Limits of the relative errors. Ours have 1e-6 or, in bf16, 4e-3.
+MAX_ERROR = {"ggml": 0.02, INT8PACK: 0.02, INT4PACK: 0.02, DENSE: 0.01}
 
 
 def weights(ggml: Ggml, K: int, N: int) -> tuple[dict[str, tmm.PackedWeight], dict[str, np.ndarray]]:
-    """Returns one weight in each of this package's formats, and the blocks of ggml's types."""
+    """Returns one weight in each of this package's formats, and the same weight in blocks of ggml's types."""
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0), device="cpu")
     ours, blocks = {}, {}
     for name, of_type in TYPES.items():
@@ -86,12 +87,12 @@ def weights(ggml: Ggml, K: int, N: int) -> tuple[dict[str, tmm.PackedWeight], di
 
 
 def number_of(size: int) -> int:
-    """Returns how many copies of a weight are needed so that each is out of the caches when its turn comes."""
+    """Returns the number of copies with which a copy has left the caches before it is used again."""
     return max(2, cold_bytes() // size + 1)
 
 
 def copies_of(weight: tmm.PackedWeight, number: int) -> list[tmm.PackedWeight]:
-    """Returns cold copies of a weight, whose words lie in huge pages as those of a loaded layer do."""
+    """Returns copies of a weight whose words are in huge pages, like those of a loaded layer."""
     tensors = weight.tensors()
     return [
         tmm.PackedWeight(
@@ -117,7 +118,7 @@ def first_rows(weight: tmm.PackedWeight, K: int) -> tmm.PackedWeight:
 
 
 class Comparison:
-    """All kernels for one shape, with some columns of the weight that each multiplies, in fp64."""
+    """All kernels for one shape, with some columns of each kernel's weight in fp64."""
 
     def __init__(self, ggml: Ggml, K: int, N: int, cold: bool = True) -> None:
         self.K, self.N = K, N
@@ -153,16 +154,15 @@ class Comparison:
         self.nbytes |= {INT8PACK: codes.nbytes, INT4PACK: packed.nbytes}
 
     def int8pack(self, a: torch.Tensor, index: int) -> torch.Tensor:
-        """Multiplies with PyTorch's kernel for int8 with a scale for each column."""
+        """Multiplies with PyTorch's int8 kernel, whose weight has one scale for each column."""
         return torch.ops.aten._weight_int8pack_mm(a, self.int8[index % len(self.int8)], self.int8_scales.to(a.dtype))
 
     def int4pack(self, a: torch.Tensor, index: int) -> torch.Tensor:
-        """Multiplies with PyTorch's kernel for 4 bits."""
         words = self.int4[index % len(self.int4)]
         return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, 128, self.int4_scales.to(a.dtype))
 
     def calls(self, M: int, dtype: str) -> tuple[dict[str, Call], dict[str, Call], np.ndarray]:
-        """Returns the call of each kernel, what returns its result, and the activations."""
+        """Returns each kernel's call, a function that returns its result, and the activations."""
         x = np.random.default_rng(M).standard_normal((M, self.K), np.float32)
         a = torch.from_numpy(x).to(DTYPES[dtype])
         calls: dict[str, Call] = {
@@ -182,11 +182,12 @@ class Comparison:
         return calls, results, x
 
     def cached(self, M: int, dtype: str, K: int) -> dict[str, float]:
-        """Returns the seconds that each kernel of this package would take for all rows at its speed from caches."""
+        """Returns, for each kernel of this package, the seconds for all rows of the weight at its speed from caches."""
         a = torch.randn(M, K).to(DTYPES[dtype])
         parts = {name: copies_of(first_rows(copies[0], K), 1)[0] for name, copies in self.ours.items()}
         found = {}
-        for name, part in parts.items():  # one after the other: a kernel's weight stays in the caches
+        # kernels run one after the other, so that each kernel's weight stays in the caches
+        for name, part in parts.items():
             times = time_calls({name: lambda _, part=part: tmm.gemm(a, part)}, budget=0.0, least=12 if M < 64 else 3)
             found[name] = statistics.median(times[name]) * self.K / K
         return found
@@ -217,13 +218,13 @@ class Comparison:
 
 
 def fastest_of(medians: dict[str, float], rival: str) -> str | None:
-    """Returns the fastest layout of a rival, or None if it was not measured."""
+    """Returns the name of a rival's fastest layout, or None if the rival was not measured."""
     found = [name for name in medians if name == rival or (rival.startswith("ggml") and name.startswith(rival))]
     return min(found, key=medians.__getitem__, default=None)
 
 
 def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, threads: int, record: Record) -> None:
-    """Measures every number of rows with some threads."""
+    """Measures every number of rows with `threads` threads."""
     torch.set_num_threads(threads)
     ggml.call("backend_cpu_set_n_threads", ggml.backend, threads)
     isa = tmm.cpu_capability().isa
@@ -255,7 +256,7 @@ def compare(ggml: Ggml, comparison: Comparison, arguments: argparse.Namespace, t
 
 
 def count(ggml: Ggml, record: Record, kernels: list[str] | None) -> None:
-    """Counts the instructions for each weight of all kernels, or of those that are named, with one thread."""
+    """Counts the instructions per weight with one thread, for all kernels or for those in `kernels`."""
     torch.set_num_threads(1)
     isa = tmm.cpu_capability().isa
     for M in COUNTED_ROWS:

@@ -2,9 +2,9 @@
 
     python -m lab.cpu.cpu_wide_table TIMES COUNTS
 
-A cell is one weight beside one rival. For each cell below 1.0, a letter says what limits this package's kernel, by
-`reason`, from numbers of the same line: bytes read beside a plain read, product instructions beside the rate at which
-the threads execute nothing else, and all instructions beside the rival's.
+A cell compares one weight with one rival. For each cell below 1.0, a letter says what limits this package's kernel
+(`reason`). It is derived from three comparisons of the same line: the rate of reading the weight with that of a plain
+read, the time of the product instructions with the kernel's time, and the number of instructions with the rival's.
 """
 
 import argparse
@@ -27,12 +27,11 @@ Line = dict[str, Any]
 
 
 def read(path: Path) -> list[Line]:
-    """Returns the lines of a record."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def counts_of(lines: list[Line]) -> Counts:
-    """Returns the instructions for each weight, by instruction set, activations, rows and kernel."""
+    """Returns the instructions per weight. The keys are instruction set, activations, rows and kernel."""
     found = {}
     for line in lines:
         dtypes = ("bf16", "fp32") if line["kernel"].startswith("ggml") else (line["a"],)
@@ -42,10 +41,10 @@ def counts_of(lines: list[Line]) -> Counts:
 
 
 def counted(counts: Counts, line: Line, kernel: str) -> tuple[int, dict[str, float]] | None:
-    """Returns the counts of a kernel at the largest counted number of rows that is at most the line's, and that number.
+    """Returns (M, counts) of a kernel for the largest counted M that is at most the line's M.
 
-    64 rows stand for 512. Otherwise the line has less than four times as many rows, or the result is None: with other
-    numbers of rows, a program may choose other kernels.
+    Counts of 64 rows are used for 512. Otherwise, if the line's M is at least four times the counted M, the result is
+    None: with such different numbers of rows, a program may choose other kernels.
     """
     rows = [M for isa, dtype, M, name in counts if (isa, dtype, name) == (line["isa"], line["a"], kernel)]
     rows = [M for M in rows if M <= line["M"] < 4 * M or M == 64 < line["M"]]
@@ -53,7 +52,7 @@ def counted(counts: Counts, line: Line, kernel: str) -> tuple[int, dict[str, flo
 
 
 def product_us(counts: Counts, line: Line) -> float:
-    """Returns the time of this package's product instructions if the threads executed nothing else."""
+    """Returns the time of this package's product instructions, if the threads executed nothing else."""
     rows, kinds = counted(counts, line, line["weight"]) or (1, {})
     K, N = (int(size) for size in line["shape"].split("x"))
     weights, total = K * N, 0.0
@@ -65,7 +64,10 @@ def product_us(counts: Counts, line: Line) -> float:
 
 
 def reason(line: Line, counts: Counts, rival: str) -> str:
-    """Says what keeps this package's kernel from being as fast as the rival's, as a letter that the page explains."""
+    """Returns the letter for what makes this package's kernel slower than the rival's.
+
+    The page explains the letters.
+    """
     products = product_us(counts, line)
     if line["bytes"] / line["us"] * 1e6 >= MEMORY * line["read"]:
         return "m"
@@ -86,7 +88,7 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def by_weight(lines: list[Line], cell: Callable[[Line], str]) -> str:
-    """Returns a table with a column for each weight; the lines with the smallest ratio come first."""
+    """Returns a table with a column for each weight. The lines with the smallest ratio come first."""
     weights = list(dict.fromkeys(line["weight"] for line in lines))
     rows: dict[tuple[str, int, str, int], dict[str, Line]] = {}
     for line in lines:
@@ -105,7 +107,6 @@ def by_weight(lines: list[Line], cell: Callable[[Line], str]) -> str:
 
 
 def summary(lines: list[Line], counts: Counts) -> str:
-    """Counts the cells of each rival and instruction set."""
     rows = []
     for rival in dict.fromkeys(rival for line in lines for rival in line["ratios"] if rival != ONE_LEVEL):
         for isa, name in ISAS.items():
@@ -119,7 +120,7 @@ def summary(lines: list[Line], counts: Counts) -> str:
 
 
 def instructions(lines: list[Line], counts: Counts) -> str:
-    """Lists the instructions for each weight of every kernel that was fastest somewhere."""
+    """Lists the instructions per weight of this package's kernels and of the rivals' fastest layouts."""
     names = dict.fromkeys(line["weight"] for line in lines)
     layouts = {rival: [] for line in lines for rival in line["rivals"]}
     for line in lines:
@@ -137,7 +138,7 @@ def instructions(lines: list[Line], counts: Counts) -> str:
 
 
 def beside_4_bits(lines: list[Line]) -> str:
-    """Returns a table of the shares of a plain read with one row, divided by the share of `uint4b8`."""
+    """Returns a table of one-row products: each format's share of a plain read divided by the share of `uint4b8`."""
     shares = {
         (ISAS[line["isa"]], line["threads"], line["a"], line["weight"]): line["bytes"] / line["us"] / line["read"]
         for line in lines

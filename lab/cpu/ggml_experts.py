@@ -1,4 +1,4 @@
-"""The experts of a mixture in ggml: two calls of `mul_mat_id`, as llama.cpp computes them, for `cpu_experts.py`."""
+"""The experts of a mixture in ggml, for `cpu_experts.py`: two calls of `mul_mat_id`, as in llama.cpp."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from lab.cpu.cpu_ggml import BLOCK, GGML_TYPE_F32, GGML_TYPE_Q4_0, Q4_0, Ggml
 
 GGML_TYPE_I32, GGML_TYPE_MXFP4 = 26, 39
 MXFP4 = np.dtype([("scale", np.uint8), ("codes", np.uint8, (BLOCK // 2,))])
-# The formats that ggml has too. Q4_0 has a scale for 32 rows, so a scale of a larger group is repeated.
+# The formats that ggml also has. Q4_0 has groups of 32, so the scale of a larger group is repeated.
 TYPES = {"uint4b8": (GGML_TYPE_Q4_0, Q4_0), "mxfp4": (GGML_TYPE_MXFP4, MXFP4)}
 
 
 class Stack(NamedTuple):
-    """The packed weights of all experts, as `moe_gemm` takes them."""
+    """The packed weights of all experts, in the layout of `moe_gemm`."""
 
     words: Tensor
     scales: Tensor
@@ -29,7 +29,7 @@ class Stack(NamedTuple):
         return 8 * self.words.shape[1], self.words.shape[2], self.words.shape[0]
 
     def blocks(self, expert: int) -> np.ndarray:
-        """Returns ggml's blocks [N, K / 32] of one expert, which decode to the same weights."""
+        """Returns one expert's weights as ggml's blocks [N, K / 32], which decode to the same values."""
         K, N, _ = self.sizes
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
         codes = ((self.words[expert, :, None] >> shifts) & 15).to(torch.uint8).view(K // BLOCK, 2, BLOCK // 2, N)
@@ -56,17 +56,16 @@ class GgmlExperts:
         self._activations: Tensor | None = None
 
     def is_supported(self) -> bool:
-        """Returns whether the layout has a product for the experts."""
         graph = self._graph(1)
         return all(self._ggml.call("backend_dev_supports_op", self._ggml.device(), product) for product in graph[-1])
 
     def fill(self, blocks: list[np.ndarray]) -> None:
-        """Writes the weights, as `blocks_of` gives them."""
+        """Writes the weights that `blocks_of` returns."""
         for tensor, values in zip(self.weights, blocks, strict=True):
             self._ggml.call("backend_tensor_set", tensor, values.ctypes.data, 0, values.nbytes)
 
     def _graph(self, tokens: int) -> Any:
-        """Returns the graph for a number of tokens, its inputs and its result, and its products."""
+        """Returns the graph for a number of tokens, with its inputs, its result and its products."""
         if tokens in self._graphs:
             return self._graphs[tokens]
         ggml, context = self._ggml, self._ggml.context()
@@ -91,7 +90,7 @@ class GgmlExperts:
         return self._graphs[tokens]
 
     def __call__(self, x: Tensor, routing: Any) -> Tensor:
-        """Returns the block's result `[T, H]` in fp32. Activations are only written if they are new."""
+        """Returns the experts' result `[T, H]` in fp32. Writes the activations to ggml only if they have changed."""
         ggml, tokens = self._ggml, len(x)
         graph, a, ids, factors, total, _ = self._graph(tokens)
         inputs = [(ids, routing.ids.to(torch.int32)), (factors, routing.weights.float())]
@@ -112,12 +111,12 @@ Experts = Callable[[Tensor, Any], Tensor]
 
 
 def blocks_of(stacks: Stacks) -> list[np.ndarray]:
-    """Returns ggml's blocks of all experts for each of the two weights."""
+    """Returns all experts as ggml's blocks, for each of the two weights."""
     return [np.stack([stack.blocks(expert) for expert in range(stack.sizes[2])]) for stack in stacks]
 
 
 def layouts(ggml: Ggml, stacks: Stacks, blocks: list[np.ndarray], top_k: int) -> dict[str, Experts]:
-    """Returns the experts in each of ggml's layouts that has a product for them."""
+    """Returns a GgmlExperts for each of ggml's layouts that supports `mul_mat_id`."""
     found: dict[str, Experts] = {}
     for name, layout in ggml.buffer_types().items():
         experts = GgmlExperts(ggml, layout, stacks, top_k)

@@ -6,13 +6,13 @@ from typing import Any
 
 
 class Record:
-    """A file to which lines of JSON are appended, each as soon as it is known. Without a path, nothing is written."""
+    """Appends each result to a file as a line of JSON. Without a path, it writes nothing."""
 
     def __init__(self, path: Path | None, **always: Any) -> None:
         self.path, self.always = path, always
 
     def add(self, **line: Any) -> None:
-        """Writes one line, with what belongs in every line."""
+        """Writes one line. The values of `always` are added to it."""
         if self.path:
             with self.path.open("a") as file:
                 file.write(json.dumps({**self.always, **line}) + "\n")

@@ -1,4 +1,4 @@
-"""Times 200 products of 2048 x 2048, as in decoding, with commits at several intervals of predicted GPU time.
+"""Times 200 products of 2048 x 2048, as in decoding. The host commits at several intervals of predicted GPU time.
 
 python -m lab.mac.commit_times > commits.json
 """

@@ -3,8 +3,8 @@
     torch-marlin-metal bench --variant all --json > variants.json     # on the Mac
     python -m lab.mac.measured variants.json                          # anywhere
 
-Prints, for each variant of each product, the measured and the predicted time and their ratio, and then the median of
-the ratio for each variant. The chip is the one that the file names, if --gpu names no other.
+Prints, for each variant of each product, the measured time, the predicted time and their ratio, and then the median
+ratio of each variant. The chip is the one in the file, unless --gpu names another.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Returns measured over predicted time."""
+        """Returns the measured time divided by the predicted time."""
         return self.measured / self.predicted
 
 
 def predicted(problem: model.Problem, name: str, gpu: AppleSiliconGPU) -> float:
-    """Returns the model's time for a variant with a tile, such as "gemv:4x128x16".
+    """Returns the model's time for a variant with a tile, for example "gemv:4x128x16".
 
     Raises:
         ValueError: no kernel of that name computes the product.
@@ -72,7 +72,7 @@ def gpu_of(report: dict[str, Any]) -> AppleSiliconGPU:
     """Returns the GPU that the report names, such as "Apple M1 Max, 32 cores".
 
     Raises:
-        ValueError: the table of chips does not have it.
+        ValueError: the table of chips does not contain the GPU.
     """
     name, _, cores = report["machine"]["gpu"].partition(", ")
     return AppleSiliconGPU.from_name(name, int(cores.split()[0]))

@@ -1,4 +1,4 @@
-"""Times the mLSTM: one call for a whole sequence, beside one call for each token. Prints one JSON object.
+"""Times the mLSTM: one call for a whole sequence, and one call for each token. Prints one JSON object.
 
 python -m lab.mac.mlstm_times --device mps > mlstm.json
 """
@@ -63,14 +63,14 @@ def _seconds(run: Callable[..., None], method: Callable[..., Tensor], inputs: tu
 
 
 def measure_mlstm(device: str, dtype: torch.dtype, tokens: tuple[int, ...], rounds: int) -> list[Any]:
-    """Times the two ways of running an mLSTM, chunkwise and token by token, in turn, forward and with the gradient.
+    """Times the two ways to run an mLSTM in turns, chunkwise and token by token, forward and with the gradient.
 
     Returns:
-        For each pass and length, the median seconds of one call, until the device has done all work of it, and how many
-        times faster `chunkwise` is.
+        For each pass and length, returns the median seconds of one call, including the device's work, and the speedup
+        of `chunkwise`.
 
     Raises:
-        RuntimeError: the two ways disagree by more than rounding.
+        RuntimeError: the results of the two ways differ by more than rounding.
     """
     methods: dict[str, Callable[..., Tensor]] = dict(zip(METHODS, (_chunkwise, _token_by_token), strict=True))
     results: list[Any] = []

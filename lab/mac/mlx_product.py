@@ -1,9 +1,9 @@
-"""Times this package's product beside MLX's `quantized_matmul` on this Mac.
+"""Times this package's product and MLX's `quantized_matmul` on this Mac.
 
     python -m lab.mac.mlx_product --shape 4096,4096 --rows 1 8 --group-size 64
 
-Both take turns, on chains of dependent products whose weights are not in the caches. Prints the medians of the times by
-the GPU's clock, and of the ratio of each round.
+Both take turns, on chains of dependent products whose weights are in no cache. Prints the medians of the times on the
+GPU's clock, and the median of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def lazy_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls of a lazy library (MLX), which computes nothing until the chain is finished.
+    """Measures calls of a lazy library (MLX), which computes nothing until the chain is evaluated.
 
     MLX gives no access to its command buffers. The function therefore runs a chain, and then a chain of twice the
     length. The difference of the two times is the time of the additional calls, without the cost of starting and
@@ -45,7 +45,7 @@ def lazy_clock(chain: Chain, calls: int) -> Measured:
 
     short, _ = evaluated(calls)
     long, noting = evaluated(2 * calls)
-    # A disturbance of the shorter chain can make the difference zero or negative.
+    # If other work slows the shorter chain, the difference can be zero or negative.
     return Measured(max(long - short, 1e-3 * long) / calls, noting / (2 * calls))
 
 
@@ -53,7 +53,7 @@ def mlx_chain(weight: PackedWeight, a: Tensor, cold_bytes: int) -> Chain:
     """Makes a chain of MLX's products with random weights of the same shape and group size.
 
     Raises:
-        NoPeer: MLX has no such group size, or is MLX is not installed.
+        NoPeer: MLX does not support the group size, or MLX is not installed.
     """
     if weight.group_size not in GROUP_SIZES:
         raise NoPeer(f"group_size {weight.group_size} is none of {GROUP_SIZES}")

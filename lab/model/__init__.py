@@ -1,7 +1,7 @@
 """The cost model: predicts the time of every way to compute a product on an Apple GPU. Nothing here is measured.
 
-`Problem` and `ExpertsProblem` describe products, `AppleSiliconGPU` of the package describes the GPU, and `Tiling` is
-one way to compute a product. The numbers of a `Tiling` may be arrays, and then the times are arrays too.
+`Problem` and `ExpertsProblem` describe products. `AppleSiliconGPU` of the package describes the GPU. A `Tiling` is one
+way to compute a product. If the numbers of a `Tiling` are arrays, the times are arrays, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def costs(problem: Problem | ExpertsProblem, tiling: Tiling, gpu: AppleSiliconGP
 
 
 def predict(problem: Problem | ExpertsProblem, tiling: Tiling, gpu: AppleSiliconGPU) -> Any:
-    """Returns the predicted time of a tiling in seconds; an array if the tiling has arrays.
+    """Returns the predicted time of a tiling in seconds. If the tiling has arrays, so has the result.
 
     Raises:
         NotCounted: a kernel's instructions have not been counted.
@@ -43,15 +43,15 @@ def predict(problem: Problem | ExpertsProblem, tiling: Tiling, gpu: AppleSilicon
 
 
 def families(problem: Problem | ExpertsProblem, gpu: AppleSiliconGPU, variant: str = "all") -> list[Tiling]:
-    """Returns all tilings of a product, with arrays for those that differ only in how they split K.
+    """Returns all tilings of a product. Tilings that differ only in how they split K are one `Tiling` with arrays.
 
     Args:
         problem: the product.
         gpu: the GPU.
-        variant: "all", "auto" for the variants that need no measurement, or a variant.
+        variant: the name of a variant, "all", or "auto" for the variants that need no measurement.
 
     Raises:
-        ValueError: there is no such variant.
+        ValueError: no variant has this name.
     """
     if isinstance(problem, ExpertsProblem):
         return list(expert_families(problem, gpu, variant))
@@ -64,9 +64,10 @@ def candidates(problem: Problem | ExpertsProblem, gpu: AppleSiliconGPU, variant:
 
 
 def best(problem: Problem | ExpertsProblem, gpu: AppleSiliconGPU, variant: str = "auto") -> tuple[Tiling, float]:
-    """Returns the tiling that the model takes, and its time in seconds.
+    """Returns the tiling that the model chooses, and its time in seconds.
 
-    Of each tile the cheapest split of K is taken, or one within 2 % of it that keeps more simdgroups in flight.
+    For each tile, the model chooses the cheapest split of K, or a split within 2 % of it that keeps more simdgroups in
+    flight.
 
     Raises:
         ValueError: no kernel of the variant computes the product.

@@ -60,7 +60,7 @@ class PlanCost:
 def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
     """Returns the predicted cost of a tiling.
 
-    If the tiling has arrays, so has the cost; tilings without partial sums then have a reduction that takes 0 seconds.
+    If the tiling has arrays, so has the cost. Tilings without partial sums then have a reduction of 0 seconds.
     """
     if tiling.variant == "two_pass":
         return PlanCost([_dequantize(problem, gpu), _dense(problem, gpu)])
@@ -78,14 +78,14 @@ def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
 
 
 def _costed(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str) -> DispatchCost:
-    """Returns the cost of a load, with bound and occupancy if it has plain numbers."""
+    """Returns the cost of a load. If its numbers are no arrays, the cost includes bound and occupancy."""
     found = kernel_cost(load, gpu, kernel)
     is_scalar = np.ndim(found.seconds) == 0
     return found.scalar(gpu, occupancy(load, gpu)) if is_scalar else found
 
 
 def load_without_bytes(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU, rows: int, count: int = 1) -> KernelLoad:
-    """Returns the load of `count` row blocks of `rows` rows, without its bytes."""
+    """Returns the load of `count` row blocks of `rows` rows, without the bytes that they read and write."""
     counts = counts_of(tiling, rows, problem, gpu)
     inner, outer = _steps(tiling, problem, counts, count)
     columns = ceil_divide(problem.N, tiling.tile[1])
@@ -111,8 +111,8 @@ def product_load(
     """Returns the load of one launch of a tiling's product kernel.
 
     Threadgroups run row block by row block, so each row block reads all weights again. In gemv, threadgroups that share
-    weights run at the same time, so L2 serves all but the first. Stripes go down the columns of tiles, so each column
-    reads all activations again.
+    weights run at the same time, so L2 serves all reads but the first. The stripes of striped go down the columns of
+    tiles, so each column reads all activations again.
     """
     load = load_without_bytes(tiling, problem, gpu, rows, count)
     columns = ceil_divide(problem.N, tiling.tile[1])
@@ -134,7 +134,8 @@ def product_load(
 def _step_k(tiling: Tiling, problem: Problem) -> int:
     """Returns the k of a step.
 
-    With groups of 16, gemm_tensor takes half steps, because each product of 16 k has its own scale; they are counted.
+    With groups of 16, gemm_tensor takes steps of half the length, because each product of 16 k has its own scale. These
+    steps are counted separately.
     """
     halves = (
         tiling.variant == "tensor"
@@ -169,8 +170,8 @@ def _steps(tiling: Tiling, problem: Problem, counts: KernelCounts, row_blocks: i
 def _step_products(tiling: Tiling, problem: Problem, counts: KernelCounts) -> float:
     """Returns the number of 8x8x8 products in a step.
 
-    If zero points are not in the codes, gemm_tensor also needs the sums of the activations, which adds half as many
-    products again.
+    If zero points are not in the codes, gemm_tensor also needs the sums of the activations: half as many products
+    again.
     """
     if tiling.variant != "tensor":
         return counts.matrix
@@ -186,7 +187,8 @@ def _newest_tensor_clocks() -> float:
 
 def _matrix_clocks(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> float:
     if tiling.variant == "tensor":
-        # A plan made on an M5 may be for an older chip, which has no tensor units. The newest rate is then used.
+        # A plan made on an M5 may be for an older chip, which has no tensor units. The rate of the newest chip is then
+        # used.
         return figure(gpu, "tensor_clocks_fp16") or _newest_tensor_clocks()
     halves = tiling.variant != "fused" and problem.activations == "float16"
     return figure(gpu, "matrix_clocks_fp16" if halves else "matrix_clocks_fp32")
@@ -210,7 +212,7 @@ def _elementwise_occupancy(chip: str) -> Occupancy:
 def elementwise_cost(
     kernel: str, columns: int, rows: int, read: Any, written: Any, problem: Problem, gpu: AppleSiliconGPU, deep: int = 1
 ) -> DispatchCost:
-    """Returns the cost of a kernel with one thread per element, which depends on memory and launch time only."""
+    """Returns the cost of a kernel with one thread per element. It depends only on memory and launch time."""
     threadgroups = float(ceil_divide(columns, ELEMENTWISE_WIDTH) * ceil_divide(rows, ELEMENTWISE_HEIGHT) * deep)
     held = _elementwise_occupancy(gpu.name)
     found = DispatchCost(

@@ -1,11 +1,12 @@
-"""How many instructions a simdgroup of each kernel executes: the rows of `counts.csv`.
+"""Stores how many instructions a simdgroup of each kernel executes: the rows of `counts.csv`.
 
-They are counted in code that Mesa's compiler makes for the M1's GPU (-O1; aligned tensors, no options). The counts are
-static: an instruction that only some steps execute, such as one at the end of a group in a staged kernel, is counted in
-every step. Only gemv, fused and their forms for experts are counted with other activations than float16; the other
-kernels are taken to need as much as with float16. `lab/counting/kernel_counts.py --write` makes the table, except the
-rows of gemm_tensor: no tool compiles for tensor units. `lab/counting/tensor_instructions.py --write` makes those from
-code in which other instructions replace each product and are subtracted again; their registers include them.
+The instructions are counted in code that Mesa's compiler generates for the M1's GPU (-O1; aligned tensors, no options).
+The counts are static: an instruction that only some steps execute, such as one at the end of a group in a staged
+kernel, is counted in every step. Only gemv, fused and their variants for experts are counted with all activations; for
+the other kernels, the counts with float16 are used for all activations. `lab/counting/kernel_counts.py --write` makes
+the table except the rows of gemm_tensor, because no tool compiles for tensor units.
+`lab/counting/tensor_instructions.py --write` makes those rows from code in which other instructions replace each
+product. These instructions are subtracted from the counts, but the registers include them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 TABLE = Path(__file__).with_name("counts.csv")
-# Longer groups need no other loop than groups of 64.
+# Groups longer than 64 have the same loop as groups of 64.
 MODELLED_GROUP = 64
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -32,22 +33,24 @@ DTYPES = ("float16", "bfloat16", "float32")
 class KernelCounts:
     """What one simdgroup executes.
 
-    A simdgroup executes the step for each step along K. It also executes `outer_issue` instructions each time it has
-    passed `outer_k` elements of K; 0 means at the end of every group or chain (gemv) or of every unit (striped).
+    A simdgroup executes the step for each step along K. Each time it has passed `outer_k` elements of K, it also
+    executes `outer_issue` instructions. If `outer_k` is 0, it executes them at the end of every group or chain (gemv)
+    or of every unit (striped).
 
     Attributes:
         activations: dtype of the activations.
         kernel: the kernel's name.
-        weight_format: the counted format; formats with the same codes that have no row use this one.
-        group_size: the counted group size; other group sizes use the nearest.
+        weight_format: the counted format. Formats with the same codes and without a row use this row.
+        group_size: the counted group size. Other group sizes use the nearest row.
         levels: levels of the scales.
         M: rows of the tile.
         N: columns of the tile.
-        K: k of a step; of gemm_tensor with groups of 16, twice as many.
+        K: k of a step. For gemm_tensor with groups of 16, twice the k of a step.
         issue: issue slots of a scheduler in a step.
-        complex: clocks of the unit for slow integer and complex instructions in a step, which runs beside it.
+        complex: clocks of the unit for slow integer and complex instructions in a step. It runs in parallel with the
+            scheduler.
         matrix: 8x8x8 products of a step.
-        outer_issue: issue slots of the iterations of the outer loop.
+        outer_issue: issue slots of an iteration of the outer loop.
         outer_k: see above.
         fixed_issue: issue slots outside all loops.
         half_registers: 16-bit registers of a thread.
@@ -79,10 +82,10 @@ class KernelCounts:
     def step_waits(self) -> tuple[int, int]:
         """Returns how often a step waits for memory, and how often for a cache.
 
-        gemv waits for memory once if it loads a step's words first, and twice otherwise. fused waits for memory twice.
-        Their other waits are for activations. The kernels for experts have the same loops. The tool counts no waits of
-        gemm_tensor. The staged kernels load ahead, so the model does not add their wait to their instructions. Waits at
-        the end of a group or chain are not counted.
+        If gemv loads a step's words first, it waits for memory once, and twice otherwise. fused waits for memory twice.
+        Their other waits are for activations in a cache. The kernels for experts have the same loops. The tool counts
+        no waits of gemm_tensor. The staged kernels load ahead, so the model does not add their waits to their
+        instructions. Waits at the end of a group or chain are not counted.
         """
         if self.kernel == "gemv" or self.kernel.startswith("moe_gemv"):
             loads_first = not WEIGHT_FORMATS[self.weight_format].has_lut and self.M <= GEMV_MAX_LOADS_FIRST_ROWS
@@ -93,7 +96,7 @@ class KernelCounts:
 
 
 class NotCounted(LookupError):
-    """A kernel's instructions have not been counted. The message names the kernel and its operands."""
+    """The instructions of a kernel have not been counted. The message names the kernel and its operands."""
 
 
 @cache
@@ -109,7 +112,7 @@ def rows() -> tuple[KernelCounts, ...]:
 
 
 def store(found: Iterable[KernelCounts]) -> None:
-    """Writes the table, ordered by dtype, gemm_tensor last, and otherwise in the given order."""
+    """Writes the table, ordered by dtype. Within a dtype, the rows keep their order, and gemm_tensor comes last."""
     ordered = sorted(found, key=lambda row: (DTYPES.index(row.activations), row.kernel == "gemm_tensor"))
     with TABLE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -128,7 +131,7 @@ def differences(counted: Iterable[KernelCounts], stored: Iterable[KernelCounts])
 def _find(
     activations: str, kernel: str, weight_format: str, tile: tuple[int, int, int], group_size: int, levels: int
 ) -> KernelCounts | None:
-    """Returns the row of the format with the nearest group size, or else of another format with the same codes."""
+    """Returns the row of the format with the nearest group size, or a row of another format with the same codes."""
     wanted = WEIGHT_FORMATS[weight_format]
 
     def distance(row: KernelCounts) -> tuple[bool, bool, float]:
@@ -150,14 +153,14 @@ def _find(
 def counts_of(tiling: Tiling, rows_of_tile: int, problem: Problem, gpu: AppleSiliconGPU) -> KernelCounts:
     """Returns the counts of a tiling whose threadgroups compute `rows_of_tile` rows.
 
-    On GPUs with bfloat arithmetic, bfloat is taken to cost as much as float16.
+    On GPUs with bfloat arithmetic, bfloat is assumed to cost as much as float16.
 
     Raises:
         NotCounted: the kernel has not been counted.
     """
     form = (min(problem.group, MODELLED_GROUP), 2 if problem.has_two_levels else 1)
     if tiling.variant == "tensor":
-        # Only groups of 16 have another loop than longer ones.
+        # Only groups of 16 have a different loop.
         form = (form[0] if form[0] == MIN_GROUP_SIZE else MODELLED_GROUP, form[1])
         found = _find(problem.activations, "gemm_tensor", problem.weight_format, (32, 32, 32), *form)
     else:

@@ -44,33 +44,33 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 
 # A probability below this does not change an expected value.
 NEGLIGIBLE = 1e-12
-# A sum of probabilities may exceed a whole number by less than this fraction, because its terms are rounded.
+# A sum of probabilities may exceed an integer by less than this fraction, because its terms are rounded.
 ROUNDING = 1e-9
-# Above this exponent, exp(-x) and the probabilities that are computed from it are too small for a double.
+# For larger exponents x, exp(-x) and the probabilities computed from it are too small for a double.
 LARGEST_EXPONENT = 600
 
-# What a simdgroup of moe_sort executes for 32 pairs, which it reads twice, and once for each MOE_SORT_THREADS experts.
-# Counted by lab/agx/agxstat.py, --O1.
+# Issue slots and complex-unit clocks of a simdgroup of moe_sort for 32 pairs. It reads the pairs twice, and once more
+# for each MOE_SORT_THREADS experts. Counted by lab/agx/agxstat.py, --O1.
 SORT_ISSUE = 616
 SORT_COMPLEX = 24
 SORT_WAITS = 9
 SORT_PASS_ISSUE = 283
 SORT_HALF_REGISTERS = 111
 
-# What a simdgroup of moe_gemv_reduce executes for one more slice of its slot, and for one more slot. Counted in the
-# same way.
+# Issue slots of a simdgroup of moe_gemv_reduce for each additional slice of its slot, and for each additional slot.
+# Counted in the same way.
 SLICE_ISSUE = 13
 SLOT_ISSUE = 10
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Expected values if each token chooses its experts at random and all experts are equally likely.
+    """Expected values for random routing in which all experts are equally likely.
 
     Attributes:
         experts: how many experts have rows.
-        blocks: how many blocks of rows these experts have together.
-        blocks_by_rows: element r - 1: those of the blocks that have r rows.
+        blocks: the number of row blocks of all experts together.
+        blocks_by_rows: element r - 1 is the number of blocks that have r rows.
     """
 
     experts: float
@@ -80,7 +80,7 @@ class Routing:
 
 @lru_cache(maxsize=4096)
 def expected_routing(tokens: int, top_k: int, experts: int, block_rows: int) -> Routing:
-    """Returns the expected routing. Nobody knows the real one when a plan is made."""
+    """Returns the expected routing, because the real routing is unknown when a plan is made."""
     chosen = min(1.0, top_k / experts)
     mean = tokens * top_k / experts
     # The number of an expert's rows has a binomial distribution.
@@ -109,9 +109,9 @@ def expected_routing(tokens: int, top_k: int, experts: int, block_rows: int) -> 
 
 
 def experts_cost(tiling: Tiling, problem: ExpertsProblem, gpu: AppleSiliconGPU) -> PlanCost:
-    """Returns the cost of each dispatch: moe_sort (if the tiling needs it), the products, moe_reduce (if needed).
+    """Returns the cost of each dispatch: moe_sort if the tiling needs it, the products, and moe_reduce if needed.
 
-    Surplus threadgroups, which have no rows, cost nothing.
+    Threadgroups without rows cost nothing.
     """
     total = PlanCost()
     if tiling.sorts_pairs:
@@ -123,7 +123,7 @@ def experts_cost(tiling: Tiling, problem: ExpertsProblem, gpu: AppleSiliconGPU) 
 
 
 def _combines(tiling: Tiling, problem: ExpertsProblem) -> bool:
-    """Returns whether a second kernel multiplies the pairs' fp32 products by row weights, or adds them up."""
+    """Returns whether a second kernel multiplies the pairs' fp32 products by row weights or adds them up."""
     return problem.combines_products and tiling.kernel != "moe_gemv_reduce"
 
 
@@ -152,9 +152,10 @@ def _sort(problem: ExpertsProblem, gpu: AppleSiliconGPU) -> DispatchCost:
 
 
 def _average_load(tiling: Tiling, problem: ExpertsProblem, routing: Routing, gpu: AppleSiliconGPU) -> KernelLoad:
-    """Returns the load of the blocks, with the averages of what their simdgroups execute.
+    """Returns the load of all blocks. Instructions and waits are the averages of their simdgroups.
 
-    A block that is not full takes less time. The kernels have a loop for each multiple of the unit of rows.
+    A block that is not full takes less time. The kernels have a loop for each multiple of the unit of rows (1 in gemv,
+    8 in fused).
     """
     product, most = problem.product, tiling.tile[0]
     average = load_without_bytes(tiling, product, gpu, most)
@@ -183,8 +184,8 @@ def _products(tiling: Tiling, problem: ExpertsProblem, gpu: AppleSiliconGPU) -> 
     rows = float(product.M) * product.K * product.element_bytes
     distinct = rows if problem.rows_by_slot else rows / problem.top_k
     written = _written_bytes(tiling, problem)
-    # The blocks of an expert are next to each other. Between two of them, the threadgroups read one expert's weight.
-    # gemv starts all rows of some columns before those of the next columns, so L2 serves all but the first row.
+    # The blocks of an expert run one after the other, and meanwhile the threadgroups read only this expert's weight.
+    # gemv starts all rows of some columns before those of the next columns, so L2 serves all rows but the first.
     times = 1.0 if tiling.variant == "gemv" else max(1.0, routing.blocks / routing.experts)
     load.dram_bytes = (
         routing.experts * reads(product.weight_bytes, times, gpu) + reads(distinct, rows / distinct, gpu) + written
@@ -194,10 +195,10 @@ def _products(tiling: Tiling, problem: ExpertsProblem, gpu: AppleSiliconGPU) -> 
 
 
 def _add_slots(load: KernelLoad, tiling: Tiling, problem: ExpertsProblem) -> None:
-    """Sets what is different in moe_gemv_reduce.
+    """Adds the work that only moe_gemv_reduce has.
 
-    A threadgroup computes all slots of a token, waits for row weights and biases, and adds the slots. The table's
-    counts contain the addition of one slice and of one slot.
+    A threadgroup computes all slots of a token, waits for row weights and biases, and adds up the slots. The counts of
+    the table contain one slice and one slot.
     """
     slices = tiling.simdgroups // problem.top_k
     load.threadgroups = problem.tokens * ceil_divide(problem.product.N, tiling.tile[1])
@@ -221,7 +222,7 @@ def _combine(problem: ExpertsProblem, gpu: AppleSiliconGPU) -> DispatchCost:
 
 
 def _fits_32_bits(problem: ExpertsProblem) -> bool:
-    """Returns whether fused can address the activations, whose offsets have 32 bits."""
+    """Returns whether fused, which has 32-bit offsets, can address the activations."""
     K, top_k = problem.product.K, problem.top_k
     row_stride, slot_stride = (K * top_k, K) if problem.rows_by_slot else (K, 0)
     extent = (problem.tokens - 1) * row_stride + (top_k - 1) * slot_stride + K
@@ -229,7 +230,7 @@ def _fits_32_bits(problem: ExpertsProblem) -> bool:
 
 
 def expert_families(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str = "all") -> Iterator[Tiling]:
-    """Yields the tilings of each tile, those that differ only in how they split K as arrays.
+    """Yields the tilings of each tile. Tilings that differ only in how they split K are one `Tiling` with arrays.
 
     Args:
         problem: the products.
@@ -237,7 +238,7 @@ def expert_families(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str 
         variant: "all", "auto", "gemv", "fused" or "tensor".
 
     Raises:
-        ValueError: there is no such variant for experts.
+        ValueError: no variant for experts has this name.
     """
     groups = {"all": ("gemv", "fused", "tensor"), "auto": ("gemv", "fused")}
     if problem.product.M >= AUTOMATIC_TENSOR_ROWS:
@@ -270,12 +271,12 @@ def expert_families(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str 
 
 
 def applies_gate(tiling: Tiling, problem: ExpertsProblem) -> bool:
-    """Returns whether the products' dispatch also applies the gated activation that comes next."""
+    """Returns whether the dispatch of the products also applies the gated activation that follows."""
     return tiling.kernel == "moe_gemv" and not problem.reduce and problem.product.N % GEMV_COLUMNS == 0
 
 
 def best_experts(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str = "auto") -> tuple[Tiling, float] | None:
-    """Returns the cheapest tiling and its time; None if no kernel of the variant computes the problem."""
+    """Returns the cheapest tiling and its time, or None if no kernel of the variant computes the problem."""
     found = [
         cheapest(tilings, experts_cost(tilings, problem, gpu), 1 if tilings.sorts_pairs else 0)
         for tilings in expert_families(problem, gpu, variant)

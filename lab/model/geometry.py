@@ -1,6 +1,6 @@
 """Tiles and sizes of the kernels, from `kernels/gemm/geometry.h` and `kernels/shared/kernel_list.h`.
 
-A test compares them with the plans of the product.
+A test compares these numbers with the plans that the package makes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ MOE_SORT_BYTES = 4 * 8 * (MOE_SORT_THREADS + 1)
 
 
 def ceil_divide(a: Any, b: Any) -> Any:
-    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def round_up(value: Any, multiple: Any) -> Any:
-    """Returns the next multiple that is not less than the value."""
     return ceil_divide(value, multiple) * multiple
 
 
 def stripe_slices(K: int, k_per_slice: int) -> int:
-    """Returns the slices of a tile's K in striped; the last one takes the remainder."""
+    """Returns the number of slices into which striped divides the K of a tile.
+
+    The last slice includes the remainder.
+    """
     return max(K // k_per_slice, 1)
 
 

@@ -1,8 +1,8 @@
 """An analytic model of the time that a kernel takes on a GPU.
 
-Counted instructions and bytes are divided by the chip's rates. The model does not depend on this package's kernels, so
-`lab/published/` can compare it with published times of other kernels. Every number of a load may be an array: the model
-then computes the times of as many loads.
+The model divides counted instructions and bytes by the chip's rates. It does not depend on this package's kernels, so
+`lab/published/` can compare it with published times of other kernels. Every number of a load may be an array. The model
+then computes an array of times.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from lab.model.geometry import SIMD_WIDTH, ceil_divide
 from torch_marlin_metal.gpu.occupancy import Occupancy, occupancy_of
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Three
-# sources: llama.cpp discussion 4167 lists times per token. Without the time to read the weights, and divided by the 768
-# dispatches of a token, they give 4 us (M5 Max) to 10 us (M1). pytorch issue 82707 measured 3 us (M1 Max), and ds4 pull
-# request 846 measured 10 us (M1 Ultra).
+# The time from the end of one small dispatch to the end of the next, if the next one depends on the first. There are
+# three sources. llama.cpp discussion 4167 lists times per token: without the time to read the weights, and divided by
+# the 768 dispatches of a token, they give 4 us (M5 Max) to 10 us (M1). pytorch issue 82707 measured 3 us (M1 Max), and
+# ds4 pull request 846 measured 10 us (M1 Ultra).
 DISPATCH_SECONDS = 6e-6
-# Memory time and compute time overlap. It is assumed that this fraction of the shorter one is not hidden.
+# Memory time and compute time overlap. The model assumes that this fraction of the shorter time is not hidden.
 OVERLAP_LOSS = 0.05
-# A tensor that fills at most this fraction of the system-level cache is still there when it is read again.
+# If a tensor fills at most this fraction of the system-level cache, a second read finds it there.
 CACHED_FRACTION = 0.5
 # The cost of reading a byte from the system-level cache, as a fraction of the cost of reading the byte from memory.
 CACHE_COST = 0.5
-# The bound is "occupancy" if the busiest core takes more than WAITING times as long as the instructions alone would
-# take if they were spread evenly over the cores.
+# If the busiest core takes more than WAITING times as long as evenly spread instructions would take, the bound is
+# "occupancy".
 WAITING = 1.25
-# The latency in clocks of a load that the core's cache serves. It is assumed: published figures are 60 to 80.
+# The latency in clocks of a load that the core's cache serves. The value is assumed: published figures are 60 to 80.
 CACHE_LATENCY = 64
-# A weight of fewer bytes is read at a lower rate: the chip's figure small_read_share times the rate of larger weights.
+# Weights with fewer bytes are read at a lower rate: the rate of larger weights times the chip's figure
+# small_read_share.
 SMALL_READ = 50e6
 
 
@@ -54,9 +55,9 @@ class KernelLoad:
         matrix_operations: 8x8x8 products.
         matrix_clocks: clocks of a scheduler for one of them.
         dram_waits: how often a simdgroup that does not load ahead waits for memory.
-        cache_waits: how often such a simdgroup waits for a cache, in addition.
-        weight_bytes: the bytes of the weight, each counted once.
-        dram_bytes: traffic that no cache serves, such as weights that are evicted between two row blocks.
+        cache_waits: how often such a simdgroup also waits for a cache.
+        weight_bytes: the size of the weight in bytes.
+        dram_bytes: all traffic with memory. Weights that leave the caches between two row blocks are counted again.
         l2_bytes: all bytes that simdgroups read and write.
     """
 
@@ -82,7 +83,7 @@ class DispatchCost:
 
     Attributes:
         kernel: the kernel's name, or "torch.matmul".
-        occupancy: how many threadgroups a core holds at once; None in a cost of arrays.
+        occupancy: how many threadgroups a core holds at once; None if the costs are arrays.
         waves: the number of threadgroups, divided by the number that the GPU holds at once.
         in_flight: the simdgroups that a core holds on average, at most as many as fit on it.
         dram_bytes: as in `KernelLoad`.
@@ -92,12 +93,14 @@ class DispatchCost:
         dram_seconds: time of `dram_bytes`.
         l2_seconds: time of `l2_bytes`.
         issue_seconds: time to issue all instructions except matrix products, spread evenly over all schedulers.
-        complex_seconds: time of the unit for slow integer and complex instructions, which runs beside the schedulers.
+        complex_seconds: time of the unit for slow integer and complex instructions, which runs in parallel with the
+            schedulers.
         matrix_seconds: time of the matrix products, spread evenly over all schedulers.
         compute_seconds: time of the core with the most threadgroups, including load latency that is not hidden.
         seconds: launch + max(dram, l2, compute) + a twentieth of min(dram, compute).
-        bound: what takes longest: "launch", "dram", "l2", "issue", "complex", "matrix", "dense" (a dense product), or
-            "occupancy" if simdgroups wait or cores idle for more than a fifth of the time; "" in a cost of arrays.
+        bound: what takes longest: "launch", "dram", "l2", "issue", "complex", "matrix" or "dense" (a dense product).
+            "occupancy" means that simdgroups wait or cores are idle for more than a fifth of the time. "" if the costs
+            are arrays.
     """
 
     kernel: str = ""
@@ -127,7 +130,7 @@ class DispatchCost:
 
 
 def figure(gpu: AppleSiliconGPU, name: str) -> float:
-    """Returns a figure of the GPU; 0 if it has no such unit."""
+    """Returns a figure of the GPU, or 0 if the GPU does not have the unit."""
     found = gpu.figures.get(name)
     return 0.0 if found is None else found.value
 
@@ -147,7 +150,8 @@ def kernel_cost(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str = "") -> Dis
         l2_bytes=load.l2_bytes,
     )
 
-    # These figures are clocks of one simdgroup. Below they become the time of all simdgroups on all schedulers.
+    # `issue`, `complex` and `matrix` are clocks of one simdgroup. Below, they become the time of all simdgroups on all
+    # schedulers.
     matrix = load.matrix_operations * load.matrix_clocks
     everywhere = threadgroups * simdgroups
     rate = schedulers * gpu.cores * hertz
@@ -172,12 +176,12 @@ def kernel_cost(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str = "") -> Dis
 
 
 def occupancy(load: KernelLoad, gpu: AppleSiliconGPU) -> Occupancy:
-    """Returns how many threadgroups of a load of plain numbers a core holds at once."""
+    """Returns how many threadgroups of a load a core holds at once. The load has no arrays."""
     return _occupancy(int(load.threads), load.half_registers, int(load.threadgroup_bytes), gpu.name)
 
 
 def finish(cost: DispatchCost, threadgroups: Any, weight_bytes: float, gpu: AppleSiliconGPU) -> None:
-    """Sets the times of memory and L2, and the total time, of a cost whose other figures are known."""
+    """Sets the times of memory and L2, and the total time, from the other figures of a cost."""
     busy_cores = np.minimum(gpu.cores, threadgroups)
     cost.l2_seconds = cost.l2_bytes / (figure(gpu, "l2_bytes_per_clock") * busy_cores * gpu.clock_hz)
     share = figure(gpu, "small_read_share") if weight_bytes < SMALL_READ else 1.0
@@ -201,14 +205,17 @@ def reads(size: float, times: Any, gpu: AppleSiliconGPU) -> Any:
 
 
 def traffic_seconds(size: float, gpu: AppleSiliconGPU) -> float:
-    """Returns the time of a kernel that only moves bytes from and to memory."""
+    """Returns the time of a kernel that only moves `size` bytes from and to memory."""
     cost = DispatchCost(dram_bytes=size, l2_bytes=size, launch_seconds=DISPATCH_SECONDS)
     finish(cost, gpu.cores, size, gpu)
     return float(cost.seconds)
 
 
 def _together(issue: Any, matrix: Any, gpu: AppleSiliconGPU) -> Any:
-    """Returns how long instructions and matrix products take together, from how long each takes alone."""
+    """Returns the time of instructions and matrix products together.
+
+    Each argument is the time of one of the two alone.
+    """
     return issue + matrix - figure(gpu, "matrix_overlap") * np.minimum(issue, matrix)
 
 
@@ -234,7 +241,7 @@ def _occupancy(threads: int, half_registers: int, threadgroup_bytes: int, chip: 
 
 
 def _held(threads: Any, half_registers: int, threadgroup_bytes: Any, gpu: AppleSiliconGPU) -> tuple[Any, Any]:
-    """Returns threadgroups and simdgroups that a core holds."""
+    """Returns how many threadgroups and how many simdgroups a core holds."""
     if np.ndim(threads) == 0 and np.ndim(threadgroup_bytes) == 0:
         held = _occupancy(int(threads), half_registers, int(threadgroup_bytes), gpu.name)
         return held.threadgroups, held.simdgroups

@@ -1,4 +1,4 @@
-"""The products that the model can predict, and the ways to compute one."""
+"""Describes the products that the model can predict, and the ways to compute them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lab.model.geometry import CODE_TYPES, ELEMENT_BYTES, SUPER_BLOCK, ceil_divi
 from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 
 Ints = int | NDArray[np.int64]
-# The variants that "auto" may take for any number of rows: two_pass rounds the weights, and tensor computes 32 rows
-# even if there are fewer.
+# The variants that "auto" can choose for any number of rows. two_pass is missing because it rounds the weights, and
+# tensor because it computes 32 rows even if there are fewer.
 AUTOMATIC = ("gemv", "fused", "double_buffered", "single_stage", "striped")
 
 
@@ -28,13 +28,13 @@ class Problem:
         N: columns of the weight.
         K: rows of the weight, a multiple of 8.
         weight_format: name of the weight's format; its traits are those of `torch_marlin_metal.WEIGHT_FORMATS`.
-        group_size: group size of the weight; if larger than K, it counts as K.
+        group_size: group size of the weight; a size larger than K means K.
         activations: "float16", "bfloat16" or "float32".
-        scales: dtype of the scales; None means that of the activations, or a byte if the format stores codes. Of a
-            format with floating scales, "uint8" and "int8" are the codes of two levels.
-        zeros: dtype of zero points or biases, ignored if the format has none; None means a byte for zero points, and
+        scales: dtype of the scales; None means the dtype of the activations, or a byte if the format stores codes. For
+            a format with floating scales, "uint8" and "int8" mean codes of two levels.
+        zeros: dtype of zero points or biases, ignored if the format has neither. None means a byte for zero points, and
             the dtype of the scales for biases.
-        super_scales: dtype of what multiplies the codes of two levels.
+        super_scales: dtype of the scales that multiply the codes of two levels.
         has_perm: whether the weight has an act-order permutation.
     """
 
@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def has_tensor_kernel(self) -> bool:
-        """Returns whether a kernel for tensor units multiplies these operands."""
+        """Returns whether a kernel for tensor units supports these operands."""
         return not self.traits.has_lut and self.activations != "float32"
 
 
@@ -103,7 +103,7 @@ class ExpertsProblem:
         product: the product with one expert's weight; its M is the number of pairs.
         experts: number of experts.
         top_k: experts of each token.
-        rows_by_slot: whether the slots of a token have their own rows, as the second product of a layer has.
+        rows_by_slot: whether each slot of a token has its own row, as in the second product of a layer.
         reduce: whether the products of a token are added up.
         has_row_weights: whether each product is multiplied by a weight of its row.
         has_bias: whether a bias is added.
@@ -124,7 +124,7 @@ class ExpertsProblem:
         cls, tokens: int, top_k: int, experts: int, N: int, K: int, *, reduce: bool = False,
         rows_by_slot: bool = False, **weight: object,
     ) -> ExpertsProblem:  # fmt: skip
-        """Returns the problem of so many tokens; a sum over a token's products has weights.
+        """Returns the problem of a number of tokens. If a token's products are added up, they have row weights.
 
         Args:
             tokens: number of tokens.
@@ -133,8 +133,8 @@ class ExpertsProblem:
             N: columns of an expert's weight.
             K: rows of an expert's weight.
             reduce: whether the products of a token are added up.
-            rows_by_slot: whether the slots of a token have their own rows.
-            weight: further arguments of `Problem`; zero points have the dtype of the activations if none is given.
+            rows_by_slot: whether each slot of a token has its own row.
+            weight: further arguments of `Problem`. By default, zero points have the dtype of the activations.
         """
         fields = {"zeros": weight.get("activations", "float16"), **weight}
         product = Problem(tokens * top_k, N, K, **fields)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ class ExpertsProblem:
 class Tiling:
     """One way to compute a product: a tile of a variant, and how K and the rows are divided.
 
-    The model evaluates many tilings at once, so the numbers may be arrays of the same length.
+    The numbers may be arrays of the same length, so that the model evaluates many tilings at once.
 
     Attributes:
         variant: the kernel variant, as `gemm(variant=)` names it.
@@ -162,11 +162,12 @@ class Tiling:
         tile: M, N and K of a threadgroup's step; (0, 0, 0) in two_pass.
         stages: copies of the tile's operands in threadgroup memory; 0 if none are staged.
         simdgroups: simdgroups of a threadgroup.
-        k_per_slice: the K that a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit.
-        splits: threadgroups that share a tile's K; each writes partial sums if there are several.
-        rest_rows: in fused, the rows of a smaller last block; 0 if the last rows are padded.
+        k_per_slice: the K that is summed by a simdgroup (gemv, fused), a threadgroup (staged, tensor) or a unit
+            (striped).
+        splits: number of threadgroups that share a tile's K. If there are several, each writes partial sums.
+        rest_rows: in fused, the rows of a smaller last block; 0 if the last block is padded to the full number of rows.
         stripes: in striped, the number of threadgroups.
-        stripes_share_tiles: in striped, whether stripes share the K of a tile and write partial sums.
+        stripes_share_tiles: in striped, whether several stripes share the K of a tile and write partial sums.
     """
 
     variant: str
@@ -187,7 +188,7 @@ class Tiling:
 
     @property
     def sorts_pairs(self) -> bool:
-        """Returns whether, in a product with experts, moe_sort first divides the pairs into blocks of rows."""
+        """Returns whether moe_sort first divides the pairs of a product with experts into blocks of rows."""
         return self.kernel not in ("moe_gemv", "moe_gemv_reduce")
 
     def threadgroup_bytes(self, problem: Problem, rows: int) -> Any:
@@ -195,7 +196,7 @@ class Tiling:
         return geometry.threadgroup_bytes(self.variant, self.tile, self.stages, self.simdgroups, problem, rows)
 
     def row_blocks(self, M: int) -> list[tuple[int, int, int]]:
-        """Returns first row, rows and number of the row blocks of each launch."""
+        """Returns (first row, rows of a block, number of blocks) of each launch."""
         rows = self.tile[0]
         if self.rest_rows == 0:
             return [(0, rows, ceil_divide(M, rows))]
@@ -205,7 +206,7 @@ class Tiling:
         return 1 if np.ndim(self.splits) == 0 else len(self.splits)  # type: ignore[arg-type]
 
     def at(self, index: int) -> Tiling:
-        """Returns one of the tilings, with plain numbers."""
+        """Returns the tiling at an index of the arrays, with plain numbers."""
         if np.ndim(self.splits) == 0:
             return self
         columns = (np.broadcast_to(column, len(self)) for column in (self.simdgroups, self.k_per_slice, self.splits))
@@ -213,5 +214,5 @@ class Tiling:
         return replace(self, simdgroups=simdgroups, k_per_slice=k_per_slice, splits=splits)
 
     def each(self) -> list[Tiling]:
-        """Returns the tilings one by one, each once: slices consist of whole steps or groups, so some may be alike."""
+        """Returns the tilings one by one, without duplicates, because rounding to whole steps can make some equal."""
         return list(dict.fromkeys(self.at(index) for index in range(len(self))))

@@ -1,4 +1,4 @@
-"""Lists the tilings of a product, and takes the one that the model finds cheapest."""
+"""Lists the tilings of a product, and chooses the one that the model finds cheapest."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ from torch_marlin_metal.gpu.occupancy import occupancy_of
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 MAX_SLICES = 64
-# The shortest slices of K. Adding up shorter slices would cost more than splitting K gains.
+# The shortest slices of K. With shorter slices, adding up costs more than splitting K gains.
 GEMV_MIN_SLICE = 64
 FUSED_MIN_SLICE = FUSED_K
 STAGED_MIN_SLICE = 256
-# The fewest slices in fused, each of which has a simdgroup. In published measurements on an M1 (the mlx-omarchy
-# project), threadgroups of two simdgroups reached two thirds of the matrix rate of larger threadgroups.
+# The fewest slices in fused. A threadgroup has one simdgroup for each slice. In published measurements on an M1 (the
+# mlx-omarchy project), threadgroups of two simdgroups reached two thirds of the matrix rate of larger threadgroups.
 FUSED_MIN_SLICES = 4
-# The length of a slice of striped. It is a multiple of every tile's K and of every group size, so stripes end where
-# groups end. Shorter slices would balance the stripes better, but they would need more partial sums.
+# The length of a slice of striped. It is a multiple of every tile's K and of every group size, so that stripes end
+# where groups end. Shorter slices would balance the stripes better, but they would need more partial sums.
 STRIPED_SLICE = 256
-# striped splits K if stripes of whole tiles would leave more than an eighth of the threadgroups' time idle.
+# If stripes of whole tiles would leave more than an eighth of the threadgroups' time idle, striped splits K.
 IDLE_SHARE = 8
-# With more rows, fused is at least as cheap as gemv by the model, so "auto" does not try gemv.
+# With more rows, the model finds fused at least as fast as gemv, so "auto" does not try gemv.
 AUTOMATIC_GEMV_ROWS = 24
 # With fewer rows, "auto" does not try tensor (csrc/planner/variants.cpp).
 AUTOMATIC_TENSOR_ROWS = 9
 # Costs that differ by less than this factor count as equal, because the model is not more accurate than that.
 EQUAL_COST = 1.02
-# The model assumes that a core gains nothing from more simdgroups in flight than this, three per scheduler.
+# The model assumes that a core gains nothing from more simdgroups in flight than this: three per scheduler.
 ENOUGH_IN_FLIGHT = 12
 
 
 def slices_between(least: int, most: int) -> Any:
-    """Returns the numbers of slices to try, both ends included."""
+    """Returns the numbers of slices to try, including both ends."""
     return np.arange(least, most + 1, dtype=np.int64)
 
 
 def max_slices(K: int, step: int, min_slice: int, most: int = MAX_SLICES) -> int:
-    """Returns the largest number of slices of whole steps of K of which each has at least `min_slice` elements."""
+    """Returns the largest number of slices of whole steps of K with at least `min_slice` elements in each slice."""
     slices: int = min(max(round_up(K, step) // min_slice, 1), most)
     return slices
 
@@ -75,7 +75,7 @@ def max_slices(K: int, step: int, min_slice: int, most: int = MAX_SLICES) -> int
 def slice_length(problem: Problem, slices: Any, unit: int) -> Any:
     """Returns the length of a slice if K is split into about `slices` slices.
 
-    The length is a multiple of `unit`, and no slice is empty. If `unit` allows it, a slice contains whole groups, or a
+    The length is a multiple of `unit`, and no slice is empty. If `unit` permits, a slice contains whole groups, or a
     group contains whole slices.
     """
     group = problem.group
@@ -86,7 +86,7 @@ def slice_length(problem: Problem, slices: Any, unit: int) -> Any:
 
 
 def gemv_split(kernel: str, rows: int, problem: Problem, slices: Any) -> Tiling:
-    """Returns the tilings of gemv that split K into about `slices` slices, over simdgroups before threadgroups."""
+    """Returns the tilings of gemv with about `slices` slices of K. K is split over simdgroups before threadgroups."""
     k_per_slice = slice_length(problem, slices, GEMV_K)
     filled = ceil_divide(problem.K, k_per_slice)
     most = most_simdgroups(GEMV_COLUMNS, rows, problem.traits.has_lut, GEMV_MAX_SIMDGROUPS)
@@ -98,7 +98,7 @@ def gemv_split(kernel: str, rows: int, problem: Problem, slices: Any) -> Tiling:
 
 
 def fused_split(kernel: str, rows: int, problem: Problem, slices: Any, rest_rows: int = 0) -> Tiling:
-    """Returns the tilings of fused that split K into about `slices` slices, over simdgroups before threadgroups."""
+    """Returns the tilings of fused with about `slices` slices of K. K is split over simdgroups before threadgroups."""
     k_per_slice = round_up(ceil_divide(problem.K, slices), FUSED_K)
     filled = ceil_divide(problem.K, k_per_slice)
     most = most_simdgroups(FUSED_COLUMNS, rows, problem.traits.has_lut, FUSED_MAX_SIMDGROUPS)
@@ -120,7 +120,7 @@ def tensor_split(kernel: str, tile: tuple[int, int, int], problem: Problem, slic
 def _gemv(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
     """Row blocks of all sizes are candidates.
 
-    More and smaller blocks use more cores if the columns are few, and a block with more rows than the problem may keep
+    If the columns are few, more and smaller blocks use more cores. A block with more rows than the problem may keep
     more simdgroups resident.
     """
     slices = slices_between(1, max_slices(problem.K, GEMV_K, GEMV_MIN_SLICE))
@@ -144,7 +144,7 @@ def _staged(stages: int) -> Callable[[Problem, AppleSiliconGPU], Iterator[Tiling
     variant = "single_stage" if stages == 1 else "double_buffered"
 
     def tilings(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
-        """K is split if there are fewer tiles than threadgroups that the GPU holds at once."""
+        """K is split if there are fewer tiles than the GPU can hold threadgroups at once."""
         for tile in STAGED_TILES:
             row = Tiling(variant, f"gemm_{variant}_{'x'.join(map(str, tile))}", tile, stages)
             if staged_bytes(tile, problem.element_bytes, stages) > MAX_THREADGROUP_BYTES:
@@ -161,7 +161,7 @@ def _staged(stages: int) -> Callable[[Problem, AppleSiliconGPU], Iterator[Tiling
 
 
 def _striped(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
-    """As many threadgroups as the GPU holds at once, each with an equal stripe of the work."""
+    """Launches as many threadgroups as the GPU holds at once. Each computes an equal stripe of the work."""
     K = problem.K
     for tile in STRIPED_TILES:
         row = Tiling("striped", f"gemm_striped_{'x'.join(map(str, tile))}", tile, 2)
@@ -221,15 +221,15 @@ def _resident(row: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> int:
 
 
 def gemm_families(problem: Problem, gpu: AppleSiliconGPU, variant: str = "all") -> Iterator[Tiling]:
-    """Yields the tilings of each tile, those that differ only in how they split K as arrays.
+    """Yields the tilings of each tile. Tilings that differ only in how they split K are one `Tiling` with arrays.
 
     Args:
         problem: the product.
         gpu: the GPU.
-        variant: "all", "auto" for the variants that need no measurement, or a variant.
+        variant: the name of a variant, "all", or "auto" for the variants that need no measurement.
 
     Raises:
-        ValueError: there is no such variant.
+        ValueError: no variant has this name.
     """
     groups = {"all": tuple(_VARIANTS), "auto": AUTOMATIC}
     if variant not in groups and variant not in _VARIANTS:
@@ -245,10 +245,10 @@ def gemm_families(problem: Problem, gpu: AppleSiliconGPU, variant: str = "all") 
 
 
 def cheapest(tilings: Tiling, total: PlanCost, product: int = 0) -> tuple[Tiling, float]:
-    """Returns the cheapest of the tilings that differ in how they split K, and its time.
+    """Returns the cheapest of tilings that differ only in how they split K, and its time.
 
-    If the cheapest has few simdgroups in flight, a tiling of equal cost with more of them is returned instead, because
-    more simdgroups also hide latencies that the model does not count.
+    If the cheapest tiling has few simdgroups in flight, a tiling of equal cost with more simdgroups is returned
+    instead, because more simdgroups also hide latencies that the model does not count.
 
     Args:
         tilings: the tilings, with arrays.
@@ -268,7 +268,7 @@ def cheapest(tilings: Tiling, total: PlanCost, product: int = 0) -> tuple[Tiling
 
 
 def best_gemm(problem: Problem, gpu: AppleSiliconGPU, variant: str = "auto") -> tuple[Tiling, float] | None:
-    """Returns the cheapest tiling and its time; None if no kernel of the variant computes the problem."""
+    """Returns the cheapest tiling and its time, or None if no kernel of the variant computes the problem."""
     found: list[tuple[Tiling, float]] = []
     for tilings in gemm_families(problem, gpu, variant):
         found.append(cheapest(tilings, cost(tilings, problem, gpu)))

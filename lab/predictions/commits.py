@@ -1,10 +1,10 @@
-"""Predicts the time of a decoded token on the host and the GPU of each Apple chip, with early commits and without.
+"""Predicts the time of a decoded token on host and GPU of each Apple chip, with and without early commits.
 
     python -m lab.predictions.commits [--interval-ms 3] [--host-us 7.5]
 
-Nothing is measured. The GPU's time of a product comes from the model; every other kernel has the same assumed
-time. The host takes the same time for each operation. The GPU starts a command buffer when the buffer is committed and
-the previous one has ended; a boundary between two buffers costs additional time.
+Nothing is measured. The GPU's time of a product comes from the model; every other kernel has the same assumed time. The
+host takes the same time for each operation. The GPU starts a command buffer when the buffer is committed and the
+previous buffer has ended. Each boundary between two buffers costs additional time.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from lab import model
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# Llama 3 8B: its number of layers, (N, K) of a layer's products (q, k, v, o, gate, up, down), and of the output layer.
+# Llama 3 8B: number of layers, (N, K) of a layer's products (q, k, v, o, gate, up, down), and of the output layer.
 LAYERS = 32
 PRODUCTS = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 HEAD = (128256, 4096)
-# Kernels of PyTorch for each layer: norms, rotary embedding, cache, attention, activation, residuals. A decode step of
-# a similar model took about 1300 operations and 10 ms of host time (executorch#17671).
+# Kernels of PyTorch in each layer: norms, rotary embedding, cache, attention, activation, residuals. A decode step of a
+# similar model took about 1300 operations and 10 ms of host time (executorch#17671).
 OTHER_KERNELS = 33
 KERNEL_SECONDS = 3e-6  # assumed GPU time of one of PyTorch's kernels
 BOUNDARY_SECONDS = 20e-6  # GPU time between two command buffers (mlx#4521)
@@ -26,7 +26,7 @@ WAIT_SECONDS = 100e-6  # assumed time from the end of a token's last kernel unti
 
 
 def operations(gpu: str) -> list[tuple[float, float]]:
-    """Returns (seconds on the GPU, seconds that the commit policy counts) for a token's operations, in order."""
+    """Returns (seconds on the GPU, seconds that the commit policy predicts) of each operation of a token, in order."""
     chip = AppleSiliconGPU.from_name(gpu)
     predicted = {(N, K): model.best(model.Problem(1, N, K), chip)[1] for N, K in {*PRODUCTS, HEAD}}
     layer = []
@@ -41,7 +41,7 @@ def token_seconds(work: Sequence[tuple[float, float]], host: float, interval: fl
 
     Args:
         work: the result of `operations`.
-        host: seconds that encoding one operation takes.
+        host: seconds that the host needs to encode one operation.
         interval: predicted seconds between two commits; 0 means one commit at the end.
     """
     now = free = buffer = pending = 0.0

@@ -1,15 +1,15 @@
 """Prints what the model predicts for the experts of two mixtures: gpt-oss-20b and Qwen3-30B-A3B.
 
-A layer's experts are two products with `moe_gemm`: gate and up, and down with the weighted sum. For each chip and
-number of tokens, a table compares the predicted time with two others:
+A layer's experts are two calls of `moe_gemm`: gate and up, and down with the weighted sum. For each chip and number of
+tokens, a table compares the predicted time with two other times:
 
-- the limit: the longer of the time to read the weights of the experts that are chosen, and the time of the rows'
-  matrix products. Launches are not in it.
-- one expert after the other: a `gemm` for each product of each chosen expert, and from two tokens on a kernel that
-  gathers the expert's rows and one that adds its results to the output. These two take a launch and the time in which
-  memory reads and writes their rows. The host's wait for the router's choice is not in it.
+- the limit: the longer of two times, reading the weights of the chosen experts, and the matrix products of all rows.
+  The limit contains no launches.
+- one expert after the other: a `gemm` for each product of each chosen expert. From two tokens on, one kernel also
+  gathers the expert's rows, and one adds the results to the output. The time of these two kernels is a launch and the
+  memory traffic of their rows. The host's wait for the router's choice is left out.
 
-Nothing runs on a GPU. Each token chooses its experts at random, and all experts are equally likely.
+No kernel is executed. Each token chooses its experts at random, and all experts are equally likely.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
-# The numbers of tokens for which the time is compared with the limit: at 1, and from 512 on.
+# The numbers of tokens at which the time is compared with the limit.
 BARRED = (1, 512, 2048)
 MOST_OF_LIMIT = 1.15
 NEGLIGIBLE = 1e-6  # a probability
@@ -65,8 +65,8 @@ class Prediction:
     Attributes:
         kernels: the tilings of the two products.
         seconds: the predicted time.
-        launches: the part of it that launches take.
-        sorting: the part of it that sorting takes, without launches.
+        launches: the seconds that launches take.
+        sorting: the seconds that moe_sort takes, without its launch.
         limit: the longer of memory time and matrix time, added up over both products.
         one_by_one: the predicted time of one expert after the other.
     """
@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def over_limit(self) -> float:
-        """Returns the predicted time over the limit."""
+        """Returns the predicted time divided by the limit."""
         return self.seconds / self.limit
 
 
@@ -90,7 +90,7 @@ def weight_bytes(mixture: Mixture, N: int, K: int) -> float:
 
 
 def peak_flop_per_second(gpu: AppleSiliconGPU) -> float:
-    """Returns the peak rate of products with fp16 activations: of the tensor units, if the GPU has them."""
+    """Returns the peak rate of products with fp16 activations. If the GPU has tensor units, it is their rate."""
     clocks, tensor_clocks = figure(gpu, "matrix_clocks_fp32"), figure(gpu, "tensor_clocks_fp16")
     return gpu.matrix_flop_per_second * (clocks / tensor_clocks if tensor_clocks else 1.0)
 
@@ -123,9 +123,9 @@ def rows_of_an_expert(tokens: int, mixture: Mixture) -> Iterator[tuple[int, floa
 
 
 def moving_rows(mixture: Mixture, rows: int, gpu: AppleSiliconGPU) -> float:
-    """Returns the time of gathering an expert's rows and of adding its results, in fp16."""
+    """Returns the seconds for gathering an expert's rows and for adding its results to the output, in fp16."""
     row_bytes = 2 * mixture.hidden
-    # Gathering reads and writes a row. Adding reads a result and the output's row, and writes the latter.
+    # Gathering reads and writes a row. Adding reads a result and a row of the output, and writes the row.
     return 2 * DISPATCH_SECONDS + rows * 5 * row_bytes / gpu.reachable_dram_bytes_per_second
 
 
@@ -160,7 +160,7 @@ def predict(mixture: Mixture, tokens: int, gpu: AppleSiliconGPU) -> Prediction:
 
 
 def bars(mixture: Mixture, gpu: AppleSiliconGPU) -> Iterator[Bar]:
-    """Yields the requirements on one chip, each with its value."""
+    """Yields the requirements on one chip, each with the predicted value."""
     for tokens in TOKENS:
         found = predict(mixture, tokens, gpu)
         where = f"{mixture.name}, {gpu.name}, {tokens} tokens"
@@ -170,13 +170,13 @@ def bars(mixture: Mixture, gpu: AppleSiliconGPU) -> Iterator[Bar]:
 
 
 def short(kernel: str) -> str:
-    """Returns the variant's two first letters and its rows: "fu32" for "fused:32x32x64"."""
+    """Returns the first two letters of the variant and its rows, for example "fu32" for "fused:32x32x64"."""
     variant, tile = kernel.split(":")
     return variant[:2] + tile.split("x")[0]
 
 
 def table_of(mixture: Mixture, gpus: list[AppleSiliconGPU]) -> Table:
-    """Returns, by tokens and chip: time over limit, the same without launches, speed over one by one, and kernels."""
+    """Returns a table by tokens and chip: time over limit, the same without launches, speedup, and kernels."""
     title = f"{mixture.name}: time over limit (without launches), times faster than one by one, rows of a block"
     table = Table(title=title, title_justify="left")
     table.add_column("tokens", justify="right")

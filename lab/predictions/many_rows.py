@@ -1,8 +1,8 @@
-"""Compares, by the model, the products of FLUX with decoding the weight once and multiplying (`two_pass`).
+"""Compares the planner's choices for FLUX with `two_pass`, which decodes the weight once, by predicted times.
 
-Nothing runs on a GPU. A number of the table is the largest ratio of the times of the planner's choice and of
-`two_pass`, over shapes, numbers of rows, and activations in fp16 and bf16. "rounded", which layers of diffusers' models
-use, lets the planner take `two_pass`, which rounds the weights; "auto" does not.
+No kernel is executed. A number of the table is the largest ratio of two times, the planner's choice over `two_pass`,
+over all shapes, numbers of rows, and activations in fp16 and bf16. With "rounded", which layers of diffusers' models
+use, the planner can choose `two_pass`, which rounds the weights. With "auto" it cannot.
 
     python -m lab.predictions.many_rows --write
 """
@@ -10,14 +10,14 @@ use, lets the planner take `two_pass`, which rounds the weights; "auto" does not
 from pathlib import Path
 
 from lab import model
-from lab.decisions import chosen
+from lab.choices import chosen
 from scripts import page_section
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 PAGE = Path(__file__).parents[2] / "docs/use/diffusion.md"
 CHIPS = ("M1", "M1 Max", "M2", "M2 Max", "M3", "M3 Max", "M4", "M4 Pro", "M4 Max", "M5", "M5 Max")
 ROWS = (1024, 1536, 2560, 4608)
-# (N, K) of FLUX: projections, both layers of a block's MLP, and both layers of a single block.
+# (N, K) of FLUX's products: projections, both layers of a block's MLP, and both layers of a single block.
 SHAPES = ((3072, 3072), (12288, 3072), (3072, 12288), (21504, 3072), (3072, 15360))
 FORMATS = {"uint4b8": 32, "uint4_bias": 32, "nvfp4": 16}
 

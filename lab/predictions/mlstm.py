@@ -1,8 +1,8 @@
 """Estimates what the mLSTM kernels cost on an M1: instruction counts, memory traffic, and times predicted from both.
 
-Nothing runs on a GPU. The counts come from Mesa's compiler for the M1's GPU (lab/agx/README.md). The traffic
-comes from the software Metal device in checked mode, the rates from csrc/planner/chips.h.
-The time of a dispatch is the one that the model assumes.
+No kernel runs on a GPU. The counts come from Mesa's compiler for the M1's GPU (lab/agx/README.md), the traffic from the
+software Metal device in checked mode, and the rates from csrc/planner/chips.h. A dispatch takes the time that the model
+assumes.
 
     python -m lab.predictions.mlstm --chunk-size 64 --tokens 2048
 """
@@ -28,7 +28,7 @@ from torch_marlin_metal.profiling import AppleSiliconGPU
 ROOT = Path(__file__).resolve().parents[2]
 AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"
 TYPES = ("float16", "bfloat16", "float32")
-# Clocks of a scheduler for one matrix product, as the counting command assumes. Other instructions count as one slot.
+# Clocks of a scheduler for one matrix product, as in the counting tool. Other instructions take one issue slot.
 MATRIX_CLOCKS = 17
 BLOCK, OUTPUT_SIMDGROUPS, TILE, STEP_COLUMNS, STEP_SIMDGROUPS = 32, 8, 64, 128, 16
 
@@ -58,11 +58,12 @@ class Work:
 
 
 def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, shared: int = 0) -> dict[str, Any]:
-    """Returns the counts of one kernel, specialised for vector loads."""
+    """Returns the counts of one kernel, specialized for vector loads."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder) / "kernels"
         shutil.copytree(ROOT / "kernels", kernels)
-        # The command finds function constants by their declarations, which a macro makes. This expands the macro.
+        # The tool finds function constants by their declarations. A macro makes these declarations, so it is expanded
+        # here.
         rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "shared/slots.h").read_text())
         declared = "\n".join(f"constant {t} {name} [[function_constant({i})]];" for i, t, name in rows)
         options = (kernels / "gemm/function_constants.h").read_text()
@@ -87,7 +88,7 @@ def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, share
 
 
 def loop(counts: dict[str, Any], matrix_ops: int) -> dict[str, Any]:
-    """Returns the innermost loop that has this many matrix products."""
+    """Returns the innermost loop that has `matrix_ops` matrix products."""
     found = [x for x in counts["loops"] if x["innermost"] and x["matrix_ops"] == matrix_ops]
     if len(found) != 1:
         raise RuntimeError(f"expected one innermost loop with {matrix_ops} matrix products, found {len(found)}")
@@ -95,7 +96,7 @@ def loop(counts: dict[str, Any], matrix_ops: int) -> dict[str, Any]:
 
 
 def own(counts: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the counts of a loop without those of the loops inside it."""
+    """Returns the counts of a loop without the counts of its inner loops."""
     inner = [
         x
         for x in counts["loops"]
@@ -113,7 +114,7 @@ def instructions(part: dict[str, Any]) -> float:
 def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
     """Returns the work of mlstm_states for one head.
 
-    The code for the tail of a chunk is counted as if it always ran, but its matrix products are not counted.
+    The code for the tail of a chunk is counted as if it always ran, but without its matrix products.
     """
     step = loop(counts, 16)
     outer = own(counts, next(x for x in counts["loops"] if not x["innermost"]))
@@ -127,7 +128,7 @@ def states_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
 def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, element_bytes: int) -> Work:
     """Returns the work of mlstm_output for one head.
 
-    Code outside loops, including code for tails, is counted once, without its matrix products.
+    Code outside loops, including the code for tails, is counted once, without its matrix products.
     """
     scores, state, values = (loop(counts, n) for n in (8, 32, 64))
     unit = own(counts, next(x for x in counts["loops"] if not x["innermost"] and x["matrix_ops"]))
@@ -136,8 +137,8 @@ def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
     decay = next(x for x in counts["loops"] if x["innermost"] and not x["matrix_ops"] and x["shuffles"])
     outermost = [x for x in counts["loops"] if x["depth"] == 0]
     straight = instructions(counts["total"]) - sum(instructions(x) for x in outermost)
-    own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four columns of fragments
-    decay_tokens = 98  # the six fragment pairs of a block and its own keys add up the decays of so many tokens
+    own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four column fragments
+    decay_tokens = 98  # tokens whose decays are added up by the six fragment pairs of a block and its own keys
 
     strips = -(-DV // BLOCK)
     groups = -(-strips // OUTPUT_SIMDGROUPS)
@@ -172,7 +173,7 @@ def step_work(counts: dict[str, Any], DK: int, DV: int) -> Work:
 
 
 def traffic(chunk: int) -> Table:
-    """Returns the bytes that a small head reads and writes, from the software device, divided by the distinct bytes."""
+    """Returns the bytes that a small head reads and writes on the software device, divided by the distinct bytes."""
     import torch
 
     from tests.support.kernels import mlstm_problems

@@ -2,10 +2,10 @@
 
     python -m lab.predictions.product 8 4096 14336 --gpu "M1 Max" --group-size 64
 
-Every dispatch has the time of its launch, of memory, of L2 and of the busiest core, and what of the latter are
-instructions, complex instructions and matrix products if they were spread evenly. SIMD/core is the number of simdgroups
-that a core holds. "bound" is what takes longest; "occupancy" means waiting, because too few simdgroups hide latency or
-some cores have less to do than others. The arrow marks the variant that the model takes.
+Each dispatch has four times: launch, memory, L2, and the busiest core. For comparison with the last, the table has the
+times of instructions, complex instructions and matrix products if they were spread evenly over the cores. SIMD/core is
+the number of simdgroups that a core holds. "bound" is what takes longest. "occupancy" means waiting, because too few
+simdgroups hide latency or some cores have less work than others. The arrow marks the variant that the model chooses.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class Candidate:
 
 
 def candidates(problem: model.Problem, gpu: AppleSiliconGPU) -> list[Candidate]:
-    """Returns the cheapest tiling of each variant that has a kernel for the product, cheapest first."""
+    """Returns the cheapest tiling of each variant that has a kernel for the product, in the order of their times."""
     found = []
     for variant in dict.fromkeys(group.variant for group in model.families(problem, gpu)):
         tiling, _ = model.best(problem, gpu, variant)

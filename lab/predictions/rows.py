@@ -1,7 +1,7 @@
-"""Prints the model by M: issue time compared with memory time, and what each additional row costs.
+"""Prints what the model predicts for each M: issue time over memory time, and the cost of each additional row.
 
-Nothing runs on a GPU. Times are those of the tilings that the model takes, for cold weights of 4096 x 14336,
-fp16 activations and groups of 64 unless the format fixes the group size.
+No kernel is executed. Times are those of the tilings that the model chooses, for weights of 4096 x 14336 that are in no
+cache, fp16 activations and groups of 64 unless the format fixes the group size.
 """
 
 import argparse
@@ -24,9 +24,9 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41, 64, 65, 128, 
 MOST_ROWS = 140
 
 MOST_FOR_FOUR_ROWS = 1.1
-# The M5 Max has 40 cores and the fastest memory. gemv's 32 threadgroups leave eight cores idle, and the other 32 cores
-# take longer than memory: 1.15 times as long as one row. The plan that splits K over all cores needs a second dispatch,
-# which takes 6 us. One row takes 62 us.
+# The M5 Max has 40 cores and the fastest memory. The 32 threadgroups of gemv leave eight cores idle, and the other 32
+# cores take longer than memory: 1.15 times as long as one row. The plan that splits K over all cores needs a second
+# dispatch of 6 us. One row takes 62 us.
 MORE_FOR_FOUR_ROWS = {"M5 Max": 1.13}
 
 
@@ -40,13 +40,12 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        """Returns true if the value is within the limit."""
         return self.value <= self.limit
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tiling that the model takes, its time, and the part of it that launches take, in seconds."""
+    """The tiling that the model chooses, its time in seconds, and the seconds of it that launches take."""
 
     tiling: model.Tiling
     seconds: float
@@ -65,7 +64,7 @@ def best(M: int, gpu: str, weight_format: str = "uint4b8") -> Choice:
 def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> float:
     """Returns the longer of gemv's issue time and complex-unit time, divided by its memory time.
 
-    If `peak` is true, memory is read at its peak rate, otherwise at the rate that reading kernels reach.
+    If `peak` is true, the memory time assumes the peak rate, otherwise the rate that reading kernels reach in practice.
     """
     problem, found = model.Problem(M, N, K, weight_format, GROUP_SIZE), AppleSiliconGPU.from_name(gpu)
     tiling, _ = model.best(problem, found, "gemv")
@@ -75,7 +74,7 @@ def issue_over_memory(M: int, gpu: str, weight_format: str, *, peak: bool) -> fl
 
 
 def bars() -> Iterator[Bar]:
-    """Yields the requirements that the model can check, each with its value."""
+    """Yields the requirements that the model can check, each with the predicted value."""
     for gpu in ("M1", "M1 Max", "M2 Max", "M4 Max"):
         for weight_format, most in (("uint4b8", 4), ("float4_e2m1", 2)):
             for M in range(1, most + 1):
@@ -92,9 +91,9 @@ def bars() -> Iterator[Bar]:
 
 
 def steps(weight_format: str) -> Iterator[Bar]:
-    """Yields the largest cost of one more row on any GPU: for rows that begin a block of 8, then for other rows.
+    """Yields the largest cost of one additional row on any GPU, for rows that begin a block of 8 and for other rows.
 
-    If the larger product needs one dispatch more, the launch of this dispatch does not count.
+    If the additional row needs one more dispatch, the launch of this dispatch does not count.
     """
     largest = {1.9: 0.0, 1.5: 0.0, 1.35: 0.0}
     for gpu in AppleSiliconGPU.names():
@@ -109,7 +108,7 @@ def steps(weight_format: str) -> Iterator[Bar]:
 
 
 def ladder(weight_format: str) -> Table:
-    """Returns the time relative to one row, and the chosen variant, by M and GPU."""
+    """Returns a table by M and GPU: the time divided by the time of one row, and the chosen variant."""
     names = AppleSiliconGPU.names()
     table = Table(title=f"{weight_format}: time over the time of one row, and the variant", title_justify="left")
     table.add_column("M", justify="right")

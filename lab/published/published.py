@@ -1,12 +1,12 @@
 """Compares the model with published times of other projects' kernels on real Macs.
 
-Takes a CSV file with the columns of published.csv. For every point that can be modelled, it prints the predicted time
+Reads a CSV file with the columns of published.csv. For every point that can be modeled, it prints the predicted time
 divided by the published time. Then it prints the median and the range of this ratio for each kind of measurement. The
-last two columns show whether the median rests on one chip or one publication: they are the range of the median if the
+last two columns show whether the median depends on one chip or one publication: they are the range of the median if the
 points of any one chip, or of any one source, are left out. This project has measured none of the points. --plot draws
 all points, --json prints them for programs.
 
-The exit code is 0 if a row could be modelled, 1 if none could, and 2 if the file is not such a table.
+The exit code is 0 if a row could be modeled, 1 if none could, and 2 if the file is not such a table.
 
     python -m lab.published lab/published/published.csv --plot published.png
 """
@@ -35,11 +35,11 @@ COLUMNS = (
     *("id", "chip", "gpu_cores", "software", "what", "format", "group", "act", "M", "N", "K", "quantity", "value"),
     *("source", "note"),
 )
-# From this number of rows on, MLX uses a matrix kernel, and a scalar kernel for fewer.
+# From this number of rows on, MLX uses a matrix kernel. For fewer rows it uses a scalar kernel.
 MLX_MATRIX_ROWS = 10
-# From this GPU family on, MLX's matrix kernels use tensor units, which cannot be counted.
+# From this GPU family on, MLX's matrix kernels use tensor units, whose instructions cannot be counted.
 TENSOR_FAMILY = 10
-# The size of an output layer, if the publication names none.
+# (N, K) of an output layer, if the publication names no size.
 WIDE = (131072, 4096)
 
 
@@ -57,20 +57,20 @@ class Point:
 
     @property
     def ratio(self) -> float:
-        """Returns predicted over published time."""
+        """Returns the predicted value divided by the published value."""
         return self.predicted / self.published
 
 
 class NotModelled(Exception):
-    """A row of the file measured something that the model cannot predict. The message is the reason."""
+    """The model cannot predict what a row of the file measured. The message says why."""
 
 
 class BadTable(Exception):
-    """The file is not a table of published figures. The message names the row, the column and what was expected."""
+    """The file is not a table of published figures. The message names the row, the column and the expected value."""
 
 
 def number(row: Row, column: str) -> float:
-    """Returns a column's value, which must be a positive number."""
+    """Parses a column as a positive number, and raises BadTable otherwise."""
     try:
         value = float(row[column])
     except ValueError:
@@ -81,7 +81,7 @@ def number(row: Row, column: str) -> float:
 
 
 def count(row: Row, column: str) -> int:
-    """Returns a column's value, which must be a positive integer."""
+    """Parses a column as a positive integer, and raises BadTable otherwise."""
     if not row[column].isdecimal() or int(row[column]) == 0:
         raise BadTable(f"row {row['id']}: {column}: expected a positive integer, got {row[column]!r}")
     return int(row[column])
@@ -107,7 +107,7 @@ def llama_model(row: Row) -> kernels.Model:
 
 
 def refuse_tensor_units(row: Row) -> None:
-    """Refuses a row that names the tensor units, whose kernels cannot be counted. MLX calls them NAX."""
+    """Raises NotModelled for a row about tensor units, whose kernels cannot be counted. MLX calls them NAX."""
     text = f"{row['software']} {row['what']} {row['note']}".lower()
     if "tensor unit" in text or "tensor api" in text or "nax" in text:
         raise NotModelled("kernels for tensor units")
@@ -167,7 +167,7 @@ def mlx_time(row: Row) -> Point:
 
 
 def experts(row: Row) -> Point:
-    """Models a layer with eight experts for each token: three gathered products, one after the other."""
+    """Predicts a layer with eight experts for each token: three gathered products, one after the other."""
     tokens = row["what"].split(",")[1].split()[0]
     if not tokens.isdigit() or "chained" not in row["what"]:
         raise NotModelled(row["what"])
@@ -223,7 +223,7 @@ MAKERS: dict[str, Callable[[Row], Point]] = {
 
 
 def compare(rows: Iterable[Row]) -> tuple[list[Point], dict[str, str]]:
-    """Returns a point for each row that can be modelled, and the reason, by id, for each row that cannot."""
+    """Returns a point for each row that can be modeled, and id -> reason for each other row."""
     points, left = [], {}
     for row in rows:
         make = MAKERS.get(row["quantity"])
@@ -237,7 +237,7 @@ def compare(rows: Iterable[Row]) -> tuple[list[Point], dict[str, str]]:
 
 
 def read(path: Path) -> list[Row]:
-    """Reads a table of published figures. Raises BadTable if it is none."""
+    """Reads a table of published figures. Raises BadTable for any other file."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file, restval="")
@@ -257,7 +257,11 @@ def by_kind(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def summary_of(points: Sequence[Point]) -> dict[str, Any]:
-    """Returns the number of points, the median and range of their ratios, and the range of the median without one."""
+    """Summarizes points.
+
+    Returns their number, the median and range of their ratios, and the range of the median if one chip or source is
+    left out.
+    """
     ratios = [found.ratio for found in points]
     return {
         "points": len(points),
@@ -270,7 +274,7 @@ def summary_of(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def medians_without(points: Iterable[Point], part_of: Callable[[Point], str]) -> list[float]:
-    """Returns the least and the largest median if one part of the points is left out; nothing if there is one part."""
+    """Returns the least and the largest median over all ways to leave out one part, or [] if there is only one part."""
     found = [(part_of(point), point.ratio) for point in points]
     parts = {part for part, _ in found}
     if len(parts) == 1:
@@ -280,7 +284,7 @@ def medians_without(points: Iterable[Point], part_of: Callable[[Point], str]) ->
 
 
 def draw(points: Iterable[Point], path: Path) -> None:
-    """Draws the ratio of the predicted to the published figure for each point, in a row for each kind."""
+    """Draws the ratio of predicted to published value for each point, with one row for each kind."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

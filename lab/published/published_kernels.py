@@ -1,7 +1,7 @@
-"""Kernels of other projects, described to the model: counts, tiles, traffic, and the order of threadgroups.
+"""Describes kernels of other projects to the model: counts, tiles, traffic, and the order of threadgroups.
 
 Sources: MLX at 2026-08-22 (`quantized.h`, `quantized.cpp`) and ggml at 2026-08-21 (`ggml-metal.metal`,
-`ggml-metal-ops.cpp`). The counts are for the M1's GPU, from the tool that instructions.py uses.
+`ggml-metal-ops.cpp`). The counts are for the M1's GPU, from the tool that instructions.py uses (lab/agx).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from lab.model.geometry import ceil_divide as ceil
 from lab.model.kernel import DISPATCH_SECONDS, KernelLoad, kernel_cost, reads
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# Bytes per weight in each format of the peers, with the weight's share of scales and zero points.
+# Bytes per weight in each format of the other projects, including its share of scales and zero points.
 WEIGHT_BYTES = {
     "affine4/32": 0.5 + 4 / 32,
     "affine4/64": 0.5 + 4 / 64,
@@ -50,15 +50,18 @@ COUNTS = {
     "mul_mm_q4_0": Counts(224, 88, 32, 103, 212),
     "mul_mm_q8_0": Counts(211, 92, 32, 103, 214),
 }
-# With more rows, ggml takes a matrix kernel.
+# With more rows, ggml uses a matrix kernel.
 GGML_MOST_VECTOR_ROWS = 8
-# Clocks of a matrix operation on fp32 sums: MLX and ggml accumulate in fp32.
+# Clocks of a matrix operation with fp32 sums, which MLX and ggml use.
 MATRIX_CLOCKS = 18
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of other projects: `[M, K]` times a weight of N columns, and whether the weight is in a cache."""
+    """A product of other projects: `[M, K]` times a weight of N columns.
+
+    `cached` says whether the weight is in a cache.
+    """
 
     M: int
     N: int
@@ -72,9 +75,9 @@ class Product:
         return self.N * self.K * WEIGHT_BYTES[self.weight_format]
 
     def weight_traffic(self, gpu: AppleSiliconGPU, times: int = 1) -> float:
-        """Returns the bytes that reading the weight takes from memory.
+        """Returns the bytes that are read from memory if the weight is read `times` times.
 
-        They are fewer if the system-level cache has the weight.
+        If the system-level cache holds the weight, a read counts as fewer bytes.
         """
         if self.cached:
             return float(reads(self.weight_bytes, 1 + times, gpu) - self.weight_bytes)
@@ -82,12 +85,11 @@ class Product:
 
 
 def seconds(load: KernelLoad, gpu: AppleSiliconGPU) -> float:
-    """Returns the time of a dispatch by the model."""
     return float(kernel_cost(load, gpu).seconds)
 
 
 def small_dispatch(gpu: AppleSiliconGPU, size: float = 0.0) -> float:
-    """Returns the time of a dispatch that moves some bytes and computes almost nothing."""
+    """Returns the time of a dispatch that moves `size` bytes and computes almost nothing."""
     return DISPATCH_SECONDS + size / gpu.reachable_dram_bytes_per_second
 
 
@@ -126,10 +128,7 @@ def row_bytes(product: Product) -> float:
 
 
 def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Predicts the time of MLX's `qmv_fast`.
-
-    A threadgroup computes 8 columns of one row. The threadgroups of all rows of a column block start together.
-    """
+    """A threadgroup computes 8 columns of one row. The threadgroups of all rows of a column block start together."""
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
     return seconds(
@@ -166,10 +165,7 @@ def mlx_wide(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Predicts the time of MLX's `qmm_t`.
-
-    Tiles are 32 x 32 and go along N first; K is split until there are 512 threadgroups.
-    """
+    """Tiles are 32 x 32, and threadgroups go along N first. K is split until there are 512 threadgroups."""
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 32)
     splits = min(max(1, 512 // (row_blocks * column_blocks)), product.K // 64)
     while splits > 1 and product.K % (splits * 64):
@@ -193,7 +189,7 @@ def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_takes_matrix(product: Product, gpu: AppleSiliconGPU) -> bool:
-    """Returns true if MLX's host code chooses a matrix kernel, and false if it chooses a scalar one."""
+    """Returns whether MLX's host code chooses a matrix kernel instead of a scalar kernel."""
     is_ultra = gpu.name.endswith("Ultra")
     limits = (32, 18, 12) if is_ultra else (13, 15, 13) if gpu.family >= 9 else (14, 10, 6)
     size = max(product.N, product.K)
@@ -209,10 +205,7 @@ def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Predicts the time of ggml's `mul_mv`.
-
-    A threadgroup computes one row: 8 columns in q4_0, and 2 in q8_0, where the simdgroups divide K among them.
-    """
+    """A threadgroup computes one row: 8 columns in q4_0, and 2 in q8_0, in which the simdgroups divide K among them."""
     is_q8 = product.weight_format == "q8_0"
     columns = ceil(product.N, 2 if is_q8 else 8)
     activations = product.M * product.K * product.activation_bytes
@@ -233,7 +226,7 @@ def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
 def ggml_few_rows(product: Product, gpu: AppleSiliconGPU) -> float:
     """Predicts the time of ggml's `mul_mv_ext`.
 
-    A block has 2 to 5 rows; the second block starts when the first has ended.
+    A block has 2 to 5 rows. The second block starts when the first has ended.
     """
     if product.M == 1:
         return ggml_vector(product, gpu)
@@ -258,7 +251,7 @@ def ggml_few_rows(product: Product, gpu: AppleSiliconGPU) -> float:
 def ggml_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
     """Predicts the time of ggml's `mul_mm`.
 
-    Tiles have 32 rows and 64 columns; the row blocks of a column block start together.
+    Tiles have 32 rows and 64 columns. The row blocks of the same columns start together.
     """
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 64)
     activations = product.M * product.K * product.activation_bytes

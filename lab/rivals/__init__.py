@@ -1,1 +1,1 @@
-"""Other projects' kernels for few rows, and our predicted times beside theirs."""
+"""Predicts times of other projects' kernels for few rows, and compares them with ours."""

@@ -1,11 +1,12 @@
-"""Prints our predicted times beside those of llama.cpp and MLX at 1 to 64 rows.
+"""Compares our predicted times with those of llama.cpp and MLX at 1 to 64 rows.
 
     python -m lab.rivals              # the table of lab/notes/few-rows.md, about 20 seconds
     python -m lab.rivals --write      # writes it there
     python -m lab.rivals --one-row    # one row on every chip: our time without the launch, over its bytes'
 
-Nothing runs on a GPU. A cell is our time over the time of the fastest rival that reads files of the same format. Times
-are those of the planner's choice by the lab's model, and of the rivals' kernels by the same model (rivals.py).
+No kernel is executed. A cell is our time divided by the time of the fastest rival that reads files of the same format.
+Our time is what the lab's model predicts for the planner's choice. The same model predicts the times of the rivals'
+kernels (rivals.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.decisions import chosen
+from lab.choices import chosen
 from lab.model import ExpertsProblem, Problem, Tiling, costs
 from lab.rivals.rivals import Rival, Time, fastest, on_tensor_units
 from scripts.page_section import main as print_or_write
@@ -40,7 +41,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A format of files: our form of its weights, and the rivals' kernels for the same files."""
+    """A format of files: our format for its weights, and the rivals' kernels for the same files."""
 
     name: str
     weight_format: str
@@ -84,10 +85,10 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Our time and the fastest rival's, and our bytes over the rival's.
+    """Our time and the fastest rival's, and our bytes divided by the rival's.
 
     Attributes:
-        least: whether the rival's kernel runs on tensor units, so that its time is only the least that it can take.
+        least: whether the rival's kernel runs on tensor units, so that its real time may be longer than predicted.
     """
 
     form: str
@@ -103,7 +104,7 @@ class Cell:
 
     @property
     def ratio(self) -> float:
-        """Returns our time over theirs."""
+        """Returns our time divided by theirs."""
         return self.ours.seconds / self.theirs.seconds
 
     @property
@@ -113,7 +114,7 @@ class Cell:
 
     @property
     def letters(self) -> str:
-        """Returns what takes longest in ours and in theirs."""
+        """Returns two letters: what takes longest in our kernel, and in theirs."""
         return LETTERS[self.ours.bound] + LETTERS[self.theirs.bound]
 
     @property
@@ -128,14 +129,14 @@ class Cell:
 
 
 def our_time(problem: Problem | ExpertsProblem, tiling: Tiling, gpu: AppleSiliconGPU) -> Time:
-    """Returns the time of a tiling, and what takes longest in its longest dispatch."""
+    """Returns the time of a tiling, and the bound of its longest dispatch."""
     cost = costs(problem, tiling, gpu)
     longest = max(cost.dispatches, key=lambda dispatch: float(dispatch.seconds))
     return Time(float(cost.seconds), longest.bound)
 
 
 def cell(form: Form, experts: int, gpu: AppleSiliconGPU, N: int, K: int, rows: int) -> Cell:
-    """Returns a cell; 0 experts are a dense product."""
+    """Returns a cell. 0 experts mean a dense product."""
     problem = form.mixture(rows, N, K) if experts else form.problem(rows, N, K)
     times = {rival: fastest(rival, rows, N, K, gpu, experts, TOP_K) for rival in form.rivals}
     rival = min(times, key=lambda each: times[each].seconds)
@@ -162,13 +163,13 @@ def _grouped(found: Iterable[Cell], key: str) -> dict[tuple[object, ...], list[C
 
 
 def _names(values: Iterable[object], order: Iterable[object]) -> str:
-    """Returns the values in an order, and "all" for all of several."""
+    """Joins the values in the order of `order`. If all of more than two values occur, returns "all"."""
     found, known = set(values), list(order)
     return "all" if len(known) > 2 and found == set(known) else ", ".join(str(each) for each in known if each in found)
 
 
 def summary(found: list[Cell]) -> Iterator[str]:
-    """Yields a table with a line for each format, without the cells whose rival runs on tensor units."""
+    """Yields a table with a line for each format. Cells whose rival runs on tensor units are left out."""
     yield "| weights | cells | above 1 | above 0.95 | most, dense | most, experts |\n|---|---|---|---|---|---|"
     for (form,), own in _grouped((each for each in found if not each.least), "form").items():
         above = [sum(each.ratio > limit for each in own) for limit in (1, MOST)]
@@ -177,9 +178,9 @@ def summary(found: list[Cell]) -> Iterator[str]:
 
 
 def above(found: list[Cell]) -> Iterator[str]:
-    """Yields a table of the cells above 0.95, those with the same reason in one line.
+    """Yields a table of the cells above 0.95. Cells with the same reason share a line.
 
-    The largest are first, and those whose rival runs on tensor units last, all formats together.
+    The largest ratios come first. Cells whose rival runs on tensor units come last, all formats together.
     """
     yield "| most | cells | weights | kind | rows | chips | reason |\n|---|---|---|---|---|---|---|"
     over = [each for each in found if each.ratio > MOST]
@@ -195,7 +196,10 @@ def above(found: list[Cell]) -> Iterator[str]:
 
 
 def _texts(own: list[Cell]) -> str:
-    """Returns the ratios of the shapes with their letters; letters that all share stand once, at the end."""
+    """Joins the ratios of the shapes, each with its letters.
+
+    If all have the same letters, they appear once, at the end.
+    """
     letters = [each.letters for each in own]
     if len(set(letters)) == 1:
         return " ".join(f"{each.ratio:.2f}" for each in own) + f" {letters[0]}"
@@ -203,7 +207,7 @@ def _texts(own: list[Cell]) -> str:
 
 
 def everything(found: list[Cell]) -> Iterator[str]:
-    """Yields the table of all cells: a line for each format, kind and chip."""
+    """Yields the table of all cells, with a line for each format, kind and chip."""
     yield "| weights | kind | chip |" + "".join(f" {rows} |" for rows in ROWS) + "\n" + "|---" * (3 + len(ROWS)) + "|"
     for (form, kind, chip), own in _grouped(found, "form kind chip").items():
         columns = _grouped(own, "rows").values()
@@ -211,7 +215,6 @@ def everything(found: list[Cell]) -> Iterator[str]:
 
 
 def section() -> str:
-    """Returns the section of the page."""
     found = list(cells())
     parts = (
         ("", summary(found)),
@@ -222,7 +225,7 @@ def section() -> str:
 
 
 def one_row(form: Form, gpu: AppleSiliconGPU) -> float:
-    """Returns the time of one row without launches, over the time of the bytes that it moves."""
+    """Returns the time of one row without launches, divided by the time of the bytes that it moves."""
     problem = form.problem(1, *SHAPES[1])
     dispatches = costs(problem, chosen(gpu, problem), gpu).dispatches
     moved = sum(dispatch.dram_seconds for dispatch in dispatches)
@@ -230,7 +233,6 @@ def one_row(form: Form, gpu: AppleSiliconGPU) -> float:
 
 
 def print_one_row() -> None:
-    """Prints a line for each chip, with a number for each format."""
     print("chip", *(form.name for form in FORMS), sep=" | ")
     for name in AppleSiliconGPU.names():
         gpu = AppleSiliconGPU.from_name(name)

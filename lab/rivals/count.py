@@ -1,12 +1,12 @@
-"""Counts MLX's quantized products with the tool that counts ours, and prints both beside those of llama.cpp.
+"""Counts MLX's quantized products with the tool that counts ours, and compares both and llama.cpp's.
 
     python -m lab.rivals.count            # prints a table of clocks from stored counts, in a second
     python -m lab.rivals.count --write    # writes it into lab/notes/few-rows.md
     python -m lab.rivals.count --check    # counts MLX's kernels, and exits with 1 if counts.csv has others
     python -m lab.rivals.count --store    # counts them, and stores them in counts.csv
 
-The wheel of MLX, which has the source, is downloaded if it is not cached. Rows of llama.cpp were counted in its source
-at the revisions that counts.csv names, which no package has; this program leaves them as they are.
+The program downloads the wheel of MLX, which contains the source, if it is not cached. No package contains the source
+of llama.cpp's kernels. Their rows were counted at the revisions in counts.csv, and this program does not change them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROWS = (1, 4, 8, 32)
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel of MLX: its row without the counts, and how the tool compiles it.
+    """A kernel of MLX: its row of counts.csv without the counts, and how the tool compiles it.
 
     Attributes:
         kernel: "vector", "wide" or "matrix".
@@ -52,8 +52,8 @@ class Source:
         rows: rows of a block.
         entry: the instance of the template.
         threads: threads of a threadgroup.
-        weights: weights of a lane in an iteration of the innermost loop.
-        level: the tool's level of optimisation.
+        weights: weights that a lane multiplies in one iteration of the innermost loop.
+        level: the tool's optimization level.
     """
 
     kernel: str
@@ -66,7 +66,7 @@ class Source:
 
     @property
     def header(self) -> str:
-        """Returns the header that has the kernel."""
+        """Returns the header that defines the kernel."""
         return "quantized.h" if self.format.startswith("affine") else "fp_quantized.h"
 
 
@@ -80,7 +80,7 @@ def sources() -> Iterator[Source]:
             group = GROUPS["affine" if is_affine else name]
             types = f"half, {group}, {bits}"
             if kernel == "vector":
-                # Of 5 bits, LLVM finds one load twice as long as its array and drops the loop (-O1).
+                # With 5 bits, LLVM proves that a load is twice as long as its array, and removes the loop at -O1.
                 values = {4: 16, 5: 16, 6: 8, 8: 8}[bits]
                 level = "--O0" if bits == 5 else "--O1"
                 yield Source(kernel, name, 1, f"{kind}_qmv_fast<{types}, false>", "64", 4 * values, level)
@@ -94,7 +94,7 @@ def sources() -> Iterator[Source]:
 
 
 def counted(folder: Path, source: Source) -> Kernel:
-    """Returns the row of a kernel.
+    """Counts a kernel and returns its row.
 
     Raises:
         RuntimeError: the tool fails.
@@ -106,7 +106,7 @@ def counted(folder: Path, source: Source) -> Kernel:
     if done.returncode != 0:
         raise RuntimeError(f"{source.entry}: {done.stderr.strip().splitlines()[-1]}")
     found: dict[str, Any] = json.loads(done.stdout)
-    # The loop of a tile that is not whole does the same work and checks its bounds.
+    # A second loop, for tiles at the edge, does the same work and checks its bounds.
     hot = min(
         (loop for loop in found["loops"] if loop["innermost"] and loop["device_load_bytes"]),
         key=lambda loop: loop["est_cycles"],
@@ -120,7 +120,7 @@ def counted(folder: Path, source: Source) -> Kernel:
 
 
 def count() -> list[Kernel]:
-    """Returns the rows of MLX as they are counted now."""
+    """Counts all kernels of MLX and returns their rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "mlx").symlink_to(mlx_include(MLX) / "mlx")
@@ -132,7 +132,7 @@ def count() -> list[Kernel]:
 
 
 def store(found: list[Kernel]) -> None:
-    """Stores the rows in place of MLX's."""
+    """Replaces MLX's rows of counts.csv."""
     kept = [row for row in table() if row.project != PROJECT]
     with TABLE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -142,14 +142,14 @@ def store(found: list[Kernel]) -> None:
 
 
 def our_slots(row: KernelCounts, group_size: int) -> float:
-    """Returns clocks of a scheduler per weight and lane, with the ends of groups and the matrix products."""
+    """Returns clocks of a scheduler per weight and lane, including matrix products and the ends of groups."""
     weights = row.N * row.K / SIMD_WIDTH
     ends = row.outer_issue * row.K / (row.outer_k or max(group_size, row.K))
     return max((row.issue + ends + MATRIX_CLOCKS * row.matrix) / weights, row.complex / weights)
 
 
 def ours(form: Form, rows: int) -> float:
-    """Returns our clocks for so many rows, of the cheaper of gemv and fused."""
+    """Returns our clocks for `rows` rows: those of the cheaper one of gemv and fused."""
     gpu = AppleSiliconGPU.from_name("M4")
     problem: Problem = form.problem(rows, 4096, 4096)
     tilings = [Tiling("fused", "gemm_fused", (-(-rows // 8) * 8, FUSED_COLUMNS, FUSED_K))]
@@ -159,7 +159,7 @@ def ours(form: Form, rows: int) -> float:
 
 
 def theirs(rival: Rival, rows: int) -> float | None:
-    """Returns the rival's clocks for so many rows; None if its kernel is not counted."""
+    """Returns the rival's clocks for `rows` rows, or None if its kernel is not counted."""
     names = {"llama.cpp": ("vector", "columns", "few", "matrix"), "MLX": ("vector", "wide", "matrix")}[rival.project]
     clocks = []
     for name in names:
@@ -178,7 +178,7 @@ def theirs(rival: Rival, rows: int) -> float | None:
 
 
 def clocks_table() -> str:
-    """Returns a table of our clocks beside those of each rival."""
+    """Returns a table of our clocks and those of each rival."""
     lines = ["| weights | whose |" + "".join(f" {rows} |" for rows in ROWS), "|---" * (2 + len(ROWS)) + "|"]
     for form in FORMS:
         own = [ours(form, rows) for rows in ROWS]

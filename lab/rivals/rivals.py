@@ -1,10 +1,11 @@
-"""Predicts the times of other projects' kernels for up to 64 rows, by the model of lab/model/kernel.py.
+"""Predicts the times of other projects' kernels for up to 64 rows, with the model of lab/model/kernel.py.
 
-`counts.csv` has what the tool of lab/agx counted in their sources (-O1, the M1's GPU). A row has the clocks of a
-scheduler per weight and lane, of these the clocks of matrix products (17 each), and the registers of a thread. 0 clocks
-are a kernel that the tool cannot compile: its time is that of its bytes. Where a project's choice between tilings is
-not known, the fastest is taken. Kernels for tensor units cannot be counted, either: their time is the least that they
-can take, that of their bytes or of their products at the published rate of the units.
+`counts.csv` stores what the tool of lab/agx counted in the projects' sources (-O1, the M1's GPU). A row has the clocks
+of a scheduler per weight and lane, the part of them that matrix products take (17 clocks each), and the registers of a
+thread. 0 clocks mean that the tool cannot compile the kernel; its predicted time is then the time of its bytes. If a
+project's rule for choosing a tiling is not known, the fastest tiling is used. Kernels for tensor units cannot be
+counted either. Their predicted time is the least possible: the time of their bytes, or of their products at the
+published rate of the units.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from lab.published.published_kernels import Product, mlx_takes_matrix
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 TABLE = Path(__file__).with_name("counts.csv")
-# Bytes of a weight with its share of scales. MLX's affine formats have fp16 scales and biases.
+# Bytes per weight, including its share of scales. MLX's affine formats have fp16 scales and biases.
 BYTES = {"q4_0": 18 / 32, "q8_0": 34 / 32, "q4_K": 144 / 256, "q5_K": 176 / 256, "q6_K": 210 / 256, "mxfp4": 17 / 32}
 MLX_BYTES = {"mxfp4": 17 / 32, "nvfp4": 9 / 16, "mxfp8": 33 / 32}
-# Columns of a threadgroup in mul_mv, and its simdgroups.
+# (columns, simdgroups) of a threadgroup of mul_mv.
 LLAMA_VECTOR = {"q4_0": (8, 2), "q8_0": (2, 4), "q4_K": (4, 2), "q5_K": (2, 2), "q6_K": (4, 2), "mxfp4": (4, 2)}
-# mul_mv_mma: column blocks of 8, simdgroups that divide K. The rule that chooses is not known.
+# mul_mv_mma: numbers of column blocks (8 columns each), and of simdgroups that divide K. llama.cpp's rule that chooses
+# between them is not known.
 FEW_BLOCKS, FEW_SIMDGROUPS = (1, 2, 4), (1, 2, 4, 8, 16)
-# Clocks of a weight that mul_mv_mma's operands of activations take with one column block; all blocks share them.
+# Clocks per weight that mul_mv_mma takes to prepare the activations with one column block. All blocks share them.
 FEW_SHARED_CLOCKS = 3.6
 FEW_COUNTED_BLOCKS = 4
 FEW_LOADS_AHEAD = ("q4_0", "q8_0", "q5_K")
@@ -37,14 +39,14 @@ FEW_MOST_ROWS = 16
 FIXED_ISSUE = 300
 VECTOR_STEP = 64
 MLX_COLUMNS, MLX_WIDE_ROWS = 8, 5
-# From these rows on, an M5 runs kernels for tensor units, which the tool cannot count.
+# From these numbers of rows on, the projects use kernels for the tensor units of an M5, which the tool cannot count.
 TENSOR_ROWS = {"llama.cpp": 17, "MLX": 13}
 TENSOR_FAMILY = 10
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A row of counts.csv; the module explains the numbers."""
+    """A row of counts.csv. The module's docstring explains the numbers."""
 
     project: str
     version: str
@@ -58,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Time:
-    """A predicted time in seconds, and what takes longest in it: as in `DispatchCost`, or "tensor"."""
+    """A predicted time in seconds, and what takes longest: a bound of `DispatchCost`, or "tensor"."""
 
     seconds: float
     bound: str
@@ -66,7 +68,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Rival:
-    """A project's format, as MLX's "affine4" with a group size."""
+    """A format of a project, for example MLX's "affine4" with a group size."""
 
     project: str
     format: str
@@ -74,7 +76,7 @@ class Rival:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Returns the bytes for each element of a weight, with its share of scales and biases."""
+        """Returns the bytes per weight, including its share of scales and biases."""
         if self.format.startswith("affine"):
             return int(self.format[-1]) / 8 + 4 / self.group_size
         return (BYTES if self.project == "llama.cpp" else MLX_BYTES)[self.format]
@@ -82,7 +84,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Work:
-    """Products of `blocks` blocks of `rows` rows with one of `weights` weights of N columns each."""
+    """Products of `blocks` row blocks, each of `rows` rows, with one of `weights` weights of N columns."""
 
     rows: int
     blocks: float
@@ -103,10 +105,10 @@ class Work:
             gpu: the GPU.
             columns: columns of a threadgroup.
             simdgroups: simdgroups of a threadgroup.
-            step: weights of a lane between two waits for memory.
-            clocks: clocks of a weight if they are not the kernel's.
+            step: weights that a lane multiplies between two waits for memory.
+            clocks: clocks per weight; None means those of the kernel.
             loads_ahead: whether the kernel loads before it computes.
-            splits: threadgroups that divide K.
+            splits: number of threadgroups that divide K.
         """
         own = columns * self.K / splits / simdgroups / 32
         matrix = kernel.matrix * own / 17
@@ -143,7 +145,7 @@ def table() -> tuple[Kernel, ...]:
 
 
 def find(rival: Rival, kernel: str, rows: int) -> Kernel | None:
-    """Returns the counted kernel with the fewest rows that are enough."""
+    """Returns the counted kernel with the smallest row block of at least `rows` rows."""
     own = [
         row for row in table()
         if (row.project, row.format, row.kernel) == (rival.project, rival.format, kernel) and row.rows >= rows
@@ -152,7 +154,7 @@ def find(rival: Rival, kernel: str, rows: int) -> Kernel | None:
 
 
 def _work(rows: int, tokens: int, top_k: int, experts: int, N: int, K: int, size: int) -> Work:
-    """Returns the work in blocks of so many rows; 0 experts are one weight for all tokens."""
+    """Returns the work in blocks of `rows` rows. 0 experts mean one weight for all tokens."""
     if experts == 0:
         return Work(min(rows, tokens), ceil_divide(tokens, rows), 1, N, K, size)
     routing = expected_routing(tokens, top_k, experts, rows)
@@ -162,7 +164,7 @@ def _work(rows: int, tokens: int, top_k: int, experts: int, N: int, K: int, size
 def llama_times(
     rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int, top_k: int
 ) -> Iterator[Time]:
-    """Yields the times of llama.cpp's kernels that take so many rows."""
+    """Yields the times of llama.cpp's kernels that support this number of tokens."""
     vector = find(rival, "vector", 1)
     if vector is not None and (tokens == 1 or experts):
         columns, simdgroups = LLAMA_VECTOR[rival.format]
@@ -191,7 +193,7 @@ def llama_times(
 def mlx_times(
     rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int, top_k: int
 ) -> Iterator[Time]:
-    """Yields the times of MLX's kernels that take so many rows."""
+    """Yields the times of MLX's kernels that support this number of tokens."""
     vector, matrix = find(rival, "vector", 1), find(rival, "matrix", 1)
     assert vector is not None and matrix is not None
     by_rows = not experts and not mlx_takes_matrix(Product(tokens, N, K, "affine4/64"), gpu)
@@ -225,7 +227,7 @@ def tensor_time(
 
 
 def fastest(rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, experts: int = 0, top_k: int = 1) -> Time:
-    """Returns the time of a project's fastest kernel; 0 experts are a dense product."""
+    """Returns the time of a project's fastest kernel. 0 experts mean a dense product."""
     if on_tensor_units(rival, tokens, gpu):
         return tensor_time(rival, tokens, N, K, gpu, experts, top_k)
     times = llama_times if rival.project == "llama.cpp" else mlx_times
@@ -233,5 +235,5 @@ def fastest(rival: Rival, tokens: int, N: int, K: int, gpu: AppleSiliconGPU, exp
 
 
 def on_tensor_units(rival: Rival, tokens: int, gpu: AppleSiliconGPU) -> bool:
-    """Returns whether the project's kernel for so many rows runs on tensor units."""
+    """Returns whether the project uses tensor units for this number of tokens."""
     return gpu.family >= TENSOR_FAMILY and tokens >= TENSOR_ROWS[rival.project]

@@ -1,1 +1,1 @@
-"""Counts what kernels and host do on the software Metal device."""
+"""Counts what kernels and host code do on the software Metal device."""

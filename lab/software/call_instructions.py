@@ -1,13 +1,14 @@
-"""Counts the instructions that one call takes on the host, by library, on the software Metal device (Linux, x86-64).
+"""Counts the instructions that the host executes in one call, by library, on the software Metal device (Linux, x86-64).
 
-The process single-steps itself through some calls whose plans are known: the processor's trap flag raises SIGTRAP after
-each instruction. The program counts instead of measuring time, because counts repeat exactly and do not depend on other
-programs. "ours" is the extension. "PyTorch" allocates and dispatches. "stand-ins" are the device's Metal, Objective-C
-run time and MPS stream; on a Mac other code does their work. Nothing is committed while calls are counted, so no kernel
-runs.
+The process executes some calls in single steps: the processor's trap flag raises SIGTRAP after each instruction. The
+plans of these calls are already cached. The program counts instead of measuring time, because counts repeat exactly and
+do not depend on other programs. "ours" is the extension. "PyTorch" allocates and dispatches. "stand-ins" are the
+device's Metal, Objective-C run time and MPS stream; on a Mac, Apple's and PyTorch's code runs instead. Nothing is
+committed while calls are counted, so no kernel runs.
 
-With `--samples CALLS` the program measures time instead: `perf` samples the process during this many calls, and the
-samples in the extension, times their interval, give the microseconds that a call spends in our own code on this CPU.
+With `--samples CALLS` the program measures time instead: `perf` samples the process during this many calls. The number
+of samples in the extension, times the sampling interval, is the time that the calls spend in our own code on this CPU.
+The program prints the microseconds per call.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def stepper() -> ctypes.CDLL:
 
 
 def layer_call_of(operator: str) -> Callable[[], object]:
-    """Returns a closure that runs one of LAYER_OPERATORS on one token's tensors."""
+    """Returns a closure that runs one of LAYER_OPERATORS on the tensors of one token."""
     import torch
 
     ops = torch.ops.torch_marlin_metal
@@ -159,7 +160,7 @@ def stepped(library: ctypes.CDLL, call: Callable[[], object], count: int) -> Cou
 
 
 def microseconds(call: Callable[[], object], count: int) -> float:
-    """Returns the time that a call spends in the extension, by samples of `perf`. Kernels run every 500 calls."""
+    """Returns the time that a call spends in the extension, sampled by `perf`. Kernels run every 500 calls."""
     import torch
 
     frequency = 20000
@@ -214,7 +215,7 @@ def main() -> None:
                 call()
             torch.mps.synchronize()
             call()
-            # The difference is without what the loop's ends cost.
+            # The difference does not contain the cost of the loop's start and end.
             once, twice = (stepped(library, call, n * options.calls) for n in (1, 2))
         torch.mps.synchronize()
         figures = [(twice[group] - once[group]) // options.calls for group in [*GROUPS, "others"]]

@@ -1,9 +1,9 @@
-"""Counts what the first product of a process compiles: text, kernels and a compiler's front-end time, by kind of model.
+"""Counts what the first product of a process compiles, by kind of model: text, kernels, and front-end time.
 
-"One library per file" means that the host compiles whole files, with the probe kernel in gemv's file. In the other rows
-the host compiles single functions, which is what this package does. The front end is clang 19 with -O2 and the Metal
-headers of the software Metal device. Function constants have no values yet, as in the first stage of Metal's compiler.
-Times are CPU seconds of this machine; Apple's compiler has not been measured. Nothing runs on a GPU.
+In the row "one library per file", the host compiles whole files, and the probe kernel is in gemv's file. In the other
+rows the host compiles single functions, as this package does. The front end is clang 19 with -O2 and the Metal headers
+of the software Metal device. As in the first stage of Metal's compiler, function constants have no values yet. Times
+are CPU seconds of this machine; Apple's compiler has not been measured. No kernel is executed.
 """
 
 import argparse
@@ -32,12 +32,12 @@ CONSTANT = re.compile(r"constant (bool|int) (\w+) \[\[\s*function_constant\(\d+\
 
 @dataclass
 class Cost:
-    """The sum of some compiles."""
+    """The total cost of some compiles."""
 
     libraries: int = 0
     kernels: int = 0
     text: int = 0  # bytes given to Metal
-    code: int = 0  # bytes of LLVM text that the front end makes of it
+    code: int = 0  # bytes of LLVM text that the front end generates
     seconds: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -73,7 +73,7 @@ def main() -> None:
     print("| first product | compiled | libraries | kernels | KB of text | KB of LLVM text | front end, s |")
     print("|---|---|---|---|---|---|---|")
     for file, kernel in (pair.split("=") for pair in options.files.split(",")):
-        # Whole files need gemv's file too, which has the probe.
+        # Whole files also need gemv's file, because the probe is in it.
         whole = compile_cost(file) + (compile_cost("gemm/gemv") if file != "gemm/gemv" else Cost())
         rows = {f"{kernel}, any model": ("one library per file", whole)}
         for family, (weight_format, element) in FAMILIES.items():

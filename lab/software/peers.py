@@ -1,4 +1,4 @@
-"""Counts the work per weight of 4-bit kernels: ours, and those of MLX and PyTorch as compiled by Apple's compiler.
+"""Counts the work per weight of 4-bit kernels: ours, and MLX's and PyTorch's as Apple's compiler compiled them.
 
 python -m lab.software.peers          # prints the table; downloads the wheels if they are not cached
 python -m lab.software.peers --write  # puts the table into lab/notes/kernel-costs.md
@@ -34,7 +34,7 @@ AFFINE, NVFP4, MXFP4 = (
     quantized.Format("nvfp4", 16, 4),
     quantized.Format("mxfp4", 32, 4),
 )
-# M, N, K. Counts per weight do not depend on N if it is a multiple of all tiles.
+# (M, N, K). If N is a multiple of all tiles, counts per weight do not depend on N.
 SHAPES = ((1, 1024, 4096), (4, 512, 4096), (64, 128, 4096))
 
 
@@ -93,7 +93,7 @@ def _torch(shape: tuple[int, int, int]) -> Row:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[device.Counters]]:
-    """Collects the counters of the dispatches in the block."""
+    """Collects the counters of all dispatches inside the `with` block."""
     original, found = kernel_problems.launch, []
 
     def recording(*arguments: Any, **options: Any) -> device.Counters:
@@ -148,7 +148,6 @@ HEADER = """\
 
 
 def write(table: str) -> None:
-    """Replaces the table in the page."""
     pattern = re.compile(re.escape(HEADER) + r"(?:\|.*\n)*")
     text, replaced = pattern.subn(lambda _: table, PAGE.read_text())
     if replaced != 1:

@@ -1,9 +1,11 @@
-"""Counts what a step of products on tensor units moves: our gemm_tensor, and MLX's kernels as Apple compiled them.
+"""Counts the bytes that a step of products on tensor units moves.
+
+Compares our gemm_tensor with MLX's kernels as Apple compiled them.
 
 A step multiplies a tile of 64 or 32 rows and 64 columns by 64 k. Both kernels run on the software Metal device in
-checked mode, which sees every load and store. The count of a step is the difference between the counts for two values
-of K, so it does not contain the work that is done once per tile. Nothing is timed. The wheel of MLX is downloaded if it
-is not cached.
+checked mode, which observes every load and store. The count of a step is the difference between the counts for two
+values of K, so it does not contain the work that is done once per tile. No time is measured. The program downloads the
+wheel of MLX if it is not cached.
 
     python -m lab.software.tensor_peers           # prints the table
     python -m lab.software.tensor_peers --write   # puts the table into lab/notes/tensor-units.md
@@ -31,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "lab" / "notes" / "tensor-units.md"
 COLUMNS, STEP = 64, 64
 LENGTHS = (256, 512)  # the two K
-# Our format, and MLX's format of the same codes.
+# Our format -> MLX's format of the same codes.
 FORMATS = {
     "uint4_bias": quantized.Format("affine", 64, 4),
     "mxfp4": quantized.Format("mxfp4", 32, 4),
@@ -42,7 +44,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Step:
-    """The bytes of one step, and the barriers that each thread meets in it.
+    """The bytes of one step, and the barriers that each thread executes in it.
 
     `device` counts a byte each time that a lane loads or stores it, `different` counts each byte once.
     """
@@ -59,7 +61,7 @@ class Step:
 
 
 def step(shorter: Counters, longer: Counters) -> Step:
-    """Returns the counts of a step from the counts of one tile with each K."""
+    """Returns the counts of a step. The arguments are the counts of one tile with the two values of K."""
     steps = (LENGTHS[1] - LENGTHS[0]) / STEP
 
     def each(name: str) -> float:
@@ -75,7 +77,7 @@ def step(shorter: Counters, longer: Counters) -> Step:
 
 
 def ours(weight_format: str, dtype: str, rows: int) -> Step:
-    """Counts gemm_tensor. The weights have the types of MLX's."""
+    """Counts gemm_tensor. Scales and zeros have the same dtypes as MLX's."""
     form, element = FORMATS[weight_format], DTYPES[dtype]
     kinds = {"scales_dtype": element, "zeros_dtype": element} if form.is_affine else {}
     counts = [
@@ -86,7 +88,7 @@ def ours(weight_format: str, dtype: str, rows: int) -> Step:
 
 
 def mlx(weight_format: str, dtype: str, rows: int) -> Step:
-    """Counts MLX's kernel for weights of N x K whose N is a multiple of the tile's."""
+    """Counts MLX's kernel for weights of N x K in which N is a multiple of the tile's columns."""
     form, word = FORMATS[weight_format], quantized.TYPES[dtype]
     name = f"{form.mode}_qmm_t_nax_{word}_gs_{form.group}_b_4_bm{rows}_bn64_bk64_wm2_wn2_alN_true_batch_0"
     library = load(mlx_library(MLX_WITH_TENSORS), name, checked=True)

@@ -1,8 +1,8 @@
 """Counts memory traffic, barriers and matrix products of each variant with the software Metal device.
 
-The operator runs the plan of each variant in the device's checked mode, which sees every load and store. "total" counts
-every access, "distinct" counts each accessed address once; the ratio is how often a byte is read. The program measures
-no times, and runs only on Linux. Sizes are small because checked mode is slow.
+The operator runs the plan of each variant in the device's checked mode, which observes every load and store. "total"
+counts every access, and "distinct" counts each accessed address once. Their ratio is the average number of accesses to
+a byte. The program measures no times, and runs only on Linux. Sizes are small because checked mode is slow.
 
     python -m lab.software.traffic --rows 1 4 16 64 --columns 256 --k 512 --format uint4b8 --markdown
 """
@@ -26,8 +26,8 @@ OPS = torch.ops.torch_marlin_metal
 
 VARIANTS = ("auto", "gemv", "double_buffered", "single_stage", "striped")
 ROWS = (1, 4, 16, 64)
-# BufferSlots of kernels/shared/slots.h. Left out are the slots of the packed weight, of the parameters, and of tensors
-# that no product here has.
+# Buffer slots of kernels/shared/slots.h. The slots of the packed weight, of the parameters, and of tensors that no
+# product here has are left out.
 SLOTS = {0: "activations", 2: "scales", 3: "zeros", 4: "global_scale", 5: "lut", 8: "out", 9: "partials"}
 PARAMETERS = 10
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -37,7 +37,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class Traffic:
     """The counts of one product over all its dispatches.
 
-    Bytes read and bytes written are each counted twice: in total, and with each distinct byte counted once.
+    Bytes read and bytes written are each counted twice: in total, and as distinct bytes.
     """
 
     variant: str
@@ -74,7 +74,7 @@ def measure(variant: str, weight_format: str, dtype: str, M: int, N: int, K: int
         for slot, counts in record.buffers.items():
             if slot == PARAMETERS:
                 continue
-            # SLOTS leaves out the slot of the packed weight.
+            # SLOTS does not contain the packed weight, so any other slot is counted as "weights".
             name = SLOTS[slot] if SLOTS.get(slot) in given else "weights"
             total[name] += counts["bytes_read"] + counts["bytes_written"]
             distinct[name] += counts["distinct_read"] + counts["distinct_written"]

@@ -30,7 +30,7 @@ def trace(
 ) -> int:
     """Counts the operations of a decoded token before and after fusing, and predicts its time on each chip.
 
-    Only the model's config is read. From it, a few layers with random 4-bit weights are made, and these run on the CPU.
+    Reads only the model's config. A few layers with random 4-bit weights are made from it and run on the CPU.
     """
     found = trace_token(
         model,

@@ -1,4 +1,4 @@
-"""Predicts the time of a token on a GPU from its operations, by the model."""
+"""Predicts the time of a token on a GPU from its operations, with the model."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class TokenCost:
 
     @property
     def seconds(self) -> float:
-        """Returns the sum of the three."""
+        """Returns the predicted time of the whole token."""
         return self.weights + self.dispatches + self.attention
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU has to do for one token.
+    """The work of a GPU for one token.
 
     Attributes:
-        operations: number of operations that are no views.
-        products: how often each product runs.
+        operations: number of operations without views.
+        products: each product, and how often it runs.
         cache_bytes: bytes of keys and values that attention reads.
     """
 
@@ -67,7 +67,8 @@ def cost_of(work: Work, gpu: AppleSiliconGPU, dtype: torch.dtype, dispatch_secon
     """Returns the predicted time of a token on a GPU.
 
     A product with experts is counted as one product with a row for each expert that it reads. A dense product reads its
-    weight once, as fast as the chip can. Any other operation costs one dispatch; the work inside it is not counted.
+    weight once, as fast as the chip can. Any other operation costs one dispatch; its memory traffic and instructions
+    are not counted.
 
     Args:
         work: the operations of the token.

@@ -1,4 +1,4 @@
-"""Records the PyTorch operations of a run. On mps, every operation that is no view is at least one dispatch."""
+"""Records the PyTorch operations of a run. On mps, every operation except views takes at least one dispatch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-# These operations are not counted. `_unsafe_view` is a view, although its schema does not say so. The others only
+# Operations that are not counted. `_unsafe_view` is a view, although its schema does not say so. The others only
 # allocate memory.
 NO_DISPATCH = {
     *("aten._unsafe_view.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.empty_strided.default"),
 }
 KINDS = ("4-bit products", "dense products", "attention", "fused operators", "copies", "other operations")
-OUTSIDE = -1  # stands for the part of the model outside of its decoder layers
+OUTSIDE = -1  # key of the part of the model outside of its decoder layers
 
 _PRODUCTS = {"gemm", "gemm_fp32", "moe_gemm", "moe_gemm_gated", "gemm_transposed"}
 _DENSE = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "_grouped_mm", "grouped_mm"}
@@ -29,7 +29,7 @@ _COPIES = {
 
 
 def kind_of(operation: str) -> str:
-    """Returns the kind, one of `KINDS`, of an operation named like "aten.mm.default"."""
+    """Returns the kind, one of `KINDS`, of an operation. The name has a form such as "aten.mm.default"."""
     namespace, name = operation.split(".")[:2]
     if namespace == "torch_marlin_metal":
         return KINDS[0] if name in _PRODUCTS else KINDS[3]
@@ -49,7 +49,7 @@ class Product:
         K: rows of the weight.
         weight_format: format of the weight, or "" for a dense weight.
         group_size: group size of the weight.
-        experts: the number of expert weights that the product reads; 1 without a mixture.
+        experts: the number of expert weights that the product reads; 1 for a product without experts.
         reduces: whether the results of the experts are added.
         is_gated: whether the operation also applies a gated activation.
         itemsize: bytes of an element of a dense weight, or of a floating scale.
@@ -68,7 +68,7 @@ class Product:
 
 
 def product_of(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """Returns the product that an operation with these arguments computes, or None for another operation."""
+    """Returns the product that an operation computes, or None if the operation is no product."""
     kind, name = kind_of(operation), operation.split(".")[1]
     if kind == "4-bit products":
         words, scales = args[1], args[2]
@@ -97,10 +97,10 @@ class Part:
     """The operations of one decoder layer, or of the rest of the model.
 
     Attributes:
-        counts: how often each operation runs, by its name, such as "aten.add.Tensor".
+        counts: how often each operation runs. The keys are names such as "aten.add.Tensor".
         kinds: how many operations there are of each kind.
         products: how often each product with a weight runs.
-        cache_bytes: bytes that attention reads of the keys and values of one earlier token.
+        cache_bytes: bytes of the keys and values of one earlier token that attention reads.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -113,7 +113,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records all operations except views.
 
     Args:
-        model: the model that runs. Only a dense product with one of its parameters counts as a product with a weight.
+        model: the model that runs. A dense product counts as a product with a weight only if the weight is a parameter
+            of the model.
         tokens: length of the keys and values. A dense product counts as attention if one of its factors has this
             length.
     """
@@ -129,7 +130,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def counts(self) -> Counter[str]:
-        """Returns how often each operation ran."""
+        """Returns how often each operation ran, in all parts together."""
         return sum((part.counts for part in self.parts.values()), Counter())
 
     def __enter__(self) -> Operations:
@@ -173,11 +174,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _bytes(cached: Tensor) -> float:
-    """Returns the bytes of keys or values. A head that is repeated without a copy is read once."""
+    """Returns the bytes of keys or values. If a head is repeated without a copy, it is counted once."""
     numbers = [size for size, stride in zip(cached.shape, cached.stride(), strict=True) if stride != 0]
     return float(math.prod(numbers) * cached.element_size())
 
 
 def _weight_of(operation: str) -> int:
-    """Returns the position of the weight among the arguments of a dense product."""
+    """Returns the index of the weight among the arguments of a dense product."""
     return 2 if operation.split(".")[1] in ("addmm", "baddbmm") else 1

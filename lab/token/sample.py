@@ -1,4 +1,7 @@
-"""Makes a small random model that runs the operations of a large one: the config's sizes, but few layers and tokens."""
+"""Makes a small random model that runs the operations of a large model.
+
+It has the config's sizes, but few layers and tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from torch_marlin_metal.models.linear_layers import is_candidate, linear_shape, 
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
-VOCABULARY = 504  # tokens of the sample; no weight of a layer has as few columns by accident
-TILE = 8  # columns of a random weight that are quantized; all further columns repeat them
-_COLUMNS = ("b_packed", "scales", "zeros")  # tensors of a packed weight whose last dimension is N
+VOCABULARY = 504  # Size of the sample's vocabulary. No weight of a layer has as few columns by accident.
+TILE = 8  # columns of a random weight that are quantized; the other columns repeat them
+_COLUMNS = ("b_packed", "scales", "zeros")  # tensors of a packed weight with N as the last dimension
 
 
 @dataclass
@@ -33,9 +36,9 @@ class Sample:
     Attributes:
         model: the model, on the CPU, with packed 4-bit layers and random weights.
         layers: its decoder layers.
-        kinds: for each layer of the whole model, the index of the layer of the sample that has the same kind.
+        kinds: for each layer of the full model, the index of the sample's layer that has the same kind.
         config: the config of the whole model's decoder.
-        windows: for each layer of the sample, how many tokens its attention sees at most, or None for all.
+        windows: for each layer of the sample, how many tokens its attention can see, or None for all tokens.
     """
 
     model: Any
@@ -46,10 +49,10 @@ class Sample:
 
 
 def config_of(source: Any) -> Any:
-    """Returns the config that an argument stands for: a directory, a config.json, or a config of transformers.
+    """Returns the config for a directory, a config.json, or a config of transformers.
 
     Raises:
-        ValueError: transformers is not installed, or the argument is something else.
+        ValueError: transformers is not installed, or the argument is none of the three.
         FileNotFoundError: there is no such file or directory.
         CheckpointError: transformers cannot make a config of the file.
     """
@@ -75,10 +78,10 @@ def config_of(source: Any) -> Any:
 def sample_of(
     config: Any, *, weight_format: str = "uint4b8", group_size: int | None = None, dtype: torch.dtype = torch.float16
 ) -> Sample:
-    """Makes a model of a config's first layers. It has as many layers as are needed to contain each kind of layer.
+    """Makes a model of a config's first layers, as many as are needed to contain each kind of layer.
 
-    Two layers are of one kind if their modules have the same classes, names and shapes and their attention has the same
-    type. The embedding and the output layer get a vocabulary of few tokens.
+    Two layers are of the same kind if their modules have the same classes, names and shapes and their attention has the
+    same type. The embedding and the output layer get a vocabulary of only a few tokens.
 
     Args:
         config: a config of a causal language model; it is not changed.
@@ -101,8 +104,8 @@ def sample_of(
         small = _with_layers(config, max(first.values()) + 1)
         with (
             no_init_weights(),
-            torch.device("cpu"),
-        ):  # the weights have the config's full sizes; memory that nothing writes costs nothing
+            torch.device("cpu"),  # nothing writes to the weights of full size, so the system allocates no memory
+        ):
             model = AutoModelForCausalLM.from_config(small, dtype=dtype).eval()
         model.tie_weights()
     except Exception as error:  # wrong settings can raise any exception in the model's own code
@@ -115,7 +118,7 @@ def sample_of(
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Returns the decoder layers of a model: its longest list of modules that is in no other list."""
+    """Returns the decoder layers of a model: its longest ModuleList that is not inside another ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(part) for one in lists for part in one.modules() if part is not one}
     outer = [one for one in lists if id(one) not in inner]
@@ -164,7 +167,7 @@ def _random(shape: tuple[int, ...], scale: float, seed: int = 0) -> Tensor:
 
 
 def _repeated(weight: Tensor, weight_format: str, group_size: int | None, dtype: torch.dtype) -> PackedWeight:
-    """Returns a random packed weight of the size `[N, K]` of `weight`, whose values are not read."""
+    """Returns a random packed weight of the size `[N, K]` of `weight`. The values of `weight` are not read."""
     N, K = weight.shape
     packed = quantize_weight(_random((TILE, K), K**-0.5), weight_format, group_size, scale_dtype=dtype)
     wide: dict[str, Any] = {
@@ -176,7 +179,7 @@ def _repeated(weight: Tensor, weight_format: str, group_size: int | None, dtype:
 
 
 def _pack(model: nn.Module, pack: Callable[[Tensor], PackedWeight]) -> None:
-    """Gives a model random values: packed ones for the layers that `quantize_model` packs, floats for the others."""
+    """Fills a model with random values. Layers that `quantize_model` packs get packed weights, the others floats."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for tensor in module._parameters.values():

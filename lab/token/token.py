@@ -21,7 +21,7 @@ from torch_marlin_metal.gpu.device import AppleSiliconGPU, as_gpu
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.printing import RichText
 
-PROMPT = 6  # tokens of the sample before the traced one
+PROMPT = 6  # tokens that the sample runs before the traced token
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class TokenOperations:
     """The operations of one decoded token, without views. On mps, each is a dispatch.
 
     Attributes:
-        kinds: how many operations of each kind the whole model has.
-        layer: how many operations one decoder layer has. If layers differ, this is a layer of the most frequent kind.
-        work: what a GPU has to do for the token.
+        kinds: the number of operations of each kind in the full model.
+        layer: the number of operations of one decoder layer. If layers differ, this is a layer of the most frequent
+            kind.
+        work: the work of a GPU for the token.
         costs: the predicted time on each GPU.
     """
 
@@ -50,13 +51,13 @@ class TokenTrace(RichText):
     """The result of `trace_token`.
 
     Attributes:
-        model_type: the family of the model, as in its config.
+        model_type: the model's family, as named in its config.
         layers: decoder layers of the model.
-        sampled: decoder layers that were run; the others are like one of them.
+        sampled: decoder layers that were run; each other layer has the kind of one of them.
         context: tokens before the traced one.
         before: the operations with 4-bit layers and nothing fused.
         after: the operations after `fuse_projections` and `fuse_layers`.
-        fused: what `fuse_layers` replaced in the sampled layers, and what it left, in words.
+        fused: messages about what `fuse_layers` replaced in the sampled layers, and what it did not replace.
     """
 
     model_type: str
@@ -93,7 +94,7 @@ class TokenTrace(RichText):
         Each chip has two bars, before and after fusing, of three parts: weights, attention and dispatches.
 
         Raises:
-            ValueError: matplotlib is not installed, or it does not know the image format.
+            ValueError: matplotlib is not installed, or it does not support the image format.
         """
         try:
             from matplotlib.figure import Figure
@@ -133,9 +134,9 @@ def trace_token(
 ) -> TokenTrace:
     """Counts the operations of one decoded token before and after fusing, and predicts the token's time on each chip.
 
-    No weights are read. The function makes the model's first layers, until it has a layer of each kind, with the
-    config's sizes and random 4-bit weights. It runs them on the CPU and multiplies the counts of each layer by the
-    number of layers of its kind. The cache grows by `torch.cat`, as in an eager `generate`; the batch size is 1.
+    Reads no weights. The function makes the model's first layers, until it has a layer of each kind, with the config's
+    sizes and random 4-bit weights. It runs them on the CPU and multiplies the counts of each layer by the number of
+    layers of its kind. The cache grows by `torch.cat`, as in an eager `generate`; the batch size is 1.
 
     Args:
         source: a model's directory, its config.json, or a config of transformers, of a causal language model.
@@ -143,7 +144,7 @@ def trace_token(
         weight_format: weight format of the Linear layers and experts.
         group_size: as in `quantize_weight`.
         dtype: dtype of the activations: float16, bfloat16 or float32.
-        context: tokens before the traced one, whose keys and values attention reads.
+        context: tokens before the traced token. Attention reads their keys and values.
         dispatch_seconds: time of one dispatch; None means the time that the model assumes.
 
     Raises:
@@ -197,7 +198,7 @@ def _parts_of_a_token(sample: Sample) -> dict[int, Part]:
 
 
 def _whole(sample: Sample, parts: dict[int, Part], context: int) -> Work:
-    """Returns the work of all layers of the model, from the parts of the sample."""
+    """Returns the work of all layers of the model, computed from the parts of the sample."""
     operations, cache_bytes = parts[OUTSIDE].counts.total(), 0.0
     products: Counter[Any] = Counter()
     for product, count in parts[OUTSIDE].products.items():

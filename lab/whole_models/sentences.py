@@ -1,4 +1,4 @@
-"""Sentences of the docstrings of Python's standard library, and the embeddings that an encoder makes of sentences."""
+"""Sentences from the docstrings of Python's standard library, and an encoder's embeddings of sentences."""
 
 import ast
 import hashlib

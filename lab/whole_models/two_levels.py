@@ -43,7 +43,7 @@ def weights() -> dict[str, list[Tensor]]:
 
 
 def error(matrices: Iterable[Tensor], name: str, size: int | None, method: str) -> float:
-    """Returns the relative error of some weights."""
+    """Returns the relative error of all matrices together."""
     difference = norm = 0.0
     for matrix in matrices:
         kept = quantize_weight(matrix, name, size, method).dequantize().T
@@ -53,7 +53,7 @@ def error(matrices: Iterable[Tensor], name: str, size: int | None, method: str) 
 
 
 def bits(name: str, size: int | None) -> float:
-    """Returns the bits of a weight if K is a multiple of 256."""
+    """Returns the bits per weight if K is a multiple of 256."""
     tensors = quantize_weight(torch.randn(SHAPE), name, size).tensors().values()
     return 8 * sum(tensor.nbytes for tensor in tensors) / (SHAPE[0] * SHAPE[1])
 

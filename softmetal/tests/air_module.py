@@ -12,7 +12,7 @@ _WRAPPER = struct.Struct("<5I")
 
 
 def bitcode(text: str) -> bytes:
-    """Assembles a module and adds the wrapper that metallibs use."""
+    """Assembles a module and adds the header that metallibs have before their bitcode."""
     code = subprocess.run(["llvm-as-19", "-o", "-"], input=text.encode(), capture_output=True, check=True).stdout
     return _WRAPPER.pack(0x0B17C0DE, 0, _WRAPPER.size, len(code), 0xFFFFFFFF) + code
 
@@ -39,7 +39,7 @@ def metallib(modules: Mapping[str, str]) -> bytes:
 
 
 def buffer(position: int, name: str, index: int, *, space: int = 1, access: str = "read_write", gate: str = "") -> str:
-    """Returns the metadata of a float buffer. `gate` is the node of the function constant that enables the buffer."""
+    """Returns the metadata of a float buffer. `gate` is the metadata node of the function constant that enables it."""
     gated = f'!"air.function_constant", {gate}, ' if gate else ""
     return (
         f'!{{i32 {position}, {gated}!"air.buffer", !"air.location_index", i32 {index}, i32 1, !"air.{access}", '
@@ -49,12 +49,10 @@ def buffer(position: int, name: str, index: int, *, space: int = 1, access: str 
 
 
 def builtin(position: int, name: str) -> str:
-    """Returns the metadata of a position."""
     return f'!{{i32 {position}, !"air.{name}", !"air.arg_type_name", !"uint", !"air.arg_name", !"i"}}'
 
 
 def save(folder: Path, modules: Mapping[str, str]) -> Path:
-    """Writes a metallib of the modules to a file in `folder`. Returns the file's path."""
     path = folder / "kernels.metallib"
     path.write_bytes(metallib(modules))
     return path

@@ -1,4 +1,7 @@
-"""Makes the device before any test module asks torch about mps. Without a device, every file is skipped with a reason."""
+"""Makes the device before any test module asks torch about mps.
+
+Without a device, every file is skipped and the reason shown.
+"""
 
 from collections.abc import Iterator
 
@@ -14,7 +17,7 @@ except softmetal.Unavailable as error:
 
 
 class SkippedModule(pytest.Module):
-    """Stands for a test file whose imports would fail, and reports one skip with the reason."""
+    """Replaces a test file whose imports would fail, and reports one skip with the reason."""
 
     def collect(self):
         pytest.skip(MISSING, allow_module_level=True)
@@ -26,6 +29,6 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture
 def mps() -> Iterator[str]:
-    """Runs a test in checked mode, in which a fault of any kernel fails it, and with the rules of API validation."""
+    """Runs a test in checked mode and with the rules of API validation. A fault in any kernel fails the test."""
     with softmetal.validated(), softmetal.checked():
         yield "mps"

@@ -1,5 +1,5 @@
 """Tests the loader of metallibs on modules that these tests write: arguments, threadgroup memory, function constants,
-faults, and libraries that must be refused.
+faults, and refused libraries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tests that host code gets an error with the name of the Metal rule that it breaks. Correct host code must run."""
+"""Tests that host code that breaks a rule of Metal gets an error with the rule's name, and that correct host code
+runs.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ Host = Callable[[str], str]
 
 @pytest.fixture(scope="session")
 def host() -> Host:
-    """Builds `host/` like an extension, and returns its function `run_scenario`."""
+    """Builds `host/` as an extension, and returns its function `run_scenario`."""
     library = softmetal.build_extension("softmetal_test_host", [FOLDER / "all.mm"])
     run = ctypes.CDLL(str(library)).run_scenario
     run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
@@ -135,7 +137,7 @@ def test_correct_host_code_runs(host: Host, name: str, mode: str) -> None:
         assert host(name) == ""
 
 
-# In these scenarios, Metal reports no violation but returns nil. The scenario then raises the text of the error.
+# In these scenarios, Metal reports no violation but returns nil and an error. The scenario raises the error's text.
 RETURNED = ("constant of another type", "constant without a value", "36 KB declared", "contents of a private buffer")
 
 
@@ -181,7 +183,7 @@ def test_every_scenario_is_used() -> None:
 def test_every_rule_that_the_device_enforces_has_a_scenario() -> None:
     text = "".join(path.read_text() for path in sorted(build.RUNTIME.glob("*.[hm]*")))
     named = re.findall(r"\b(?:violation|require_range)\(\s*([^,]+),", text)
-    # The pattern also matches the definitions of both functions, and the place where one function calls the other.
+    # The pattern also matches the definitions of both functions, and the place where one of them calls the other.
     passed_on = {"const char* rule", "rule"}
     assert {name for name in named if not re.fullmatch('"[^"]+"', name)} == passed_on
     rules = {name.strip('"') for name in named if name not in passed_on}

@@ -10,7 +10,7 @@ import pytest
 
 from softmetal.apple import api_check, api_metadata, wheels
 
-# Methods that PyObjC's metadata of the SDK leaves out, because Python needs no description of their types. Our
+# Methods that are not in PyObjC's metadata of the SDK, because Python needs no description of their types. Our
 # declarations of these methods follow Apple's documentation.
 UNVERIFIED = {
     f"{kind}[{owner} {selector}]"
@@ -50,12 +50,11 @@ def apple() -> api_metadata.Metadata:
 
 @pytest.fixture
 def headers(tmp_path: Path) -> Path:
-    """Copies the stand-in headers, so that a test may change them."""
     return Path(shutil.copytree(api_check.INCLUDE, tmp_path / "include"))
 
 
 def spoil(headers: Path, before: str, after: str) -> api_check.Declarations:
-    """Reads the declarations of the headers with one deliberate mistake in Metal.h."""
+    """Reads the declarations of the headers after one deliberate mistake in Metal.h."""
     path = headers / "Metal" / "Metal.h"
     text = path.read_text()
     assert text.count(before) == 1, f"{before!r} is there {text.count(before)} times"
@@ -74,7 +73,7 @@ def test_headers_agree_with_apples_metadata(apple: api_metadata.Metadata) -> Non
 
 
 def test_metadata_is_really_read(apple: api_metadata.Metadata) -> None:
-    """Checks known facts about the SDK in the metadata, without our headers."""
+    """Checks the metadata against known facts about the SDK, without our headers."""
     set_bytes = apple.protocols["MTLComputeCommandEncoder"].methods["setBytes:length:atIndex:", False]
     assert set_bytes.types == "v40@0:8r^v16Q24Q32"
     assert apple.protocols["MTLComputeCommandEncoder"].adopts == ["MTLCommandEncoder"]
@@ -130,7 +129,7 @@ def test_an_invented_method_does_not_pass_silently(apple: api_metadata.Metadata,
 
 
 def test_sent_selectors_and_classes_are_compared(tmp_path: Path, apple: api_metadata.Metadata) -> None:
-    """Compiles an object for macOS that uses one selector and one class that Apple's headers do not have."""
+    """Compiles an object for macOS that uses one selector and one class that Apple's headers do not declare."""
     declared = api_check.declarations()
     good = "@class MTLCompileOptions; @interface MTLCompileOptions + (id)alloc; - (void)setMathMode:(long)m; @end\n"
     body = "void f(void) { [[MTLCompileOptions alloc] setMathMode:0]; }\n"
@@ -144,7 +143,6 @@ def test_sent_selectors_and_classes_are_compared(tmp_path: Path, apple: api_meta
 
 
 def compile_for_mac(path: Path, source: str) -> Path:
-    """Compiles Objective-C source to an arm64 macOS object at `path` with the suffix `.o`."""
     path.write_text(source)
     return api_check.compile_for_mac(path, path.with_suffix(".o"), [])
 

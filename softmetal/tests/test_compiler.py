@@ -1,4 +1,4 @@
-"""Tests the compiler of kernels: the language, function constants, and source that must be refused."""
+"""Tests the compiler of kernels: the language, function constants, and refused source."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_other_values_of_integer_constants_do_not_run_the_front_end_again(
     monkeypatch.setattr(compiler, "_to_llvm", lambda *a: runs.append(a) or front_end(*a))
     lines = [f"constant {t} c_{t} [[function_constant({i})]];" for i, t in enumerate(INTEGERS)]
     body = " ".join(f"out[{i}] = ulong(c_{t});" for i, t in enumerate(INTEGERS))
-    new = f"constant int unused_{uuid.uuid4().hex} = 0;"  # no cache has this source, because each run has another name
+    # a new name in each run, so that no cache contains this source
+    new = f"constant int unused_{uuid.uuid4().hex} = 0;"
     source = "\n".join([new, *lines, f"kernel void f(device ulong* out) {{ {body} }}"])
     for side in (0, 1, 0):
         values = {f"c_{t}": bool(limits[side]) if t == "bool" else limits[side] for t, limits in INTEGERS.items()}

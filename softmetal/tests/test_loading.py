@@ -29,7 +29,7 @@ print(softmetal.counters()[-1].seed)
 
 
 def test_the_import_builds_nothing_and_changes_nothing() -> None:
-    """The names work only after `softmetal.install()`, which a second call leaves as it is."""
+    """The names exist only after `softmetal.install()`. A second call does not change them."""
     code = """
 import sys, torch
 native, finders = set(vars(torch._C)), list(sys.meta_path)
@@ -71,7 +71,7 @@ module.install()
 
 
 def test_dispatches_do_not_use_up_memory() -> None:
-    """Dispatches must not use up mps memory. When the quarantine is full, the process's memory must not grow either."""
+    """Dispatches must not use up mps memory. When the quarantine is full, the process's memory must not grow."""
     code = """
 import resource, softmetal, torch
 softmetal.install()
@@ -89,7 +89,7 @@ print(second - first)
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 1024  # KiB, which is 175 bytes for each of the 6000 dispatches
+    assert int(done.stdout) < 1024  # in KiB: 175 bytes for each of the 6000 dispatches
 
 
 def test_a_mac_is_refused() -> None:

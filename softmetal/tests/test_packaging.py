@@ -1,6 +1,7 @@
-"""Builds the project alone: a copy of its folder is installed as a wheel in a fresh environment, and tests run there.
+"""Tests the project on its own: installs a copy of its folder as a wheel in a new environment, and runs tests there.
 
-The environment sees the packages of this one, except editable installations. The tests build the device from nothing.
+The new environment has the packages of this environment, except editable installations. It starts without any built
+device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ def run(*command: object, folder: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a copy of the project's sources."""
     folder = tmp_path_factory.mktemp("alone") / "project"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
     for part in PARTS:
@@ -45,12 +45,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(copy: Path) -> Path:
-    """Returns the interpreter of a fresh environment in which pip has installed the copy."""
+    """Returns the interpreter of a new environment in which pip has installed the copy."""
     folder = copy.parent / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=copy)
     paths = {"base": str(folder), "platbase": str(folder)}
     site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
-    # Python adds these folders to its path, but ignores the .pth files there, so editable installations stay hidden.
+    # Python adds these folders to its path, but ignores their .pth files, so editable installations are not visible.
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site_packages / "others.pth").write_text("\n".join(others) + "\n")
     interpreter = Path(sysconfig.get_path("scripts", "venv", paths)) / "python"

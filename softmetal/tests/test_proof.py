@@ -1,4 +1,7 @@
-"""Compares the results of some kernels compiled by Apple and by us. `python -m softmetal.proof` compares all kernels."""
+"""Compares the results of some kernels compiled by Apple and by us.
+
+`python -m softmetal.proof` compares all kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from softmetal.proof.case import Case, compare, run
 from softmetal.proof.libraries import mlx_library, wheels
 from softmetal.proof.mistakes import MISTAKES, Mistake
 
-# Kernels of every family and type that together run quickly.
+# Kernels of every family and type. Together they run quickly.
 SHORT = (
     "affine_qmv_fast_float_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
     "affine_qmv_float16_t_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
@@ -47,7 +50,10 @@ CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips the test if the wheel is not in the cache. Only `python -m softmetal.proof` downloads wheels, because they are large."""
+    """Skips the test if the wheel is not cached.
+
+    Only `python -m softmetal.proof` downloads wheels, because they are large.
+    """
     if not wheels.is_cached(name):
         pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `python -m softmetal.proof` fetches it")
 
@@ -79,7 +85,7 @@ def test_both_compiles_for_tensor_units_leave_the_same_bits(kernel: str) -> None
     assert outcome.is_right
 
 
-# One kernel of each format and form of product. Apple's compile alone is quick to run.
+# One kernel of each format and kind of product. Only Apple's compiled form runs, which is quick.
 TENSOR_SAMPLE = (
     "affine_qmm_n_nax_float_gs_64_b_4_bm64_bn64_bk64_wm2_wn2_batch_0",
     "affine_qmm_t_nax_bfloat16_t_gs_64_b_3_bm64_bn64_bk64_wm2_wn2_alN_true_batch_0",
@@ -92,7 +98,7 @@ TENSOR_SAMPLE = (
 
 @pytest.mark.parametrize("kernel", TENSOR_SAMPLE)
 def test_results_of_tensor_units_are_compared_with_fp64(kernel: str) -> None:
-    """A result whose columns are in the wrong order is noticed."""
+    """The comparison must notice a result whose columns are in the wrong order."""
     need_wheel("mlx-metal-macos-26")
     case = CASES[kernel]
     apples = load(mlx_library(case.wheel), kernel, constants=dict(case.constants))

@@ -1,4 +1,6 @@
-"""Tests how pytorch_calls reads the calls in a Mac library: one that the test builds, and PyTorch's if it is cached."""
+"""Tests how pytorch_calls reads the calls in a Mac library: a library that the test builds, and PyTorch's if it is
+cached.
+"""
 
 import shutil
 import subprocess
@@ -12,8 +14,8 @@ TOOLS = ("clang++-19", "ld64.lld-19", "llvm-objdump-19", "llvm-nm-19", "llvm-cxx
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
-# Imitates PyTorch's stream. Apple's clang sends a message through a stub that names the selector, and so does this
-# code. It also calls one of its own functions and an imported function, and makes a tail call.
+# Imitates PyTorch's stream. Like code from Apple's clang, this code sends a message through a stub that names the
+# selector. It also calls one of its own functions and an imported function, and makes a tail call.
 SOURCE = """
 struct Buffer;
 void endEncoding(Buffer*) asm("_objc_msgSend$endEncoding");

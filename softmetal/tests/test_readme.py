@@ -1,4 +1,4 @@
-"""Runs the programs of softmetal's README and its example without changes."""
+"""Runs the unchanged programs of softmetal's README, and its example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests PyTorch's streams on the software device: what is encoded and committed, and each thread's current stream."""
+"""Tests PyTorch's streams on the software device: encoding, commits, and each thread's current stream."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_thread_has_its_own_current_stream(add) -> None:
     before = softmetal.stream_counts()
 
     def work() -> None:
-        add(y, 5.0)  # a new thread begins with the default stream
+        add(y, 5.0)  # a new thread starts with the default stream
 
     with softmetal.stream(2):
         add(x, 1.0)

@@ -58,7 +58,7 @@ def test_compile(twice_op, backend: str) -> None:
 
 
 def test_inductor_runs_its_own_metal_kernels() -> None:
-    """On mps, Inductor writes MSL for reductions and pointwise operators, and compiles it with compile_shader."""
+    """On mps, Inductor generates MSL for reductions and pointwise operators, and compiles it with compile_shader."""
     torch._dynamo.reset()
     softmetal.faults()
 

@@ -1,4 +1,4 @@
-"""Compares PyTorch's functions on `device="mps"` on Linux with the results for CPU tensors."""
+"""Compares PyTorch's functions on `device="mps"` on Linux with the same functions on CPU tensors."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_mixing_devices_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"aten::mm: expected all tensors on mps, got one of sizes .3, 3. on cpu"):
         torch.ones(3, 3, device="mps") @ torch.ones(3, 3)
     x = torch.arange(4.0, device="mps")
-    assert x[torch.tensor([2, 0])].tolist() == [2, 0]  # a Mac, too, accepts indices and scalars on the CPU
+    assert x[torch.tensor([2, 0])].tolist() == [2, 0]  # as on a Mac, indices and scalars on the CPU are accepted
     assert (x * torch.tensor(2.0)).tolist() == [0, 2, 4, 6]
 
 
@@ -197,8 +197,8 @@ def test_training_step_equals_the_cpus() -> None:
     for ours, theirs in zip(gradients(on_mps, x.to("mps")), gradients(model, x), strict=True):
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(on_mps.parameters(), model.parameters(), strict=True):
-        # Both devices take the step with the CPU's gradients. With its own gradients, a rounding error could become a
-        # whole step: AdamW divides each gradient by its magnitude, which may be near zero.
+        # Both devices take the step with the CPU's gradients. With their own gradients, a rounding error could become a
+        # full step, because AdamW divides each gradient by its magnitude, which may be near zero.
         ours.grad.copy_(theirs.grad)
     for m in (model, on_mps):
         torch.optim.AdamW(m.parameters(), lr=0.1).step()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from test_damaged_checkpoints import DATA, FOLDERS, NATIVE, prepare, try_damaged
+from test_damaged_checkpoints import DATA, NATIVE, WRITTEN, prepare, try_damaged
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     slowest = 0.0
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as work:
-        copies = {folder: prepare(folder, Path(work) / str(i)) for i, folder in enumerate([*FOLDERS, NATIVE])}
+        copies = {folder: prepare(folder, Path(work) / str(i)) for i, folder in enumerate([*WRITTEN, NATIVE])}
         turn = 0
         while time.monotonic() < end:
             turn += 1

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.fixture_layers import DATA, WRITTEN, key, source_of
 from torch_marlin_metal import convert
 
-DATA = Path(__file__).parents[1] / "data/layers"
-FOLDERS = sorted({path.parent for path in DATA.glob("*/*/model.*")})
 NATIVE = DATA / "native"  # does not exist; stands for a checkpoint that prepare() makes
 ROUNDS = 40  # number of damaged copies of each checkpoint; --everything makes three times as many
 SECONDS_FOR_ONE = 10  # CPU seconds, because other programs may use the processor
@@ -93,7 +92,7 @@ def prepare(folder: Path, copy: Path) -> Path:
 def try_damaged(copy: Path, rng: random.Random) -> str:
     """Damages one file, reads the checkpoint, and repairs the file. Returns "read" or "refused"."""
     names = sorted(file.name for file in copy.iterdir() if file.name.startswith(("model", "config")))
-    file, gguf = copy / rng.choice(names), copy / "model.gguf"
+    file, source = copy / rng.choice(names), source_of(copy)
     original = file.read_bytes()
     ways = [damage_bytes]
     ways += [damage_json] if file.suffix == ".json" else [damage_header] if file.suffix == ".safetensors" else []
@@ -102,9 +101,7 @@ def try_damaged(copy: Path, rng: random.Random) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for _weight in convert.read_layers(
-                gguf if gguf.exists() else copy, on_unsupported=rng.choice(("error", "dequantize", "skip"))
-            ):
+            for _weight in convert.read_layers(source, on_unsupported=rng.choice(("error", "dequantize", "skip"))):
                 pass
         except convert.CheckpointError:
             outcome = "refused"
@@ -113,7 +110,7 @@ def try_damaged(copy: Path, rng: random.Random) -> str:
     return outcome
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, NATIVE], ids=lambda folder: folder.relative_to(DATA).as_posix())
+@pytest.mark.parametrize("folder", [*WRITTEN, NATIVE], ids=key)
 def test_damaged_copies(folder: Path, tmp_path: Path, everything: bool) -> None:
     rng, rounds = random.Random(folder.name), 3 * ROUNDS if everything else ROUNDS
     copy = prepare(folder, tmp_path / "copy")

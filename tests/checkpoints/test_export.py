@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +14,13 @@ from safetensors.torch import load_file
 
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_writers import LAYER
+from tests.support.fixture_layers import DATA, source_of
 from torch_marlin_metal import convert, quantize_weight
 from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.checkpoints.files import shard_writer
 from torch_marlin_metal.packed_weight import PackedWeight
 
 K, N = 256, 24
-DATA = Path(__file__).parents[1] / "data/layers"
 
 
 @pytest.fixture
@@ -145,8 +144,7 @@ def named(name: str, weight_format: str = "uint4b8", group_size: int = 32, N: in
 
 
 def read(folder: str) -> list[PackedWeight]:
-    file = DATA / folder / "model.gguf"
-    return list(convert.read_layers(file if file.exists() else DATA / folder))
+    return list(convert.read_layers(source_of(DATA / folder)))
 
 
 def eight(name: str, folder: str) -> PackedWeight:

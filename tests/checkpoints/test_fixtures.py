@@ -8,12 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from scripts import checkpoint_tables, page_section
+from tests.support.fixture_layers import DATA, FOLDERS, key, source_of
 from torch_marlin_metal import WEIGHT_FORMATS, convert
 from torch_marlin_metal.checkpoints.known_formats import FORMATS
 from torch_marlin_metal.packed_weight import PackedWeight
 
-DATA = Path(__file__).parents[1] / "data/layers"
-FOLDERS = sorted(path.parent for path in DATA.glob("*/*/reference.safetensors"))
 # The exact representation of each folder's layer: (weight format, group size, dtype of the scales).
 EXPECTED = {
     "gptq/autogptq-asym-g128": ("uint4", 128, torch.float32),
@@ -67,9 +66,15 @@ EXPECTED = {
     "awq/gptqmodel-gemm-8bit-sym-g128": ("uint8b128", 128, torch.float16),
     "bitsandbytes/int8": ("uint8b128", 256, torch.float32),
     "bitsandbytes/int8-large": ("uint8b128", 256, torch.float32),
+    "comfyui/float8-bias": ("float8_e4m3", 72, torch.float32),
+    "comfyui/float8-metadata": ("float8_e4m3", 40, torch.float32),
+    "comfyui/int8-rows": ("uint8b128", 72, torch.float32),
+    "comfyui/int8-tensor": ("uint8b128", 72, torch.float32),
+    "comfyui/mxfp8": ("mxfp8", 32, torch.uint8),
     "compressed-tensors/fp8-block": ("float8_e4m3", 128, torch.bfloat16),
     "compressed-tensors/fp8-channel": ("float8_e4m3", 256, torch.bfloat16),
     "compressed-tensors/fp8-tensor": ("float8_e4m3", 256, torch.float32),
+    "compressed-tensors/mxfp8-edges": ("mxfp8", 32, torch.uint8),
     "compressed-tensors/mxfp8": ("mxfp8", 32, torch.uint8),
     "compressed-tensors/w8a16-asym-g64": ("uint8", 64, torch.bfloat16),
     "compressed-tensors/w8a16-sym-channel": ("uint8b128", 256, torch.bfloat16),
@@ -81,6 +86,7 @@ EXPECTED = {
     "gguf/Q5_1": ("uint5_bias", 32, torch.float16),
     "gguf/Q5_K": ("uint5_bias", 32, torch.uint8),
     "gguf/Q6_K": ("uint6b32", 16, torch.int8),
+    "gguf/Q8_0-edges": ("uint8b128", 32, torch.float16),
     "gguf/Q8_0": ("uint8b128", 32, torch.float16),
     "gptq/autoround-8bit-asym-g64": ("uint8", 64, torch.float16),
     "gptq/autoround-8bit-sym-g32": ("uint8b128", 32, torch.float16),
@@ -94,18 +100,18 @@ EXPECTED = {
     "modelopt/fp8-blocks": ("float8_e4m3", 128, torch.float32),
     "modelopt/fp8-channel": ("float8_e4m3", 256, torch.float32),
     "modelopt/fp8-tensor": ("float8_e4m3", 256, torch.float32),
+    "quanto/qfloat8-fp32-bias": ("float8_e4m3", 72, torch.float32),
+    "quanto/qint8-bf16-bias": ("uint8b128", 72, torch.bfloat16),
     "quanto/qfloat8": ("float8_e4m3", 256, torch.bfloat16),
     "quanto/qint8": ("uint8b128", 256, torch.float16),
+    "torchao/float8-tensor-bias": ("float8_e4m3", 72, torch.float32),
+    "torchao/mxfp8-swizzled": ("mxfp8", 32, torch.uint8),
     "torchao/float8-rows": ("float8_e4m3", 256, torch.float32),
     "torchao/int8-g32": ("uint8b128", 32, torch.float32),
     "torchao/int8-rows": ("uint8b128", 256, torch.float32),
     "torchao/intx-int8-g32": ("uint8b128", 32, torch.float32),
     "torchao/mxfp8": ("mxfp8", 32, torch.uint8),
 }
-
-
-def key(folder: Path) -> str:
-    return folder.relative_to(DATA).as_posix()
 
 
 def test_every_folder_has_an_expectation() -> None:
@@ -115,16 +121,22 @@ def test_every_folder_has_an_expectation() -> None:
 @pytest.mark.filterwarnings("ignore:.*raw zero points of 15")
 @pytest.mark.parametrize("folder", FOLDERS, ids=key)
 def test_layer_equals_the_producers_own_weight(folder: Path) -> None:
-    gguf = folder / "model.gguf"
-    (weight,) = convert.read_layers(gguf if gguf.exists() else folder)
+    source = source_of(folder)
+    (weight,) = convert.read_layers(source)
     assert isinstance(weight, PackedWeight)
     (name, reference), *rest = load_file(folder / "reference.safetensors").items()
     assert not rest
-    assert weight.name == "blk.0.attn_k" if gguf.exists() else f"{weight.name}.weight" == name
+    assert weight.name == "blk.0.attn_k" if source.suffix == ".gguf" else f"{weight.name}.weight" == name
     expected = EXPECTED[key(folder)]
     assert (weight.weight_format, weight.group_size, weight.scales.dtype) == expected
     assert tuple(reference.shape) == (weight.N, weight.K)
-    assert torch.equal(weight.dequantize().t().half(), reference)
+    # A decoder that returns fp16 or bf16 rounds a product once, to its nearest even.
+    decoded = weight.dequantize().t().to(reference.dtype)
+    torch.testing.assert_close(decoded, reference, rtol=0, atol=0, equal_nan=True)
+    if source.suffix != ".gguf":
+        bias = load_file(folder / "model.safetensors").get(f"{weight.name}.bias")
+        assert (weight.bias is None) == (bias is None)
+        assert bias is None or torch.equal(weight.bias, bias)
 
 
 def test_a_layout_that_depends_on_the_processor_is_refused_by_name() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._device import _device_constructors
 
+from tests.support.fixture_layers import FOLDERS, key, source_of
 from tests.support.models import IDS, SIZES
 from tests.support.reference import FORMATS
 from torch_marlin_metal import convert, quantize_model, quantize_weight
@@ -16,7 +17,6 @@ from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.packed_weight import PackedWeight
 
 PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
-FOLDERS = sorted(path.parent for path in (Path(__file__).parents[1] / "data/layers").glob("*/*/reference.safetensors"))
 # What a default device changes.
 FACTORIES = {name for name, function in vars(torch).items() if any(function is made for made in _device_constructors())}
 # Parameters of a layer that a user makes. They are on the default device, as those of nn.Linear are.
@@ -88,16 +88,15 @@ def test_exports_under_any_default_device(target: str) -> None:
     assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: f"{path.parent.name}-{path.name}")
+@pytest.mark.parametrize("folder", FOLDERS, ids=key)
 def test_reads_under_any_default_device(folder: Path) -> None:
-    files = list(folder.glob("*.gguf"))
-    path = files[0] if files else folder
+    path = source_of(folder)
     expected = list(convert.read_layers(path, on_unsupported="dequantize"))
     with torch.device("meta"):
         got = list(convert.read_layers(path, on_unsupported="dequantize"))
     assert len(got) == len(expected) > 0
     for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one.dequantize(), other.dequantize())
+        torch.testing.assert_close(one.dequantize(), other.dequantize(), rtol=0, atol=0, equal_nan=True)
         assert isinstance(one, PackedWeight) == isinstance(other, PackedWeight)
 
 

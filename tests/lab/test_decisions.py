@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lab import decisions
+from lab import choices, decisions
 from lab.model import AppleSiliconGPU, Problem
 
 
@@ -13,18 +13,18 @@ def test_the_file_follows_from_the_model() -> None:
     assert decisions.FILE.read_text() == decisions.text()
 
 
-@pytest.mark.parametrize("problems", [decisions.random_products, decisions.random_mixtures])
-def test_choices_are_close_to_the_best(problems: decisions.Problems) -> None:
-    """A sample of what `python -m lab.decisions --score 10000` prints."""
+@pytest.mark.parametrize("problems", [choices.random_products, choices.random_mixtures])
+def test_choices_are_close_to_the_best(problems: choices.Problems) -> None:
+    """A sample of what `python -m lab.choices` prints."""
     found = problems(random.Random(3))
-    ratios = sorted(decisions.choice(*next(found)).ratio for _ in range(250))
-    assert ratios[125] < 1.001 and ratios[-4] < 1.03 and ratios[-1] <= decisions.MOST_RATIO
+    ratios = sorted(choices.choice(*next(found)).ratio for _ in range(250))
+    assert ratios[125] < 1.001 and ratios[-4] < 1.03 and ratios[-1] <= choices.MOST_RATIO
 
 
 def test_a_worse_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of one simdgroup, which waits for all its loads, is not close to the best."""
-    right = decisions.planned
+    right = choices.planned
     alone = {"simdgroups": 1, "k_per_slice": 4096}
-    monkeypatch.setattr(decisions, "planned", lambda *plan: replace(right(*plan), **alone))
+    monkeypatch.setattr(choices, "planned", lambda *plan: replace(right(*plan), **alone))
     gpu = AppleSiliconGPU.from_name("M1 Max")
-    assert decisions.choice(gpu, Problem(1, 4096, 4096)).ratio > decisions.MOST_RATIO
+    assert choices.choice(gpu, Problem(1, 4096, 4096)).ratio > choices.MOST_RATIO

@@ -1,5 +1,5 @@
 // Tests the estimates by which the planner compares tilings. Compares them with results computed by hand, and checks
-// rules that hold for every plan on every chip. lab/decisions.py compares the choices with the model of lab/.
+// rules that hold for every plan on every chip. lab/choices.py compares the choices with the model of lab/.
 #include <cmath>
 #include <limits>
 #include <string>

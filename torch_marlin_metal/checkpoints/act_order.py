@@ -1,4 +1,4 @@
-"""Act-order: reads `g_idx` `[K]`, the group of every row, and makes the permutation that sorts rows by group."""
+"""Act-order: reads `g_idx` `[K]`, the group of each row, and computes the permutation that sorts rows by group."""
 
 import warnings
 from functools import lru_cache
@@ -16,11 +16,11 @@ def _in_order(K: int, group_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def read_g_idx(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tensor | None:
-    """Returns each row's group `[K]`; None if the rows are in order, or if the tensor is absent or was never filled in.
+    """Returns the group of each row, `[K]`, or None if the rows are in order.
 
-    Some files without act-order have the tensor, but with the same value in every row: -1 in old compressed-tensors
-    files, 0 in some GPTQ files. Such a tensor counts as never filled in; exllama and text-generation-inference read it
-    in the same way.
+    Returns None also if the tensor is absent or was never filled in. Some files without act-order store the tensor with
+    the same value in every row: -1 in old compressed-tensors files, 0 in some GPTQ files. exllama and
+    text-generation-inference treat such a tensor as not filled in too.
 
     Raises:
         CheckpointError: the tensor has a wrong shape or dtype, or a group is out of range.

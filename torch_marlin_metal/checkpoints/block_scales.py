@@ -1,4 +1,4 @@
-"""Builds NVFP4, MXFP4 and MXFP8 weights for the readers of all checkpoint formats that contain them."""
+"""Builds NVFP4, MXFP4 and MXFP8 weights. The readers of several checkpoint formats share these functions."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
-# The bits of a word that are zero if all its codes are zero, and the words of a block.
+# A format's mask of magnitude bits, which are all zero in a word of zeros, and the number of words in a block.
 MAGNITUDES = {"mxfp4": (0x77777777, 4), "mxfp8": (0x7F7F7F7F, 8)}
 
 
 def nvfp4(
     b_packed: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None, source: str
 ) -> PackedWeight:
-    """Makes an NVFP4 weight from E4M3 codes `scales [K/16, N]` and a `global_scale` that multiplies them."""
+    """Builds an NVFP4 weight from E4M3 codes `scales [K/16, N]` and the `global_scale` that multiplies them."""
     return PackedWeight(
         b_packed=b_packed,
         scales=scales.contiguous(),
@@ -29,9 +29,9 @@ def nvfp4(
 
 
 def untiled(stored: Tensor, N: int, blocks: int) -> Tensor:
-    """Returns codes of scales `[blocks, N]` that are stored in padded tiles of 128 x 4, each as 32 x 4 x 4.
+    """Returns scale codes `[blocks, N]`. The file stores them in padded tiles of 128 x 4, each tile as 32 x 4 x 4.
 
-    cuBLAS takes scales in this order (its documentation of block scaling factors).
+    cuBLAS reads scales in this order (its documentation of block scaling factors).
     """
     across = -(-blocks // 4)
     rows = stored.reshape(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
@@ -39,10 +39,10 @@ def untiled(stored: Tensor, N: int, blocks: int) -> Tensor:
 
 
 def mx(b_packed: Tensor, scales: Tensor, weight_format: str, bias: Tensor | None, source: str) -> PackedWeight:
-    """Makes a weight of "mxfp4" or "mxfp8" from E8M0 codes `scales [K/32, N]`.
+    """Builds a weight of "mxfp4" or "mxfp8" from E8M0 codes `scales [K/32, N]`.
 
-    If all codes of a block are zero, its scale does not matter, and programs store any exponent. ggml stores the
-    exponent code 0, which means the scale 2^-127 and is too small for the operators. Blocks of zeros therefore get the
+    If all codes of a block are zero, the block's scale has no effect, and programs store any exponent there. ggml
+    stores exponent code 0, the scale 2^-127, which is too small for the operators. Blocks of zeros therefore get the
     scale 1.
     """
     outside = (scales < 16) | (scales > 240)

@@ -1,4 +1,4 @@
-"""The README.md of a directory in the package's own format. It says how to load the directory."""
+"""Writes the README.md of a directory in the package's own format. The README says how to load the directory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A checkpoint directory: its configuration, its tensors by name, and reads of one tensor at a time."""
+"""A checkpoint directory: its configuration, its tensors by name, and a reader for single tensors."""
 
 import re
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from torch_marlin_metal.checkpoints.settings import (
     read_config,
 )
 
-MAX_NAME = 255  # characters of a file's name that a message shows
+MAX_NAME = 255  # longest file name, in characters, that an error message shows
 SAFETENSORS_NAMES = ("model", "diffusion_pytorch_model", "adapter_model")
 PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 DTYPE_NAMES = {dtype: name for name, (_, dtype) in reversed(DTYPES.items())}
@@ -34,7 +34,7 @@ DTYPE_NAMES = {dtype: name for name, (_, dtype) in reversed(DTYPES.items())}
 
 @dataclass
 class Checkpoint:
-    """An opened directory; no tensor data has been read yet."""
+    """An opened directory whose tensor data has not been read yet."""
 
     path: Path
     config: dict[str, Any]
@@ -42,23 +42,23 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     loaded: dict[str, Tensor]
-    ahead: dict[str, Tensor] = field(default_factory=dict)  # tensors that were read for the layer that is converted
+    ahead: dict[str, Tensor] = field(default_factory=dict)  # tensors already read for the layer under conversion
 
     def read(self, name: str, index: int | None = None, part: Slice | None = None) -> Tensor:
-        """Reads a tensor, or its part `[index]` along the first dimension, or a part of these."""
+        """Reads a tensor, its entry `[index]` along the first dimension, or the slice `part` of the tensor or entry."""
         if name in self.loaded:
             tensor = self.loaded[name]
             if part is not None:
                 whole = tensor if index is None else tensor[index]
                 return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
-            # A whole tensor is not copied. Tensors of a pickle may share memory, so copies could take much more of it.
+            # A complete tensor is not copied: tensors of a pickle may share memory, and copies would not.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         if index is None and part is None and name in self.ahead:
             return self.ahead.pop(name)
         return read_tensor(self.tensors[name], index, part)
 
     def error(self, name: str, message: str) -> CheckpointError:
-        """Makes the error that names a tensor and its file."""
+        """Makes an error whose message names the tensor and its file."""
         return CheckpointError(f"{self.tensors[name].file}: tensor {name!r}: {message}")
 
 
@@ -66,13 +66,13 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
     """Opens a checkpoint directory: reads its configuration and the headers of its tensor files.
 
     Args:
-        path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles), or one safetensors
-            file with settings.
-        allow_pickle: read `*.bin` and `*.pt` files, by `torch.load(weights_only=True)`.
-        quantized: True if the configuration must have quantization settings, False if it must not have any.
+        path: a directory with config.json and safetensors files (or, if allowed, PyTorch pickles), or a single
+            safetensors file whose tensors or metadata show the quantization settings.
+        allow_pickle: also read `*.bin` and `*.pt` files, with `torch.load(weights_only=True)`.
+        quantized: True to require quantization settings in the configuration, False to refuse them.
 
     Raises:
-        CheckpointError: something is missing, damaged or points outside the directory.
+        CheckpointError: a file is missing, is damaged or points outside the directory.
     """
     config_file = path / CONFIG
     config = read_config(config_file) if config_file.exists() else {}
@@ -84,7 +84,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
             f"{', '.join(CONFIG_FILES)}"
         )
-    # An older version wrote such settings for models without a packed layer.
+    # An older version of this package wrote quantization settings for models without a packed layer.
     no_layers = settings is not None and names_no_layer(settings)
     if not quantized and settings is not None and not no_layers:
         raise CheckpointError(f"{settings.file}: expected a checkpoint of floats, got one with quantization settings")
@@ -109,7 +109,7 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
 
 
 def _settings_of_file(path: Path) -> Settings | None:
-    """Infers settings from a single file's tensor names, dtypes and metadata; None if they show no quantization."""
+    """Infers settings from the names, dtypes and metadata of a single file. Returns None if nothing is quantized."""
     found = [path] if path.is_file() else list(path.glob("*.safetensors"))
     if len(found) != 1:
         return None
@@ -117,7 +117,7 @@ def _settings_of_file(path: Path) -> Settings | None:
     marks = (COMFY_MARK, COMFY_TENSOR)
     if COMFY_METADATA in metadata or any(name.rpartition(".")[2] in marks for name in tensors):
         return Settings(found[0], {"quant_method": COMFY_METHOD})
-    if not path.is_file():  # a directory has lost its settings, and they may say more
+    if not path.is_file():  # the directory has lost its settings file, whose settings may say more than the tensors
         return None
     if any(name.endswith(".weight_scale_2") for name in tensors):
         return Settings(path, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
@@ -126,7 +126,7 @@ def _settings_of_file(path: Path) -> Settings | None:
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the files that hold the tensors and, if there is an index file, the file of each tensor."""
+    """Returns the tensor files and, if there is an index file, a map from tensor name to file."""
     if path.is_file():
         return [regular_file(path)], {}
     for base in SAFETENSORS_NAMES:
@@ -177,7 +177,7 @@ def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
 def _exists(file: Path) -> bool:
     try:
         return file.exists()
-    except OSError:  # the file system cannot have such a name
+    except OSError:  # the file system does not allow this name
         return False
 
 

@@ -23,8 +23,8 @@ from torch_marlin_metal.checkpoints.part import Part, part_of
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
-SIZES = {E4M3: 1, E5M2: 1, "I8": 1, "U8": 2, "F4": 2}  # weights `[N, K / n]`: dtype -> n
-ENDS = 4096  # bytes at each end of a tensor that tell it from other tensors
+SIZES = {E4M3: 1, E5M2: 1, "I8": 1, "U8": 2, "F4": 2}  # dtype of a weight `[N, K / n]` -> n, elements per byte
+ENDS = 4096  # `fingerprint` hashes this many bytes at each end of a tensor
 
 
 class DirectoryReader(CheckpointReader):
@@ -67,7 +67,7 @@ class DirectoryReader(CheckpointReader):
         raise NothingPacked(f"{message}; all its weights are floats, so its quantization settings have no effect")
 
     def _check_anchored(self, name: str, role: str, base: str) -> None:
-        """Refuses a tensor whose layer has no codes."""
+        """Raises an error if a tensor's layer has no codes."""
         anchors = [base + ending for ending in (*self.format.anchors, *self.format.scaled)]
         if self.format.is_float(self.checkpoint, base):
             return
@@ -83,7 +83,7 @@ class DirectoryReader(CheckpointReader):
         layer = self._layers[index]
         shape = layer.shape("weight") if "weight" in layer else ()
         kind = layer.dtype("weight") if len(shape) == 2 else ""
-        is_nvfp4 = "weight_scale_2" in layer  # bytes of other formats are in another order
+        is_nvfp4 = "weight_scale_2" in layer  # in other formats the bytes have another layout
         if kind not in SIZES or (kind == "U8" and not is_nvfp4):
             return super().sizes(index)
         return shape[0], shape[1] * SIZES[kind]
@@ -106,14 +106,15 @@ class DirectoryReader(CheckpointReader):
             self.checkpoint.ahead = {}
 
     def check_headers(self, index: int) -> None:
-        """Raises UnsupportedFormat if the headers say that a layer cannot be packed."""
-        with suppress(RuntimeError, NotImplementedError):  # the values count, which a tensor on the meta device lacks
+        """Raises UnsupportedFormat if the headers show that the layer cannot be packed."""
+        # A tensor on the meta device has no values. A format that reads values raises one of these errors.
+        with suppress(RuntimeError, NotImplementedError):
             self.format.read(self._layers[index].headers(), self.checkpoint.settings, self.options)
 
     def read_ahead(self, order: Iterable[int], limit: int) -> None:
-        """Starts to read layers in threads, in the order in which they will be converted.
+        """Starts threads that read layers in the order in which they will be converted.
 
-        Does not read layers of a stack of experts, which share tensors.
+        Layers of a stack of experts share tensors and are not read ahead.
 
         Args:
             order: indexes of layers.
@@ -142,7 +143,7 @@ class DirectoryReader(CheckpointReader):
             self._ahead = None
 
     def read_part(self, index: int, part: Part) -> PackedWeight | None:
-        """Reads a part of one layer and validates it, or returns None if the layer can only be read whole."""
+        """Reads a part of one layer and validates it. Returns None if the layer can only be read in full."""
         layer = part_of(self._layers[index], self.format.axes, part)
         return None if layer is None else self._convert(layer)
 
@@ -176,7 +177,7 @@ class DirectoryReader(CheckpointReader):
         return {name: info.file for name, info in self.checkpoint.tensors.items()}
 
     def fingerprint(self) -> bytes:
-        """Returns a digest of the names, dtypes and shapes of all tensors, and of the first and last bytes of each."""
+        """Returns a digest of all tensors: their names, dtypes, shapes, and first and last bytes."""
         whole = hashlib.sha256()
         for name, info in sorted(self.checkpoint.tensors.items()):
             whole.update(f"{name} {info.dtype} {info.shape}".encode())
@@ -190,7 +191,9 @@ class DirectoryReader(CheckpointReader):
 
 
 def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None, **fields: Any) -> CheckpointReader:
-    """Opens a checkpoint and reads only its headers. Takes the arguments of `read_layers`, and raises its errors.
+    """Opens a checkpoint and reads only its headers.
+
+    The arguments and errors are those of `read_layers`.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -218,10 +221,10 @@ def read_layers(
     Args:
         path: a checkpoint directory or a .gguf file.
         options: how to read; None means the defaults.
-        **fields: fields of `ReadOptions`, which override those of `options`.
+        **fields: fields of `ReadOptions`; each overrides the field of `options`.
 
     Yields:
-        `PackedWeight`, in the order of the files; with `on_unsupported="dequantize"` also `DenseWeight`.
+        `PackedWeight`, in the order of the files. With `on_unsupported="dequantize"`, also `DenseWeight`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or contradicts itself.

@@ -1,4 +1,4 @@
-"""Reads 8-bit weights from several checkpoint formats: E4M3 or int8 elements `[N, K]`, and their scales."""
+"""Reads 8-bit weights of several checkpoint formats: E4M3 or int8 elements `[N, K]` and their scales."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,11 +14,11 @@ from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import SCALE_BLOCK, PackedWeight
 
-BLOCK = (128, 128)  # of scales, if the settings do not say another size
+BLOCK = (128, 128)  # rows and columns that share a scale, if the settings state no block size
 E4M3, E5M2, INT8 = "F8_E4M3", "F8_E5M2", "I8"
 EXPONENTS = ("U8", "F8_E8M0")
 NAN_EXPONENT = 255  # E8M0 of the OCP Microscaling specification
-INPUT_SCALE = "pre_quant_scale"  # ModelOpt: for each column of K
+INPUT_SCALE = "pre_quant_scale"  # ModelOpt: one factor for each column of K
 SCALES_INPUT = f"it scales its input ({INPUT_SCALE}), which the operators do not"
 
 
@@ -33,19 +33,20 @@ def read_bytes(
 ) -> PackedWeight:
     """Reads the weight `(q - zero_point) * scale`; the zero point is optional.
 
-    Scales are per tensor, per row, per group of a row, or per block of rows and columns. Blocks of 128 x 128 E4M3
-    elements keep their scales if N is a multiple of 128. The scale of any other block is repeated for each of its rows.
+    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. A block of 128 x 128 E4M3
+    elements keeps its one scale if N is a multiple of 128. A scale of any other block is repeated for each of the
+    block's rows.
 
     Args:
         layer: the layer.
         source: see `PackedWeight.source`.
         weight: the role of the weight.
         scale: the role of the scales.
-        zero: the role of the zero points, which a layer may lack.
-        scales: replaces the scales of the file, which may hold none.
+        zero: the role of the zero points, which are optional.
+        scales: used in place of the scales in the file.
 
     Raises:
-        UnsupportedFormat: the layer is of another kind, or the operators cannot hold it.
+        UnsupportedFormat: the layer is of another kind, or the operators cannot represent it.
     """
     kind, shape = layer.dtype(weight), layer.shape(weight)
     if kind not in (E4M3, E5M2, INT8) or len(shape) != 2:
@@ -88,7 +89,7 @@ def read_bytes(
 
 
 def input_scale(layer: Layer, K: int) -> Tensor | None:
-    """Returns the factors of a layer's inputs `[K]` in fp32, or None."""
+    """Returns the fp32 factors `[K]` by which the layer multiplies its input, or None."""
     if INPUT_SCALE not in layer:
         return None
     layer.expect(INPUT_SCALE, FLOATS, K)
@@ -96,20 +97,20 @@ def input_scale(layer: Layer, K: int) -> Tensor | None:
 
 
 def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
-    """Returns whether `g_idx` can be ignored: it is unset, or its groups are in order."""
+    """Returns True if `g_idx` can be ignored because it is unset or its groups are in order."""
     K, count = groups.numel(), shape[-1] if len(shape) == 2 else 1
     in_order = torch.arange(K, device=groups.device) // max(K // count, 1)
     return bool((groups < 0).all()) or (K % count == 0 and torch.equal(groups.long(), in_order))
 
 
 def exponents(stored: Tensor) -> Tensor:
-    """Decodes E8M0 codes to bf16, which represents all their powers of two; code 255 becomes NaN."""
+    """Decodes E8M0 codes to bf16, which represents every power of two among them. Code 255 becomes NaN."""
     codes = stored.view(torch.uint8)
     return torch.exp2(codes.float() - 127).masked_fill_(codes == NAN_EXPONENT, torch.nan).bfloat16()
 
 
 def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape: tuple[int, int]) -> Tensor:
-    """Returns the zero points `[G, N]` of codes plus 128: uint8, or floating if they are no codes."""
+    """Returns the zero points `[G, N]` for codes plus 128: uint8 if they are whole numbers, else floating point."""
     _, size, points = _grouped(layer, role, stored, shape)
     if size != group_size:
         raise layer.error(role, f"expected one zero point for each scale, got {list(stored.shape)}")
@@ -117,10 +118,10 @@ def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape
 
 
 def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, int, Tensor]:
-    """Returns the rows and the k of a value, and values per tensor, row, group or block expanded to `[G, N]`."""
+    """Returns the rows and the k that share a value, and the values, per tensor, row, group or block, as `[G, N]`."""
     N, K = shape
     stored = given
-    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's blocks
+    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt stores scales of blocks so
         given = given[:, 0, :, 0]
     if given.dim() < 2:
         if given.numel() not in (1, N):  # scales of blocks have two dimensions
@@ -141,14 +142,14 @@ def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> 
 
 
 def _size(length: int, count: int, stated: int) -> int:
-    """Returns how many rows (or columns) share a value; 0 if `count` values do not fit `length`."""
+    """Returns the number of rows (or columns) that share a value, or 0 if `count` values do not fit `length`."""
     if count in (1, length):
         return length // count
     return stated if stated > 0 and -(-length // stated) == count else 0
 
 
 def _stated_blocks(settings: Settings) -> list[tuple[int, int]]:
-    """Returns the block sizes (rows, columns) that the settings state; there may be several."""
+    """Returns the block sizes (rows, columns) in the settings, which may state several."""
     groups = settings.section("config_groups")
     weights = [groups.section(name).section("weights") for name in groups]
     found: list[Any] = [

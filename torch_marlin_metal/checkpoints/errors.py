@@ -1,4 +1,4 @@
-"""The exceptions that reading a checkpoint can raise: `CheckpointError` and its subclasses."""
+"""The exceptions of checkpoint readers: `CheckpointError` and its subclasses."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from torch_marlin_metal.checkpoints.float_rows import FloatRows
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged or contradicts itself; the message names the file and the tensor or key."""
+    """A checkpoint is damaged or contradicts itself. The message names the file and the tensor or key."""
 
 
 class NotQuantized(CheckpointError):
@@ -14,15 +14,15 @@ class NotQuantized(CheckpointError):
 
 
 class NothingPacked(CheckpointError):
-    """A checkpoint has quantization settings, but no tensor of a quantized layer."""
+    """A checkpoint has quantization settings but no tensor of a quantized layer."""
 
 
 class UnsupportedFormat(CheckpointError):
-    """A checkpoint, or one layer of it, cannot be represented by the operators without loss.
+    """The operators cannot represent a checkpoint, or one of its layers, without loss.
 
     Attributes:
-        dequantize: a function that returns the layer's weight as floats; None if the weight cannot be decoded.
-        kind: the common property of layers with this reason, such as "Q6_K".
+        dequantize: a function that returns the layer's weight as floats, or None if the weight cannot be decoded.
+        kind: a property shared by all layers with this reason, for example "Q6_K".
     """
 
     def __init__(self, message: str, dequantize: Callable[[], FloatRows] | None = None, kind: str = "") -> None:
@@ -32,4 +32,4 @@ class UnsupportedFormat(CheckpointError):
 
 
 class UnknownArchitecture(UnsupportedFormat):
-    """A GGUF file has an architecture without a table of transformers' names."""
+    """A GGUF file has an architecture for which there is no table of transformers' names."""

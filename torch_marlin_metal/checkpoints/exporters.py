@@ -1,4 +1,4 @@
-"""Converts packed layers to the formats of other programs. Refuses layers that a format cannot hold exactly."""
+"""Converts packed layers to the formats of other programs. Refuses layers that a format cannot represent exactly."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ def _refuse(weight: PackedWeight, target: str, reason: str) -> UnsupportedFormat
 
 
 def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
-    """Returns the uint8 zero points `[G, N]` of a weight of integers; raises UnsupportedFormat for other weights."""
+    """Returns the uint8 zero points `[G, N]` of a weight with integer codes. Raises UnsupportedFormat for others."""
     fmt = weight_format(weight.weight_format)
     if fmt.code_kind != "integer" or fmt.zeros_role == "bias":
         raise _refuse(weight, target, f"{weight.weight_format} is not integer codes with zero points")
@@ -35,7 +35,7 @@ def _integer_zeros(weight: PackedWeight, target: str) -> Tensor:
 
 
 def _in_words(weight: PackedWeight) -> PackedWeight:
-    """Multiplies two-level scales out, and widens integer codes of 5 or 6 bits to 8."""
+    """Multiplies two-level scales into one level, and widens integer codes of 5 or 6 bits to 8."""
     weight, fmt = weight.one_level(), weight_format(weight.weight_format)
     if not fmt.high_bits or fmt.zeros_role == "bias":
         return weight
@@ -70,7 +70,7 @@ def _stated_group_size(weight: PackedWeight) -> int:
 
 
 def _strategy(weight: PackedWeight) -> dict[str, Any]:
-    """Returns compressed-tensors' keys for a scale per row (channel), per group or per block."""
+    """Returns the compressed-tensors keys for scales per row ("channel"), per group or per block."""
     if weight.has_block_scales:
         return {"strategy": "block", "group_size": None, "block_structure": (SCALE_BLOCK, SCALE_BLOCK)}
     size = _stated_group_size(weight)
@@ -78,14 +78,14 @@ def _strategy(weight: PackedWeight) -> dict[str, Any]:
 
 
 class Exporter(Protocol):
-    """Converts layers to one target format: call `tensors` once for every layer, then `settings`."""
+    """Converts layers to one target format. Call `tensors` once for each layer, then `settings`."""
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns a layer's tensors by their names within the layer, or raises UnsupportedFormat."""
+        """Returns the layer's tensors by name within the layer, or raises UnsupportedFormat."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Returns the `quantization_config` for the layers seen, of which there is at least one."""
+        """Returns the `quantization_config` for the layers that `tensors` converted, at least one."""
         ...
 
     @property
@@ -97,8 +97,8 @@ class GptqExporter:
     """Converts layers to GPTQ's layout.
 
     Args:
-        version: 1 ("gptq") stores zero points minus one, 2 ("gptq_v2") stores them unchanged. A zero point of 0 needs
-            2.
+        version: 1 ("gptq") stores each zero point minus one, 2 ("gptq_v2") stores it unchanged. A layer with a zero
+            point of 0 needs version 2.
     """
 
     version: int = 1
@@ -133,7 +133,7 @@ class GptqExporter:
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
-        """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the commonest kind."""
+        """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the most common kind."""
         bits, group_size = common = Counter(self.layers.values()).most_common(1)[0][0]
         settings: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
         settings |= {"pack_dtype": "int32", "desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}
@@ -150,7 +150,7 @@ class GptqExporter:
 
 @dataclass
 class AwqExporter:
-    """Converts layers to AutoAWQ's gemm layout, which has one group size for all layers and no act-order."""
+    """Converts layers to AutoAWQ's gemm layout. All layers share one group size, and act-order is not supported."""
 
     group_size: int | None = None
 
@@ -187,12 +187,12 @@ class AwqExporter:
 
 @dataclass
 class CompressedTensorsExporter:
-    """Converts layers to compressed-tensors' formats: integers, E4M3, MXFP8, NVFP4 or MXFP4, also mixed in a model."""
+    """Converts layers to compressed-tensors' formats: integers, E4M3, MXFP8, NVFP4 or MXFP4. A model may mix them."""
 
     layers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # layer's name -> (format, items of its scheme)
 
     def tensors(self, weight: PackedWeight) -> dict[str, Tensor]:
-        """Returns weight_packed, weight_scale and the other tensors of the layer's kind."""
+        """Returns weight_packed, weight_scale and further tensors, which depend on the weight format."""
         weight = _in_words(weight)
         fmt, bits = weight_format(weight.weight_format), _bits(weight)
         if fmt.code_kind == "e4m3":
@@ -251,7 +251,7 @@ class CompressedTensorsExporter:
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
-        """Returns compressed-tensors' keys; the targets of each scheme are the names of its layers."""
+        """Returns compressed-tensors' keys. The targets of each scheme are the names of its layers."""
         names_of: dict[tuple[str, Any], list[str]] = {}
         for name, key in self.layers.items():
             names_of.setdefault(key, []).append(name)

@@ -1,4 +1,4 @@
-"""Finds the layers of a checkpoint of floats that can be quantized: matrices, and the experts of mixtures."""
+"""Finds the layers of an unquantized checkpoint that can be quantized: matrices and the experts of mixtures."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch_marlin_metal.layers.vocabulary import vocabulary_of
 from torch_marlin_metal.patterns import NameFilter, check_patterns, selects
 from torch_marlin_metal.quantize.recipe import IN_FLOATS
 
-SMALLEST = 8  # least rows and columns of a matrix; smaller tensors are tables or vectors
+SMALLEST = 8  # minimum rows and columns of a matrix; smaller tensors are tables or vectors
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class FloatLayer:
     Attributes:
         name: the layer's name in the checkpoint.
         weight: the name of the tensor that holds the matrix.
-        K: the columns of the matrix, which as a weight is `[N, K]`.
+        K: the columns of the matrix. As a weight, the matrix is `[N, K]`.
         nbytes: the bytes of the matrix.
         bias: the name of the tensor with the layer's bias, or "".
-        index: if the tensor is a stack of matrices, the place of this one, or else None.
-        transposed: whether the tensor holds the matrix as `[K, N]`.
-        experts: if the matrix belongs to an expert, the name of the experts module in the model, or else "".
-        group: the name of that module in the checkpoint, or "".
-        is_vocabulary: whether the matrix is an embedding of the vocabulary or an output layer.
-        is_output: whether it is an output layer, also as an embedding that the model ties to it.
+        index: the position of the matrix if the tensor is a stack of matrices, else None.
+        transposed: True if the tensor stores the matrix as `[K, N]`.
+        experts: the name in the model of the experts module that owns the matrix, or "".
+        group: the name in the checkpoint of the same experts module, or "".
+        is_vocabulary: True if the matrix is an embedding of the vocabulary or an output layer.
+        is_output: True if the matrix is an output layer, or an embedding that the model ties to its output layer.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FloatLayer:
 
     @property
     def partner(self) -> str:
-        """Returns the name of up for an expert's gate, the name of gate for its up, and "" for other layers."""
+        """Returns an expert's up layer for its gate layer and the reverse, by name. Returns "" for other layers."""
         owner, _, part = self.name.rpartition(".")
         for gate, up, _ in PARTS if self.experts and self.index is None else ():
             if part in (gate, up):
@@ -65,12 +65,12 @@ class FloatLayer:
         return ""
 
     def selected(self, choice: NameFilter | None) -> bool:
-        """Returns whether a filter selects the layer, or the experts module it belongs to."""
+        """Returns True if a filter selects the layer or its experts module."""
         return selects(choice, self.name) or (bool(self.group) and selects(choice, self.group))
 
 
 class FloatModel:
-    """A transformers model on the meta device, which maps a checkpoint's layer names to its own.
+    """A transformers model on the meta device, which maps layer names of a checkpoint to names of the model.
 
     Args:
         model: the model.
@@ -98,30 +98,29 @@ class FloatModel:
         }
 
     def name_of(self, name: str) -> str:
-        """Returns the name that a layer of the checkpoint has in the model."""
+        """Returns the model's name for a layer of the checkpoint."""
         return self._names.layer(name)
 
     def is_vocabulary(self, name: str) -> bool:
-        """Returns whether a layer is to be packed as part of the vocabulary: an embedding or an output layer."""
+        """Returns True for an embedding or an output layer that is packed as part of the vocabulary."""
         return self._names.layer(name) in self._words
 
     def is_head(self, name: str) -> bool:
-        """Returns whether a layer is an output layer."""
         return self._names.layer(name) in self._heads
 
     def is_default(self, name: str) -> bool:
-        """Returns whether a layer of the model is quantized by default."""
+        """Returns True if the layer is quantized when no filter is given."""
         return self._names.layer(name) in self._linear | self._words
 
     def is_lookup(self, name: str) -> bool:
-        """Returns whether a layer is an embedding or a convolution."""
+        """Returns True for an embedding or a convolution."""
         return self._names.layer(name) in self._lookups
 
     def with_experts(self, checkpoint: Checkpoint, layers: list[FloatLayer]) -> list[FloatLayer]:
-        """Adds the matrices of stacked experts, and gives each layer of an expert the name of its experts module.
+        """Adds the matrices of stacked experts, and sets the name of the experts module in each layer of an expert.
 
-        Experts are quantized only if the checkpoint has all layers of their module, because the model can hold them in
-        4 bit only together.
+        Experts are quantized only if the checkpoint has all layers of their module, because the model can pack a module
+        only as a unit.
         """
         found = []
         for layer in layers:
@@ -143,7 +142,7 @@ class FloatModel:
         return [layer for layer in found if layer.experts not in stay]
 
     def _stack(self, checkpoint: Checkpoint, info: Any) -> list[FloatLayer]:
-        """Returns the layers of a tensor of stacked experts, or none if it is something else."""
+        """Returns the layers of a tensor of stacked experts, or an empty list for any other tensor."""
         owner, _, kind = self._names.tensor(info.name).rpartition(".")
         module: Any = find_module(self.model, owner)
         if kind not in WEIGHTS or not is_experts(module) or self._names.is_converted(info.name):
@@ -165,7 +164,7 @@ class FloatModel:
 def choose_layers(
     checkpoint: Checkpoint, include: NameFilter | None, exclude: NameFilter, vocabulary_format: str | None
 ) -> tuple[list[FloatLayer], dict[str, int]]:
-    """Returns the layers to quantize, and how many bytes of the selected matrices stay in floats nevertheless.
+    """Returns the layers to quantize, and the bytes of each selected matrix that remains in floats nevertheless.
 
     Args:
         checkpoint: a checkpoint of floats.
@@ -174,8 +173,8 @@ def choose_layers(
         vocabulary_format: see `FloatReader`.
 
     Raises:
-        ValueError: a pattern matches nothing, no layer is left, or a part of a mixture's experts is chosen.
-        CheckpointError: the checkpoint has no layer to quantize, or transformers does not know its model.
+        ValueError: a pattern matches nothing, no layer is left, or only some experts of a mixture are selected.
+        CheckpointError: the checkpoint has no layer to quantize, or its model is unknown to transformers.
     """
     wanted, model = [_matrix(checkpoint, name) for name in matrices(checkpoint)], None
     try:
@@ -222,7 +221,7 @@ def _model_of(checkpoint: Checkpoint) -> Any:
 
 
 def layers_by_module(model: Any, checkpoint: Checkpoint) -> dict[str, list[FloatLayer]]:
-    """Groups a checkpoint's matrices by the layer or experts module of the model that they belong to."""
+    """Groups a checkpoint's matrices by the layer or experts module that owns them in the model."""
     known = FloatModel(model, None)
     found: dict[str, list[FloatLayer]] = {}
     for layer in known.with_experts(checkpoint, [_matrix(checkpoint, name) for name in matrices(checkpoint)]):
@@ -258,7 +257,7 @@ def in_order(checkpoint: Checkpoint) -> list[Any]:
 
 
 def matrices(checkpoint: Checkpoint) -> list[str]:
-    """Returns the layers whose float `weight` can be packed, in the order of the files."""
+    """Returns the names of layers whose float `weight` can be packed, in the order of the files."""
     return [
         info.name.removesuffix(".weight")
         for info in in_order(checkpoint)
@@ -268,13 +267,13 @@ def matrices(checkpoint: Checkpoint) -> list[str]:
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Returns whether a tensor of this shape is a matrix, or a stack of several."""
+    """Returns True for the shape of a matrix or of a stack of several matrices."""
     stacked = len(shape) == 3 and shape[0] > 1
     return (len(shape) == 2 or stacked) and min(shape[-2:]) >= SMALLEST
 
 
 def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Returns the bytes of each float matrix or stack of matrices, by its name without ".weight"."""
+    """Returns the bytes of each float matrix or stack of matrices, keyed by the tensor's name without ".weight"."""
     return {
         name.removesuffix(".weight"): info.nbytes
         for name, info in checkpoint.tensors.items()
@@ -283,15 +282,15 @@ def _matrix_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def empty_model(path: Path, stated: Any, advice: str) -> Any:
-    """Makes the model of transformers that a config.json names, on the meta device. No code of a checkpoint runs.
+    """Makes the transformers model that a config.json names, on the meta device. Runs no code from the checkpoint.
 
     Args:
-        path: a directory with config.json, or the file itself.
-        stated: the names under "architectures" in it.
-        advice: the remedy to name if it fails.
+        path: a directory with config.json, or the file config.json.
+        stated: the names under "architectures" in config.json.
+        advice: what to do instead, for the error message.
 
     Raises:
-        CheckpointError: transformers is not installed, does not know the model, or cannot make it.
+        CheckpointError: transformers is not installed, does not know the model, or fails to make the model.
     """
     try:
         import transformers

@@ -1,4 +1,4 @@
-"""Reads an unquantized checkpoint and quantizes its Linear layers and its experts, one matrix at a time."""
+"""Reads an unquantized checkpoint and quantizes its Linear layers and experts, one matrix at a time."""
 
 import math
 import os
@@ -38,30 +38,31 @@ FORMAT = Format(
 
 
 class FloatReader(CheckpointReader):
-    """Reads an unquantized checkpoint like `open_reader` and quantizes it: yields every layer as a `PackedWeight`.
+    """Reads and quantizes an unquantized checkpoint: converts each selected layer to a `PackedWeight`.
 
     Args:
         path: a directory with config.json and safetensors files.
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: patterns of layer names as in `quantize_model`, or a function of the name. Every matrix
-            `<layer>.weight` that it selects is quantized. The experts of a mixture can be selected together
-            (`*.experts`). None selects the experts of mixtures, all `nn.Linear` modules, and the vocabulary.
-            transformers builds the model of config.json to find these modules; no code of the checkpoint runs. If it
-            does not know the model, `include` must be given, and the vocabulary counts as other layers.
-        exclude: layers to leave unquantized, chosen like `include`.
+        include: which layers to quantize: patterns of layer names as in `quantize_model`, or a function of the name.
+            Each selected matrix `<layer>.weight` is quantized. The experts of a mixture are selected together, for
+            example with `*.experts`. None selects the experts of mixtures, all `nn.Linear` modules, and the vocabulary.
+            To find these modules, transformers builds the model of config.json; no code of the checkpoint runs. If
+            transformers does not know the model, `include` is required, and the vocabulary is treated like other
+            layers.
+        exclude: layers that stay unquantized; same form as `include`.
         vocabulary_format: as in `quantize_model`.
-        memory: as in `quantize_model`; the bytes of all tensors that are written.
+        memory: as in `quantize_model`, for the bytes of all tensors in the output.
         like: as in `quantize_model`.
-        chosen: the format and group size of single layers, or of all layers inside a module, such as
-            `report.fit.chosen()` of `quantize_model`.
+        chosen: the format and group size of single layers, or of all layers in a module. For example,
+            `report.fit.chosen()` after `quantize_model`.
         allow_pickle: as in `ReadOptions`.
 
     Raises:
-        ValueError: the format or method is unknown, a layer cannot have the group size, no layer is chosen, or only
-            some layers of a mixture's experts are chosen.
-        CheckpointError: the checkpoint is damaged, is quantized already, or has no layer to quantize.
+        ValueError: the format or method is unknown, the group size does not suit a layer, no layer is selected, or only
+            some experts of a mixture are selected.
+        CheckpointError: the checkpoint is damaged, is already quantized, or has no layer to quantize.
 
     Examples:
         >>> import pathlib
@@ -121,19 +122,19 @@ class FloatReader(CheckpointReader):
         self._settings |= {"vocabulary": sorted(self._recipe.vocabulary), "vocabulary_format": vocabulary_format}
         self._settings |= {"memory": memory, "like": like, "chosen": {k: list(v) for k, v in (chosen or {}).items()}}
         self._settings |= {key: str(value) for key, value in options.items()}
-        # A model holds an expert's gate and up as one weight, with one global scale.
+        # A model stores an expert's gate and up matrices as one weight, which has one global scale.
         formats = {layer.name: find_format(self._recipe.format_of(layer.name)[0]) for layer in layers}
         by_name = {layer.name: layer for layer in layers if formats[layer.name].has_global_scale}
         self._partners = [by_name.get(layer.partner) for layer in layers]
-        self._amax: dict[str, float] = {}  # of layers whose partner has been converted
-        self._kept: dict[str, Tensor] = {}  # the matrix of at most one of them
+        self._amax: dict[str, float] = {}  # largest magnitudes, for layers whose partner was converted already
+        self._kept: dict[str, Tensor] = {}  # matrix of the next layer if `_common` has read it; at most one entry
 
     def formats(self) -> list[str]:
-        """Returns the format of each layer."""
+        """Returns the format of each layer, in the order of `names()`."""
         return [self._recipe.format_of(layer.name)[0] for layer in self._layers]
 
     def _as_chosen(self, chosen: Mapping[str, LayerFormat], layers: list[FloatLayer]) -> Recipe:
-        """Returns the recipe with given formats."""
+        """Returns the recipe with the formats that the caller chose."""
         recipe = replace(self._recipe, chosen=dict(chosen))
         for layer in layers:
             if not recipe.is_chosen(layer.name):
@@ -141,7 +142,7 @@ class FloatReader(CheckpointReader):
         return recipe
 
     def _liked(self, like: str, layers: list[FloatLayer]) -> Recipe:
-        """Returns the recipe with the formats that llama.cpp's recipe `like` gives to the layers."""
+        """Returns the recipe with the formats that llama.cpp's recipe `like` assigns to the layers."""
         described = [
             Described(layer.name, layer.K, layer.is_output, layer.is_vocabulary and not layer.is_output)
             for layer in layers
@@ -149,7 +150,7 @@ class FloatReader(CheckpointReader):
         return replace(self._recipe, chosen=formats_like("FloatReader", like, described, experts_of(self.config)))
 
     def _fitted(self, memory: str | int, layers: list[FloatLayer]) -> tuple[Recipe, Fit]:
-        """Returns the recipe that fits into `memory`. A sample of rows and experts gives the errors."""
+        """Returns a recipe whose result fits in `memory`. Errors are estimated from a sample of rows and experts."""
         widths, counts = (
             Widths(self._recipe),
             Counter((layer.group or layer.name, self._shape(layer)) for layer in layers),
@@ -174,7 +175,7 @@ class FloatReader(CheckpointReader):
         return math.prod(self.checkpoint.tensors[layer.weight].shape[-2:]) // layer.K, layer.K
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the result; a resumed conversion compares them."""
+        """Returns the settings that determine the result. A resumed conversion compares them with the first run's."""
         return self._settings
 
     def names(self) -> list[str]:
@@ -195,7 +196,7 @@ class FloatReader(CheckpointReader):
         return weight.validate()
 
     def _common(self, index: int, matrix: Tensor) -> dict[str, float]:
-        """Returns `quantize_weight`'s argument for the global scale that gate and up share; empty for other layers."""
+        """Returns `amax` for `quantize_weight` if gate and up share a global scale, else an empty dict."""
         partner = self._partners[index]
         if partner is None:
             return {}
@@ -205,12 +206,12 @@ class FloatReader(CheckpointReader):
         self._kept.clear()
         extremes = [float(extreme.abs()) for tensor in (matrix, other) for extreme in torch.aminmax(tensor)]
         if not all(map(math.isfinite, extremes)):
-            return {}  # converting a tensor that is not finite raises an error with its name
+            return {}  # `convert` raises an error that names the layer
         self._amax[partner.name], self._kept[partner.name] = max(extremes), other
         return {"amax": max(extremes)}
 
     def _matrix(self, layer: FloatLayer) -> Tensor:
-        """Reads the matrix of a layer, unless it was read for its partner and kept."""
+        """Reads a layer's matrix, unless `_common` has read and kept it."""
         kept = self._kept.pop(layer.name, None)
         return self.checkpoint.read(layer.weight, layer.index) if kept is None else kept
 
@@ -223,7 +224,7 @@ class FloatReader(CheckpointReader):
         return self.checkpoint.config
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype) for each tensor that stays in floats."""
+        """Yields (name, function that reads the tensor, dtype) for each tensor that remains unquantized."""
         used = {name for layer in self._layers for name in (layer.weight, layer.bias)}
         for name, info in self.checkpoint.tensors.items():
             if name not in used:

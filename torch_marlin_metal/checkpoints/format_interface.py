@@ -1,4 +1,4 @@
-"""The classes that describe a checkpoint format. `formats/` has one file per format; `known_formats.py` lists them."""
+"""The classes that describe checkpoint formats. `formats/` has a file for each format, `known_formats.py` a list."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A checkpoint format, as reports and the documentation describe it.
+    """The description of a checkpoint format for reports and the documentation.
 
     Attributes:
         name: short name, for `PackedWeight.source` and reports.
         title: the format's common name.
-        containers: the kinds of file that hold it.
+        containers: the kinds of file that can contain the format.
         variants: the supported variants, as (variant, weight formats) pairs.
         refused: the variants that are not supported, as (variant, reason) pairs.
     """
@@ -41,37 +41,36 @@ def _own_name(checkpoint: Checkpoint, name: str, expert: int | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryFormat(Format):
-    """A format of checkpoint directories: how to recognise it, and how to find and convert its layers.
+    """A format of checkpoint directories: how to recognise the format, and how to find and convert its layers.
 
-    A tensor's *role* is its part in a layer, such as "scales". A layer's tensors are named `<layer>.<ending>`.
+    A tensor's *role* is its function in a layer, for example "scales". A layer's tensors are named `<layer>.<ending>`.
 
     Attributes:
         methods: the `quant_method` values of this format.
-        anchors: ending -> role, for a tensor that every layer has. The tensor's name without the ending is the layer's
-            name.
+        anchors: ending -> role, for the tensor that every layer has. Its name without the ending is the layer's name.
         roles: role -> possible endings, for the layer's other tensors.
-        fields: field of `PackedWeight` -> role. An error about a field names the checkpoint's tensor with that role.
-        check: raises UnsupportedFormat if layers with the settings of a checkpoint are not supported.
+        fields: field of `PackedWeight` -> role. An error about a field names the tensor with this role.
+        check: raises UnsupportedFormat if the settings of a checkpoint describe layers that are not supported.
         read: converts one layer.
-        implied: recognises checkpoints of this format whose settings name no method.
-        delegate: for a format that only wraps others, returns the wrapped format.
-        stacked_rank: if the anchor tensor has this rank, its first dimension counts experts, and each is a layer.
-        extras: endings of tensors that belong to a layer but are not needed, such as scales of activations.
-        marks: the last parts of names of tensors that only mark a file of this format.
-        listed: for a format whose settings list the layers, returns their names. Only these names are layers, because
-            other tensors may have names like parts of a layer.
-        scaled: ending -> role, for scales beside a `weight`. They make it a packed layer, if it is not of floats and
-            has no anchor.
-        unscaled: dtypes of a `weight` that is a layer without scales, too: its numbers are the values.
-        axes: role -> the unit of each dimension of the tensor, for reading a part of a layer: "N", "K", "N/8" and "K/8"
-            (words of 8 codes, or of 4 codes of 8 bits), "G" (groups), "S" (blocks of scales with two levels), "H"
-            (words of `b_high`), or "order" (one position or group per row of K). Empty if a layer can only be read as a
-            whole.
-        hf_name: for a format whose producer renames tensors: maps a name in the checkpoint to transformers' name. It
-            takes a tensor, a layer, or a layer of a stack with its index.
-        hf_values: the same for the values of a tensor outside the layers.
-        joins: for the first of two stacks of a layer, returns the layer's name and the second stack's name; for the
-            second stack, empty names. Roles of the second stack's tensors begin with "second ".
+        implied: recognises checkpoints of this format whose settings do not name a method.
+        delegate: returns the wrapped format, for a format that only wraps others.
+        stacked_rank: rank of an anchor tensor that stacks experts along its first dimension. Each expert is a layer.
+        extras: endings of tensors that belong to a layer but are ignored, for example scales of activations.
+        marks: last name parts of tensors whose only purpose is to mark a file of this format.
+        listed: returns the layers' names, for a format whose settings list them. All other names are not layers, even
+            if a tensor is named like a part of a layer.
+        scaled: ending -> role, for scales next to a `weight`. A `weight` with such scales is a packed layer unless it
+            is floating point or has an anchor.
+        unscaled: dtypes of a `weight` that is a layer even without scales, because its elements are the values.
+        axes: role -> the unit of each dimension of the tensor, used to read a part of a layer. Units are "N", "K",
+            "N/8" and "K/8" (words of 8 codes, or of 4 codes of 8 bits), "G" (groups), "S" (blocks of scales with two
+            levels), "H" (words of `b_high`), and "order" (one position or group per row of K). Empty if a layer can
+            only be read in full.
+        hf_name: maps a name in the checkpoint to transformers' name, for a format whose producer renames tensors. The
+            name may be that of a tensor, of a layer, or of a layer of a stack with its index.
+        hf_values: maps the values of a tensor outside the layers to transformers' values.
+        joins: for the first of two stacks of a layer, returns the layer's name and the name of the second stack. For
+            the second stack, returns empty names. Roles of the second stack's tensors start with "second ".
     """
 
     containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")
@@ -95,7 +94,7 @@ class DirectoryFormat(Format):
     joins: Callable[[Checkpoint, str], tuple[str, str] | None] = lambda checkpoint, base: None
 
     def resolve(self, settings: Settings) -> "DirectoryFormat":
-        """Returns the format of the layers: this one, or the one that it wraps."""
+        """Returns the format of the layers: the wrapped format if there is one, else this format."""
         return self if self.delegate is None else self.delegate(settings)
 
     def layers(self, checkpoint: Checkpoint) -> Iterator[Layer]:
@@ -121,7 +120,7 @@ class DirectoryFormat(Format):
                     yield from self._layers_at(checkpoint, base, "weight", info)
 
     def _refuse_other_scales(self, checkpoint: Checkpoint, base: str, scales: Iterable[str]) -> None:
-        """Refuses scales of an unknown name beside codes that would otherwise count as values."""
+        """Raises an error for a scale with an unknown name, because its layer's codes would pass for values."""
         for name in scales:
             rest = name.removeprefix(base)
             if name != rest and rest.startswith((".", "_")) and "scale" in rest and rest not in self.extras:
@@ -129,13 +128,13 @@ class DirectoryFormat(Format):
                 raise checkpoint.error(name, f"the scales of {base}.weight are read under names that end in {known}")
 
     def is_float(self, checkpoint: Checkpoint, base: str) -> bool:
-        """Returns whether a layer has quantization parameters, but a weight of floats: the producer did not pack it."""
+        """Returns True if the producer left a layer in floats although it has quantization parameters."""
         weight = checkpoint.tensors.get(f"{base}.weight")
         packed = any(base + anchor in checkpoint.tensors for anchor in self.anchors)
         return bool(self.scaled) and not packed and weight is not None and weight.dtype in FLOATS
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
-        """Returns the tensors to ignore: marks, and quantization parameters of layers whose weights are floats."""
+        """Returns tensors to ignore: marks, and the quantization parameters of layers in floats."""
         parts = {ending for role, endings in self.roles.items() if role not in ("weight", "bias") for ending in endings}
         found = {
             info.name
@@ -160,7 +159,7 @@ class DirectoryFormat(Format):
             yield Layer(checkpoint, self.hf_name(checkpoint, base, None), roles)
             return
         experts = info.shape[0]
-        if not 0 < experts <= info.nbytes:  # a tiny file could claim so many experts that their layers fill the memory
+        if not 0 < experts <= info.nbytes:  # a tiny file could claim so many experts that their entries fill the memory
             raise checkpoint.error(
                 info.name, f"expected experts of at least one byte, got {list(info.shape)} in {info.nbytes} bytes"
             )

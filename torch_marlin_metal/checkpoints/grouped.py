@@ -1,6 +1,6 @@
-"""Makes a `PackedWeight` from codes, scales and zero points; refuses values that no format has.
+"""Makes a `PackedWeight` from codes, scales and zero points, and refuses values that no weight format represents.
 
-Codes of 1 to 3 bits become codes of 4 bits, and those of 7 bits become codes of 8 bits.
+Codes of 1 to 3 bits are widened to 4 bits, and codes of 7 bits to 8 bits.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import high_bit_places
 from torch_marlin_metal.repack import unpack_planes as unpack_both
 
-# Bits of the operators' codes -> the format of integers with zero points, without them, and with biases.
+# The integer formats. Below: code bits -> format with zero points, without zero points, with biases.
 INTEGERS = [fmt for fmt in WEIGHT_FORMATS.values() if fmt.code_kind == "integer"]
 ZERO_POINT, SYMMETRIC, BIAS = (
     {fmt.code_bits: fmt.name for fmt in INTEGERS if fmt.zeros_role == role} for role in ("zero_point", "none", "bias")
 )
-SIGN = {bits: 1 << bits - 1 for bits in SYMMETRIC}  # the zero point of signed codes
-# Bits of a code -> bits of its planes, the low ones first, in GPTQModel's format "gptq_p".
+SIGN = {bits: 1 << bits - 1 for bits in SYMMETRIC}  # code bits -> the zero point of signed codes
+# Code bits -> widths of the planes in GPTQModel's format "gptq_p", lowest bits first.
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
-PIECE = 1 << 20  # codes that are unpacked at a time
+PIECE = 1 << 20  # number of codes unpacked at a time
 Planes = tuple[Tensor, Tensor | None]  # `b_packed` and `b_high` of a weight
 
 
@@ -44,23 +44,23 @@ def packed(
     perm: Tensor | None = None,
     lut: Tensor | None = None,
 ) -> PackedWeight:
-    """Makes the weight of a layer, with groups that the operators support.
+    """Makes a layer's weight. Splits groups so that the operators support their size.
 
     Args:
-        layer: the layer, for its bias and for errors.
+        layer: the layer, used for its bias and in error messages.
         words: int32 `[words, N]`, codes of the format along K, the lowest k in the lowest bits.
-        weight_format: a format with floating scales.
+        weight_format: a format with floating-point scales.
         group_size: the producer's group size; K or more means one group.
         scales: `[G, N]`.
-        zeros: `[G, N]`, if the format has zero points or biases.
+        zeros: zero points or biases `[G, N]`, if the format has them.
         source: see `PackedWeight.source`.
-        K: the rows of the weight, if the words are padded beyond them.
+        K: the rows of the weight, needed if the words contain padding.
         high: see `PackedWeight.b_high`.
-        perm: see `PackedWeight.perm`; the words are sorted by it.
+        perm: see `PackedWeight.perm`. The words are in the permuted order.
         lut: see `PackedWeight.lut`.
 
     Raises:
-        UnsupportedFormat: K is not a multiple of 8, or no group size of the operators divides the producer's.
+        UnsupportedFormat: K is not a multiple of 8, or no supported group size divides the producer's group size.
     """
     fmt = find_format(weight_format)
     K = K or len(words) * fmt.codes_per_word
@@ -102,7 +102,7 @@ def decoded(
     lut: Tensor | None = None,
     high: Tensor | None = None,
 ) -> Tensor:
-    """Returns a weight in fp32 `[N, K]`. Takes any K and any groups; for the arguments see `packed`."""
+    """Decodes a weight to fp32 `[N, K]`, for any K and group size. The arguments are those of `packed`."""
     fmt = find_format(weight_format)
     codes = codes_of_words(words, fmt.code_bits, high)[:, :K]
     if fmt.code_kind == "integer":
@@ -118,17 +118,17 @@ def decoded(
 
 
 def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Tensor]] | None:
-    """Converts tensors with one row per group to a group size that the operators support, without loss.
+    """Splits groups without loss until the operators support the group size.
 
-    If the producer's group size is not supported, each group is split into equal parts that repeat its values.
+    Each unsupported group becomes equal parts that repeat the group's values.
 
     Args:
         K: rows of the weight.
         group_size: the producer's group size; K or more means one group.
-        grouped: the tensors to convert, each `[ceil(K / group_size), N]`.
+        grouped: the tensors to convert, each with one row per group, `[ceil(K / group_size), N]`.
 
     Returns:
-        The new group size and the tensors with one row per new group; None if no supported size divides the producer's.
+        The new group size and the tensors with one row per new group, or None if no supported size divides the old one.
     """
     if group_size >= K:
         return K, list(grouped)
@@ -142,22 +142,22 @@ def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Ten
 
 
 def spread(grouped: Tensor, K: int, group_size: int) -> Tensor:
-    """Expands values per group `[G, N]` to `[K, N]`: repeats each row `group_size` times and cuts off after K rows."""
+    """Expands values `[G, N]` per group to `[K, N]`: repeats each row `group_size` times and truncates to K rows."""
     return grouped.repeat_interleave(group_size, 0)[:K]
 
 
 def width_of(bits: int) -> int:
-    """Returns the operators' narrowest code width that holds codes of 1 to 8 bits."""
+    """Returns the narrowest code width of the operators for codes of 1 to 8 bits."""
     return min(width for width in SIGN if width >= bits)
 
 
 def centre(bits: int) -> int:
-    """Returns the number that moves the middle of the codes to the middle of the operators' wider codes."""
+    """Returns the offset from the middle of the codes to the middle of the operators' wider codes."""
     return SIGN[width_of(bits)] - (1 << bits - 1)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks `count` codes of any width along the first dimension of int32 words; a code may straddle two words."""
+    """Unpacks `count` codes of any width along the first dimension of int32 words. A code may straddle two words."""
     first = torch.arange(count, device="cpu") * bits
     low, shift = first // 32, (first % 32).unsqueeze(1)
     wide = words.long() & 0xFFFFFFFF
@@ -166,7 +166,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def unpack_planes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks codes that lie in planes: of 32 codes, words with their low bits come first, then words with the next.
+    """Unpacks codes in planes. For each 32 codes, the words of the lowest bits come first, then those of the next bits.
 
     Args:
         words: int32 `[count * bits / 32, N]`.
@@ -191,17 +191,17 @@ def repacked(
     codes_of: Callable[[Tensor, int, int], Tensor] = unpack,
     perm: Tensor | None = None,
 ) -> Planes:
-    """Repacks codes of any width into the operators' words and, for 5 and 6 bits, the second plane.
+    """Repacks codes of any width into `b_packed` and, for 5 and 6 bits, `b_high`.
 
-    Works on some columns at a time, since codes need more memory than words.
+    Processes a few columns at a time, because codes take more memory than words.
 
     Args:
-        words: `[W, N]`.
+        words: packed codes, int32 `[W, N]`.
         bits: 1 to 8, the bits of a code.
-        K: the codes of a column.
-        offset: is added to each code.
-        codes_of: unpacks the codes of some columns: `unpack` or `unpack_planes`.
-        perm: sorts the rows; see `PackedWeight.perm`.
+        K: number of codes in a column.
+        offset: a number that is added to each code.
+        codes_of: the function that unpacks codes, `unpack` or `unpack_planes`.
+        perm: the order of the rows in the result; see `PackedWeight.perm`.
     """
     rows = slice(None) if perm is None else perm.long()
     N, step = words.shape[1], max(1, PIECE // K)
@@ -216,14 +216,14 @@ def repacked(
 
 
 def as_words(stored: Tensor) -> Tensor:
-    """Converts rows of bytes or words `[N, ...]`, lowest k in the lowest bits, to int32 `[words, N]`."""
+    """Converts rows of bytes or words `[N, ...]`, lowest k in the lowest bits, to int32 words `[words, N]`."""
     return transposed(stored.contiguous().view(torch.int32))
 
 
 def planes_of_codes(codes: Tensor, width: int) -> Planes:
-    """Packs uint8 codes `[N, K]` of 4, 5, 6 or 8 bits into `b_packed` and, of 5 and 6 bits, `b_high`.
+    """Packs uint8 codes `[N, K]` of 4, 5, 6 or 8 bits into `b_packed` and, for 5 and 6 bits, `b_high`.
 
-    Gives what `repack.pack_planes` gives, faster: it moves the upper bits of four codes at a time.
+    Returns the same planes as `repack.pack_planes`, but is faster: it moves the upper bits of four codes at a time.
     """
     if width in (4, 8):
         return words_of_codes(codes, width), None
@@ -247,7 +247,7 @@ def words_of_codes(codes: Tensor, width: int = 4) -> Tensor:
 
 
 def codes_of_words(words: Tensor, width: int, high: Tensor | None = None) -> Tensor:
-    """Returns the uint8 codes `[N, K]` of int32 `[words, N]`, and of `b_high` if codes have 5 or 6 bits."""
+    """Unpacks uint8 codes `[N, K]` from int32 words `[words, N]` and, for codes of 5 or 6 bits, from `high`."""
     if high is not None:
         return unpack_both(words, high, width).t()
     rows = words.t() if words.t().is_contiguous() else transposed(words.contiguous())
@@ -256,17 +256,17 @@ def codes_of_words(words: Tensor, width: int, high: Tensor | None = None) -> Ten
 
 
 def unsigned(points: Tensor, width: int) -> Tensor:
-    """Shifts zero points of signed codes to unsigned codes: uint8 if all are whole and in range, else fp32."""
+    """Converts zero points of signed codes to those of unsigned codes: uint8 if all are valid codes, else fp32."""
     shifted = points.float() + SIGN[width]
     are_codes = bool(((shifted == shifted.round()) & (shifted >= 0) & (shifted < 1 << width)).all())
     return shifted.to(torch.uint8) if are_codes else shifted
 
 
 def swap_nibbles(stored: Tensor) -> Tensor:
-    """Swaps the two codes of every byte, for producers that store the even k in the high nibble."""
+    """Swaps the two codes of each byte, for producers that store the even k in the high nibble."""
     return (stored << 4) | (stored >> 4)
 
 
 def constant(tensor: Tensor, value: int) -> bool:
-    """Returns whether every element is `value`."""
+    """Returns True if every element equals `value`."""
     return bool((tensor == value).all())

@@ -1,8 +1,8 @@
-"""The journal of a conversion. It lists the files of the directory that are complete, and it locks the directory.
+"""The journal of a conversion: lists the complete files of the output directory and locks the directory.
 
-The first line holds the source and the options. Each finished shard appends one line, and no line is written twice, so
-the time to write the journal is linear in the number of tensors. The lock is on the journal file, so it ends with the
-process.
+The first line contains the source and the options. Each finished shard appends one line, and no line is rewritten, so
+the time to write the journal is linear in the number of tensors. The lock is a lock on the journal's file, so the
+system releases it when the process ends.
 """
 
 import fcntl
@@ -29,11 +29,11 @@ class Journal:
 
     Attributes:
         work: the directory under construction.
-        stream: the journal's file, which holds the lock.
-        items: number of layers and other tensors in finished shards.
+        stream: the open file of the journal, which carries the lock.
+        items: the number of layers and other tensors in the finished shards.
         shards: names of the finished shards.
-        places: name of a tensor -> its finished shard.
-        exporter: the exporter's fields after the last finished shard.
+        places: name of a tensor -> the finished shard that contains it.
+        exporter: the exporter's fields, as they were after the last finished shard.
     """
 
     work: Path
@@ -44,12 +44,12 @@ class Journal:
     exporter: dict[str, Any] = field(default_factory=dict)
 
     def add(self, shard: str, tensors: list[str], items: int, exporter: Any, sync: bool) -> None:
-        """Adds a finished shard and the new part of the exporter's state. `sync` waits until the line is on the disk.
+        """Adds a finished shard and what the exporter's state gained. `sync` waits until the line is on the disk.
 
         Raises:
             CheckpointError: the journal cannot be written.
         """
-        # The exporter may already have seen a layer that is in no shard yet. A resumed run gives it this layer again.
+        # The exporter may have converted a layer that is in no finished shard. A resumed run converts this layer again.
         line = {"file": shard, "tensors": tensors, "items": items, "exporter": self._growth(exporter)}
         try:
             _append(self.stream, line)
@@ -70,7 +70,7 @@ class Journal:
                 self.exporter[name] = _tuples(value)
 
     def _growth(self, exporter: Any) -> dict[str, Any]:
-        """Returns the exporter's fields. Dictionaries only grow, so for them it returns only the new entries."""
+        """Returns the exporter's fields. A dict only gains entries, so only its new entries are returned."""
         found: dict[str, Any] = {}
         for name in (each.name for each in fields(exporter)):
             value = getattr(exporter, name)
@@ -83,10 +83,13 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock. `sync` waits until this is on the disk."""
+        """Renames the directory to the destination and releases the lock.
+
+        `sync` waits until the rename is on the disk.
+        """
         try:
             self.work.rename(destination)
-            if sync:  # sync before the journal is removed: open_journal refuses a directory without a journal
+            if sync:  # before the journal is removed, because open_journal refuses a directory without a journal
                 sync_files([destination.parent])
             (destination / JOURNAL).unlink(missing_ok=True)
         except OSError as error:
@@ -99,31 +102,31 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Releases the lock and keeps the directory."""
+        """Releases the lock but does not remove the directory."""
         self.stream.close()
 
 
 def _tuples(value: Any) -> Any:
-    """Returns a value with tuples in the place of lists: JSON has only lists, and exporters have only tuples."""
+    """Converts lists to tuples. JSON turned the exporters' tuples into lists, and exporters have no lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool) -> Journal:
-    """Makes the directory `<destination>.partial`, or resumes it after an earlier run with the same identity.
+    """Makes the directory `<destination>.partial`, or resumes an earlier run with the same identity.
 
     Args:
-        destination: the directory to make.
-        identity: the source and the options, in JSON types. With None, an earlier run is never resumed.
-        sync: wait until a new directory is on the disk.
+        destination: the directory that the conversion produces.
+        identity: the source and the options as JSON types. None means that no earlier run is resumed.
+        sync: True to wait until a new directory is on the disk.
 
     Raises:
-        FileExistsError: the destination exists, another process converts into it, or `<destination>.partial` is not
-            an unfinished conversion.
-        CheckpointError: the directory cannot be made.
+        FileExistsError: the destination exists, another process converts into it, or `<destination>.partial` is not an
+            unfinished conversion.
+        CheckpointError: the directory cannot be created.
     """
     work = destination.with_name(destination.name + ".partial")
     identity = json.loads(json.dumps(identity))
-    while True:  # retries, because another process may create, finish or remove the directory between two steps
+    while True:  # another process may create, finish or remove the directory between two steps: then retry
         if os.path.lexists(destination):
             raise FileExistsError(f"{destination}: exists already")
         try:
@@ -137,7 +140,7 @@ def open_journal(destination: Path, identity: dict[str, Any] | None, sync: bool)
 
 
 def _create(work: Path, identity: Any, sync: bool) -> Journal | None:
-    staging = _other_name(work)  # the directory gets its name `work` only when it has a locked journal
+    staging = _other_name(work)  # renamed to `work` only after it contains a locked journal
     staging.mkdir(parents=True)
     stream = (staging / JOURNAL).open("xb", buffering=0)
     try:
@@ -173,7 +176,7 @@ def _take_over(work: Path, identity: Any) -> Journal | None:
     except BlockingIOError as error:
         stream.close()
         raise FileExistsError(f"{work}: another conversion is writing it") from error
-    except FileNotFoundError:  # another conversion has just finished and removed its journal
+    except FileNotFoundError:  # another conversion has finished and removed its journal
         stream.close()
         return None
     found = Journal(work, stream)
@@ -184,16 +187,16 @@ def _take_over(work: Path, identity: Any) -> Journal | None:
 
 
 def _read(journal: Journal, identity: Any) -> bool:
-    """Reads the journal. Returns whether it belongs to the same conversion and all its shards are complete."""
+    """Reads the journal. Returns True if it belongs to the same conversion and all its shards are complete."""
     content = journal.stream.read()
-    *lines, torn = content.split(b"\n")  # a kill or a full disk can cut the last line short
+    *lines, torn = content.split(b"\n")  # a killed process or a full disk can truncate the last line
     try:
         if json.loads(lines[0]) != {"identity": identity}:
             return False
         for line in map(json.loads, lines[1:]):
             if not SHARD.fullmatch(line["file"]) or type(line["items"]) is not int:
                 return False
-            # After a power failure a file of full length may have lost its header, which is written last.
+            # The header is written last. After a power failure, a file of full length may lack its header.
             if list(read_header(journal.work / line["file"])[0]) != line["tensors"]:
                 return False
             journal._take(line)
@@ -211,7 +214,7 @@ def _append(stream: BinaryIO, value: Any) -> None:
 
 
 def _remove(work: Path) -> None:
-    """Renames a directory before removing it, so that no other process sees a half-removed directory under its name."""
+    """Renames a directory before its removal, so that no other process sees a partly removed directory."""
     trash = _other_name(work)
     try:
         work.rename(trash)
@@ -232,7 +235,7 @@ def sync_files(paths: Iterable[Path]) -> None:
     """Waits until files and directories are on the disk.
 
     Raises:
-        CheckpointError: the disk has failed.
+        CheckpointError: the disk reported an error.
     """
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)

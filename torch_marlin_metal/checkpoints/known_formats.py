@@ -1,4 +1,4 @@
-"""The list of checkpoint formats, and the choice of a format by a checkpoint's settings."""
+"""The list of checkpoint formats, and the function that selects a format for a checkpoint's settings."""
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
@@ -41,10 +41,11 @@ FORMATS: tuple[Format, ...] = (*DIRECTORY_FORMATS, gguf.FORMAT)
 
 
 def find_format(checkpoint: Checkpoint) -> DirectoryFormat:
-    """Returns the format that a checkpoint's quantization settings name, and checks the settings.
+    """Returns the format of a checkpoint's quantization settings. Checks the settings first.
 
     Raises:
-        UnsupportedFormat: the method, or its variant, is not supported, or the settings name none and match no format.
+        UnsupportedFormat: the method or its variant is not supported, or the settings name no method and match no
+            format.
     """
     settings = checkpoint.settings
     method = settings.text("quant_method", "method").lower()

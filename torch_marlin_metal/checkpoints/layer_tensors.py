@@ -20,11 +20,11 @@ class Layer:
     """The tensors of one layer.
 
     Attributes:
-        checkpoint: the checkpoint that holds them.
+        checkpoint: the checkpoint that contains the tensors.
         name: the module's name, without ".weight".
-        roles: role ("scales") -> name of the tensor in the checkpoint.
-        expert: for a stack of experts, this layer's index along the first dimension of every tensor.
-        parts: for one process's part of a layer, role -> the part of the tensor that it needs.
+        roles: role, for example "scales" -> name of the tensor in the checkpoint.
+        expert: the layer's index along the first dimension of each tensor, if the tensors are stacks of experts.
+        parts: role -> the slice of the tensor to read, if only one process's part of the layer is read.
     """
 
     checkpoint: Checkpoint
@@ -44,11 +44,11 @@ class Layer:
 
     @property
     def experts(self) -> int:
-        """Returns the number of layers that the tensors hold."""
+        """Returns the number of layers in the tensors."""
         return 1 if self.expert is None else self.checkpoint.tensors[next(iter(self.roles.values()))].shape[0]
 
     def nbytes(self, role: str) -> int:
-        """Returns the tensor's size in the file."""
+        """Returns the tensor's size in the file, in bytes."""
         return self._info(role).nbytes
 
     def shape(self, role: str) -> tuple[int, ...]:
@@ -60,13 +60,13 @@ class Layer:
         return (*shape[: part.axis], part.stop - part.start, *shape[part.axis + 1 :])
 
     def dtype(self, role: str) -> str:
-        """Returns the dtype's name in the file, a key of `DTYPES`."""
+        """Returns the name of the dtype in the file, a key of `DTYPES`."""
         return self._info(role).dtype
 
     def expect(self, role: str, dtypes: Sequence[str], *sizes: int | None) -> tuple[int, ...]:
         """Checks a tensor's dtype and shape in the header, before the tensor is read.
 
-        None as a size allows any positive size.
+        A size of None allows any positive size.
 
         Returns:
             The shape.
@@ -86,7 +86,7 @@ class Layer:
         return self.checkpoint.read(self._info(role).name, self.expert, self.parts.get(role))
 
     def bias(self, N: int | None = None) -> Tensor | None:
-        """Returns the linear layer's bias `[N]`, checked, or None. One of 8-bit floats becomes bf16."""
+        """Returns the layer's bias `[N]` after checks, or None. A bias of 8-bit floats is converted to bf16."""
         if "bias" not in self.roles:
             return None
         self.expect("bias", (*FLOATS, *FLOAT8), N)
@@ -94,7 +94,7 @@ class Layer:
         return self.read("bias") if kind is None else self.read("bias").view(kind).bfloat16()
 
     def scalar(self, role: str) -> float:
-        """Returns the value of a tensor of one element."""
+        """Returns the only element of a tensor."""
         if self.dtype(role) not in (*FLOATS, "U8", "I32", "I64", "BOOL") or self.read(role).numel() != 1:
             raise self.error(role, f"expected a single number, got {self.dtype(role)} {list(self.shape(role))}")
         value = float(self.read(role).reshape(()).item())
@@ -108,15 +108,15 @@ class Layer:
         return str(self.checkpoint.tensors[next(iter(self.roles.values()))].file)
 
     def headers(self) -> "Layer":
-        """Returns the layer without its data: `read` returns tensors on the meta device."""
+        """Returns a copy of the layer whose `read` returns tensors on the meta device, without data."""
         return _Headers(self.checkpoint, self.name, self.roles, self.expert, self.parts)
 
     def error(self, role: str, message: str) -> CheckpointError:
-        """Makes the error that names the role's tensor and its file."""
+        """Makes an error whose message names the role's tensor and its file."""
         return self.checkpoint.error(self.roles[role], message)
 
     def unsupported(self, reason: str, dequantize: Callable[[], FloatRows] | None = None) -> UnsupportedFormat:
-        """Makes the error that refuses this layer; `dequantize` decodes the layer for callers who want floats."""
+        """Makes an error that refuses the layer. `dequantize` decodes the layer for callers that accept floats."""
         return UnsupportedFormat(f"{self.file}: layer {self.name!r}: {reason}", dequantize, reason)
 
 

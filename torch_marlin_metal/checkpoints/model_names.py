@@ -1,4 +1,4 @@
-"""The names that the layers and tensors of a checkpoint have in a model of transformers."""
+"""Maps the names of a checkpoint's layers and tensors to the names in a transformers model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,12 @@ from torch_marlin_metal.layers.float_experts import ExpertFinder, is_experts
 
 
 class ModelNames:
-    """Translates checkpoint names to the model's names, as transformers renames them while it loads a model.
+    """Maps checkpoint names to a model's names with the same rules as transformers' loader.
 
     Args:
-        model: a model of transformers into which nothing has been loaded yet. Names are looked up in the modules that
-            the model has now.
-        conversions: transformers' rules for renaming; None means the rules of the model's class.
-        fits: tells which modules are experts modules.
+        model: a transformers model before loading. Names are looked up among its current modules.
+        conversions: transformers' rules for renaming. None means the rules of the model's class.
+        fits: returns True for an experts module.
 
     Attributes:
         experts: finds the experts modules of the model.
@@ -38,14 +37,14 @@ class ModelNames:
         self._converters = [entry for entry in found if isinstance(entry, WeightConverter)]
 
     def tensor(self, name: str) -> str:
-        """Returns the name in the model of a tensor that transformers does not merge or split."""
+        """Returns the model's name for a tensor that transformers neither merges nor splits."""
         from transformers.core_model_loading import rename_source_key
 
         renamed, _ = rename_source_key(name, self._renamings, [], self._model.base_model_prefix, self._state)
         return name if renamed not in self._state and name in self._state else str(renamed)
 
     def layer(self, name: str) -> str:
-        """Returns the name in the model of a layer, or the changed name if the model has no such layer."""
+        """Returns the model's name for a layer. If the model lacks the layer, returns the renamed checkpoint name."""
         prefix = f"{self._model.base_model_prefix}."
         key = self.tensor(f"{name}.weight").removesuffix(".weight")
         for candidate in (key, key.removeprefix(prefix), prefix + key, name):
@@ -54,7 +53,7 @@ class ModelNames:
         return key
 
     def find(self, name: str) -> str:
-        """Returns the name in the model of a tensor or of a layer, also if the model has neither."""
+        """Returns the model's name for a layer or a tensor, even if the model has no such layer or tensor."""
         layer = self.layer(name)
         if self._has(layer):
             return layer
@@ -68,7 +67,7 @@ class ModelNames:
         return name in self._modules
 
     def is_converted(self, name: str) -> bool:
-        """Returns whether transformers changes the values of a tensor or merges it with others while loading."""
+        """Returns True if transformers changes the tensor's values or merges the tensor with others while loading."""
         from transformers.core_model_loading import apply_converters, apply_renamings
 
         return apply_converters(apply_renamings(name, self._renamings), self._converters)[1] is not None

@@ -1,4 +1,4 @@
-"""`ReadOptions`: the caller's choices for reading a checkpoint, which every reader takes."""
+"""`ReadOptions`: the options for reading a checkpoint, common to all readers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,19 +17,19 @@ class ReadOptions:
     """How `read_layers`, `open_reader` and `load_quantized` read a checkpoint.
 
     Attributes:
-        on_unsupported: what happens if the operators cannot represent a layer without loss. "error" raises an error,
-            "dequantize" decodes the layer to floats, and "skip" leaves it out. None means "dequantize" if the
-            checkpoint is loaded into a model, and otherwise "error".
-        allow_pickle: whether to read PyTorch pickles too, by `torch.load(weights_only=True)`.
-        gptq_zeros_rule: how zero points of GPTQ's version 1 are read if a stored nibble is 15: "word", "masked" or
+        on_unsupported: the action for a layer that the operators cannot represent without loss. "error" raises an
+            error, "dequantize" decodes the layer to floats, and "skip" omits the layer. None means "dequantize" if the
+            checkpoint is loaded into a model, else "error".
+        allow_pickle: True to read PyTorch pickles too, with `torch.load(weights_only=True)`.
+        gptq_zeros_rule: the rule for zero points in GPTQ version 1 if a stored nibble is 15: "word", "masked" or
             "unmasked", see `gptq_unpack_zeros`.
-        gptq_version: the version of a GPTQ checkpoint, 1 or 2. None uses the version in its settings, which can be
+        gptq_version: the version of a GPTQ checkpoint, 1 or 2. None takes the version from the settings, which can be
             wrong.
-        gguf_names: "gguf" for the tensor names of a GGUF file, "hf" for transformers' names. "hf" also restores
-            transformers' order of rows in the q and k projections of the architecture "llama".
+        gguf_names: "gguf" for the tensor names in a GGUF file, "hf" for transformers' names. "hf" also restores
+            transformers' row order in the q and k projections of the architecture "llama".
 
     Raises:
-        ValueError: a value is unknown; the message names the field.
+        ValueError: a field has an unknown value. The message names the field.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -53,7 +53,7 @@ class ReadOptions:
 
     @classmethod
     def of(cls, options: "ReadOptions | None", changes: Mapping[str, Any]) -> "ReadOptions":
-        """Returns `options` (None means the defaults) with some fields changed.
+        """Returns a copy of `options` with some fields changed. None means the defaults.
 
         Raises:
             TypeError: `options` is not a `ReadOptions`, or a field is unknown.
@@ -69,16 +69,16 @@ class ReadOptions:
 
 
 def typed(option: str, value: object = None) -> str:
-    """Spells an option for a message as the user types it: as an argument of Python, unless `spelled` says more."""
+    """Formats an option for a message: as a Python argument, unless `spelled` has set another form."""
     return _spelling.get()(option, value)
 
 
 @contextmanager
 def spelled(spelling: "Spelling") -> Iterator[None]:
-    """Within the block, messages spell options as the caller's users type them.
+    """Inside the block, messages show options in the form that the program's users type.
 
     Args:
-        spelling: a function of the option's name and its value; None stands for a value that the user chooses.
+        spelling: formats an option's name and value. A value of None means that the user chooses the value.
     """
     token = _spelling.set(spelling)
     try:
@@ -96,7 +96,7 @@ _spelling: ContextVar[Spelling] = ContextVar("spelling", default=_argument)
 
 
 def check_choice(argument: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Checks that a value is one of the allowed ones.
+    """Checks that a value is among the allowed values.
 
     Raises:
         ValueError: the value is not allowed. The message names the argument, the allowed values and the value.

@@ -1,4 +1,4 @@
-"""Finds the bytes of a checkpoint that hold one process's part of a layer."""
+"""Finds the bytes of one process's part of a layer in a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Part:
-    """One of `count` equal parts of a layer `[K, N]`: number `rank` of its columns (N) or of its rows (K)."""
+    """One of `count` equal parts of a layer `[K, N]`: part number `rank` along the columns (N) or the rows (K)."""
 
     by: Literal["columns", "rows"]
     count: int
@@ -21,16 +21,17 @@ class Part:
 
 
 def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> Layer | None:
-    """Returns a layer that reads only a part of the given one.
+    """Returns a layer that reads only one part of the given layer.
 
     Args:
-        layer: the whole layer.
+        layer: the complete layer.
         axes: see `DirectoryFormat.axes`.
-        part: which part.
+        part: the part to read.
 
     Returns:
-        The layer's part. None if the part is not a rectangle in every tensor. Such a part has a border inside a word, a
-        group or a block of scales, or only some rows of a weight with act-order or a single group.
+        The part as a layer, or None if the part is not a rectangle in every tensor. Then a border of the part is inside
+        a word, a group or a block of scales, or the part has only some rows of a weight with act-order or a single
+        group.
     """
     roles = [role for role in layer.roles if role in axes]
     if any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -62,15 +63,15 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
                 return None
             dropped.add(role)
     if part.rank > 0:
-        dropped.add("bias")  # the bias is then added only once when the parts are summed
+        dropped.add("bias")  # only the first part has the bias, because the parts are summed
     kept = {role: name for role, name in layer.roles.items() if role not in dropped}
     labels = {"K": 1, "K/8": per_word, "G": group_size, "S": SUPER_BLOCK, "H": per_high_word}
     return replace(layer, roles=kept, parts=_slices(layer, axes, list(kept), labels, border * part.rank, border))
 
 
 def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) -> tuple[int, int, int, int] | None:
-    """Returns K, N, G and the codes of a word, or None if the tensors' shapes do not agree or do not say them."""
-    for per_word in (8, 4):  # codes of 4 bits, or of 8
+    """Returns K, N, G and the codes per word, or None if the shapes contradict each other or do not determine them."""
+    for per_word in (8, 4):  # codes per word for 4 and 8 bits
         found: dict[str, set[int]] = {"K": set(), "N": set(), "G": set()}
         for role in roles:
             for axis, size in zip(axes[role], layer.shape(role), strict=True):
@@ -84,7 +85,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
                 for axis, size in zip(axes[role], layer.shape(role), strict=True)
                 if axis == "S"
             ):
-                continue  # nothing but the blocks says how many codes a word has
+                continue  # only the blocks tell the number of codes in a word
             return (K, N, G, per_word) if min(K, N, G) > 0 else None
     return None
 
@@ -97,9 +98,9 @@ def _slices(
     first: int,
     count: int,
 ) -> dict[str, Slice]:
-    """Returns for each tensor the slice with `count` columns or rows, starting at `first`.
+    """Returns the slice of each tensor that contains `count` columns or rows from `first` on.
 
-    `labels` names the axes that are cut. Its values say how many columns or rows one entry along the axis stands for.
+    `labels` maps each axis to cut to the number of columns or rows that one entry along the axis represents.
     """
     slices = {}
     for role in roles:

@@ -1,4 +1,4 @@
-"""What readers of all formats have in common: they read the layers of a checkpoint, one at a time."""
+"""The base class of all checkpoint readers. A reader returns the layers of a checkpoint one at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -17,19 +17,19 @@ from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.part import Part
 from torch_marlin_metal.packed_weight import PackedWeight
 
-SAMPLE = 1 << 20  # bytes at the start of a file that tell it from other files
+SAMPLE = 1 << 20  # `fingerprint` includes this many bytes from the start of a file
 
 
 @dataclass
 class DenseWeight:
-    """A layer that the operators cannot represent, decoded to floats at the caller's request.
+    """A layer that the operators cannot represent. It is decoded to floats on the caller's request.
 
     Attributes:
         name: the layer's name in the model, without ".weight".
-        values: the weight, which is decoded when it is needed.
-        bias: `[N]` or None.
-        reason: why the layer is not a `PackedWeight`.
-        kind: what layers with the same reason have in common, such as "Q6_K".
+        values: the weight, decoded only when a method asks for its values.
+        bias: the bias `[N]`, or None.
+        reason: the reason why the layer is not a `PackedWeight`.
+        kind: a property shared by the layers with the same reason, for example "Q6_K".
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -46,34 +46,34 @@ class DenseWeight:
 
     @property
     def weight(self) -> Tensor:
-        """Returns the weight in fp32 `[N, K]`, as `torch.nn.Linear` holds it."""
+        """Returns the weight in fp32 `[N, K]`, the orientation of `torch.nn.Linear`."""
         return self.values.values()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight as `[K, N]`, like `PackedWeight.dequantize`."""
+        """Returns the weight as `[K, N]`, the orientation of `PackedWeight.dequantize`."""
         return self.values.values(dtype).t()
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a layer cannot be packed: the sentence, and `DenseWeight.kind`."""
+    """The reason why a layer cannot be packed, and its `DenseWeight.kind`."""
 
     reason: str
     kind: str
 
 
 class CheckpointReader(ABC):
-    """An opened checkpoint: iterate over its layers, then over its other tensors.
+    """An opened checkpoint. Iterating over the reader yields the layers; `other_tensors` yields the rest.
 
-    It reads tensor data only when a layer is requested, by its index.
+    Tensor data is read only when a layer is requested by its index.
 
     Attributes:
         path: the directory or file.
-        options: how the checkpoint is read.
-        format: the description of the format that was found.
-        metadata: the metadata of a single file, or empty.
-        tensors: the tensors of a single file by name, or nothing.
-        calculates: whether reading does arithmetic, so that more threads make it faster, and does not only move words.
+        options: the options for reading the checkpoint.
+        format: the description of the checkpoint's format.
+        metadata: the metadata of a single file, else empty.
+        tensors: the tensors of a single file by name, else empty.
+        calculates: True if reading does arithmetic, which more threads speed up, and not only moves words.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -102,8 +102,8 @@ class CheckpointReader(ABC):
     def convert(self, index: int) -> PackedWeight:
         """Reads one layer and validates it."""
 
-    def check_headers(self, index: int) -> None:  # noqa: B027  a format that is never read in parts does nothing
-        """Raises UnsupportedFormat if the headers say that a layer cannot be packed."""
+    def check_headers(self, index: int) -> None:  # noqa: B027 does nothing for formats that are never read in parts
+        """Raises UnsupportedFormat if the headers show that the layer cannot be packed."""
 
     @abstractmethod
     def bias(self, index: int) -> Tensor | None:
@@ -111,7 +111,7 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype's name in the file) for each tensor outside the layers."""
+        """Yields (name, function that reads the tensor, dtype's name in the file) for tensors outside the layers."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -119,47 +119,50 @@ class CheckpointReader(ABC):
         return {}
 
     def tensor_files(self) -> dict[str, Path]:
-        """Returns the file of every tensor of a directory, or {} for a single file."""
+        """Returns the file of each tensor in a directory, or {} for a single file."""
         return {}
 
     def stored_bytes(self, index: int) -> int:
-        """Returns the size of a layer in the files."""
+        """Returns the bytes of a layer in the files."""
         return 0
 
     def sizes(self, index: int) -> tuple[int, int]:
-        """Returns N and K of a layer, from the headers if the format allows it."""
+        """Returns N and K of a layer, without reading data if the headers suffice."""
         weight = self.convert(index)
         return weight.N, weight.K
 
     def weight_name(self, index: int) -> str:
-        """Returns the name of the weight of a layer that is one matrix of the file."""
+        """Returns the name of a layer's weight, for a layer that is one matrix of the file."""
         return f"{self.layer_names[index]}.weight"
 
     def kind(self, index: int) -> Hashable:
-        """Returns a key from the headers; layers with equal keys become tensors of equal shapes and dtypes."""
+        """Returns a key computed from the headers. Layers with equal keys become tensors of equal shapes and dtypes."""
         return index
 
     def fingerprint(self) -> bytes:
-        """Returns bytes that differ for most other checkpoints. Reads little of the files."""
+        """Returns bytes that differ between most checkpoints. Reads only a small part of the files."""
         with self.path.open("rb") as stream:
             return stream.read(SAMPLE) + str(self.path.stat().st_size).encode()
 
-    def read_ahead(self, order: Iterable[int], limit: int) -> None:  # noqa: B027  a format that cannot does nothing
-        """Starts to read layers in threads, in the order in which they will be converted, if the format allows it.
+    def read_ahead(self, order: Iterable[int], limit: int) -> None:  # noqa: B027 optional for a format
+        """Starts threads that read layers in the order in which they will be converted, if the format supports this.
 
         Args:
             order: indexes of layers.
             limit: see `ReadAhead`.
         """
 
-    def leave_out(self, layers: Iterable[int]) -> None:  # noqa: B027  a format that cannot does nothing
-        """Frees layers that were read ahead and will not be converted, and reads no more of them."""
+    def leave_out(self, layers: Iterable[int]) -> None:  # noqa: B027 optional for a format
+        """Frees layers that were read ahead but will not be converted, and stops reading such layers."""
 
-    def stop_reading_ahead(self) -> None:  # noqa: B027  a format that cannot does nothing
-        """Frees tensors that were read and not converted. Without `read_ahead`, does nothing."""
+    def stop_reading_ahead(self) -> None:  # noqa: B027 optional for a format
+        """Frees tensors that were read ahead but not converted. Does nothing if `read_ahead` was not called."""
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that affect how layers are read, in JSON types; a resumed conversion compares them."""
+        """Returns the settings that affect reading, as JSON types.
+
+        A resumed conversion compares them with the first run's.
+        """
         return asdict(self.options)
 
     @cached_property
@@ -177,14 +180,14 @@ class CheckpointReader(ABC):
                 yield converted
 
     def refusals(self, indexes: Iterable[int], *, whole: bool = True) -> dict[int, Refusal]:
-        """Finds the layers that cannot be packed but decoded.
+        """Finds the layers that cannot be packed but can be decoded.
 
         Args:
-            indexes: the layers.
-            whole: read one layer of each kind, and keep it for `read`. With False, only headers are read.
+            indexes: the layers to check.
+            whole: True to read one layer of each kind and store it for `read`. False to read only headers.
 
         Raises:
-            UnsupportedFormat: a layer can neither be packed nor decoded.
+            UnsupportedFormat: a layer can be neither packed nor decoded.
         """
         kinds: dict[Hashable, Refusal | None] = {}
         found: dict[int, Refusal] = {}
@@ -209,7 +212,7 @@ class CheckpointReader(ABC):
         return None
 
     def read(self, index: int) -> PackedWeight | DenseWeight | None:
-        """Reads the layer at an index; returns None if it is left out (`on_unsupported="skip"`)."""
+        """Reads the layer at an index. Returns None if the layer is omitted (`on_unsupported="skip"`)."""
         if (tried := self._tried.pop(index, None)) is not None:
             return tried
         try:
@@ -225,10 +228,10 @@ class CheckpointReader(ABC):
             return DenseWeight(self.layer_names[index], error.dequantize(), self.bias(index), str(error), error.kind)
 
     def read_part(self, index: int, part: Part) -> PackedWeight | None:
-        """Reads one process's part of the layer at an index, or returns None if it can only be read whole."""
+        """Reads one process's part of the layer at an index. Returns None if the layer can only be read in full."""
         return None
 
     def other_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) for everything outside the packed layers: embeddings, norms, dense layers."""
+        """Yields (name, tensor) for each tensor outside the packed layers: embeddings, norms, dense layers."""
         for name, read, _ in self.others():
             yield name, read()

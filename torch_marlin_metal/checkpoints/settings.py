@@ -1,4 +1,4 @@
-"""The quantization settings of a checkpoint: `find_settings` looks for them where producers put them."""
+"""The quantization settings of a checkpoint. `find_settings` searches all places where producers store them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 MAX_CONFIG = 64 << 20
 CONFIG = "config.json"
 OWN_METHOD = "torch_marlin_metal"
-# The keys of config.json under which producers store the quantization settings, in the order of the look-up.
+# Keys of config.json under which producers store the quantization settings, in the order of the search.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 QUANTO_MAP = "quanto_qmap.json"
 CONFIG_FILES = (
@@ -21,7 +21,7 @@ CONFIG_FILES = (
     "hf_quant_config.json",
     QUANTO_MAP,
 )
-# What marks a file of ComfyUI, which has no settings: the metadata's key, and the ends of names of tensors.
+# Marks of a ComfyUI file, which has no settings: a key of the metadata, and endings of tensor names.
 COMFY_METHOD, COMFY_METADATA, COMFY_TENSOR, COMFY_MARK = (
     "comfyui",
     "_quantization_metadata",
@@ -31,7 +31,7 @@ COMFY_METHOD, COMFY_METADATA, COMFY_TENSOR, COMFY_MARK = (
 
 
 class Settings(Mapping[str, Any]):
-    """The quantization settings of a checkpoint, with typed look-up. `file` is the file that holds them."""
+    """The quantization settings of a checkpoint, with look-up by type. `file` is the file that stores them."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file = file
@@ -47,22 +47,22 @@ class Settings(Mapping[str, Any]):
         return len(self._values)
 
     def integer(self, *keys: str, default: int | None = None) -> int | None:
-        """Returns the first of `keys` that is present and not null."""
+        """Returns the first integer among `keys`, or the default if none of the keys is set."""
         value = self._first(keys, int, "an integer")
         return default if value is None else int(value)
 
     def text(self, *keys: str, default: str = "") -> str:
-        """Returns the first string among `keys`."""
+        """Returns the first string among `keys`, or the default if none of the keys is set."""
         value = self._first(keys, str, "a string")
         return default if value is None else str(value)
 
     def flag(self, *keys: str) -> bool | None:
-        """Returns the first true or false among `keys`, or None if there is none."""
+        """Returns the first boolean among `keys`, or None if none of the keys is set."""
         value = self._first(keys, bool, "true or false")
         return None if value is None else bool(value)
 
     def section(self, *keys: str) -> "Settings":
-        """Returns the first object among `keys`, or empty settings."""
+        """Returns the first object among `keys`, or empty settings if none of the keys is set."""
         value = self._first(keys, dict, "an object")
         return Settings(self.file, value or {})
 
@@ -80,12 +80,12 @@ class Settings(Mapping[str, Any]):
 def find_settings(path: Path, config: Mapping[str, Any] | None = None) -> Settings | None:
     """Finds the quantization settings of a checkpoint directory.
 
-    Producers store them in config.json, in the section of a sub-model of config.json (`text_config` and others), or in
-    a file beside it.
+    Producers store the settings in config.json, in the section of a sub-model in config.json (for example
+    `text_config`), or in a separate file in the directory.
 
     Args:
         path: the directory.
-        config: the contents of its config.json; None reads the file.
+        config: the contents of config.json. None means that the function reads the file.
 
     Returns:
         The settings, or None if the directory has none.
@@ -109,7 +109,7 @@ def find_settings(path: Path, config: Mapping[str, Any] | None = None) -> Settin
 
 
 def _in_config(file: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields a configuration's own settings or, if it has none, those of its sub-models."""
+    """Yields a configuration's own settings or, if there are none, the settings of its sub-models."""
     for key in CONFIG_KEYS:
         if config.get(key) is not None:
             if not isinstance(config[key], dict):
@@ -122,7 +122,7 @@ def _in_config(file: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, A
 
 
 def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the quantization settings that `find_settings` would find in it."""
+    """Returns a copy of a configuration without the quantization settings that `find_settings` finds."""
     return {
         key: without_settings(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in config.items()
@@ -131,7 +131,7 @@ def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_no_layer(values: Mapping[str, Any]) -> bool:
-    """Returns whether settings of this package's format list no packed layer, so that all weights are floats."""
+    """Returns True if settings of this package's format list no packed layer, so all weights are floats."""
     return values.get("quant_method") == OWN_METHOD and values.get("layers") == {}
 
 
@@ -139,7 +139,7 @@ def read_config(file: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        CheckpointError: the file cannot be read, is too large, or holds something else.
+        CheckpointError: the file cannot be read, is too large, or does not contain a JSON object.
     """
     regular_file(file)
     try:

@@ -1,8 +1,8 @@
-"""Converts the packed words of checkpoints to the layout that the operators take.
+"""Converts the packed words of checkpoints to the operators' layout.
 
-With the compiled extension, its operators rearrange the bits. Without it, PyTorch's own functions do the same more
-slowly, with equal results bit for bit, so that checkpoints can be inspected and converted everywhere. The readers check
-shapes and dtypes before they call these functions.
+The operators of the compiled extension rearrange the bits. Without the extension, PyTorch's functions do the same more
+slowly. Both results are equal bit for bit, so checkpoints can be inspected and converted on every machine. The readers
+check shapes and dtypes before they call these functions.
 """
 
 import torch
@@ -21,7 +21,7 @@ from torch_marlin_metal.repack import (
 
 
 def permuted(words: Tensor, perm: Tensor, code_bits: int = 4) -> Tensor:
-    """Sorts the rows of packed words as `gptq_repack` does: row j of the result is row `perm[j]`."""
+    """Permutes the rows of packed words like `gptq_repack`: row j of the result is row `perm[j]`."""
     if extension.refusal is not None:
         return pack_codes(unpack_codes(words, code_bits)[perm.long()], code_bits)
     result: Tensor = torch.ops.torch_marlin_metal.gptq_repack(words, perm=perm, code_bits=code_bits)
@@ -29,7 +29,7 @@ def permuted(words: Tensor, perm: Tensor, code_bits: int = 4) -> Tensor:
 
 
 def gptq_zeros(qzeros: Tensor, checkpoint_version: int, rule: ZerosRule = "word") -> Tensor:
-    """Unpacks int32 `[G, N/8]` to uint8 `[G, N]` as `gptq_unpack_zeros` does."""
+    """Unpacks int32 `[G, N/8]` to uint8 `[G, N]` like `gptq_unpack_zeros`."""
     if extension.refusal is None:
         result: Tensor = torch.ops.torch_marlin_metal.gptq_unpack_zeros(
             qzeros, checkpoint_version=checkpoint_version, rule=rule
@@ -44,7 +44,7 @@ def gptq_zeros(qzeros: Tensor, checkpoint_version: int, rule: ZerosRule = "word"
 
 
 def awq_words(qweight: Tensor) -> Tensor:
-    """Converts int32 `[K, N/8]` with AWQ's interleave to int32 `[K/8, N]` as `awq_repack` does."""
+    """Converts int32 `[K, N/8]` with AWQ's interleave to int32 `[K/8, N]` like `awq_repack`."""
     if extension.refusal is not None:
         return pack_codes(unpack_nibbles(qweight, AWQ_ORDER).flatten(1))
     result: Tensor = torch.ops.torch_marlin_metal.awq_repack(qweight)
@@ -52,7 +52,7 @@ def awq_words(qweight: Tensor) -> Tensor:
 
 
 def awq_zeros(qzeros: Tensor) -> Tensor:
-    """Unpacks int32 `[G, N/8]` with AWQ's interleave to uint8 `[G, N]` as `awq_unpack_zeros` does."""
+    """Unpacks int32 `[G, N/8]` with AWQ's interleave to uint8 `[G, N]` like `awq_unpack_zeros`."""
     if extension.refusal is not None:
         return unpack_nibbles(qzeros, AWQ_ORDER).flatten(1)
     result: Tensor = torch.ops.torch_marlin_metal.awq_unpack_zeros(qzeros)
@@ -60,7 +60,7 @@ def awq_zeros(qzeros: Tensor) -> Tensor:
 
 
 def transposed(words: Tensor) -> Tensor:
-    """Converts int32 `[N, K/8]` to `[K/8, N]`, and `[N, K/4]` to `[K/4, N]`, as `transpose_words` does."""
+    """Transposes words like `transpose_words`: int32 `[N, K/8]` to `[K/8, N]`, and `[N, K/4]` to `[K/4, N]`."""
     if extension.refusal is not None:
         return words.t().contiguous()
     result: Tensor = torch.ops.torch_marlin_metal.transpose_words(words)

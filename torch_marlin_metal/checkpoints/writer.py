@@ -1,8 +1,8 @@
-"""Writes a whole checkpoint, one layer at a time; a conversion that was killed can be resumed.
+"""Writes a complete checkpoint, one layer at a time. A killed conversion can be resumed.
 
-Files are written into `<destination>.partial`, which is renamed to the destination when it is complete. A journal in
-this directory lists the finished shards. A later conversion with the same source and options resumes after the last
-finished shard, and its files have the same bytes as those of an uninterrupted run. Only one process at a time writes a
+Files are written into `<destination>.partial`. This directory is renamed to the destination when it is complete. A
+journal in the directory lists the finished shards. A later conversion with the same source and options resumes after
+the last finished shard, and produces the same bytes as an uninterrupted run. Only one process at a time can write to a
 destination.
 """
 
@@ -32,7 +32,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 DEFAULT_SHARD_BYTES = 1 << 29
 INDEX = "model.safetensors.index.json"
-# Endings of the small files that a model needs. Other weights, settings and code are not copied.
+# Endings of the small files that a model needs. Other files, such as weights, settings and code, are not copied.
 COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 NOT_COPIED = (
     "config.json",
@@ -59,19 +59,19 @@ def write_checkpoint(
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Writes an opened checkpoint, with all layers and all other tensors, in this package's format or another one.
+    """Writes all layers and other tensors of an opened checkpoint in this package's format or another format.
 
-    If no layer is packed, because all are dequantized, the directory is a checkpoint of floats without quantization
-    settings.
+    If all layers are dequantized, the result is a checkpoint of floats without quantization settings.
 
     Args:
-        reader: from `open_reader`. Its option `on_unsupported` is for layers that cannot be packed. Layers that are
-            dequantized are stored as fp32 `weight`.
-        destination: the directory to make; it must not exist.
+        reader: a reader from `open_reader`. Its option `on_unsupported` decides about layers that cannot be packed.
+            Dequantized layers are stored as fp32 `weight`.
+        destination: the directory to create, which must not exist.
         target: "native", or one of `EXPORTERS`.
-        max_shard_bytes: a shard is closed if the next layer would make it larger than this.
-        sync: wait until every shard is on the disk before the journal lists it, and until every file is on the disk
-            before the directory is renamed. Otherwise, as with `cp`, a power failure may damage recently written files.
+        max_shard_bytes: a shard is closed before a layer that would make it larger than this.
+        sync: wait until each shard is on the disk before the journal lists it, and until all files are on the disk
+            before the directory is renamed. Without `sync`, a power failure may damage recently written files, as with
+            `cp`.
         progress: called with (name, index, count) after each layer and each other tensor.
         **options: options of the exporter: `version` (1 or 2) for "gptq".
 
@@ -79,12 +79,12 @@ def write_checkpoint(
         The destination.
 
     Raises:
-        ValueError: an unknown target.
+        ValueError: the target is unknown.
         FileExistsError: the destination exists, another process writes it, or `<destination>.partial` exists and is
             not an unfinished conversion.
-        UnsupportedFormat: the target cannot hold a layer without loss.
-        CheckpointError: the source is damaged or has changed, or a file cannot be written. Complete shards are kept
-            for a later run unless the source has changed.
+        UnsupportedFormat: the target cannot represent a layer without loss.
+        CheckpointError: the source is damaged or has changed, or a file cannot be written. Complete shards are kept for
+            a later run, unless the source has changed.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -123,15 +123,15 @@ def export_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     **options: Any,
 ) -> Path:
-    """Writes layers from memory as a checkpoint of another program.
+    """Writes layers from memory as a checkpoint in another program's format.
 
     Args:
-        weights: the layers, each with its `name`; only one at a time is needed.
-        destination: the directory to make; it must not exist.
+        weights: the layers, each with its `name`. The iterable may create one layer at a time.
+        destination: the directory to create, which must not exist.
         target: "gptq", "awq" (gemm) or "compressed-tensors".
-        other_tensors: (name, tensor) of everything else that the model needs.
-        config: the model's configuration; its `quantization_config` is replaced.
-        max_shard_bytes: a shard is closed if the next layer would make it larger than this.
+        other_tensors: (name, tensor) for all other tensors of the model.
+        config: the model's configuration. Its `quantization_config` is replaced.
+        max_shard_bytes: a shard is closed before a layer that would make it larger than this.
         **options: options of the exporter: `version` (1 or 2) for "gptq".
 
     Returns:
@@ -140,8 +140,8 @@ def export_checkpoint(
     Raises:
         ValueError: the target is unknown, or there is no layer.
         FileExistsError: the destination exists.
-        UnsupportedFormat: the target cannot hold a layer without loss; nothing is left behind.
-        CheckpointError: a file cannot be written; nothing is left behind.
+        UnsupportedFormat: the target cannot represent a layer without loss. The destination is removed.
+        CheckpointError: a file cannot be written. The destination is removed.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -167,7 +167,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to write: a function that yields its tensors from an index on, their number, and its small files."""
+    """A checkpoint to write: a function that yields its tensors from an index on, their count, and the small files."""
 
     name: str
     items: Callable[[Exporter, int], Iterator[_Item]]
@@ -193,9 +193,9 @@ def _write(
     sync: bool,
     progress: Progress | None,
 ) -> Path:
-    """Writes a checkpoint. If `identity` is None, the run cannot be resumed, so an error removes all files."""
+    """Writes a checkpoint. If `identity` is None, the run cannot be resumed, and an error removes all files."""
     destination = Path(destination)
-    if identity is not None and (destination / JOURNAL).exists():  # a killed run could not remove the journal
+    if identity is not None and (destination / JOURNAL).exists():  # the run that finished was killed before this
         (destination / JOURNAL).unlink(missing_ok=True)
         return destination
     exporter = exporter_class(**options)
@@ -211,7 +211,7 @@ def _write(
             sync_files([*journal.work.iterdir(), journal.work])
         journal.finish(destination, sync)
     except BaseException as error:
-        # Complete shards are kept for the next run, unless that run could not use them or would fail at the same layer.
+        # Keep complete shards for the next run, unless that run could not use them or would fail at the same layer.
         if identity is None or not journal.shards or isinstance(error, UnsupportedFormat | _Changed):
             journal.discard()
         journal.close()
@@ -220,15 +220,15 @@ def _write(
 
 
 class _Changed(CheckpointError):
-    """The source changed during the conversion, so the shards mix two versions of it."""
+    """The source changed during the conversion, so the finished shards mix two versions of the source."""
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Makes torch use one thread, to leave the other cores to the writer.
+    """Sets torch to one thread, so that the other cores are free for the writer.
 
-    Memory limits the speed of moving words, so more threads do not help. Between moves they would spin: with two
-    threads a conversion took 1.4 times the CPU time and, on two cores, longer.
+    Memory bandwidth limits moving words, so more threads do not help. Idle threads would spin between moves: with two
+    threads a conversion took 1.4 times the CPU time and, on two cores, more wall time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -239,7 +239,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _stats(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Returns the size, the time of the last change and the inode of each file of a source, by the file's name."""
+    """Returns (bytes, time of the last change in ns, inode) for each file of a source, keyed by the file's name."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = {file.name: file.stat() for file in files if file.is_file()}
     return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
@@ -263,7 +263,7 @@ def _copy(file: Path, destination: Path) -> None:
 
 
 def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[_Item]:
-    """Yields the layers and then the other tensors from index `start` on, each with its name and tensors."""
+    """Yields (name, tensors) for the layers and then the other tensors, from index `start` on."""
     count = len(reader)
     for index in range(start, count):
         name = reader.layer_names[index]
@@ -274,7 +274,7 @@ def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int)
 
 
 def _held(weight: PackedWeight | DenseWeight | None, exporter: Exporter) -> dict[str, Tensor | None]:
-    """Returns a layer's tensors by their names within the layer, or nothing for a layer that was left out."""
+    """Returns a layer's tensors by name within the layer. Returns an empty dict for an omitted layer."""
     if isinstance(weight, PackedWeight):
         return {**exporter.tensors(weight), "bias": weight.bias}
     return {} if weight is None else {"weight": weight.weight, "bias": weight.bias}
@@ -328,11 +328,11 @@ def _write_shards(
 
 
 def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
-    """Writes the index and the settings, and copies the small files."""
+    """Writes the index, the settings and the README, and copies the small files."""
     work = journal.work
     total = sum((work / shard).stat().st_size for shard in journal.shards)
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
-    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, which write_card would keep
+    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, and write_card would keep it
     for file in source.copied:
         _copy(file, work / file.name)
     if isinstance(exporter, NativeExporter) and exporter.has_layers:
@@ -342,10 +342,10 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
 
 
 def _small_files(path: Path) -> list[Path]:
-    """Returns the files beside the weights that a model needs; a GGUF file has none.
+    """Returns the files that a model needs besides the weights. A GGUF file has none.
 
     Raises:
-        CheckpointError: a file is a link to a place outside the checkpoint. Copying the link would publish that file.
+        CheckpointError: a file is a link to a target outside the checkpoint. Copying the link would publish the target.
     """
     if not path.is_dir():
         return []

@@ -1,1 +1,1 @@
-"""The command `torch-marlin-metal`: `main.py` starts it, and `app.py` lists its commands, one file each."""
+"""The command `torch-marlin-metal`. `main.py` starts the command, and `app.py` lists the subcommands, one file each."""

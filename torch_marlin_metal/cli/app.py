@@ -1,4 +1,4 @@
-"""The commands of `torch-marlin-metal`. Each returns its exit code; docs/use/command-line.md explains them."""
+"""The subcommands of `torch-marlin-metal`. Each returns an exit code. docs/use/command-line.md explains them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 from pathlib import Path
 from typing import Annotated
@@ -50,7 +50,7 @@ def device_of(name: str | None) -> str:
 
 
 def gpu_of(command: str, gpu: str | None, cores: int | None) -> AppleSiliconGPU:
-    """Returns the GPU that --gpu and --cores name, or this machine's."""
+    """Returns the GPU given by --gpu and --cores, or the GPU of this machine."""
     if cores is None:
         return as_gpu(command, gpu)
     if gpu is None:

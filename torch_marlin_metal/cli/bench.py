@@ -55,13 +55,13 @@ def bench(
 ) -> int:
     """Times packed products, or a model.
 
-    The rivals are torch's dense product, torch's int4 operator, and two_pass, which decodes the weight first. Each is
-    timed once per round, on a chain of products whose weights are not in the caches; on mps by the GPU's own clock,
-    with the host's times in another column. The table has medians over the rounds, of the times and of the ratios. With
-    --variant all, it has every variant of this package, its memory rate and its share of the peak speed.
+    The alternatives are torch's dense product, torch's int4 operator, and two_pass, which decodes the weight first.
+    Each is timed once per round, on a chain of products whose weights are not in the caches. On mps, the GPU's clock
+    gives the times, and another column has the host's times. The table shows medians over the rounds, of times and of
+    ratios. --variant all adds every variant of this package, its memory rate and its share of the peak speed.
 
-    `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens one after
-    the other (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
+    `bench MODEL` times a language model as llama-bench does: a prompt of 512 tokens (pp512), and 128 tokens generated
+    one by one (tg128), each from an empty cache. --prompt-tokens, --new-tokens and --batch may be repeated.
     """
     chosen = arguments.device_of(device)
     machine = describe_machine(chosen)
@@ -106,7 +106,7 @@ def bench(
 
 
 def _row(weight: PackedWeight, a: torch.Tensor, rounds: int, cold_bytes: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the times of a product and of its alternatives, and why others are not compared."""
+    """Returns the times of a product and of its alternatives, and the reason for each alternative that is missing."""
     chains, absent = rivals(weight, a, cold_bytes)
     measured = measure(chains, rounds)
     times = {name: [found.seconds for found in values] for name, values in measured.items()}
@@ -183,7 +183,7 @@ def in_words(machine: dict[str, str]) -> str:
 
 
 def facts() -> dict[str, str]:
-    """Returns the facts about a machine that every report has."""
+    """Returns the facts about this machine that every report contains."""
     return {
         "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "processor": processor_name(),
@@ -197,7 +197,7 @@ def gpu_name() -> str:
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Returns the facts about a machine that a reader needs to compare numbers."""
+    """Returns the facts about this machine that are needed to compare its numbers with other machines'."""
     if device == "mps":
         return {"device": device, **facts(), "gpu": gpu_name()}
     return {"device": device, **facts(), "threads": str(torch.get_num_threads()), "isa": cpu_capability().isa}
@@ -205,7 +205,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 def processor_name() -> str:
     """Returns the processor's name as the system reports it."""
-    if platform.system() == "Darwin":  # where platform.processor() is "arm"
+    if platform.system() == "Darwin":  # platform.processor() only says "arm" there
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     else:

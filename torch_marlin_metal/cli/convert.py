@@ -62,7 +62,7 @@ def convert(
 
 
 def write(reader: CheckpointReader, destination: Path, as_json: bool, **options: Any) -> int:
-    """Calls `write_checkpoint` with a progress bar. Returns the bytes of the directory's files."""
+    """Calls `write_checkpoint` with a progress bar. Returns the bytes of the written files."""
     with progress_bar(0, "tensor", as_json) as bar:
 
         def advance(name: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal doctor`: describes this installation and checks its products; --deep checks more on the GPU."""
+"""`torch-marlin-metal doctor`: describes this installation and checks its products. --deep runs long GPU checks."""
 
 import json
 import os
@@ -16,18 +16,18 @@ from torch_marlin_metal.cli import doctor_steps
 from torch_marlin_metal.cli.bench import facts, gpu_name
 from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
 
-# Metal's two kinds of validation. Each changes what is tested: shader validation can double a kernel's threadgroup
-# memory (Metal.jl#839) and lower its limit of threads, and API validation can end the process in PyTorch's own kernels
-# (pytorch#186580). A check's result therefore comes from its run without validation.
+# Metal's two kinds of validation. Both change what is tested: shader validation can double a kernel's threadgroup
+# memory (Metal.jl#839) and lower its thread limit, and API validation can abort the process in PyTorch's own kernels
+# (pytorch#186580). The result of a check is therefore that of its run without validation.
 VALIDATION = {"API validation": {"MTL_DEBUG_LAYER": "1"}, "shader validation": {"MTL_SHADER_VALIDATION": "1"}}
-# Runs a check with the same modules as this process: `-m` alone would prefer the current folder's modules.
+# Runs a check with this process's modules. `-m` alone would prefer modules in the current folder.
 CHILD_PROGRAM = """
 import json, runpy, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
 runpy.run_module("torch_marlin_metal.cli.doctor_steps", run_name="__main__")
 """
 CHILD = (sys.executable, "-c", CHILD_PROGRAM)
-STEP_SECONDS = 900  # a run may take minutes, because it compiles kernels under shader validation
+STEP_SECONDS = 900  # shader validation compiles the kernels again, which takes minutes
 
 
 def doctor(
@@ -37,10 +37,10 @@ def doctor(
 ) -> int:
     """Reports this installation and tests it.
 
-    A product of each kernel is compared with fp64 and torch.matmul. With --deep it runs further checks on the GPU: each
-    without Metal's validation, which decides the result, then under API validation, then under shader validation.
+    Compares a product of each kernel with fp64 and torch.matmul. --deep runs further checks on the GPU: each without
+    Metal's validation, then under API validation, then under shader validation. The first run decides the result.
 
-    Each run is a separate process. If it fails or crashes, the report says so, and the next one starts.
+    Each run is a separate process. If a run fails or crashes, the report says so, and the next run starts.
     """
     has_mps = torch.backends.mps.is_available()
     if deep and not has_mps:
@@ -62,7 +62,7 @@ def doctor(
 
 
 def as_lines(report: dict[str, Any]) -> str:
-    """Returns a report as plain lines, which can be pasted into an issue."""
+    """Formats a report as plain lines that can be pasted into an issue."""
     lines = list(report["machine"].items())
     for check in report["checks"]:
         lines.append((check["check"], f"{check['result']}: {check['summary']}"))
@@ -84,7 +84,7 @@ def machine() -> dict[str, str]:
 
 
 def run_check(name: str, validation: str | None = None, seconds: float = STEP_SECONDS) -> dict[str, Any]:
-    """Runs one check in a child process; returns its name, its result, a summary, its values and what it printed."""
+    """Runs one check in a child process. Returns its name, result, summary, values and printed output."""
     kinds = {variable for kind in VALIDATION.values() for variable in kind}
     environment = {variable: value for variable, value in os.environ.items() if variable not in kinds}
     if validation is not None:

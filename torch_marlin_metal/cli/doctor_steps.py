@@ -1,7 +1,7 @@
-"""The checks of `torch-marlin-metal doctor` and of `doctor --deep`. The checks with the most doubt come first.
+"""The checks of `torch-marlin-metal doctor` and of `doctor --deep`. Checks that are most likely to fail come first.
 
-`python -m torch_marlin_metal.cli.doctor_steps NAME` runs one check and prints its values as one line of JSON. A check
-returns the measured values. It fails if it raises an exception or if its process crashes; `doctor` reports both.
+`python -m torch_marlin_metal.cli.doctor_steps NAME` runs one check and prints the measured values as one line of JSON.
+A check fails if it raises an exception or if its process crashes. `doctor` reports both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _weight(K: int = 512, N: int = 256, seed: int = 0) -> PackedWeight:
 
 
 def _problem(K: int = 512, N: int = 256) -> tuple[Tensor, Callable[..., Tensor], Tensor]:
-    """Returns activations [40, K] on mps, the product with a weight [K, N], and its exact result on the CPU."""
+    """Returns activations [40, K] on mps, a function that multiplies them by a weight [K, N], and the exact product."""
     from torch_marlin_metal import gemm
 
     weight = _weight(K, N)
@@ -54,7 +54,7 @@ def _short(errors: dict[str, float]) -> Values:
 
 
 def products_on_cpu() -> Values:
-    """Compares a product of each weight format, and torch.matmul of the decoded weight, with fp64."""
+    """Compares a product of each weight format, and torch.matmul with the decoded weight, with fp64."""
     from torch_marlin_metal import WEIGHT_FORMATS, MarlinLinear, quantize_weight
 
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def products_on_cpu() -> Values:
 
 
 def first_product() -> Values:
-    """Times the first product of a process, which compiles kernels, and the second, which does not."""
+    """Times the first product of a process, which compiles kernels, and the second product, which does not."""
     a, product, expected = _problem()
     seconds = []
     for _ in range(2):
@@ -87,25 +87,25 @@ def first_product() -> Values:
 
 
 def half_subnormals() -> Values:
-    """Says whether the GPU keeps subnormal halves when it widens them. The kernels' fastest decode needs it."""
+    """Tests if the GPU keeps subnormal halves when it widens them. The kernels' fastest decode requires this."""
     kept = torch.ops.torch_marlin_metal._half_subnormals(torch.empty(0, device="mps"))
     return {"half_subnormals": "kept" if kept else "flushed"}
 
 
 def products_on_mps() -> Values:
-    """Compares every kernel of `gemm` and `moe_gemm` in one format with fp16 activations, see `every_variant`."""
+    """Compares every kernel of `gemm` and `moe_gemm` with fp64, in one weight format with fp16 activations."""
     return {**half_subnormals(), **_short(doctor_variants.compare(doctor_variants.ONE_KIND))}
 
 
 def every_variant() -> Values:
-    """Compares every kernel of `gemm` and `moe_gemm` in every format and dtype, and torch.matmul, with fp64."""
+    """Compares every kernel of `gemm` and `moe_gemm`, and torch.matmul, with fp64 in every format and dtype."""
     return {**half_subnormals(), **_short(doctor_variants.compare(doctor_variants.EVERY_KIND))}
 
 
 def profiled_products() -> Values:
     """Runs products of several dispatches while PyTorch's profiler records.
 
-    The profiler ends the encoder after each kernel.
+    The profiler ends the command encoder after each kernel.
     """
     a, product, expected = _problem(K=4096, N=64)
     for wait in (False, True):
@@ -119,7 +119,7 @@ def profiled_products() -> Values:
 
 
 def commits() -> Values:
-    """Compares products that commit after each kernel with products that never commit, bit by bit."""
+    """Compares, bit by bit, products that commit after each kernel with products that never commit."""
     from torch_marlin_metal import tuning
 
     a, product, _ = _problem()
@@ -154,7 +154,7 @@ def mlstm() -> Values:
 
 
 def gpu_time() -> Values:
-    """Times a product with the GPU's clock and with the host's; the host's time includes the host's own work."""
+    """Times a product with the GPU's clock and with the host's clock. Host times include the host's own work."""
     from torch_marlin_metal.gpu.tuning.chains import gpu_clock, wall_clock
     from torch_marlin_metal.gpu.tuning.peers import OURS, rivals
     from torch_marlin_metal.gpu.tuning.products import Product

@@ -25,17 +25,17 @@ EVERY_KIND: tuple[Kind, ...] = tuple(product(WEIGHT_FORMATS, DTYPES))
 ROWS = {"gemv": 1, "fused": 40, "double_buffered": 40, "single_stage": 40, "striped": 40, "two_pass": 40, "tensor": 40}
 MOE_VARIANTS = ("gemv", "fused", "tensor")
 TOKENS = 60
-MOST_FAULTS = 5  # in the text of an error
+MOST_FAULTS = 5  # faults that an error message lists
 
 
 def compare(kinds: Iterable[Kind]) -> dict[str, float]:
-    """Compares every variant, and torch.matmul of the decoded weight, with fp64.
+    """Compares every variant, and torch.matmul with the decoded weight, with fp64.
 
-    All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` of 3-D activations is wrong
-    (pytorch#192934), so a comparison with it would blame this package.
+    All activations here are 2-D. On the virtual GPU of GitHub's runners, PyTorch's `linear` is wrong for 3-D
+    activations (pytorch#192934), so a comparison with it would blame this package.
 
-    Returns the largest error of each variant and dtype, as a part of the largest result. All products are tried before
-    a RuntimeError names the first few that are wrong.
+    Returns the largest error of each variant and dtype, relative to the largest result. Tries all products before it
+    raises a RuntimeError that names the first few wrong ones.
     """
     errors: dict[str, float] = {}
     faults = []
@@ -56,7 +56,7 @@ def compare(kinds: Iterable[Kind]) -> dict[str, float]:
 
 
 def cases(problem: Product) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Yields the name, a function for the result on mps, and the exact result, for each kernel that this GPU runs."""
+    """Yields (name, function for the result on mps, exact result) for each kernel that this GPU supports."""
     available = {
         candidate.variant
         for M in set(ROWS.values())
@@ -88,11 +88,11 @@ def _products(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
 
 
 def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Multiplies with two experts. Of three rows, one names both, and two have an id that names none."""
+    """Multiplies by two experts. Of three rows, one selects both experts, and two have one id of no expert."""
     weight = problem.make_weight("cpu")
     a = _activations(problem, TOKENS)
     ids = torch.stack([torch.arange(TOKENS, device="cpu") % 3, torch.arange(1, TOKENS + 1, device="cpu") % 3], dim=1)
-    # The second expert has the same codes in another order of columns.
+    # The second expert has the codes of the first with its columns reversed.
     columns = torch.arange(problem.N - 1, -1, -1, device="cpu")
     dense = weight.dequantize().double()
     products = torch.stack([a.double() @ dense, a.double() @ dense[:, columns]])
@@ -110,5 +110,5 @@ def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
 
     for variant in variants:
         yield f"{variant} with experts", partial(multiply, variant), expected
-    # All slots of a token are added in the kernel that multiplies.
+    # This kernel multiplies and adds all slots of a token.
     yield "gemv with a sum of experts", partial(multiply, "gemv", 3, reduce=True), expected[:3].sum(1)

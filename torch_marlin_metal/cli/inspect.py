@@ -1,4 +1,4 @@
-"""`torch-marlin-metal inspect`: describes a checkpoint layer by layer, and lists the layers that would be refused."""
+"""`torch-marlin-metal inspect`: describes a checkpoint layer by layer, and lists the layers that cannot be read."""
 
 import json
 from collections import Counter
@@ -37,9 +37,9 @@ def inspect(
 ) -> int:
     """Describes a checkpoint and its layers.
 
-    It names layers that cannot be read. Every layer is read and checked. With --model, only headers are read, and the
-    plan of loading the checkpoint into that model of transformers is shown. If a layer cannot be read or loaded, the
-    exit code is 1.
+    Reads and checks every layer, and names the layers that cannot be read. With --model, reads only headers and shows
+    the plan for loading the checkpoint into that transformers model. The exit code is 1 if a layer cannot be read or
+    loaded.
     """
     if model is not None:
         reader = open_reader(checkpoint, allow_pickle=allow_pickle, gguf_names="hf", on_unsupported=on_unsupported)

@@ -1,7 +1,7 @@
 """Exit codes and output of all commands: tables for people, JSON for programs, and one line for an error.
 
-Names and messages may come from untrusted files. They are printed as plain text: no part of them is treated as markup,
-and characters that do not print (escape sequences, line breaks) are escaped.
+Names and messages may come from untrusted files, so they are printed as plain text. No part of them is treated as
+markup, and unprintable characters (escape sequences, line breaks) are escaped.
 """
 
 import functools
@@ -25,9 +25,9 @@ from torch_marlin_metal.convert import CheckpointError
 from torch_marlin_metal.printing import printable
 
 DONE = 0
-ANSWER_IS_NO = 1  # exit code if inspect finds a layer to refuse, or verify a difference
+ANSWER_IS_NO = 1  # inspect found a layer to refuse, verify a difference, or fit no format that fits
 WRONG_USE = 2  # click's own code for a wrong command line
-FAILED = 3  # exit code if the input is damaged or refused, or the output cannot be written
+FAILED = 3  # the input is damaged or refused, or the output cannot be written
 INTERRUPTED = interrupt.EXIT_CODE
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def reported(command: Callable[..., int]) -> Callable[..., None]:
-    """Makes a command: prints an expected failure as one line, and exits with the function's code."""
+    """Wraps a function as a command: prints an expected error as one line, and exits with the function's code."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
@@ -51,7 +51,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
             code = BROKEN_PIPE
         except (ValueError, FileExistsError, ImportError) as error:  # ImportError: a package that an option needs
             code = _fail(error, WRONG_USE, as_json)
-        except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
+        except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError for lack of memory
             code = _fail(error, FAILED, as_json)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -62,14 +62,14 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
 
 
 def _as_option(option: str, value: object) -> str:
-    """Spells an option of the package as an option of the commands that take it."""
+    """Formats an option of the package as an option of the command line."""
     name = f"--{'write-gptq-version' if option == 'version' else option.replace('_', '-')}"
-    name = f"convert {name}" if option == "on_unsupported" else name  # inspect reports what convert refuses
+    name = f"convert {name}" if option == "on_unsupported" else name  # inspect names what convert would refuse
     return name if value is None or value is True else f"{name} {value}"
 
 
 class Commands(TyperGroup):
-    """The group of all commands. With --json, it reports a wrong command line as a JSON object, too."""
+    """The group of all commands. With --json, it also reports a wrong command line as a JSON object."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True) or "--json" not in (sys.argv if args is None else args):
@@ -77,7 +77,7 @@ class Commands(TyperGroup):
         try:
             code = super().main(args, *rest, **{**extra, "standalone_mode": False})
         except Exception as error:
-            if not hasattr(error, "format_message"):  # click's errors have it in every version of click
+            if not hasattr(error, "format_message"):  # all versions of click have it on their errors
                 raise
             code = _fail(ValueError(error.format_message()), WRONG_USE, as_json=True)
         sys.exit(code)
@@ -86,22 +86,22 @@ class Commands(TyperGroup):
 def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
     """Prints the result of a command, as JSON or as text."""
     if as_json:
-        # numbers that are not finite become null
+        # JSON has no NaN and infinity, so they become null.
         _print(json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1))
         return
     if isinstance(text, str):
         _print(printable(text, keep="\n"))
         return
-    # a pipe has no width; lines must not break
+    # A pipe has no width, and its lines must not wrap.
     width = None if sys.stdout is not None and sys.stdout.isatty() else 10_000
     console = Console(width=width, markup=False, emoji=False, highlight=False)
-    with console.capture() as captured:  # rich would end the program if it wrote to a closed pipe
+    with console.capture() as captured:  # if rich wrote to a closed pipe itself, it would end the program
         console.print(*_fitted(text, console.width), sep="\n")
     _print(captured.get().removesuffix("\n"))
 
 
 def _fitted(shown: Any, width: int) -> Iterator[Any]:
-    """Yields tables apart from their titles and captions; lines of cells, if columns would be narrower than words."""
+    """Yields the tables, titles and captions. A table becomes lines of cells if words do not fit its columns."""
     shown = rich_cast(shown)
     if isinstance(shown, Group):
         for part in shown.renderables:
@@ -122,25 +122,25 @@ def _fitted(shown: Any, width: int) -> Iterator[Any]:
 
 
 def stream(text: str) -> None:
-    """Prints a part of a longer text to stdout at once; characters that do not print are escaped."""
+    """Prints a part of a longer text to stdout at once. Escapes unprintable characters."""
     _print(printable(text, keep="\n\t"), end="")
 
 
 def _print(text: str, end: str = "\n") -> None:
-    """Prints to stdout and flushes, so that a failure occurs in the command and not at the program's end."""
+    """Prints to stdout and flushes, so that an error occurs in the command and not when the program ends."""
     try:
         if sys.stdout is None:
             raise OSError("stdout is closed")
         print(text, end=end, flush=True)
     except OSError:
-        # Sends what is left to the null device. Python flushes it at the end of the program, and would fail again.
+        # Python flushes stdout again when the program ends. With the null device, this flush cannot fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout = None
         raise
 
 
 def progress_bar(total: int, unit: str, as_json: bool) -> "tqdm[Any]":
-    """Makes a progress bar on stderr; it stays invisible unless stderr is a terminal."""
+    """Makes a progress bar on stderr, which is shown only if stderr is a terminal."""
     return tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=True if as_json else None, file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal plan`: shows how a GPU would compute a product, and why."""
+"""`torch-marlin-metal plan`: shows how a GPU would compute a product, with the reason."""
 
 from typing import Annotated, Any
 
@@ -24,13 +24,13 @@ def plan(
 ) -> int:
     """Shows how a GPU would compute a product.
 
-    The product is [M, K] x [K, N]. The table has the choice, its reason and the alternatives.
+    The product is [M, K] x [K, N]. The table shows the planner's choice, its reason and the alternatives.
     """
     found = make_plan(
         rows,
         columns,
         depth,
-        # None means this machine's GPU, with its tuned choices.
+        # None means this machine's GPU with its tuned choices.
         gpu=None if gpu is None and cores is None else gpu_of("plan", gpu, cores),
         weight_format=weight_format,
         group_size=group_size,

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal profile`: shows what the planner knows of a GPU: figures, tiles, choice for each M, roofline."""
+"""`torch-marlin-metal profile`: shows the planner's data for a GPU: figures, tiles, choice for each M, roofline."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -28,11 +28,10 @@ def profile(
     measured: Annotated[bool, typer.Option("--measure", help="Also measure this Mac's rates.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Shows what the planner knows of a GPU.
+    """Shows the planner's data for a GPU.
 
-    It prints figures with their sources, tiles, the choice for each M, and a roofline. Without --measure, no kernel
-    runs. With --measure, small kernels measure the rates of memory, matrix products and instructions, and the time of a
-    dispatch.
+    Prints figures with their sources, tiles, the choice for each M, and a roofline. Runs kernels only with --measure:
+    small kernels measure the rates of memory, matrix products and instructions, and the time of a dispatch.
     """
     if measured and (gpu is not None or not torch.backends.mps.is_available()):
         raise ValueError(f"profile: --measure: expected a Mac's GPU and no --gpu, got --gpu {gpu}")

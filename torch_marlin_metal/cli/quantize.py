@@ -16,7 +16,7 @@ from torch_marlin_metal.sizes import human_size
 
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of layers to quantize, or re:REGEX; may be repeated.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to skip, or re:REGEX; may be repeated.")]
-TOKENS, PIECES = 512, 128  # of the text that --calibration names
+TOKENS, PIECES = 512, 128  # tokens of a piece, and pieces, of the text for --calibration
 
 
 def quantize(
@@ -41,7 +41,7 @@ def quantize(
 ) -> int:
     """Quantizes a float checkpoint to 4-8 bits.
 
-    One layer is in memory at a time; with --calibration, the whole model is loaded first. After an interruption, the
+    One layer is in memory at a time. With --calibration, the complete model is loaded first. After an interruption, the
     same command resumes.
     """
     choice: dict[str, Any] = {"include": include or None, "exclude": exclude or ()}

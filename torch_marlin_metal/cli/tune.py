@@ -27,9 +27,9 @@ def tune(
 ) -> int:
     """Finds the fastest kernels on this GPU.
 
-    It times the planner's candidates. The products are those of a checkpoint, or have given shapes. If a candidate is
-    faster than the choice of the planner's model, it is written to a file. Later processes use the file if the GPU and
-    the versions of torch and the package are the same. `TORCH_MARLIN_METAL_TUNED` names another file.
+    Times the planner's candidates for the products of a checkpoint or for given shapes. If a candidate is faster than
+    the planner's own choice, it is written to a file. Later processes use the file if they have the same GPU, torch
+    version and package version. The variable `TORCH_MARLIN_METAL_TUNED` names another file.
     """
     floating(dtype)
     products = [] if checkpoint is None else tuning.products_of(checkpoint, dtype)

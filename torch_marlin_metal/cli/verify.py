@@ -23,7 +23,7 @@ class _Side:
 
     reader: CheckpointReader | None
     floats: Checkpoint | None
-    positions: dict[str, int]  # of each layer in the reader
+    positions: dict[str, int]  # name of a layer -> its index in the reader
 
     @classmethod
     def open(cls, path: Path, options: ReadOptions) -> "_Side":
@@ -36,7 +36,7 @@ class _Side:
         return cls(reader, None, {name: position for position, name in enumerate(reader.layer_names)})
 
     def layer(self, name: str) -> tuple[PackedWeight | None, Tensor]:
-        """Returns a layer's packed weight (None if it is not packed) and its weight as floats `[N, K]`."""
+        """Returns a layer's packed weight, or None if it is not packed, and its weight as floats `[N, K]`."""
         if self.reader is None:
             assert self.floats is not None
             return None, self.floats.read(f"{name}.weight").float()
@@ -60,7 +60,7 @@ def verify(
 ) -> int:
     """Compares two checkpoints, layer by layer.
 
-    It says whether the codes are equal, and how far the weights differ. One of them may be unquantized. Layers are
+    Reports if the codes are equal and how much the weights differ. One checkpoint may be unquantized. Layers are
     matched by name. The exit code is 1 if a layer is missing or differs.
     """
     options = ReadOptions("dequantize", allow_pickle, gguf_names=gguf_names)
@@ -111,7 +111,7 @@ def _codes_in_order(weight: PackedWeight) -> Tensor:
 
 
 def _unequal_tensors(first: _Side, second: _Side) -> list[str]:
-    """Returns the names of different or missing tensors outside the layers (embeddings, norms)."""
+    """Returns the names of tensors outside the layers (embeddings, norms) that are missing or differ."""
     if second.reader is None:
         return []
     one, other = first.others(), second.others()

@@ -1,1 +1,1 @@
-"""Replaces the operations between the products of a decoder layer by operators that take one dispatch each."""
+"""Replaces the operations between the matrix products of a decoder layer by operators with one dispatch each."""

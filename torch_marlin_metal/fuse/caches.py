@@ -1,8 +1,8 @@
-"""Writes keys and values into static caches of transformers in one operator.
+"""Writes keys and values into transformers' static caches with one operator.
 
-A layer of transformers' static cache needs four operations to store new tokens: it computes their positions and copies
-keys and values separately. `write_cache` does the same in one. A fused attention therefore passes a `CacheWriter` on in
-place of its cache. The writer's `update` calls `write_cache`. The cache itself does not change.
+To store new tokens, a layer of a static cache runs four operations: it computes the positions and copies keys and
+values separately. The operator `write_cache` does the same work in one dispatch. A fused attention therefore receives a
+`CacheWriter` instead of its cache. The `update` of the writer calls `write_cache`. The cache object does not change.
 """
 
 import inspect
@@ -18,14 +18,14 @@ from torch_marlin_metal.fuse.forwards import code_of, reads, updated_argument
 from torch_marlin_metal.layers.equivalence import is_supported, random_like
 from torch_marlin_metal.ops.decoder import write_cache
 
-TOKENS = 6  # length of the caches on which `CacheWriter` is compared with the original
+TOKENS = 6  # length of the caches in `is_proved`, which compares `CacheWriter` with the original
 
 
 class CacheWriter:
-    """Stands for a cache in one call of an attention.
+    """A wrapper that replaces a cache during one call of an attention module.
 
     Args:
-        original: a `Cache` of transformers, which provides all attributes except `update`.
+        original: a transformers `Cache`, which provides all attributes except `update`.
     """
 
     def __init__(self, original: Any) -> None:
@@ -38,7 +38,7 @@ class CacheWriter:
         return len(self._original)
 
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Stores the keys and values of new tokens, and returns all keys and values, as the original does."""
+        """Stores the keys and values of new tokens, and returns all keys and values, like the original."""
         layers = self._original.layers
         if layer < len(layers) and _write(layers[layer], k, v):
             return layers[layer].keys, layers[layer].values
@@ -46,7 +46,7 @@ class CacheWriter:
 
 
 def _write(layer: Any, k: Tensor, v: Tensor) -> bool:
-    """Writes new tokens into a layer of a cache if `write_cache` supports it. Returns True if they were written."""
+    """Writes new tokens into a layer of a cache if `write_cache` supports it. Returns True if it wrote them."""
     utils = sys.modules["transformers.cache_utils"]
     slides = type(layer) is utils.StaticSlidingWindowLayer
     needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
@@ -54,7 +54,7 @@ def _write(layer: Any, k: Tensor, v: Tensor) -> bool:
         return False
     tokens = k.shape[-2]
     if slides and layer.cumulative_length_int + tokens > layer.max_cache_len:
-        return False  # the oldest tokens must move out of the window
+        return False  # the window is full: the oldest tokens must be dropped
     if not layer.is_initialized:
         layer.lazy_initialization(k, v)
     keys, start = layer.keys, layer.cumulative_length
@@ -68,12 +68,12 @@ def _write(layer: Any, k: Tensor, v: Tensor) -> bool:
 
 
 def static_cache(model: Any, tokens: int) -> Any:
-    """Returns an empty static cache for a model of transformers."""
+    """Makes an empty static cache for a transformers model."""
     return sys.modules["transformers.cache_utils"].StaticCache(config=model.config, max_cache_len=tokens)
 
 
 def is_replaceable(cache: Any) -> bool:
-    """Returns True if a `CacheWriter` can stand for this cache: a `Cache` of transformers, on one device."""
+    """Returns True if a `CacheWriter` can wrap the cache: a transformers `Cache` that is not offloaded."""
     utils = sys.modules.get("transformers.cache_utils")
     if utils is None or not isinstance(cache, utils.Cache) or type(cache).update is not utils.Cache.update:
         return False
@@ -81,19 +81,19 @@ def is_replaceable(cache: Any) -> bool:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the argument that takes a model's cache: transformers 5.24 renames it."""
+    """Returns the name of the argument for a model's cache, which transformers 5.24 renames."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def argument_of(forward: Callable[..., Any]) -> str | None:
-    """Returns the argument of a forward that is a cache, if the forward only calls methods of that cache, or None."""
+    """Returns the name of the cache argument if the forward only calls methods of the cache, else None."""
     code = code_of(forward)
     return None if code is None or "isinstance" in code.co_names else updated_argument(forward)
 
 
 @cache
 def is_proved() -> bool:
-    """Returns True if `CacheWriter` fills the static caches of the installed transformers as they fill themselves."""
+    """Returns True if `CacheWriter` fills the installed transformers' static caches like their own `update`."""
     utils = sys.modules.get("transformers.cache_utils")
     if utils is None:
         return False
@@ -102,7 +102,7 @@ def is_proved() -> bool:
         for arguments in ((utils.StaticLayer, {}), (utils.StaticSlidingWindowLayer, {"sliding_window": TOKENS - 1})):
             kind, options = arguments
             if reads(kind.update, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)):
-                return False  # `CacheWriter` ignores these arguments
+                return False  # `CacheWriter` would ignore these arguments
             ours, theirs = kind(max_cache_len=TOKENS, **options), kind(max_cache_len=TOKENS, **options)
             for first, last in ((0, 3), (3, 4), (4, 5)):
                 new = k[:, :, first:last], v[:, :, first:last]
@@ -113,17 +113,17 @@ def is_proved() -> bool:
                     ours.cumulative_length, theirs.cumulative_length
                 ):
                     return False
-    except Exception:  # caches of another version of transformers
+    except Exception:  # another version of transformers has other caches
         return False
     return True
 
 
 def with_writer(original: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """Returns a forward that gets a `CacheWriter` in place of its cache, which is this argument."""
+    """Returns a forward that wraps the cache, which is this argument, in a `CacheWriter`."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(argument)
-        # A compiler fuses the operations of `update` by itself, and knows PyTorch's operators better than ours.
+        # A compiler fuses the operations of `update` itself, and supports PyTorch's operators better than ours.
         if cache is not None and not torch.compiler.is_compiling() and is_replaceable(cache):
             kwargs[argument] = CacheWriter(cache)
         return original(self, *args, **kwargs)

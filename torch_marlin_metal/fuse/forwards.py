@@ -1,8 +1,8 @@
-"""Looks into the forwards of modules, copies them with other functions, and watches what they are given.
+"""Inspects the forwards of modules, copies them with other functions, and records the modules' arguments.
 
-A forward calls functions by their global names in its Python file. The replacement is a copy of the forward that finds
-other functions under these names. The file's functions and its other modules do not change. Decorators stay: a copy of
-a decorator's function calls the copy of the forward inside.
+A forward finds functions by global names of its Python file. The replacement is a copy of the forward for which these
+names refer to other functions. The file's functions and its other modules do not change. Decorators are preserved: the
+copy of a decorator's function calls the copy of the forward.
 """
 
 import dis
@@ -19,20 +19,20 @@ Forward = Callable[..., Any]
 
 
 def code_of(forward: Forward) -> CodeType | None:
-    """Returns the code of the function inside all decorators, or None if it is not a function of Python."""
+    """Returns the code of the innermost decorated function, or None if it is not a Python function."""
     inner = inspect.unwrap(forward)
     return inner.__code__ if isinstance(inner, FunctionType) else None
 
 
 def globals_of(forward: Forward) -> Iterator[tuple[str, Any]]:
-    """Yields the names that the function inside all decorators uses, with their values in its Python file or None."""
+    """Yields the names that the innermost decorated function uses, each with its global value or None."""
     inner = inspect.unwrap(forward)
     if isinstance(inner, FunctionType):
         yield from ((name, inner.__globals__.get(name)) for name in inner.__code__.co_names)
 
 
 def function_called(forward: Forward, parameters: list[str]) -> tuple[str, FunctionType] | None:
-    """Returns the name and the object of the first function that a forward uses whose parameters begin with these."""
+    """Returns the name and object of the first function that a forward uses whose first parameters are `parameters`."""
     for name, value in globals_of(forward):
         if (
             isinstance(value, FunctionType)
@@ -43,14 +43,14 @@ def function_called(forward: Forward, parameters: list[str]) -> tuple[str, Funct
 
 
 def _loaded(step: dis.Instruction) -> tuple[str, ...]:
-    """Returns the local variables that an instruction loads; from Python 3.13 on, one instruction may load two."""
+    """Returns the local variables that an instruction loads. Since Python 3.13, one instruction may load two."""
     if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "STORE_FAST_LOAD_FAST")):
         return ()
     return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
 def updated_argument(forward: Forward) -> str | None:
-    """Returns the name of the argument whose method `update` a forward calls, or None if there is none."""
+    """Returns the name of the argument whose method `update` a forward calls, or None."""
     code = code_of(forward)
     if code is None:
         return None
@@ -64,7 +64,7 @@ def updated_argument(forward: Forward) -> str | None:
 
 
 def reads(function: Forward, kinds: tuple[Any, ...]) -> bool:
-    """Returns False if a function of Python reads no parameter of some kinds, as those that collect keywords."""
+    """Returns False if a Python function reads none of its parameters of these kinds, for example `**kwargs`."""
     code = code_of(function)
     if code is None:
         return True
@@ -82,12 +82,12 @@ def _contents(cell: CellType) -> Any:
 def forward_with(forward: Any, functions: dict[str, Any]) -> FunctionType | None:
     """Returns a copy of a forward in which some global names have other values.
 
-    Returns None if the forward has a decorator whose function does not hold the decorated function in its closure.
+    Returns None if a decorator's function does not have the decorated function in its closure.
     """
     names, closure = forward.__globals__, forward.__closure__
     inner = getattr(forward, "__wrapped__", None)
     if inner is None:
-        # Without __name__, torch.compile takes the globals from this function and not from the file's module.
+        # Without __name__, torch.compile uses these globals and not those of the file's module.
         names = {key: value for key, value in names.items() if key != "__name__"} | functions
     else:
         changed = forward_with(inner, functions)
@@ -103,11 +103,11 @@ def forward_with(forward: Any, functions: dict[str, Any]) -> FunctionType | None
 
 
 class Watched:
-    """The innermost modules that were given a cache of transformers, and those given the tables of a rotation.
+    """The innermost modules that received a transformers cache, and those that received rotary tables.
 
     Attributes:
-        caches: the modules that were given a cache and gave it to no other module.
-        rotations: the modules that were given a pair of tables `[B, S, R]`, and gave it to no other module.
+        caches: the modules that received a cache and passed it to no other module.
+        rotations: the modules that received a pair of tables `[B, S, R]` and passed it to no other module.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Watched:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watches all modules of a model while the context is open."""
+        """Records the arguments of all modules of a model while the context is open."""
         modules = list(model.modules())
         handles = [module.register_forward_pre_hook(self._see, with_kwargs=True) for module in modules]
         try:

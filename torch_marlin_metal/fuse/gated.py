@@ -1,4 +1,4 @@
-"""Finds gated feed-forward blocks and computes their activation in one operator."""
+"""Finds gated feed-forward blocks and replaces their activation by one operator."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ def linears_of(module: nn.Module) -> list[str]:
 
 
 def activation_of(module: nn.Module) -> ActivationName | None:
-    """Returns the name of the known function that a module's activation computes, or None if it is another function."""
+    """Returns the name of the known function that a module's activation equals, or None."""
     others = [child for name, child in module.named_children() if name not in linears_of(module)]
     if len(others) != 1 or any(True for _ in others[0].parameters()):
         return None
@@ -35,18 +35,18 @@ def activation_of(module: nn.Module) -> ActivationName | None:
         try:
             if torch.allclose(others[0](x), function(x), rtol=1e-5, atol=1e-6):
                 return name
-        except Exception:  # the module does not take one tensor
+        except Exception:  # the activation does not accept a single tensor
             return None
     return None
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Returns whether a module has two or three projections and one activation function."""
+    """Returns True if a module has two or three projections and one known activation function."""
     return len(linears_of(module)) in (2, 3) and activation_of(module) is not None
 
 
 def _blocks(names: list[str], activation: ActivationName) -> list[Block]:
-    """Returns a forward for each order in which these projections can be gate, up and down."""
+    """Returns a forward for each possible order of these projections as gate, up and down."""
 
     def of_three(gate: str, up: str, down: str) -> Block:
         def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _blocks(names: list[str], activation: ActivationName) -> list[Block]:
 
 
 def fused_block(module: nn.Module) -> Block | None:
-    """Returns a forward with a fused activation that gives equal results on random input, or None if there is none."""
+    """Returns a forward with a fused activation whose results equal the original's on random input, or None."""
     activation = activation_of(module)
     names = linears_of(module)
     assert activation is not None
@@ -90,7 +90,7 @@ def fused_block(module: nn.Module) -> Block | None:
         return None
     try:
         expected = module.forward(x)
-    except Exception:  # the block takes other arguments
+    except Exception:  # the block needs other arguments
         return None
     for block in _blocks(names, activation):
         try:
@@ -98,13 +98,13 @@ def fused_block(module: nn.Module) -> Block | None:
                 module, partial(block, module, x), partial(module.forward, x)
             ):
                 return block
-        except Exception:  # these projections do not fit together
+        except Exception:  # the shapes do not match in this order
             continue
     return None
 
 
 def with_original(block: Block, original: Forward) -> Block:
-    """Returns a forward that calls the original for tensors that the operators do not support."""
+    """Returns a forward that calls the original if the operators do not support the input."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return block(self, x) if is_supported(x) else original(self, x)

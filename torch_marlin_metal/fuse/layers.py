@@ -1,4 +1,4 @@
-"""Finds the parts of a transformers model that the operators of `ops/decoder.py` can compute, and replaces them."""
+"""Finds the parts of a transformers model that the operators in `ops/decoder.py` can compute, and replaces them."""
 
 import sys
 import warnings
@@ -16,7 +16,7 @@ from torch_marlin_metal.fuse import caches, forwards, gated, masks, norms, resid
 from torch_marlin_metal.layers.equivalence import TOLERANCE, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.packed_layer import model_device
 
-TOKENS = 6  # length of the run that shows with which arguments layers are called
+TOKENS = 6  # tokens of the run that records the arguments of the layers
 
 
 @dataclass
@@ -24,9 +24,9 @@ class FusedLayersReport:
     """The result of `fuse_layers`.
 
     Attributes:
-        fused: for each replacement, the module's name and the fused operations.
-        left: for each candidate that was not replaced, the module's name and the reason.
-        difference: how much fusing changed the model's results on random tokens, relative to the largest result.
+        fused: the module's name and the fused operations of each replacement.
+        left: the module's name and the reason, for each candidate that was not replaced.
+        difference: the largest change of the model's results on random tokens, relative to the largest result.
     """
 
     fused: list[tuple[str, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class FusedLayersReport:
         self.fused.clear()
 
     def __str__(self) -> str:
-        """Returns how many replacements there are of each kind, and how many candidates were left for each reason."""
+        """Returns the number of replacements of each kind, and the number of candidates left for each reason."""
         kinds: dict[str, int] = {}
         for _, kind in self.fused:
             kinds[kind] = kinds.get(kind, 0) + 1
@@ -59,22 +59,22 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
 
     The function finds norms, rotary embeddings, gated activations, attention with sinks, masks, static caches and
     residual additions by their structure. It compares each replacement with the original module on random input, and
-    does not replace a module if the results differ. At the end it compares the whole model on random tokens: without a
-    cache, with a growing cache and with a static cache. Parameters and names do not change, so saved models do not
-    change either. A fused module looks up its children at every call, so adapters can be added before or after.
+    does not replace a module if the results differ. At the end, it compares the complete model on random tokens:
+    without a cache, with a growing cache and with a static cache. Parameters and their names do not change, so saved
+    models do not change. A fused module looks up its children at each call, so adapters can be added before or after.
 
-    The model must be one of transformers that takes `input_ids`; its layers may be quantized or not. Call
-    `fuse_projections` first, so that fewer operations are left. The comparison runs the model a few times, in its dtype
+    The model must be a transformers model with the argument `input_ids`. Its layers may be quantized or not. Call
+    `fuse_projections` first, so that fewer operations remain. The comparison runs the model a few times, in its dtype
     and on its device.
 
     Args:
-        model: changed in place: modules get a new `forward`.
+        model: changed in place: fused modules get a new `forward`.
 
     Returns:
-        The report: fused modules, and reasons for the others. Its `undo` restores the model.
+        The report: the fused modules, and the reasons for the others. `undo` of the report restores the model.
 
     Raises:
-        RuntimeError: fusing changed the model's results by more than rounding explains. The model is restored.
+        RuntimeError: the results of the fused model differ by more than rounding errors. The model is restored.
         ExtensionError: the compiled extension cannot be used.
 
     Examples:
@@ -86,7 +86,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         ('model.layers.0.input_layernorm', 'rms_norm')
         >>> report.undo()
     """
-    require("fuse_layers")  # the comparisons below take an error of an operator for a module that cannot be fused
+    require("fuse_layers")  # the comparisons below would treat an operator's error as a module that cannot be fused
     report = FusedLayersReport()
     was_training = [module for module in model.modules() if module.training]
     model.eval()
@@ -104,9 +104,9 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
                 _fuse_residuals(model, known, report)
             if before and report.fused:
                 after, _ = _results(model)
-                pairs = zip_longest(after, before)  # a result that is missing is infinitely far away
+                pairs = zip_longest(after, before)  # a missing result counts as an infinite difference
                 report.difference = max(difference(*pair) for pair in pairs)
-                # The rounding errors of all layers stay below this limit; a wrong replacement exceeds it by far.
+                # Rounding errors of all layers together are below this limit. A wrong replacement is far above it.
                 if not report.difference <= 4 * TOLERANCE.get(before[0].dtype, 0.0):
                     found = report.difference
                     report.undo()
@@ -129,7 +129,7 @@ def _replace(report: FusedLayersReport, module: nn.Module, name: str, *kinds: st
 
 
 def _results(model: nn.Module) -> tuple[list[Tensor], str]:
-    """Runs the model on random tokens: once on all tokens and, if it has caches, on the last tokens after a prompt.
+    """Runs the model on random tokens: once without a cache, and then with caches, on the last tokens after a prompt.
 
     Returns the results. If the model cannot run, returns an empty list and the reason.
     """
@@ -141,10 +141,10 @@ def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)  # type: ignore[arg-type]
     try:
         first = model(input_ids=ids, use_cache=False)[0]
-    except Exception as error:  # the model takes other arguments
+    except Exception as error:  # the model needs other arguments
         return [], f"the model does not run on tokens alone: {type(error).__name__}: {error}"
     results, name = [first], caches.cache_name(model)
-    # With a growing cache, transformers makes a mask for two tokens after a prompt, but none for a single token.
+    # With a growing cache, transformers makes a mask for two tokens after a prompt, but no mask for a single token.
     for is_static, last in ((False, 1), (False, 2), (True, 1), (True, 2)):
         try:
             cache = {name: caches.static_cache(model, TOKENS + 1)} if is_static else {}
@@ -175,15 +175,15 @@ def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, 
 
 
 def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLayersReport) -> None:
-    """Gives attention modules a forward with fused functions: rotary embedding, attention with sinks, mask, cache."""
-    variants: dict[FunctionType, Any] = {}  # by function
+    """Replaces the forwards of attention modules, with fused rotary embedding, attention with sinks, mask and cache."""
+    variants: dict[FunctionType, Any] = {}  # function -> its rotary variant, or None
     unknown: set[str] = set()
     for name, module in model.named_modules():
         original: Any = type(module).forward
         rotation, attention = rotary.rotation_of(module), sinks.attention_of(module)
         argument, functions = caches.argument_of(original), masks.functions_of(original)
         caching = module in watched.caches
-        # Only attention has a cache. Decoder layers without one may get rotary tables that they do not use.
+        # Only attention receives a cache. Decoder layers without a cache may receive rotary tables but not use them.
         rotates = caching and module in watched.rotations
         if rotation is None and attention is None and not rotates:
             if caching and argument is not None:
@@ -192,8 +192,8 @@ def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLa
         if has_forward_of_its_own(module):
             report.left.append((name, "a rotary embedding: the forward around it is replaced or has hooks"))
             continue
-        missing = []  # candidates that this module has, but not in a form that is known
-        calls: dict[str, tuple[str, Any]] = {}  # kind: name and value of the function
+        missing = []  # operations that this module has in an unknown form
+        calls: dict[str, tuple[str, Any]] = {}  # kind -> name and value of the replacement function
         if rotation is not None:
             function = rotation[1]
             if function not in variants:

@@ -1,8 +1,8 @@
-"""Converts an attention mask once in each forward of the model, not in each layer.
+"""Converts an attention mask once per forward of the model instead of once per layer.
 
-transformers makes a mask of booleans, which all layers share. In each call, PyTorch's attention converts the mask to
-numbers (zeros and minus infinities), which takes three operations. The first layer with a fused attention converts the
-mask and keeps the result with the mask; the later layers use that result.
+transformers makes a boolean mask that all layers share. At each call, PyTorch's attention converts the mask to numbers
+(zeros and minus infinities), which takes three operations. The first layer with a fused attention converts the mask and
+stores the result as an attribute of the mask. The other layers use the stored result.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from torch_marlin_metal.fuse.forwards import globals_of
 from torch_marlin_metal.layers.equivalence import random_like
 
 Attention = Callable[..., Any]
-KEPT = "_torch_marlin_metal_kept"  # the attribute of a mask that caches values computed from it
+KEPT = "_torch_marlin_metal_kept"  # the mask's attribute for values computed from it
 
 
 def functions_of(forward: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Returns transformers' table of attention functions, and the name that it has in the forward's Python file.
+    """Returns transformers' table of attention functions, preceded by its name in the forward's Python file.
 
-    Returns None if the forward does not use that table.
+    Returns None if the forward does not use the table.
     """
     for name, found in globals_of(forward):
         value: Any = found
@@ -31,16 +31,16 @@ def functions_of(forward: Callable[..., Any]) -> tuple[str, Any] | None:
 
 
 def kept_with(mask: Tensor, key: Any, module: Any, make: Callable[[], Tensor]) -> Tensor:
-    """Returns the result of `make` for a mask. Only the first module of a forward computes it.
+    """Returns the result of `make` for a mask. Only the first module in a forward computes the result.
 
-    While torch.compile traces, attributes of tensors are not available, so every call computes the value.
+    Tensors have no attributes while torch.compile traces, so then every call computes the result.
 
     Args:
-        mask: the mask, whose attribute keeps the result.
-        key: what the result depends on besides the mask.
-        module: the module that asks. It matters only for tensors made in inference mode, which do not count their
-            changes: if the module that made the kept result asks a second time, a new forward has begun, and the result
-            is computed again.
+        mask: the mask, which stores the result as an attribute.
+        key: everything that the result depends on besides the mask.
+        module: the calling module. Tensors made in inference mode do not count their changes. For such a mask, if the
+            module that computed the stored result calls again, a new forward has started, and the result is computed
+            again.
         make: computes the result.
     """
     if torch.compiler.is_compiling():
@@ -61,7 +61,7 @@ def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def converting(original: Attention) -> Attention:
-    """Returns an attention function that converts a mask of booleans to numbers before it calls `original`."""
+    """Returns an attention function that converts a boolean mask to numbers before it calls `original`."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         mask, dtype = attention_mask, query.dtype
@@ -73,10 +73,10 @@ def converting(original: Attention) -> Attention:
 
 
 class AttentionFunctions:
-    """Transformers' table of attention functions, changed so that PyTorch's attention gets masks of numbers.
+    """Transformers' table of attention functions, in which PyTorch's attention receives numeric masks.
 
     Args:
-        original: the table. Entries that are added to it later can be looked up here, too.
+        original: the table. Entries that are added to it later are found here too.
     """
 
     def __init__(self, original: Any) -> None:
@@ -88,13 +88,12 @@ class AttentionFunctions:
         return getattr(self._original, name)
 
     def get_interface(self, name: str, default: Attention) -> Attention:
-        """Returns the attention function of this name."""
         found: Attention = self._original.get_interface(name, default)
         return self._converting if found is self._sdpa else found
 
 
 def is_proved(functions: Any) -> bool:
-    """Returns True if PyTorch's attention gives equal results for a mask of booleans and for the mask as numbers."""
+    """Returns True if PyTorch's attention has equal results for a boolean mask and for the same mask as numbers."""
     query, key, value = (
         random_like(torch.empty(2, 4, tokens, 8, device="cpu"), seed) for seed, tokens in enumerate((3, 5, 5))
     )
@@ -104,6 +103,6 @@ def is_proved(functions: Any) -> bool:
     try:
         original = functions["sdpa"]
         expected, got = (f(module, query, key, value, mask)[0] for f in (original, converting(original)))
-    except Exception:  # the attention takes other arguments
+    except Exception:  # the attention needs other arguments
         return False
     return torch.equal(got, expected)

@@ -1,7 +1,7 @@
-"""Finds norms and computes each in one operator.
+"""Finds norms and replaces each by one operator.
 
-An RMS norm becomes `rms_norm`. A LayerNorm that a model writes out as a sequence of operations, as Cohere's models do,
-becomes PyTorch's own `layer_norm`, which is one dispatch on mps.
+An RMS norm becomes `rms_norm`. Some models, for example Cohere's, write out LayerNorm as a sequence of operations. Such
+a LayerNorm becomes PyTorch's `layer_norm`, which is one dispatch on mps.
 """
 
 import inspect
@@ -21,12 +21,12 @@ Forward = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm computes.
+    """The parameters of a norm's computation.
 
     Attributes:
-        eps: the number that is added to the mean of the squares.
-        offset: the number that is added to each weight.
-        has_mean: whether it subtracts the mean of each row first, as LayerNorm does.
+        eps: the number added to the mean of the squares.
+        offset: the number added to each weight.
+        has_mean: True if the norm first subtracts the mean of each row, like LayerNorm.
     """
 
     eps: float
@@ -34,16 +34,16 @@ class Norm:
     has_mean: bool = False
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns the norm of each row of `x`, in the dtype of `x`."""
+        """Normalizes each row of `x`, and returns the result in the dtype of `x`."""
         if self.has_mean:
-            return layer_norm(x, weight.shape, weight, eps=self.eps).to(x.dtype)  # autocast may widen it
+            return layer_norm(x, weight.shape, weight, eps=self.eps).to(x.dtype)  # autocast may have widened the result
         return rms_norm(x, weight, eps=self.eps, weight_offset=self.offset)
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Returns True if a module has one vector of weights, no other tensor, and a forward that takes one argument.
+    """Returns True if a module has a weight vector, no other tensor, and a forward with one argument.
 
-    PyTorch's own LayerNorm is no candidate, because it is one dispatch already.
+    PyTorch's own LayerNorm is already one dispatch, so it is no candidate.
     """
     if (
         type(module).forward is nn.LayerNorm.forward
@@ -59,18 +59,18 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Norm | None:
-    """Returns which norm a module computes on random input, or None if it computes something else."""
+    """Returns the norm whose results a module matches on random input, or None if none matches."""
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01}
     weight = module.weight
     assert isinstance(weight, Tensor)
-    # The weights are fp32 so that a wrong offset shows; inputs go down to 1e-4 so that a wrong eps shows.
+    # fp32 weights reveal a wrong offset, and inputs down to 1e-4 reveal a wrong eps.
     wide = random_like(weight.detach().float(), seed=1)
     x = random_like(wide.expand(3, 2, -1), seed=2) * torch.tensor([1.0, 1e-2, 1e-4], device=wide.device)[:, None, None]
     same = x.to(weight.dtype)
     try:
         expected = functional_call(module, {"weight": wide}, (x,))
         rounded = module.forward(same)
-    except Exception:  # a module that raises an error here is not a norm
+    except Exception:  # a norm does not raise an error here
         return None
     for eps in sorted(numbers):
         for norm in (Norm(eps), Norm(eps, offset=1.0), Norm(eps, has_mean=True)):
@@ -81,13 +81,13 @@ def settings_of(module: nn.Module) -> Norm | None:
 
 
 def fused_norm(original: Forward, norm: Norm) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Returns a forward that takes one operator. It calls the original if input and weight have different dtypes."""
+    """Returns a forward with one operator. It calls the original if input and weight have different dtypes."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or not is_supported(x):
             return original(self, x)
-        # the heads of a token are adjacent, so rows are read in the order of memory
+        # The heads of a token are adjacent in memory, so rows are read in memory order.
         if x.dim() == 4 and x.stride(1) < x.stride(2):
             return norm.apply(x.transpose(1, 2), weight).transpose(1, 2)  # type: ignore[arg-type]
         return norm.apply(x, weight)  # type: ignore[arg-type]

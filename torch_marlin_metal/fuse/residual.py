@@ -1,7 +1,7 @@
-"""Finds decoder layers in which the operator of a norm can also add the residual.
+"""Finds decoder layers in which a norm's operator can also add the residual.
 
 While the model runs, this module records the order in which a layer calls its norms and blocks, and their arguments. If
-the order is one of the two usual ones, the layer is replaced by a function that calls the same children in the same
+the order is one of `ORDERS`, the layer's forward is replaced by a function that calls the same children in the same
 order with the same arguments. The replacement is used only if its results equal the layer's.
 """
 
@@ -16,20 +16,19 @@ from torch_marlin_metal.fuse.norms import Norm
 from torch_marlin_metal.layers.equivalence import agrees, agrees_in_training, is_supported, random_like
 from torch_marlin_metal.ops.decoder import add_rms_norm
 
-# The orders in which a layer may call its norms (N) and blocks (B). In the second order, each block has a norm after
-# it, too.
+# The orders in which a layer may call its norms (N) and blocks (B). In the second order, a norm follows each block.
 ORDERS = ("NBNB", "NBNNBN")
 Forward = Callable[..., Any]
 
 
 @dataclass
 class Recorded:
-    """The arguments, calls and result of a layer in one run of the model.
+    """The arguments, child calls and result of a layer during one run of the model.
 
     Attributes:
         args: positional arguments of the layer.
         kwargs: keyword arguments of the layer.
-        calls: the children that it called, in order, each with its keyword arguments.
+        calls: the children that the layer called, in order, each with its arguments.
         output: the layer's result.
     """
 
@@ -40,7 +39,7 @@ class Recorded:
 
 
 def record(layers: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, Recorded]:
-    """Runs the model and returns the record of each layer that was called."""
+    """Runs the model and returns a record for each layer that was called."""
     found: dict[str, Recorded] = {}
     handles = []
 
@@ -84,7 +83,7 @@ def _first(output: Any) -> Any:
 def fused_layer(
     layer: nn.Module, seen: Recorded, norms: dict[nn.Module, Norm], original: Forward
 ) -> tuple[Forward | None, str]:
-    """Returns a fused forward that gives equal results on random input, or None and the reason why there is none."""
+    """Returns a fused forward whose results equal the layer's on random input, or None and the reason."""
     children = dict(layer.named_children())
     if any(isinstance(child, nn.Dropout) and child.p > 0 for child in children.values()):
         return None, "it has dropout between its blocks"
@@ -140,7 +139,7 @@ def fused_layer(
             out = modules[names[1]](out)
         if out.dtype == x.dtype:
             normed, total = add_rms_norm(out, x, weight, eps=norm.eps, weight_offset=norm.offset)
-        else:  # under autocast, the blocks compute in another dtype than the sums
+        else:  # under autocast, the blocks compute in another dtype than that of the sums
             total = x + out
             normed = modules[add](total)
         out = _first(modules[mlp](normed))
@@ -159,7 +158,7 @@ def fused_layer(
             lambda: forward(layer, *positional, **arguments),
             lambda: layer.forward(*positional, **arguments),
         )
-    except Exception as error:  # a layer that keeps state can raise anything when its call is repeated
+    except Exception as error:  # repeating the call of a layer with state can raise any error
         return None, f"the comparison failed: {type(error).__name__}: {error}"
     if not agrees(got, expected):
         return None, "its sums differ from those of the usual decoder layers"

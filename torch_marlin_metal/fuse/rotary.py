@@ -1,4 +1,4 @@
-"""Finds the function of a module that rotates q and k, and computes it by one operator."""
+"""Finds the function with which a module rotates q and k, and replaces it by one operator."""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -13,13 +13,13 @@ from torch_marlin_metal.ops.decoder import rotary
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 PARAMETERS = ["q", "k", "cos", "sin"]
-# The variants of a rotary embedding. Three flags describe one: whether the elements of a pair are adjacent; whether the
-# tables have one value per pair; whether only the first half of each table is used.
+# The variants of a rotary embedding. A variant has three flags: the elements of a pair are adjacent; the tables have
+# one value per pair; only the first half of each table is used.
 VARIANTS = ((False, False, False), (True, False, False), (False, True, False), (True, True, True), (True, True, False))
 
 
 def rotation_of(module: nn.Module) -> tuple[str, FunctionType] | None:
-    """Returns the name and the object of the function (q, k, cos, sin, ...) that a module's forward calls."""
+    """Returns the name and object of the function (q, k, cos, sin, ...) that a module's forward calls, or None."""
     return function_called(type(module).forward, PARAMETERS)
 
 
@@ -32,7 +32,10 @@ def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, 
 
 
 def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
-    """Returns the variant that gives a function's results on random input, for whole and partial heads, or None."""
+    """Returns the variant that reproduces a function's results on random input, or None.
+
+    Tests whole and partial heads.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 16, generator=generator, device="cpu") for heads in (4, 2))
     results = []
@@ -40,7 +43,7 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
         cos, sin = (torch.randn(2, 3, size, generator=generator, device="cpu") for _ in range(2))
         try:
             results.append((cos, sin, function(q, k, cos, sin)))
-        except Exception:  # the function does not take tables of this size
+        except Exception:  # the function does not support tables of this size
             continue
     for variant in VARIANTS:
         proved = bool(results)
@@ -57,7 +60,7 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
 
 
 def fused_rotation(original: FunctionType, variant: tuple[bool, bool, bool]) -> Rotation:
-    """Returns a function that rotates with one operator, and calls the original if the operator refuses a call."""
+    """Returns a function that rotates with one operator, and calls the original if the operator does not apply."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         usual = not args and not kwargs and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype

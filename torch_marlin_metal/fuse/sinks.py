@@ -1,8 +1,8 @@
-"""Computes attention with sinks, for a few queries, in half the operations.
+"""Computes attention with sinks in half as many operations if there are few queries.
 
-gpt-oss appends a learned logit, the sink, to each head's scores, and drops its probability after the softmax. PyTorch
-has no fused attention with sinks, so transformers computes it by a sequence of operators. For a few queries, half of
-these operators can be left out. The keys and values need no copy for each head of a group. The largest score need not
+gpt-oss appends a learned logit, the sink, to each head's scores, and drops the sink's probability after the softmax.
+PyTorch has no fused attention with sinks, so transformers uses a sequence of operators. For few queries, half of these
+operators are unnecessary. The keys and values need not be copied for each head of a group. The largest score need not
 be subtracted, because the softmax subtracts it anyway. Scaling and mask become part of the product.
 """
 
@@ -18,20 +18,20 @@ from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.layers.equivalence import agrees, is_supported, random_like
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-# With more queries than this, the original is called. The mask is repeated for each head of a group. For many queries
-# that takes much memory, and a long prompt gains little from fewer dispatches.
+# More queries than this use the original. The mask is repeated for each head of a group, which takes much memory for
+# many queries, and a long prompt gains little from fewer dispatches.
 MOST_QUERIES = 16
 PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 
 
 def attention_of(module: nn.Module) -> tuple[str, FunctionType] | None:
-    """Returns the name and the object of the attention function that the forward of a module with sinks calls."""
+    """Returns the name and object of the attention function that a module with sinks calls, or None."""
     sinks = module._parameters.get("sinks")
     return None if sinks is None or sinks.dim() != 1 else function_called(type(module).forward, PARAMETERS)
 
 
 def _wide(mask: Tensor, B: int, groups: int, repeats: int) -> Tensor:
-    """Returns a mask `[B or 1, 1, S, L]` as `[B * groups or 1, repeats * S, L]`."""
+    """Reshapes a mask `[B or 1, 1, S, L]` to `[B * groups or 1, repeats * S, L]`."""
     shared, (S, L) = len(mask) == 1, mask.shape[2:]
     parts = mask.view(len(mask), 1, 1, S, L).expand(-1, 1 if shared else groups, repeats, -1, -1)
     return parts.reshape(1 if shared else B * groups, repeats * S, L)
@@ -49,7 +49,7 @@ def _attend(
     else:
         wide = kept_with(mask, ("sinks", groups, repeats, B), module, lambda: _wide(mask, B, groups, repeats))
         scores = torch.baddbmm(wide, q, k.mT, alpha=scaling)
-    # Tensors have five dimensions here, so that the sinks are expanded without a copy.
+    # With five dimensions, the sinks are expanded without a copy.
     logits = sinks.view(1, groups, repeats, 1, 1).expand(B, -1, -1, S, -1)
     weights = torch.softmax(torch.cat((scores.view(B, groups, repeats, S, L), logits), -1), -1)[..., :-1]
     out = torch.bmm(weights.reshape(B * groups, repeats * S, L), v).view(B, heads, S, -1)
@@ -57,7 +57,7 @@ def _attend(
 
 
 def fused_attention(original: FunctionType) -> Attention:
-    """Returns an attention function with fewer operations for few queries. For other calls it calls the original."""
+    """Returns an attention function with fewer operations for few queries. Other calls use the original."""
 
     def attention(
         module: nn.Module,
@@ -92,7 +92,7 @@ def fused_attention(original: FunctionType) -> Attention:
 
 
 def is_proved(module: Any, original: FunctionType) -> bool:
-    """Returns True if both functions agree on random input for this module's heads, with a mask and without one."""
+    """Returns True if the two functions agree on random input for this module's heads, with and without a mask."""
     sinks, groups = module.sinks, getattr(module, "num_key_value_groups", 1)
     shape = (2, len(sinks) // groups, 5, 8)
     ours = fused_attention(original)
@@ -112,6 +112,6 @@ def is_proved(module: Any, original: FunctionType) -> bool:
             for got, expected in zip(ours(module, *tensors, 0.3), original(module, *tensors, 0.3), strict=True):
                 if not agrees(got, expected):
                     return False
-    except Exception:  # the attention takes other arguments
+    except Exception:  # the attention needs other arguments
         return False
     return True

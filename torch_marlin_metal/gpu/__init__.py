@@ -1,1 +1,1 @@
-"""The planner's view of Apple GPUs: their figures, plans, profiles and tuning."""
+"""The planner's data about Apple GPUs: figures, plans, profiles and tuning."""

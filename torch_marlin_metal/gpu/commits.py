@@ -6,7 +6,7 @@ from torch_marlin_metal.extension import native
 
 
 def commit_interval() -> float:
-    """Returns the predicted GPU time between two commits in seconds; 0 means that the operators never commit.
+    """Returns the predicted GPU time between two commits, in seconds. 0 means that the operators never commit.
 
     Examples:
         >>> tmm.tuning.commit_interval() > 0
@@ -17,15 +17,15 @@ def commit_interval() -> float:
 
 
 def set_commit_interval(seconds: float) -> None:
-    """Sets how much predicted GPU time the operators encode on mps before they commit it.
+    """Sets the amount of predicted GPU time that the operators encode on mps before they commit.
 
-    PyTorch commits encoded work to the GPU only when the program waits for a result. If the operators did not commit
-    earlier, the GPU would idle while the host encodes the kernels of a whole token. On the other hand, each commit
-    costs the GPU about 20 microseconds. `TORCH_MARLIN_METAL_COMMIT_MS`, in milliseconds, sets the first value; the
-    default is 3 ms. While `torch.mps.profiler` records, the operators do not commit.
+    PyTorch commits encoded work to the GPU only when the program waits for a result. Without earlier commits, the GPU
+    would idle while the host encodes the kernels of a complete token. However, each commit costs the GPU about 20
+    microseconds. `TORCH_MARLIN_METAL_COMMIT_MS`, in milliseconds, sets the initial value. The default is 3 ms. While
+    `torch.mps.profiler` records, the operators do not commit.
 
     Args:
-        seconds: predicted GPU time between two commits; 0 means that the operators never commit.
+        seconds: predicted GPU time between two commits. 0 means that the operators never commit.
 
     Raises:
         ValueError: `seconds` is negative or not finite.

@@ -1,4 +1,4 @@
-"""The figures of Apple's GPUs, each with its source, from the planner's table `csrc/planner/chips.h`."""
+"""The figures of Apple's GPUs with their sources. They are in the planner's table `csrc/planner/chips.h`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class AppleSiliconGPU(RichText):
-    """One GPU: a chip of the table and its number of cores.
+    """A GPU: a chip of the planner's table with a number of cores.
 
     Attributes:
-        name: the chip, for example "M1 Max".
+        name: the name of the chip, for example "M1 Max".
         cores: number of GPU cores.
-        family: Apple GPU family in Metal's feature tables, for example 7 for M1.
-        has_bfloat: whether the hardware has bfloat arithmetic.
-        figures: all other figures by name; `csrc/planner/chips.h` defines each. The rates of tensor units are left out
-            if the GPU has none.
+        family: the Apple GPU family in Metal's feature tables, for example 7 for the M1.
+        has_bfloat: True if the hardware has bfloat arithmetic.
+        figures: all other figures by name. `csrc/planner/chips.h` defines each figure. Rates of tensor units are
+            omitted for a GPU without tensor units.
 
     Examples:
         >>> tmm.profiling.AppleSiliconGPU.from_name("M4 Max").cores
@@ -49,14 +49,14 @@ class AppleSiliconGPU(RichText):
 
     @classmethod
     def from_name(cls, name: str, cores: int | None = None) -> AppleSiliconGPU:
-        """Returns a chip of the table.
+        """Returns the GPU of a chip in the table.
 
         Args:
-            name: "M1", "M3 Max" and so on; "Apple" in front is allowed.
-            cores: number of GPU cores, if the chip has versions with fewer (an M1 with 7, an M3 Max with 30).
+            name: the name of the chip, for example "M1" or "M3 Max". The prefix "Apple " is allowed.
+            cores: the number of GPU cores, for a chip version with fewer cores (an M1 with 7, an M3 Max with 30).
 
         Raises:
-            ValueError: the table does not have the chip, or the chip has no version with that many cores.
+            ValueError: the table lacks the chip, or the chip has no version with this number of cores.
         """
         chips = {row[0]: row for row in native.chips()}
         chip = chips.get(name.removeprefix("Apple "))
@@ -74,11 +74,11 @@ class AppleSiliconGPU(RichText):
 
     @classmethod
     def current(cls) -> AppleSiliconGPU:
-        """Returns the GPU of this Mac, as PyTorch reports it.
+        """Returns the GPU of this Mac, which PyTorch reports.
 
         Raises:
-            RuntimeError: torch sees no GPU through MPS.
-            ValueError: the table does not have the GPU; the message states its name.
+            RuntimeError: torch has no MPS device here.
+            ValueError: the table lacks the GPU. The message states the GPU's name.
         """
         if not torch.backends.mps.is_available():
             raise RuntimeError(
@@ -90,20 +90,19 @@ class AppleSiliconGPU(RichText):
             raise ValueError(
                 f"AppleSiliconGPU.current: expected one of {', '.join(cls.names())}, this GPU calls itself {name!r}"
             )
-        # PyTorch reads the number from the system's registry. maxThreadgroupMemoryLength says nothing about it.
+        # PyTorch reads the core count from the system's registry. maxThreadgroupMemoryLength does not reveal the count.
         return cls.from_name(name, torch.backends.mps.get_core_count())
 
     @classmethod
     def planned(cls) -> AppleSiliconGPU:
-        """Returns the GPU for which this machine plans its mps operators.
+        """Returns the GPU for which this process plans its mps operators.
 
-        If `TORCH_MARLIN_METAL_GPU` is set, it must be a name from the table, and this chip is returned. Otherwise this
-        machine's GPU is returned if the table has it, and else the chip with the nearest number of cores (on a tie, the
-        oldest).
+        If `TORCH_MARLIN_METAL_GPU` is set, returns the chip with this name. Otherwise, returns this machine's GPU if
+        the table has it. If not, returns the chip with the nearest number of cores, and the oldest chip on a tie.
 
         Raises:
-            RuntimeError: torch sees no GPU through MPS.
-            ValueError: `TORCH_MARLIN_METAL_GPU` names no chip.
+            RuntimeError: torch has no MPS device here.
+            ValueError: `TORCH_MARLIN_METAL_GPU` is not the name of a chip.
         """
         if not torch.backends.mps.is_available():
             raise RuntimeError("AppleSiliconGPU.planned: this machine has no GPU that torch can use through MPS")
@@ -122,17 +121,17 @@ class AppleSiliconGPU(RichText):
 
     @property
     def dram_bytes_per_second(self) -> float:
-        """Returns the peak memory bandwidth of the version with this number of cores."""
+        """Returns the peak memory bandwidth of the chip version with this number of cores, in bytes per second."""
         whole = self.from_name(self.name)
         return 1e9 * self.figures["dram_gbs_fewest_cores" if self.cores < whole.cores else "dram_gbs"].value
 
     @property
     def reachable_dram_bytes_per_second(self) -> float:
-        """Returns the memory bandwidth that kernels reach when they read."""
+        """Returns the memory bandwidth that reading kernels reach, in bytes per second."""
         return self.dram_bytes_per_second * self.figures["dram_fraction"].value
 
     def flop_per_second(self, dtype: torch.dtype = torch.float32) -> float:
-        """Returns the peak rate of multiply-adds in flop/s. A multiply-add counts as two operations.
+        """Returns the peak rate of multiply-adds in flop/s. A multiply-add is two operations.
 
         Raises:
             ValueError: the dtype is not float16, bfloat16 or float32.
@@ -144,7 +143,7 @@ class AppleSiliconGPU(RichText):
 
     @property
     def has_tensor_units(self) -> bool:
-        """Returns true if the GPU has tensor units, as the M5 has, for which `variant="tensor"` is made."""
+        """Returns True if the GPU has tensor units, like the M5. `variant="tensor"` uses them."""
         return "tensor_clocks_fp16" in self.figures
 
     @property
@@ -155,7 +154,7 @@ class AppleSiliconGPU(RichText):
 
     @property
     def balance(self) -> float:
-        """Returns how many operations of matrix products the GPU can do while memory delivers one byte."""
+        """Returns the flop of matrix products that the GPU can do while memory delivers one byte."""
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:
@@ -172,10 +171,10 @@ class AppleSiliconGPU(RichText):
 
 
 def as_gpu(function: str, gpu: AppleSiliconGPU | str | None) -> AppleSiliconGPU:
-    """Returns the GPU that an argument stands for: a GPU, a name, or None for `AppleSiliconGPU.planned()`.
+    """Converts an argument to a GPU. The argument is a GPU, a name, or None for `AppleSiliconGPU.planned()`.
 
     Raises:
-        ValueError: the name is unknown, or there is no GPU here and none was named.
+        ValueError: the name is unknown, or the argument is None and this machine has no GPU.
     """
     if isinstance(gpu, AppleSiliconGPU):
         return gpu

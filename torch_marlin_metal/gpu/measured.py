@@ -1,4 +1,4 @@
-"""Measures the rates on which the planner's model rests, with small kernels: memory, matrix products, instructions."""
+"""Measures the rates that the planner's model assumes: memory, matrix products, instructions. Uses small kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch_marlin_metal.printing import RichText, table
 # The primitives that docs/inside/kernels.md lists. Each has a type, an expression for the next value of `x` in round
 # `i`, and the clocks that the model assumes for one simdgroup on one scheduler. Each lane has eight independent values,
 # so latency does not limit the rate. An expression that depends only on `i` is computed once for all eight values.
-# Shifts and conversions run on the complex unit. Their primitives also contain another instruction, which runs beside
-# that unit.
+# Shifts and conversions run on the complex unit. Their primitives contain a second instruction, which runs in parallel
+# on another unit.
 PRIMITIVES = {
     "fma": ("float", "fma(x, x, one)", 1.0),
     "mask": ("uint", "x & (y + i)", 1.0),
@@ -31,7 +31,7 @@ PRIMITIVES = {
 }
 CHAINS = 8
 THREADS = 256
-# The amounts that are measured on a Mac. Tests use smaller amounts, because the software device is slow.
+# The amounts of work on a Mac. Tests use smaller amounts, because the software device is slow.
 READ_BYTES = 512 * 2**20
 ROUNDS = 2048
 SIMDGROUPS_PER_CORE = 64
@@ -96,13 +96,13 @@ kernel void primitive(device float* state [[buffer(0)]], constant uint& rounds [
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """One measured figure, and the figure that the planner's model uses.
+    """A measured figure, next to the figure in the planner's model.
 
     Attributes:
-        name: what was measured.
+        name: the name of the measured rate.
         unit: "GB/s", "TFLOP/s", "us" or "clocks".
         measured: the median over the rounds.
-        model: the figure that the planner uses.
+        model: the figure in the planner's model.
     """
 
     name: str
@@ -113,11 +113,11 @@ class MeasuredFigure:
 
 @dataclass(frozen=True)
 class MeasuredGPU(RichText):
-    """The measured rates of a GPU, and the planner's. Prints as a table.
+    """The measured rates of a GPU, next to the planner's. Prints as a table.
 
     Attributes:
         gpu: the GPU for which this machine plans.
-        figures: one for each measured rate.
+        figures: a figure for each measured rate.
     """
 
     gpu: AppleSiliconGPU
@@ -141,14 +141,14 @@ def measure_gpu(rounds: int = 9) -> MeasuredGPU:
     """Measures this machine's GPU.
 
     Memory is read in two ways: from one end to the other, and in the strips in which `gemv` reads a weight. Times are
-    converted to clocks with the clock rate of the planner's table. If that rate is wrong, all clocks are wrong by the
-    same factor.
+    converted to clocks with the clock rate in the planner's table. If this clock rate is wrong, all clocks are wrong by
+    the same factor.
 
     Args:
-        rounds: how often each kernel is timed; the figures are medians.
+        rounds: the number of times that each kernel is timed. The figures are medians.
 
     Raises:
-        RuntimeError: torch sees no GPU through MPS.
+        RuntimeError: torch has no MPS device here.
     """
     gpu = AppleSiliconGPU.planned()
     state = torch.zeros(4, device="mps")
@@ -202,8 +202,7 @@ def _figures(gpu: AppleSiliconGPU, seconds: dict[str, float], dispatch: float) -
     simdgroups = gpu.cores * SIMDGROUPS_PER_CORE
     schedulers = gpu.figures["schedulers"].value * gpu.cores
     for name, found in seconds.items():
-        # `dispatch` is the time of an empty dispatch. The rest is divided by the number of operations of each
-        # scheduler.
+        # Subtract `dispatch`, the time of an empty dispatch. Divide the rest by the operations of one scheduler.
         each = max(found - dispatch, 1e-3 * found) * schedulers / (simdgroups * ROUNDS * CHAINS)
         if name.startswith("matrix"):
             clocks = gpu.figures["matrix_clocks_" + name.split()[1]].value

@@ -1,4 +1,4 @@
-"""How many threadgroups of a kernel a core of an Apple GPU holds at once."""
+"""Computes how many threadgroups of a kernel are resident on a core of an Apple GPU at the same time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SIMD_WIDTH = 32
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many threadgroups of a kernel a core holds at once.
+    """The threadgroups of a kernel that are resident on a core at the same time.
 
     Attributes:
-        threadgroups: threadgroups that are resident on a core.
-        simdgroups: simdgroups of all these threadgroups.
+        threadgroups: the number of resident threadgroups.
+        simdgroups: the number of simdgroups in all resident threadgroups.
         limit: the resource that runs out first: "threads", "registers" or "threadgroup memory".
     """
 
@@ -25,12 +25,12 @@ class Occupancy:
 
 
 def occupancy_of(threads: int, half_registers: int, threadgroup_bytes: int, gpu: AppleSiliconGPU) -> Occupancy:
-    """Returns how many threadgroups a core holds at once, at least one.
+    """Returns the number of threadgroups that are resident on a core at the same time, at least one.
 
     Args:
-        threads: threads of a threadgroup.
-        half_registers: 16-bit registers of a thread.
-        threadgroup_bytes: bytes of threadgroup memory.
+        threads: threads per threadgroup.
+        half_registers: 16-bit registers per thread.
+        threadgroup_bytes: bytes of threadgroup memory per threadgroup.
         gpu: the GPU.
     """
     limits = {

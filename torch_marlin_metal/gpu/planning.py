@@ -1,4 +1,4 @@
-"""Plans a product without running it: the candidates, the chosen one, and why."""
+"""Plans a product without running it. A plan contains the candidates, the chosen candidate and the reason."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _DTYPES = _FLOATS | _CODES
 
 @dataclass(frozen=True)
 class PlannedDispatch:
-    """One kernel launch.
+    """The launch of one kernel.
 
     Attributes:
         kernel: the kernel's name, for example "gemm_fused", or "torch.matmul" for PyTorch's own product.
-        function: the name of its instance, for example "gemm_fused_uint4b8_float16".
+        function: the name of the kernel's instance, for example "gemm_fused_uint4b8_float16".
         grid: number of threadgroups in each dimension.
         threads: threads per threadgroup.
         threadgroup_bytes: bytes of threadgroup memory.
-        half_registers: 16-bit registers of a thread, counted for the M1; 0 if the kernel computes no products.
-        text: the whole launch in one line, with sizes and function constants.
-        occupancy: how many of its threadgroups a core holds at once; None if its registers are not known.
-        seconds: a rough estimate of its time, by which the planner compares tiles; nothing was measured.
+        half_registers: 16-bit registers per thread, counted for the M1. 0 if the kernel computes no products.
+        text: the complete launch in one line, with sizes and function constants.
+        occupancy: the threadgroups that are resident on a core, or None if the kernel's registers are not known.
+        seconds: a rough estimate of the kernel's time, not a measurement. The planner uses it to compare tiles.
     """
 
     kernel: str
@@ -50,15 +50,15 @@ class PlannedDispatch:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """One way to compute the product.
+    """One of the ways to compute a product.
 
     Attributes:
         name: the argument `variant` of `gemm` that selects this candidate, for example "double_buffered:128x64x16".
         variant: the kernel variant.
-        tile: M, N and K of a threadgroup's step.
-        seconds: a rough estimate of the time of its launches. For kernels that the planner's table does not list, only
-            bytes and matrix products count.
-        dispatches: its kernel launches, in order.
+        tile: M, N and K of one step of a threadgroup.
+        seconds: a rough estimate of the total time of the launches. For kernels that are not in the planner's table,
+            the estimate includes only bytes and matrix products.
+        dispatches: the kernel launches, in order.
     """
 
     name: str
@@ -81,8 +81,8 @@ class GemmPlan(RichText):
         dtype: dtype of the activations.
         gpu: the GPU of the plan.
         chosen: the candidate that `gemm` would use.
-        reason: why this one.
-        candidates: all candidates, in the order of their estimates.
+        reason: the reason for the choice.
+        candidates: all candidates, ordered by estimated time.
     """
 
     M: int
@@ -145,31 +145,31 @@ def plan(
     half_subnormals: bool = True,
     tuned: bool = True,
 ) -> GemmPlan:
-    """Returns how `gemm` would compute a product on a GPU, why, and all other candidates.
+    """Returns the planner's choice for a product on a GPU, with the reason and all other candidates.
 
-    Nothing runs. The plan is for aligned, contiguous tensors.
+    No kernel runs. The plan assumes aligned, contiguous tensors.
 
     Args:
         M: rows of the activations `[M, K]`.
         N: columns of the weight.
         K: rows of the weight, a multiple of 8.
-        weight_format: a weight format or an alias of one.
+        weight_format: a weight format or an alias.
         group_size: group size of the weight, as in `quantize_weight`.
         dtype: dtype of the activations: float16, bfloat16 or float32.
-        scales_dtype: dtype of the scales of a format without coded scales; None means `dtype`. With uint8 or int8, the
-            scales have two levels.
-        zeros_dtype: dtype of zero points. Biases have `scales_dtype`, or are uint8 if the scales have two levels.
-        has_perm: whether the weight has an act-order permutation.
-        has_global_scale: whether the weight has a global scale (nvfp4).
-        has_bias: whether a bias is added.
-        variant: "auto", "rounded", or the only variant to consider.
+        scales_dtype: dtype of the scales of a format without coded scales. None means `dtype`; uint8 and int8 mean
+            two-level scales.
+        zeros_dtype: dtype of zero points. Biases have `scales_dtype`, or uint8 if the scales have two levels.
+        has_perm: True if the weight has an act-order permutation.
+        has_global_scale: True if the weight has a global scale (nvfp4).
+        has_bias: True if a bias is added.
+        variant: "auto", "rounded", or the name of the only variant to consider.
         gpu: a GPU, its name, or None for this machine's GPU.
-        half_subnormals: whether the GPU keeps subnormal halves.
-        tuned: whether "auto" and "rounded" use choices measured on this machine's GPU (see `tuning`). They are
-            never used for another GPU.
+        half_subnormals: True if the GPU keeps subnormal halves.
+        tuned: True if "auto" and "rounded" use choices measured on this machine's GPU (see `tuning`). These choices
+            never apply to another GPU.
 
     Raises:
-        ValueError: an argument is out of range or unknown; the message names it.
+        ValueError: an argument is out of range or unknown. The message names the argument.
 
     Examples:
         >>> tmm.profiling.plan(1, 4096, 4096, gpu="M1 Max").chosen.variant
@@ -214,7 +214,7 @@ def element_name(function: str, dtype: torch.dtype) -> str:
     """Returns the planner's name of an activation dtype.
 
     Raises:
-        ValueError: the dtype is not float16, bfloat16 or float32; the message names the function.
+        ValueError: the dtype is not float16, bfloat16 or float32. The message names the function.
     """
     if dtype not in _FLOATS:
         raise ValueError(f"{function}: dtype: expected float16, bfloat16 or float32, got {dtype}")

@@ -1,1 +1,1 @@
-"""Modules that make other packages use the operators. Import the one you need by name."""
+"""Modules that make other packages use the operators. Import the module for your package explicitly."""

@@ -1,4 +1,4 @@
-"""Chooses the layers that `from_pretrained` quantizes while it loads, for transformers and diffusers."""
+"""Selects the layers that `from_pretrained` quantizes during loading, for transformers and diffusers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ NO_TIES: Mapping[str, str] = {}
 
 
 class ChoosesLayers:
-    """The common base of the quantizers for transformers and diffusers."""
+    """The base class of the quantizers for transformers and diffusers."""
 
     op: str
 
@@ -37,13 +37,13 @@ class ChoosesLayers:
         self._made: dict[str, tuple[PackedWeight, torch.dtype]] = {}
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Replaces "auto" and its variants by mps if the machine has it, else by the CPU."""
+        """Replaces "auto" and its variants by mps if this machine has it, else by the CPU."""
         if isinstance(device_map, str):
             return {"": torch.device("mps" if torch.backends.mps.is_available() else "cpu")}
         return device_map
 
     def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
-        """Quantizes the weight `[N, K]` of a layer. An error names the layer."""
+        """Quantizes the weight `[N, K]` of a layer. The message of an error names the layer."""
         assert self._recipe is not None
         try:
             return self._recipe.quantize(name, matrix)
@@ -52,7 +52,7 @@ class ChoosesLayers:
 
     @property
     def is_compileable(self) -> bool:
-        """Returns True, so that `generate` and `torch.compile` may compile a model with packed layers."""
+        """Returns True: `generate` and `torch.compile` may compile a model with packed layers."""
         return True
 
 
@@ -64,18 +64,18 @@ def choose_layers(
     ties: Mapping[str, str] = NO_TIES,
     samples: Samples | None = None,
 ) -> tuple[list[str], Recipe]:
-    """Returns the names of the layers, embeddings and experts modules to quantize, and how, before any tensor is read.
+    """Returns the layers, embeddings and experts modules to quantize, by name, and a recipe. No tensor was read yet.
 
     Args:
-        op: the caller's name, for messages.
-        model: the empty model.
+        op: the caller's name for messages.
+        model: the model without values.
         config: a `MarlinConfig`.
-        stays: a function that returns the reason why the caller keeps a layer in floats, or "" if there is none.
+        stays: returns the reason why the caller keeps a layer in floats, or "" if there is none.
         ties: modules that are tied after loading: name -> name of the module that owns the weight.
-        samples: for `config.memory`, reads rows of the weights.
+        samples: reads rows of the weights, for `config.memory`.
 
     Raises:
-        ValueError: a pattern matches nothing, the format does not fit a layer, or no layer would be quantized.
+        ValueError: a pattern matches nothing, the format does not support a layer, or no layer would be quantized.
     """
     recipe = config.recipe()
     tables, heads = vocabulary_of(model, config.vocabulary_format)
@@ -85,7 +85,7 @@ def choose_layers(
 
     modules = dict(model.named_modules())
     wanted = {name: module for name, module in modules.items() if is_wanted(module)}
-    # An embedding that is tied to a table of the vocabulary holds the vocabulary, too.
+    # An embedding that is tied to a vocabulary table is part of the vocabulary too.
     for name, source in ties.items():
         for one, other in ((name, source), (source, name)):
             if id(modules.get(one)) in tables and isinstance(modules.get(other), nn.Embedding):
@@ -129,12 +129,12 @@ def choose_layers(
 
 
 def _with_table(name: str, ties: Mapping[str, str], modules: Mapping[str, nn.Module], tables: set[int]) -> bool:
-    """Returns whether a layer shares its weight with an embedding that will be quantized."""
+    """Returns True if a layer shares its weight with an embedding that will be quantized."""
     return any(name in pair and any(id(modules.get(other)) in tables for other in pair) for pair in ties.items())
 
 
 def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
-    """Keeps a module in floats if a module that shares its weight stays in floats; adds the reason to `why`."""
+    """Keeps modules in floats that share their weight with a module in floats. Adds the reason to `why`."""
     groups: dict[str, set[str]] = {}
     for name, source in ties.items():
         groups.setdefault(source, {source}).add(name)
@@ -151,7 +151,7 @@ def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Map
 def _checked(recipe: Recipe, name: str, module: nn.Module, reason: str) -> LayerReport:
     """Returns the report of a layer.
 
-    Raises ValueError if the layer should be quantized but the format does not fit it.
+    Raises ValueError if the layer is selected but the format does not support its shape.
     """
     held = [module._parameters.get(kind) for kind in (WEIGHTS if is_experts(module) else ("weight",))]
     weights = [weight for weight in held if weight is not None]

@@ -1,4 +1,4 @@
-"""What libraries ask a model's parameters: their number, dtype and device. Packed weights are buffers instead."""
+"""The number, dtype and device of a model's parameters for other libraries. Packed weights are buffers instead."""
 
 from collections.abc import Iterable
 
@@ -10,11 +10,14 @@ from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 
 def packed_weights(modules: Iterable[nn.Module]) -> int:
-    """Returns the number of packed weights in these modules. Layers that share their words count once."""
+    """Returns the number of packed weights in the modules. Layers that share the same words count once."""
     layers = {id(module.b_packed): module for module in modules if isinstance(module, PackedLayer)}
     return sum(weight_format(layer.weight_format).codes_per_word * layer.b_packed.numel() for layer in layers.values())
 
 
 def packed_dtype(model: nn.Module) -> torch.dtype | None:
-    """Returns the dtype that a model's first packed layer had as a layer of floats, or None without a packed layer."""
+    """Returns the dtype of the float layer that a model's first packed layer replaced.
+
+    Returns None without packed layers.
+    """
     return next((module.dtype for module in model.modules() if isinstance(module, PackedLayer)), None)

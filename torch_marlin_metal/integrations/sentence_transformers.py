@@ -1,11 +1,11 @@
-"""Importing this module makes sentence-transformers load models whose layers were packed in memory and saved.
+"""Importing this module makes sentence-transformers load saved models with packed layers.
 
     import torch_marlin_metal.integrations.sentence_transformers
     model = SentenceTransformer("a directory that SentenceTransformer.save wrote")
 
 `integrations.transformers` saves and loads the transformers model inside. The other modules, such as `Dense`, save and
-load a plain state_dict; this module makes their loader recognise packed layers in it. `quantize_model` imports this
-module for models of sentence-transformers.
+load a plain state_dict. This module makes their loader recognise packed layers in the state_dict. `quantize_model`
+imports this module for sentence-transformers models.
 """
 
 import functools
@@ -25,7 +25,7 @@ OP = "SentenceTransformer"
 
 
 def install() -> None:
-    """Wraps `Module.load_torch_weights`; a second call does nothing."""
+    """Wraps `Module.load_torch_weights`. A second call does nothing."""
     original = vars(Module)["load_torch_weights"].__func__
     if getattr(original, "loads_packed_layers", False):
         return

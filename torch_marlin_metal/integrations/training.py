@@ -1,4 +1,4 @@
-"""Prepares a model with packed weights for the training of adapters."""
+"""Prepares a model with packed weights for training adapters."""
 
 import torch
 from torch import nn
@@ -16,26 +16,26 @@ def prepare_for_training(
     norms_in_fp32: bool = False,
     round_weights: bool = False,
 ) -> nn.Module:
-    """Freezes a model and switches gradient checkpointing on, in place. Call it before adapters are added.
+    """Freezes a model and enables gradient checkpointing, in place. Call this function before adapters are added.
 
-    peft's `prepare_model_for_kbit_training` does the same with reentrant checkpoints, unless it is told otherwise.
+    peft's `prepare_model_for_kbit_training` does the same, but by default with reentrant checkpoints.
 
     Args:
-        model: holds packed layers.
-        gradient_checkpointing: whether to recompute activations in the backward pass. The model must then be one of
-            transformers. The checkpoints are not reentrant, so the inputs need no gradient.
-        norms_in_fp32: whether modules whose class name ends in "Norm" get float32 parameters. Many models then compute
-            the following layers in float32 too, unless autocast is on.
-        round_weights: whether layers of format `lut4` (nf4) may round decoded weights to the activations' dtype in
-            training mode, see `variant="rounded"` of `gemm`. This takes half of the time of the exact product of 128
-            and more rows of bfloat16 on CPUs with fast bfloat16 products. It changes nothing for other formats.
+        model: a model with packed layers.
+        gradient_checkpointing: True to recompute activations in the backward pass. This requires a transformers model.
+            The checkpoints are not reentrant, so the inputs need no gradient.
+        norms_in_fp32: True to convert the parameters of modules whose class name ends in "Norm" to float32. Without
+            autocast, many models then also compute the following layers in float32.
+        round_weights: True to let layers of format `lut4` (nf4) round decoded weights to the activations' dtype in
+            training mode, see `variant="rounded"` of `gemm`. On CPUs with fast bfloat16 products, this halves the time
+            of products with 128 and more bfloat16 rows. Other formats do not change.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: the model has no packed layer, has fused projections, or cannot use gradient checkpointing. The
-            model is then unchanged.
+        ValueError: the model has no packed layer, has fused projections, or does not support gradient checkpointing.
+            The model does not change.
     """
     op = "prepare_for_training"
     if not any(isinstance(module, PackedLayer) for module in model.modules()):

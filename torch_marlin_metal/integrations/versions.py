@@ -1,19 +1,19 @@
-"""Refuses libraries that are older than the integrations need."""
+"""Refuses versions of libraries that are too old for the integrations."""
 
 import importlib
 
 
 def require(integration: str, package: str, oldest: tuple[int, int], beside: str = "") -> None:
-    """Checks that a library is installed, in a version that an integration knows.
+    """Checks that a library is installed and new enough for an integration.
 
     Args:
-        integration: the integration's module, for the error.
+        integration: the integration's module, for the error message.
         package: the library.
-        oldest: its oldest version, major and minor.
-        beside: packages that pip must install beside it, for the error.
+        oldest: the oldest supported version, major and minor.
+        beside: further packages that pip must install, for the error message.
 
     Raises:
-        ImportError: it is not installed, or older.
+        ImportError: the library is not installed or too old.
     """
     version = ".".join(map(str, oldest))
     needed = f"{integration} needs {package} >= {version} (pip install '{package}>={version}'{beside and ' ' + beside})"

@@ -1,4 +1,4 @@
-"""Imports this package's module for peft when peft is imported, so that scripts need no import."""
+"""Imports this package's module for peft when a script imports peft, so that the script needs no extra import."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Watcher(MetaPathFinder):
-    """Finds no module itself. When peft is imported, adds a step to its loader."""
+    """An import hook that finds no modules. When peft is imported, it adds a step to peft's loader."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "peft":
@@ -36,7 +36,7 @@ _watcher = _Watcher()
 
 
 def start() -> None:
-    """Registers the adapters now if peft is loaded, and otherwise when it is imported."""
+    """Registers the adapters now if peft is loaded, else when peft is imported."""
     if "peft" in sys.modules:
         register()
     elif _watcher not in sys.meta_path:
@@ -44,13 +44,13 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Ends the wait for peft."""
+    """Stops waiting for the import of peft."""
     if _watcher in sys.meta_path:
         sys.meta_path.remove(_watcher)
 
 
 def register() -> None:
-    """Lets peft add adapters to packed layers. If this peft does not allow it, warns."""
+    """Lets peft add adapters to packed layers. Warns if the peft version is not supported."""
     try:
         importlib.import_module("torch_marlin_metal.integrations.peft")
     except ImportError as error:

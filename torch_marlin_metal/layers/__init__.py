@@ -1,4 +1,4 @@
-"""Layers with packed weights: `MarlinLinear`, and projections that are fused into one layer."""
+"""Layers with packed weights: `MarlinLinear`, and projections fused into one layer."""
 
 from torch_marlin_metal.layers.experts import ExpertWeights
 

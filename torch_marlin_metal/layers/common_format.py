@@ -1,4 +1,4 @@
-"""The smallest weight format that holds the weights of several experts without loss, if their formats differ."""
+"""Finds the smallest weight format that represents the weights of several experts with different formats exactly."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from torch_marlin_metal.layers.experts import ExpertWeights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
-# Roles of zeros, each more general than the one before.
+# Roles of zeros, from special to general.
 ROLES = ("none", "zero_point", "bias")
-# The formats of integer codes, by the bits of a code and the role of their zeros.
+# The integer formats: (code bits, role of the zeros) -> format.
 FORMATS = {
     (fmt.code_bits, fmt.zeros_role): fmt
     for fmt in WEIGHT_FORMATS.values()
@@ -23,9 +23,9 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Common:
-    """Bits of a code, the role of the zeros, the group size, and the dtype of scales and of zeros that are floats.
+    """Code bits, role of the zeros, group size, and dtype of the scales and of floating-point zeros.
 
-    Scales of two levels have the dtype of their codes.
+    For two-level scales, the dtype is that of the scale codes.
     """
 
     bits: int
@@ -35,7 +35,7 @@ class Common:
 
 
 def common_of(weight: PackedWeight) -> Common | None:
-    """Returns the format of a weight, or None if no other format holds it."""
+    """Returns the parameters of a weight's format, or None if no other format can represent the weight."""
     fmt, zeros = weight_format(weight.weight_format), weight.zeros
     if FORMATS.get((fmt.code_bits, fmt.zeros_role)) is not fmt:
         return None
@@ -45,10 +45,10 @@ def common_of(weight: PackedWeight) -> Common | None:
 
 
 def wider(one: Common, other: Common, K: int) -> Common | None:
-    """Returns the smallest format that holds weights of both formats, or None if there is none.
+    """Returns the smallest format that represents weights of both formats, or None if there is none.
 
-    The weights stay exact, with one exception. If a bias replaces a zero point, weights change by one fp32 rounding,
-    with fp32 scales or with codes of 8 bits and scales of two levels.
+    The weights remain exact, with one exception: if a bias replaces a zero point, weights change by one fp32 rounding,
+    with fp32 scales or with 8-bit codes and two-level scales.
     """
     if one == other:
         return one
@@ -56,14 +56,14 @@ def wider(one: Common, other: Common, K: int) -> Common | None:
     if large % small and large != K:
         return None
     less, more = sorted((one.role, other.role), key=ROLES.index)
-    # A product of a zero point and a scale has more bits than fp16 holds, and so has a scale of two levels. The codes
-    # of fp16 and bf16 meet in fp32.
+    # fp16 cannot represent the product of a zero point and a scale, nor a two-level scale. fp32 represents both fp16
+    # and bf16 values.
     same = one.dtype == other.dtype and one.dtype.is_floating_point and not (more == "bias" and less != "bias")
     return Common(max(one.bits, other.bits), more, small, one.dtype if same else torch.float32)
 
 
 def widened(weight: PackedWeight, to: Common) -> PackedWeight:
-    """Returns the same weight in a wider format."""
+    """Converts a weight to a wider format without changing its values."""
     own = common_of(weight)
     if own == to or own is None:
         return weight
@@ -90,30 +90,30 @@ def widened(weight: PackedWeight, to: Common) -> PackedWeight:
 
 
 class _Wider(Exception):
-    """The weights so far do not hold the next one, but another format holds all."""
+    """The format so far cannot represent the next weight, but a wider format can represent all."""
 
 
 def stack_exactly(
     make: Callable[[], Iterable[Sequence[PackedWeight]]], experts: int, dtype: torch.dtype | None
 ) -> ExpertWeights:
-    """Makes a stack of the smallest common format, as `ExpertWeights.from_packed` does for equal formats.
+    """Makes a stack in the smallest common format, like `ExpertWeights.from_packed` for equal formats.
 
-    Experts may differ in width, but the parts of one expert may not.
+    Experts may differ in code width. The parts of one expert must have the same width.
 
     Args:
-        make: returns the parts of one expert after the other; called again if a format proves too narrow.
+        make: returns an iterator over the parts of each expert. It is called again if a format is too narrow.
         experts: the number of experts.
         dtype: dtype of the biases.
 
     Raises:
-        StackError: no format holds all weights exactly.
+        StackError: no format represents all weights exactly.
     """
     target: Common | None = None
 
     def ready(parts: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
         nonlocal target
         if len({weight_format(part.weight_format).code_bits for part in parts}) > 1:
-            return parts  # gate and up in stacks of their own take less memory than in one of the larger width
+            return parts  # separate stacks of gate and up take less memory than one stack of the larger width
         for found in filter(None, map(common_of, parts)):
             new = found if target is None else wider(target, found, parts[0].K)
             if new is not None and new != target:
@@ -123,7 +123,7 @@ def stack_exactly(
         return [widened(part, target) if target and _fits(part, target) else part for part in parts]
 
     def converted() -> Iterator[Sequence[PackedWeight]]:
-        yield from map(ready, make())  # holds no expert while the next one is read
+        yield from map(ready, make())  # frees an expert before the next one is read
 
     while True:
         try:

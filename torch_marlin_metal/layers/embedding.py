@@ -1,4 +1,4 @@
-"""An embedding whose table stays packed."""
+"""An embedding layer with a packed table."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,16 +18,16 @@ class MarlinEmbedding(MarlinLinear):
     """`nn.Embedding` with a packed table, looked up by `torch.ops.torch_marlin_metal.embedding`.
 
     The table is stored like the weight of a `MarlinLinear` with K = `embedding_dim` inputs and N = `num_embeddings`
-    outputs, so that a tied output head can use the same tensors. It has the tensors, state_dict, `to_packed()` and
-    dtypes of `MarlinLinear`; only `forward` differs. The layer returns rows of its `dtype`, which `.half()`,
+    outputs, so a tied output layer can use the same tensors. The layer has the tensors, state_dict, `to_packed()` and
+    dtypes of `MarlinLinear`; only `forward` differs. `forward` returns rows of the layer's `dtype`, which `.half()`,
     `.bfloat16()` and `.to(dtype)` change. The table has no gradient.
 
     Args:
-        num_embeddings: N, the rows of the table.
+        num_embeddings: N, the number of rows in the table.
         embedding_dim: K, the length of a row, a multiple of 8.
-        padding_idx: as in `nn.Embedding`; the layer only stores it, for models that read it.
-        scale: a number that multiplies the rows. As in Gemma, both are rounded to the layer's dtype first.
-        **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear` but
+        padding_idx: as in `nn.Embedding`. The layer only stores this number, for models that read it.
+        scale: a factor for the rows. As in Gemma, the factor and the rows are first rounded to the layer's dtype.
+        **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear` except
             `bias`.
 
     Examples:
@@ -58,18 +58,18 @@ class MarlinEmbedding(MarlinLinear):
         padding_idx: int | None = None,
         scale: float = 1.0,
     ) -> "MarlinEmbedding":
-        """Makes a layer that holds the tensors of `packed` (without copying them).
+        """Makes a layer from the tensors of `packed`, without copies.
 
         Args:
             packed: the table as a weight `[K, N]`, where K is the length of a row.
-            dtype: dtype of the rows; None means the dtype of floating scales or, if scales are codes, the default
+            dtype: dtype of the rows. None means the dtype of floating-point scales or, for scale codes, the default
                 dtype.
             padding_idx: as in `nn.Embedding`.
-            scale: a number that multiplies the rows.
+            scale: a factor for the rows.
 
         Raises:
             ValueError: the weight has a bias.
-            PackedWeightError: a field of `packed` breaks a rule of its format.
+            PackedWeightError: a field of `packed` violates a rule of its format.
         """
         if packed.bias is not None:
             raise ValueError(f"MarlinEmbedding: packed: expected no bias, got one of {list(packed.bias.shape)}")
@@ -90,7 +90,7 @@ class MarlinEmbedding(MarlinLinear):
 
     @classmethod
     def like(cls, embedding: Any, packed: PackedWeight, dtype: torch.dtype | None) -> "MarlinEmbedding":
-        """Makes the packed layer of an embedding; `why_not_embedding` must be "" for it."""
+        """Makes the packed layer that replaces an embedding. `why_not_embedding` must have returned ""."""
         scale = embedding.scale if isinstance(embedding, MarlinEmbedding) else scale_of(embedding) or 1.0
         return cls.from_packed(packed, dtype=dtype, padding_idx=embedding.padding_idx, scale=scale)
 
@@ -106,15 +106,15 @@ class MarlinEmbedding(MarlinLinear):
         """Quantizes an embedding on its device.
 
         Args:
-            embedding: the embedding. Its table is float16, bfloat16 or float32, `embedding_dim` is a multiple of 8, and
-                `max_norm`, `scale_grad_by_freq` and `sparse` are not set.
+            embedding: the embedding. Its table must be float16, bfloat16 or float32, `embedding_dim` a multiple of 8,
+                and `max_norm`, `scale_grad_by_freq` and `sparse` must not be set.
             weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".
             **options: `scale_dtype`, `lut` and `mx_rounding` of `quantize_weight`.
 
         Raises:
-            ValueError: the table or an argument is wrong; see `quantize_weight`.
+            ValueError: the table or an argument is invalid; see `quantize_weight`.
         """
         if reason := why_not_embedding(embedding):
             raise ValueError(f"MarlinEmbedding: embedding: {reason}")
@@ -124,16 +124,16 @@ class MarlinEmbedding(MarlinLinear):
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns `[..., embedding_dim]` in the layer's dtype for int32 or int64 `ids [...]`."""
+        """Looks up rows `[..., embedding_dim]` in the layer's dtype for int32 or int64 `ids [...]`."""
         tensors, named = self._arguments()
         result: Tensor = _embedding(ids, *tensors, dtype=self.dtype, **named)
         return result if self.scale == 1 else result * self._scales[self.dtype]
 
     def tied_linear(self, bias: Tensor | None = None) -> MarlinLinear:
-        """Returns the output head of this table: a layer that shares its tensors.
+        """Makes an output layer that shares the tensors of this table.
 
         Args:
-            bias: `[num_embeddings]`, the head's bias.
+            bias: the bias `[num_embeddings]` of the output layer.
         """
         return MarlinLinear.from_packed(replace(self.to_packed(), bias=bias), dtype=self.dtype)
 
@@ -147,9 +147,9 @@ class MarlinEmbedding(MarlinLinear):
 
 
 def scale_of(module: nn.Module) -> float | None:
-    """Returns the number by which an embedding multiplies its rows, or None for a plain one or another kind.
+    """Returns the factor for the rows of an embedding such as Gemma's, or None for other embeddings.
 
-    Gemma's classes do this. They are known by their attributes and by what one of a few rows computes.
+    Gemma's classes are recognized by their attributes and by their results for a few rows.
     """
     scale, kind = getattr(module, "scalar_embed_scale", None), type(module)
     return float(scale) if isinstance(scale, float | int) and _multiplies(kind) else None  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def scale_of(module: nn.Module) -> float | None:
 
 @cache
 def _multiplies(kind: Any) -> bool:
-    """Returns whether embeddings of a class multiply their rows by `embed_scale` in the dtype of the table."""
+    """Returns True if a class multiplies the rows of its embeddings by `embed_scale` in the dtype of the table."""
     scale, ids = 3.3, torch.tensor([[2, 0, 1]], device="cpu")
     try:
         for dtype in FLOAT_DTYPES:
@@ -174,7 +174,7 @@ def _multiplies(kind: Any) -> bool:
 
 
 def why_not_embedding(module: nn.Module) -> str:
-    """Returns why an embedding cannot become a `MarlinEmbedding`, or "" if it can."""
+    """Returns the reason why an embedding cannot become a `MarlinEmbedding`, or ""."""
     if not isinstance(module, nn.Embedding):
         return f"expected nn.Embedding, got {type(module).__name__}"
     plain = type(module).forward is nn.Embedding.forward or scale_of(module) is not None

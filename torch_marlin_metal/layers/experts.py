@@ -1,4 +1,4 @@
-"""The experts of a mixture with packed weights. The host never waits for the device to tell which are used."""
+"""The experts of a mixture with packed weights. The host never waits for the device to learn which experts are used."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
@@ -23,10 +23,10 @@ _moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
 
 
 class StackError(ValueError):
-    """The weights of experts cannot be put into common tensors, for example because their formats differ.
+    """The weights of experts cannot be stored in common tensors, for example because their formats differ.
 
     Attributes:
-        reason: why, without the name of the caller.
+        reason: the reason, without the name of the caller.
     """
 
     def __init__(self, reason: str) -> None:
@@ -35,16 +35,16 @@ class StackError(ValueError):
 
 
 class ExpertWeights(PackedLayer):
-    """The weights of one linear layer of all experts, as tensors with a leading dimension E.
+    """The weights of one linear layer for all experts, in tensors with a leading dimension E.
 
-    A weight may consist of several parts, such as gate and up, whose columns lie side by side. state_dict and dtypes
-    are as in `MarlinLinear`. All experts share one `lut`.
+    A weight may have several parts, for example gate and up, with adjacent columns. state_dict and dtypes are those of
+    `MarlinLinear`. All experts share one `lut`.
 
     Args:
-        experts: E.
+        experts: E, the number of experts.
         in_features: K, a multiple of 8.
-        sizes: the columns of each part; N is their sum.
-        bias: whether the layer has a bias, `[E, N]`.
+        sizes: the number of columns of each part. N is the sum.
+        bias: True if the layer has a bias `[E, N]`.
         **options: `weight_format`, `group_size`, `device`, `dtype` and all further arguments of `MarlinLinear`.
 
     Examples:
@@ -81,14 +81,14 @@ class ExpertWeights(PackedLayer):
         """Copies the weights of all experts into common tensors.
 
         Args:
-            weights: for each expert, its parts. An iterator may read or make each one when it is needed: the function
-                takes one expert at a time.
-            experts: E. None means the length of `weights`; an iterator has no length and needs the argument.
-            dtype: dtype of the bias; None means the default dtype.
+            weights: the parts of each expert. An iterator may create them one expert at a time, because the function
+                processes one expert at a time.
+            experts: E. None means the length of `weights`. An iterator has no length, so it requires this argument.
+            dtype: dtype of the bias. None means the default dtype.
 
         Raises:
-            StackError: the weights cannot be stacked; the message names the first difference.
-            PackedWeightError: a weight breaks a rule of its format.
+            StackError: the weights cannot be stacked. The message states the first difference.
+            PackedWeightError: a weight violates a rule of its format.
         """
         if not isinstance(weights, Iterable):
             raise StackError(f"expected a sequence with the parts of each expert, got {type(weights).__name__}")
@@ -101,7 +101,7 @@ class ExpertWeights(PackedLayer):
         stack: ExpertWeights | None = None
         outlines: list[PackedWeight] = []
         index = 0
-        for parts in weights:  # enumerate would keep the last expert while the iterator makes the next one
+        for parts in weights:  # enumerate would keep the last expert in memory while the iterator creates the next one
             if not isinstance(parts, Sequence) or any(not isinstance(part, PackedWeight) for part in parts):
                 kinds = [type(part).__name__ for part in parts] if isinstance(parts, Sequence) else type(parts).__name__
                 raise StackError(f"expected a list of PackedWeight for expert {index}, got {kinds}")
@@ -125,7 +125,7 @@ class ExpertWeights(PackedLayer):
 
     @classmethod
     def _room_for(cls, parts: Sequence[PackedWeight], experts: int, dtype: torch.dtype | None) -> "ExpertWeights":
-        """Allocates an uninitialised stack for `experts` weights shaped like `parts`."""
+        """Allocates an uninitialized stack for `experts` weights with the shapes of `parts`."""
         first = parts[0]
         return cls(
             experts,
@@ -167,7 +167,7 @@ class ExpertWeights(PackedLayer):
                 self.lut.copy_(first.lut)
 
     def _join_global_scales(self) -> None:
-        """Keeps one global scale for each expert if all parts have the same, as a weight of one part has it."""
+        """Reduces each expert's global scales to one if all parts have the same scale, as in a weight with one part."""
         scale = self.global_scale
         if scale is not None and len(self.sizes) > 1 and bool((scale == scale[:, :1]).all()):
             self.global_scale = scale[:, :1].clone()
@@ -176,7 +176,7 @@ class ExpertWeights(PackedLayer):
         return torch.arange(self.in_features, dtype=torch.int32, device=self.b_packed.device)
 
     def _add_perm(self) -> None:
-        """Adds permutations. This is needed if the first expert has none and a later one has one."""
+        """Adds permutations that keep the order, if a later expert has a permutation but the first has none."""
         self.perm = self._in_order().repeat(self.experts, 1)
         for name in [name for name, tensor in self._buffers.items() if tensor is None]:
             self._buffers[name] = self._buffers.pop(name)  # absent buffers come last, as in PackedLayer
@@ -189,17 +189,17 @@ class ExpertWeights(PackedLayer):
         reduce: bool = False,
         activation: KnownActivation | None = None,
     ) -> Tensor:
-        """Returns `[T, top_k, N]`, or `[T, N]` with `reduce`, or `[T, top_k, N / 2]` with an activation.
+        """Computes `[T, top_k, N]`, or `[T, N]` with `reduce`, or `[T, top_k, N / 2]` with an activation.
 
         Args:
-            a: `[T, K]` or `[T, top_k, K]`.
-            expert_ids: `[T, top_k]`.
-            row_weights: `[T, top_k]` or None.
-            reduce: whether to add up the rows of a token.
-            activation: applied to the products. Excludes `row_weights` and `reduce`.
+            a: activations `[T, K]` or `[T, top_k, K]`.
+            expert_ids: the experts of each token, `[T, top_k]`.
+            row_weights: factors `[T, top_k]` for the result's rows, or None.
+            reduce: True to add up the rows of each token.
+            activation: applied to the products. It cannot be combined with `row_weights` or `reduce`.
 
         Raises:
-            ValueError: an argument is wrong, or there is an activation with row weights or a sum.
+            ValueError: an argument is invalid, or an activation is combined with `row_weights` or `reduce`.
         """
         if activation is not None and (row_weights is not None or reduce):
             raise ValueError("ExpertWeights: activation: expected none with row_weights or reduce")
@@ -213,13 +213,13 @@ class ExpertWeights(PackedLayer):
         return result
 
     def to_packed(self, index: int, part: int | None = None, *, copy: bool = True) -> PackedWeight:
-        """Returns the weight of one expert, or of a part of it.
+        """Returns the weight of one expert, or one part of this weight.
 
         Args:
-            index: the expert.
-            part: which part, or None for all columns.
-            copy: whether the tensors of a part are contiguous copies. With False they are views with strides, which no
-                operator takes. This is enough for callers that read only shapes and dtypes.
+            index: the index of the expert.
+            part: the index of the part, or None for all columns.
+            copy: True for contiguous copies of a part's tensors. False for strided views, which operators do not
+                support but which suffice to read shapes and dtypes.
 
         Raises:
             IndexError: there is no such expert or part.
@@ -246,7 +246,7 @@ class ExpertWeights(PackedLayer):
         return replace(whole, **cut)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weights as floats, `[E, N, K]`."""
+        """Decodes the weights to floats `[E, N, K]`."""
         return torch.stack([self.to_packed(index).dequantize(dtype).T for index in range(self.experts)])
 
     def extra_repr(self) -> str:
@@ -262,19 +262,20 @@ class ExpertWeights(PackedLayer):
 
 
 class MarlinExperts(nn.Module):
-    """The experts of a mixture: gate and up in one product, the activation, and down with the routing weights.
+    """The experts of a mixture: the product with gate and up, the activation, and the weighted product with down.
 
-    No shape depends on which experts are chosen, and the host waits for nothing, so a model with this layer compiles as
-    one graph.
+    No shape depends on the selected experts, and the host never waits, so a model with this layer compiles as one
+    graph.
 
     Args:
-        gate_up: the weights of gate and up, of one part or two; or the stacks of `layers/mixed_experts.py`, with which
-            the host may wait for the device.
-        down: the weights of down; the same holds for them.
-        activation: takes the product `[T, top_k, 2 * I]` of `gate_up` and returns `[T, top_k, I]`. If random input
-            shows that `gated_activation` computes the same, that operator takes its place. If this is a module, it
-            becomes a part of this one. If it is a method of a module, that module must be elsewhere in the model.
-        top_k: the number of experts of a token, for which `prepare` compiles kernels; None means that it is not known.
+        gate_up: the weights of gate and up, in one part or two. They may also be a stack of `layers/mixed_experts.py`,
+            with which the host may wait for the device.
+        down: the weights of down, or a stack of `layers/mixed_experts.py`.
+        activation: a function from the product `[T, top_k, 2 * I]` of `gate_up` to `[T, top_k, I]`. If
+            `gated_activation` has the same results on random input, that operator replaces the function. An activation
+            that is a module becomes a child of this module. An activation that is a module's method needs this other
+            module elsewhere in the model.
+        top_k: the number of experts per token, for which `prepare` compiles kernels. None means unknown.
 
     Examples:
         >>> from torch_marlin_metal.layers.experts import silu_gate
@@ -287,7 +288,7 @@ class MarlinExperts(nn.Module):
         torch.Size([3, 64])
     """
 
-    down_dtype: torch.dtype | None = None  # dtype of the products of `down`; None means the activations' dtype
+    down_dtype: torch.dtype | None = None  # dtype of the products with `down`; None means the activations' dtype
 
     def __init__(
         self,
@@ -303,7 +304,7 @@ class MarlinExperts(nn.Module):
             )
         self.gate_up, self.down, self.top_k = gate_up, down, top_k
         self.activation = activation
-        # This computes the same in one operator.
+        # An operator with the same results, or None.
         self._known = find_known(activation, sum(gate_up.sizes))
         if self._known is not None and sum(gate_up.sizes) != 2 * down.in_features:
             raise ValueError(
@@ -318,16 +319,16 @@ class MarlinExperts(nn.Module):
         return count
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns `[T, H]`, the weighted sum over each token's experts.
+        """Returns `[T, H]`, the weighted sum over the experts of each token.
 
         Args:
             hidden_states: `[T, H]`.
-            top_k_index: `[T, top_k]`, the experts; an id outside `[0, E)` adds nothing.
-            top_k_weights: `[T, top_k]`, their weights.
+            top_k_index: the experts of each token, `[T, top_k]`. An id outside `[0, E)` adds nothing.
+            top_k_weights: the weights of these experts, `[T, top_k]`.
 
         Raises:
-            ValueError: an argument has the wrong shape, dtype or device, or the activation returns another size than
-                `down` takes.
+            ValueError: an argument has the wrong shape, dtype or device, or the activation's result does not fit
+                `down`.
         """
         if hidden_states.dim() != 2:
             raise ValueError(
@@ -343,24 +344,24 @@ class MarlinExperts(nn.Module):
         return self.down(inner, top_k_index, top_k_weights, reduce=True)  # type: ignore[no-any-return]
 
     def inner(self, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
-        """Returns `[T, top_k, I]`, the activated product with gate and up."""
+        """Computes the product with gate and up and the activation: `[T, top_k, I]`."""
         if self._known is not None and not self._known.swapped and isinstance(self.gate_up, ExpertWeights):
             return self.gate_up(hidden_states, top_k_index, activation=self._known)  # type: ignore[no-any-return]
         return self.activate(self.gate_up(hidden_states, top_k_index))
 
     def activate(self, gate_up: Tensor) -> Tensor:
-        """Applies the activation function to the output `[..., 2 * I]` of `gate_up`; returns `[..., I]`."""
+        """Applies the activation to the output `[..., 2 * I]` of `gate_up`. Returns `[..., I]`."""
         return (self._known or self.activation)(gate_up)
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
-    """Returns `silu(gate) * up`, the activation of Mixtral, Qwen and OLMoE; `gate_up` holds gate, then up."""
+    """Computes `silu(gate) * up`, the activation of Mixtral, Qwen and OLMoE. `gate_up` contains gate, then up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
 
 def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> str:
-    """Returns the reason why the weights of two experts cannot share tensors, or an empty string."""
+    """Returns the reason why the weights of two experts cannot be stored in common tensors, or ""."""
     if [part.N for part in mine] != [part.N for part in other]:
         return "the sizes of the experts differ"
     first = mine[0]
@@ -389,7 +390,7 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
 
 
 def _outline(part: PackedWeight) -> PackedWeight:
-    """Returns a weight with the sizes, dtypes and table of `part` that needs almost no memory."""
+    """Returns a weight with the sizes, dtypes and table of `part` that uses almost no memory."""
     tensors = {name: tensor for name, tensor in part.tensors().items() if name not in ("lut", "perm")}
     hollow: dict[str, Any] = {name: tensor.new_empty(()).expand(tensor.shape) for name, tensor in tensors.items()}
     return replace(part, perm=None, **hollow)

@@ -1,4 +1,4 @@
-"""Compares the results of transformers' experts modules with `MarlinExperts`."""
+"""Compares the results of transformers' experts modules with those of `MarlinExperts`."""
 
 import copy
 from typing import Any
@@ -10,11 +10,11 @@ from torch_marlin_metal.layers.equivalence import agrees, in_mode, random_like
 from torch_marlin_metal.layers.float_experts import WEIGHTS, apply_gate, is_experts, stores_transposed, takes_each_token
 
 TOKENS, EXPERTS, TOP_K = 4, 3, 2
-HIDDEN, INNER = 16, 24  # a model's own sizes would need gigabytes
+HIDDEN, INNER = 16, 24  # the model's own sizes would need gigabytes
 
 
 class _EagerConfig:
-    """A config whose experts run the forward of their class, and no other implementation of transformers."""
+    """A config that selects transformers' "eager" experts, the forward of the module's class."""
 
     _experts_implementation = "eager"
 
@@ -26,19 +26,19 @@ class _EagerConfig:
 
 
 def why_unknown(experts: nn.Module) -> str:
-    """Returns why `MarlinExperts` does not compute what experts in floats compute, or an empty text.
+    """Returns the reason why `MarlinExperts` differs from float experts, or "" if the results agree.
 
-    The test runs the forward of the module's class with small random weights, so it also takes experts on the meta
+    The test runs the forward of the module's class with small random weights, so it also works for experts on the meta
     device.
 
     Args:
-        experts: a module for which `is_stack` is true; it is not changed.
+        experts: a module for which `is_stack` is true. It is not changed.
     """
     name = type(experts).__name__
     counts = [len(experts._parameters[kind]) for kind in WEIGHTS]  # type: ignore[arg-type]
     if counts[0] != counts[1]:
         return f"{name} has {counts[0]} experts in gate_up_proj and {counts[1]} in down_proj"
-    # MarlinExperts holds no tensors of an activation, so they would be missing from state_dict.
+    # MarlinExperts stores no tensors of an activation, so state_dict would lack them.
     if buffers := [name for name, _ in experts.named_buffers()]:
         return f"{name} has a buffer: {buffers[0]}"
     unlike = f"{name} computes something else than MarlinExperts"
@@ -47,7 +47,7 @@ def why_unknown(experts: nn.Module) -> str:
     each = takes_each_token(experts)
     if each and len(experts._parameters) > len(WEIGHTS):
         return f"{name} has a bias, which it adds to tokens of other experts, too"
-    with torch.no_grad(), torch.device("cpu"):  # a model can be made while another device is the default one
+    with torch.no_grad(), torch.device("cpu"):  # the caller may have set another default device
         x, ids = (
             random_like(torch.empty(TOKENS, HIDDEN, device="cpu")),
             torch.arange(TOKENS * TOP_K, device="cpu").view(TOKENS, TOP_K),
@@ -63,7 +63,7 @@ def why_unknown(experts: nn.Module) -> str:
                 expected, own = _compute(small, x, ids, weights), small.forward(*arguments)
             with in_mode(small, training=True):
                 in_training = small.forward(*arguments)
-        except Exception:  # the class takes other arguments or other sizes
+        except Exception:  # the class needs other arguments or other sizes
             return unlike
     if not agrees(own, expected):
         return unlike
@@ -71,12 +71,12 @@ def why_unknown(experts: nn.Module) -> str:
 
 
 def _with_small_weights(experts: nn.Module) -> Any:
-    """Returns a copy with a few small experts on the CPU. It shares the module's children."""
+    """Returns a copy with a few small experts on the CPU. The copy shares the module's children."""
     small: Any = copy.copy(experts)
     transposed = stores_transposed(experts)
     shapes = [weight.mT.shape if transposed else weight.shape for weight in map(experts.get_parameter, WEIGHTS)]
     (count, columns, hidden), inner = shapes[0], shapes[1][2]
-    # The forward of a class may read its sizes from attributes. Equal sizes stay equal.
+    # The forward of a class may read its sizes from attributes. Sizes that are equal must remain equal.
     narrow = HIDDEN * inner // hidden if hidden in (inner, columns) else INNER
     sizes = {hidden: HIDDEN, inner: narrow, columns: columns // inner * narrow}
     for key, value in vars(experts).items():
@@ -99,7 +99,7 @@ def _with_small_weights(experts: nn.Module) -> Any:
 
 
 def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Returns the result of `MarlinExperts` for `x [T, H]`, in floats."""
+    """Computes the result of `MarlinExperts` for `x [T, H]` with float weights."""
 
     def product(a: Tensor, kind: str) -> Tensor:
         weight, bias = experts._parameters[kind], experts._parameters.get(f"{kind}_bias")

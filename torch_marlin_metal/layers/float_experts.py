@@ -1,11 +1,11 @@
-"""Finds transformers' modules of float experts, and the layers of each.
+"""Finds transformers' modules of float experts and the layers in each.
 
-An experts module has the parameters `gate_up_proj` and `down_proj`, `[E, N, K]` or, if `is_transposed`, `[E, K, N]`,
-and perhaps a bias for each. Its method `_apply_gate` is the activation. The experts of Llama 4 take all tokens once for
-each expert, and zeros in the place of the tokens of other experts; their activation is `act_fn(gate) * up`.
+An experts module has the parameters `gate_up_proj` and `down_proj`, each `[E, N, K]` or, if `is_transposed`, `[E, K,
+N]`, and optional biases. Its method `_apply_gate` is the activation. The experts of Llama 4 differ: each expert
+receives all tokens, with zeros in place of the tokens of other experts, and the activation is `act_fn(gate) * up`.
 
 Checkpoints store experts in two ways. gpt-oss stacks all experts in one tensor, and its layers are named
-`experts.gate_up_proj.3`. Others have one Linear for each part of each expert: `experts.3.gate_proj`, or `experts.3.w1`
+`experts.gate_up_proj.3`. Others store a Linear for each part of each expert: `experts.3.gate_proj`, or `experts.3.w1`
 in Mixtral.
 """
 
@@ -20,24 +20,24 @@ STACKED = re.compile(r"(.+)\.(gate_up_proj|down_proj)\.(\d+)")
 SPLIT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 WEIGHTS = ("gate_up_proj", "down_proj")
-# These are the only parameters that an experts module may have. A module with other parameters computes something that
-# `MarlinExperts` does not compute, such as a norm after down.
+# The only parameters that an experts module may have. A module with other parameters computes more than
+# `MarlinExperts`, for example a norm after down.
 KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 
 def is_experts(module: nn.Module | None) -> bool:
-    """Returns whether a module has stacked experts in floats with an activation, which may be ones to refuse."""
+    """Returns True if a module has stacked float experts with an activation. They may still be unsupported."""
     return is_stack(module) and (hasattr(module, "_apply_gate") or takes_each_token(module))
 
 
 def takes_each_token(module: nn.Module | None) -> bool:
-    """Returns whether the forward of experts takes only tokens, `[E * T, H]`, and no choice of experts."""
+    """Returns True if the forward of experts has only tokens `[E * T, H]` as argument, without selected experts."""
     arguments = () if module is None else inspect.signature(type(module).forward).parameters
     return len(arguments) == 2 and hasattr(module, "act_fn") and not hasattr(module, "_apply_gate")
 
 
 def apply_gate(module: Any, gate_up: Tensor) -> Tensor:
-    """Returns `[..., I]`, the activation of an experts module for gate and up `[..., 2 * I]`."""
+    """Applies the activation of an experts module to gate and up `[..., 2 * I]`. Returns `[..., I]`."""
     if hasattr(module, "_apply_gate"):
         return module._apply_gate(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
@@ -45,7 +45,7 @@ def apply_gate(module: Any, gate_up: Tensor) -> Tensor:
 
 
 def is_stack(module: nn.Module | None) -> bool:
-    """Returns whether a module has stacked experts in floats, whatever it computes with them."""
+    """Returns True if a module has stacked float experts, for any computation with them."""
     if module is None:
         return False
     stacks = [module._parameters.get(name) for name in WEIGHTS]
@@ -55,7 +55,7 @@ def is_stack(module: nn.Module | None) -> bool:
 
 
 def stores_transposed(experts: nn.Module) -> bool:
-    """Returns whether the stacks of experts in floats are `[E, K, N]`. The experts of Llama 4 do not say so."""
+    """Returns True if the stacks of float experts are `[E, K, N]`. Llama 4's experts have no attribute for this."""
     if (stated := getattr(experts, "is_transposed", None)) is not None:
         return bool(stated)
     gate_up, down = (experts._parameters[name] for name in WEIGHTS)
@@ -71,11 +71,11 @@ def find_module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 class ExpertFinder:
-    """Finds the experts module that a layer of a checkpoint belongs to.
+    """Finds the experts module that contains a layer of a checkpoint.
 
     Args:
-        modules: the modules of a model with experts in floats, by name. They must not change while this object is used.
-        fits: tells which modules are experts modules.
+        modules: the modules of a model with float experts, by name. They must not change while the finder is used.
+        fits: returns True for an experts module.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], fits: Callable[[nn.Module | None], bool] = is_experts) -> None:
@@ -83,10 +83,10 @@ class ExpertFinder:
         self._known: dict[str, bool] = {}
 
     def find(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """Returns the name of the experts module and `ExpertLayers.parts`, or None if it is no layer of an expert.
+        """Returns the name of the experts module and the layer's `ExpertLayers.parts`, or None for other layers.
 
         Args:
-            name: the layer's name, as in the model.
+            name: the name of the layer in the model.
         """
         split = SPLIT.fullmatch(name)
         found = split or STACKED.fullmatch(name)

@@ -1,9 +1,9 @@
-"""Computes several projections of the same input in one call: q, k and v; gate and up.
+"""Computes several projections of the same input in one call: q, k and v, or gate and up.
 
-The model's own code does not change. When a projection is called with a new input, all projections of its group are
-computed. Later calls with the same input return parts of that result. The group is computed again if the input has been
-written since, or if gradients or autocast have been switched on or off. The results are therefore right for every order
-of calls.
+The model's code does not change. When a projection is called with a new input, all projections of its group are
+computed. Later calls with the same input return parts of this result. The group is computed again if the input was
+written in the meantime, or if gradients or autocast were switched on or off. The results are therefore correct for
+every order of calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,34 +23,34 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Group:
-    """The data that the projections of a group share: the layer with all columns, the last input and its results."""
+    """The shared data of a group's projections: the layer with all columns, the last input and its results."""
 
     def __init__(self, layer: MarlinLinear, sizes: list[int], scaled: list[bool]) -> None:
         self.layer = layer
         self.sizes = sizes
-        self.scaled = scaled  # for each projection, whether its global scale had one value per column
+        self.scaled = scaled  # for each projection: True if its global scale had a value per column
         self.latest: tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]] | None = None
 
 
 class FusedLinear(nn.Module):
-    """One projection of a group. The first projection holds the common layer, as its submodule `fused`."""
+    """One projection of a group. The first projection has the common layer as its submodule `fused`."""
 
     def __init__(self, group: _Group, index: int) -> None:
         super().__init__()
         if index == 0:
             self.fused = group.layer
-        self._shared = (group,)  # the tuple keeps the group from becoming a submodule of every projection
+        self._shared = (group,)  # a tuple, so that the group's layer does not become a submodule of each projection
         self._index = index
         self.in_features, self.out_features = group.layer.in_features, group.sizes[index]
 
     @property
     def group(self) -> _Group:
-        """Returns the data that the projections of this group share."""
+        """Returns the shared data of the group's projections."""
         return self._shared[0]
 
     @property
     def weight(self) -> WeightInfo:
-        """Describes this projection's columns, as `MarlinLinear.weight` does."""
+        """Describes the columns of this projection, like `MarlinLinear.weight`."""
         whole = self.group.layer.weight
         return WeightInfo(whole.dtype, whole.device, torch.Size((self.out_features, self.in_features)))
 
@@ -62,7 +62,7 @@ class FusedLinear(nn.Module):
         return None if whole is None else whole[start : start + self.out_features]
 
     def forward(self, a: Tensor) -> Tensor:
-        """Returns this projection's `[..., out_features]` for `a [..., in_features]`, a view of the group's result."""
+        """Computes `[..., out_features]` for `a [..., in_features]`. The result is a view of the group's result."""
         group = self._shared[0]
         latest, state = group.latest, _state(a)
         known = latest is not None and latest[0] is a and latest[1] == state
@@ -71,7 +71,7 @@ class FusedLinear(nn.Module):
         return parts[self._index]
 
     def to_packed(self) -> PackedWeight:
-        """Returns this projection's weight and bias, as they were before fusing."""
+        """Returns the weight and bias that this projection had before fusing."""
         group = self.group
         start = sum(group.sizes[: self._index])
         columns = slice(start, start + self.out_features)
@@ -85,8 +85,8 @@ class FusedLinear(nn.Module):
 
 
 def _state(a: Tensor) -> tuple[Any, ...]:
-    """Returns the state on which a result depends: the tensor's version, gradients, and autocast."""
-    if torch.compiler.is_compiling():  # a graph cannot ask whether a tensor was written
+    """Returns the state that a result depends on: the version of the tensor, gradients, and autocast."""
+    if torch.compiler.is_compiling():  # a graph cannot test if a tensor was written
         return ()
     kind = a.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -98,8 +98,8 @@ class FusedReport:
     """The result of `fuse_projections`.
 
     Attributes:
-        fused: names of the projections that are computed together, one tuple per group.
-        left: the groups that were not fused, as (names, reason).
+        fused: the names of the projections in each fused group, one tuple per group.
+        left: the groups that were not fused, each as (names, reason).
     """
 
     fused: list[tuple[str, ...]]
@@ -109,17 +109,17 @@ class FusedReport:
 def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> FusedReport:
     """Computes the `MarlinLinear` projections of the same input in one call, in place.
 
-    A group is fused if its weights agree in format, group size, dtypes and act-order. The results have the same bits as
-    those of separate projections if the planner splits K of the joined matrix in the same way as before. Otherwise they
-    agree within the operator's error bound. If an error occurs, no group is fused.
+    A group is fused if its weights have the same format, group size, dtypes and act-order. If the planner splits K of
+    the joint matrix as it split K of the separate ones, the results have the same bits. Otherwise they agree within the
+    operator's error bound. If an error occurs, no group is fused.
 
-    A group keeps its last input and the results until its last projection is called. A model that never calls that
-    projection keeps these tensors alive.
+    A group keeps its last input and results in memory until its last projection is called, so a model that never calls
+    this projection never frees these tensors.
 
     Args:
         model: changed in place.
-        groups: names of sibling modules that share their input. If siblings have different inputs (cross-attention),
-            the results are still right, but each is computed more than once.
+        groups: the names of sibling modules that share their input. If siblings have different inputs
+            (cross-attention), the results are correct, but each projection is computed more than once.
 
     Examples:
         >>> model = nn.Module()
@@ -153,10 +153,10 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
 
 
 def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every packed layer of a model; fused projections are separate layers.
+    """Yields (name, weight) for each packed layer of a model. Fused projections are yielded as separate layers.
 
     Raises:
-        ValueError: a layer holds one process's part of a weight, which only `torch_marlin_metal.parallel` can read.
+        ValueError: a layer has one process's part of a weight, which only `torch_marlin_metal.parallel` can read.
     """
     inside = set()
     for name, module in model.named_modules():
@@ -173,7 +173,7 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 
 
 def _differences(layers: list[MarlinLinear]) -> str:
-    """Returns the reason why these layers cannot be fused, or an empty string."""
+    """Returns the reason why these layers cannot be fused, or ""."""
     first = layers[0]
     for layer in layers:
         if type(layer) is not MarlinLinear:

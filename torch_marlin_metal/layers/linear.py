@@ -1,4 +1,4 @@
-"""A Linear layer whose weight stays packed."""
+"""A Linear layer with a packed weight."""
 
 from typing import Any
 
@@ -19,28 +19,28 @@ _gemm_fp32 = torch.ops.torch_marlin_metal.gemm_fp32.default
 class MarlinLinear(PackedLayer):
     """`nn.Linear` with a packed weight: `y = a @ w.T + bias`, computed by `torch.ops.torch_marlin_metal.gemm`.
 
-    The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory. `from_linear` and
-    `from_packed` make layers with weights. The state_dict holds `b_packed`, `scales`, `packed_format` and, if the
-    weight has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. It also holds a `weight` of one byte, which this
-    layer ignores. An `nn.Linear` that loads this state_dict by mistake finds a `weight` of the wrong size and refuses
-    it, even with `strict=False`. `.half()`, `.bfloat16()` and `.to(dtype)` convert only the bias. `.double()` converts
-    the bias to float32, because no kernel takes float64. The output has the dtype of the activations.
+    The constructor makes an empty layer for loaders. On `device="meta"` the layer needs no memory. `from_linear` and
+    `from_packed` make layers with weights. The state_dict has `b_packed`, `scales`, `packed_format` and, if the weight
+    has them, `zeros`, `global_scale`, `lut`, `perm` and `bias`. It also has a `weight` of one byte, which this layer
+    ignores. If an `nn.Linear` loads this state_dict by mistake, the wrong size of `weight` raises an error, even with
+    `strict=False`. `.half()`, `.bfloat16()` and `.to(dtype)` convert only the bias. `.double()` converts the bias to
+    float32, because no kernel supports float64. The output has the dtype of the activations.
 
     Args:
         in_features: K, a multiple of 8.
         out_features: N.
-        bias: whether the layer has a bias.
+        bias: True if the layer has a bias.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, or 128 if it has none.
-        scale_dtype: dtype of floating scales.
-        zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
-        super_dtype: dtype of `super_scales`, if scales have two levels; `scale_dtype` is then uint8 or int8. Biases
-            have two levels too if `zeros_dtype` is uint8.
-        global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
-        perm: whether the weight has an act-order permutation.
-        block_scales: whether one scale stands for a block of 128 x 128 weights, as `PackedWeight.scales` says.
+        group_size: 16, 32, 64, 128, 256 or K. -1 means K. None means the format's fixed size, or 128 if there is none.
+        scale_dtype: dtype of floating-point scales.
+        zeros_dtype: dtype of the zeros. None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
+        super_dtype: dtype of `super_scales` for two-level scales. `scale_dtype` is then uint8 or int8. Biases have two
+            levels too if `zeros_dtype` is uint8.
+        global_scale_per_column: True if nvfp4's `global_scale` has a value per column, False if it has a single value.
+        perm: True if the weight has an act-order permutation.
+        block_scales: True if one scale is for a block of 128 x 128 weights, see `PackedWeight.scales`.
         device: device of the tensors.
-        dtype: dtype of the bias and the value of `.weight.dtype`; None means the default dtype.
+        dtype: dtype of the bias and value of `.weight.dtype`. None means the default dtype.
 
     Examples:
         >>> layer = tmm.MarlinLinear.from_linear(nn.Linear(256, 64), "nvfp4", method="mse")
@@ -49,10 +49,10 @@ class MarlinLinear(PackedLayer):
     """
 
     product_dtype: torch.dtype | None = None  # dtype of all products on mps; None means the activations' dtype
-    rounds_weights = False  # whether products may round the weight (variant "rounded"), as models of diffusers do
-    rounds_in_training = False  # the same in training mode, see prepare_for_training
+    rounds_weights = False  # True: products may round the weight (variant "rounded"), as in models of diffusers
+    rounds_in_training = False  # True: the same, but only in training mode; see prepare_for_training
     activations: str | None = None  # see set_activations
-    is_split = False  # whether the layer holds one process' part of a weight; see torch_marlin_metal.parallel
+    is_split = False  # True: the layer has one process's part of a weight; see torch_marlin_metal.parallel
 
     def __init__(
         self,
@@ -95,22 +95,22 @@ class MarlinLinear(PackedLayer):
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, *, dtype: torch.dtype | None = None) -> "MarlinLinear":
-        """Makes a layer that holds the tensors of `packed` (without copying them).
+        """Makes a layer from the tensors of `packed`, without copies.
 
         Args:
-            packed: the weight, with its bias if it has one.
-            dtype: the value of `.weight.dtype`. None means the dtype of the bias, or without a bias the dtype of
-                floating scales. If there is neither, None means the default dtype.
+            packed: the weight with its optional bias.
+            dtype: the value of `.weight.dtype`. None means the dtype of the bias, else the dtype of floating-point
+                scales, else the default dtype.
 
         Raises:
-            PackedWeightError: a field of `packed` breaks a rule of its format. This includes scales beyond 2^100 and
-                E8M0 codes outside 16..240, because the operators do not check values.
+            PackedWeightError: a field of `packed` violates a rule of its format. The check includes the values of
+                scales, at most 2^100, and of E8M0 codes, 16 to 240, because the operators do not check values.
         """
         return cls.from_valid(packed.validate(), dtype=dtype)
 
     @classmethod
     def from_valid(cls, packed: PackedWeight, *, dtype: torch.dtype | None = None) -> "MarlinLinear":
-        """Does the same as `from_packed`, without the check, for weights of a reader."""
+        """Does the same as `from_packed` without the check, for weights that a reader has validated."""
         global_scale = packed.global_scale
         if find_format(packed.weight_format).has_global_scale:
             one = torch.ones(1, device=packed.b_packed.device)
@@ -154,17 +154,17 @@ class MarlinLinear(PackedLayer):
         method: str = "rtn",
         **options: Any,
     ) -> "MarlinLinear":
-        """Quantizes a Linear layer on its device; the new layer shares the bias with `linear`.
+        """Quantizes a Linear layer on its device. The new layer shares the bias with `linear`.
 
         Args:
-            linear: the layer; its weight is float16, bfloat16 or float32 with K a multiple of 8.
+            linear: the layer. Its weight must be float16, bfloat16 or float32, with K a multiple of 8.
             weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".
             **options: `scale_dtype`, `lut` and `mx_rounding` of `quantize_weight`.
 
         Raises:
-            ValueError: the weight or an argument is wrong; see `quantize_weight`.
+            ValueError: the weight or an argument is invalid; see `quantize_weight`.
         """
         packed = quantize_weight(linear.weight, weight_format, group_size, method, **options)
         packed.bias = linear.bias
@@ -172,9 +172,9 @@ class MarlinLinear(PackedLayer):
         return layer.train(linear.training)
 
     def forward(self, a: Tensor) -> Tensor:
-        """Returns `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
+        """Computes `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
         rounds = self.rounds_weights or (self.rounds_in_training and self.training)
-        # This is self._arguments(self.bias) without the call.
+        # The same as self._arguments(self.bias), without the cost of the call.
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
         if self.activations is not None:
             named["activations"] = self.activations
@@ -184,7 +184,7 @@ class MarlinLinear(PackedLayer):
         return result
 
     def _sums(self, a: Tensor) -> Tensor:
-        """Returns the result of `forward` in fp32, before it is rounded to a's dtype."""
+        """Computes the result of `forward` in fp32, before it is rounded to a's dtype."""
         tensors, named = self._arguments(self.bias)
         if self.activations is not None:
             named["activations"] = self.activations
@@ -198,12 +198,12 @@ class MarlinLinear(PackedLayer):
         return PackedWeight(weight_format=self.weight_format, group_size=self.group_size, bias=self.bias, **tensors)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight in `nn.Linear`'s layout `[out_features, in_features]`."""
+        """Decodes the weight to `nn.Linear`'s layout `[out_features, in_features]`."""
         return self.to_packed().dequantize(dtype).T
 
     @property
     def weight(self) -> WeightInfo:
-        """Returns the weight's dtype, device and shape, for models that read them; the result is not a tensor."""
+        """Returns the dtype, device and shape of the weight, for models that read them. The result is not a tensor."""
         return WeightInfo(self.dtype, self.b_packed.device, torch.Size((self.out_features, self.in_features)))
 
     def extra_repr(self) -> str:

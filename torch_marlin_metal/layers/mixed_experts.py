@@ -1,4 +1,4 @@
-"""Weights of experts that cannot be one packed stack: in floats, or gate and up in their own stacks."""
+"""Weights of experts that cannot be one packed stack: float weights, or separate stacks for gate and up."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,18 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.layers.experts import ExpertWeights
 
-FEW_ROWS = 32  # up to which the weights of the rows' experts are copied, so that one batched product computes them
+FEW_ROWS = 32  # up to this many rows, each row's weight is copied, and one batched product computes all rows
 
 
 class FloatExpertWeights(nn.Module):
-    """The weights of one linear layer of all experts, in floats.
+    """The weights of one linear layer for all experts, in floats.
 
-    With more than `FEW_ROWS` rows, the host waits for the device once, to learn how many rows each expert has.
+    With more than `FEW_ROWS` rows, the host waits once for the device, to read the number of rows of each expert.
 
     Args:
-        weight: `[E, N, K]`.
-        bias: `[E, N]` or None.
-        sizes: the columns of each part, such as gate and up; N is their sum.
+        weight: the weights `[E, N, K]`.
+        bias: the biases `[E, N]`, or None.
+        sizes: the number of columns of each part, for example gate and up. N is the sum.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class FloatExpertWeights(nn.Module):
         return self.weight.device
 
     def forward(self, a: Tensor, expert_ids: Tensor, row_weights: Tensor | None = None, reduce: bool = False) -> Tensor:
-        """Computes the same as `ExpertWeights.forward` without an activation."""
+        """Computes `ExpertWeights.forward` without an activation."""
         T, top_k = expert_ids.shape
         rows = (a.unsqueeze(1).expand(-1, top_k, -1) if a.dim() == 2 else a).reshape(T * top_k, -1)
         ids = expert_ids.reshape(-1).long()
@@ -52,7 +52,7 @@ class FloatExpertWeights(nn.Module):
         return (y.sum(1) if reduce else y).to(a.dtype)
 
     def _product(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Returns `[R, N]`, the product of each row `[R, K]` with the weight of its expert."""
+        """Multiplies each row `[R, K]` by its expert's weight. Returns `[R, N]`."""
         if len(rows) <= FEW_ROWS or torch.compiler.is_compiling():
             return torch.bmm(self.weight[ids], rows.unsqueeze(2)).squeeze(2)
         order = ids.argsort()
@@ -65,7 +65,6 @@ class FloatExpertWeights(nn.Module):
         return torch.cat(products)[back]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weights, `[E, N, K]`."""
         return self.weight.detach().to(dtype)
 
     def extra_repr(self) -> str:
@@ -76,12 +75,12 @@ Stack = ExpertWeights | FloatExpertWeights
 
 
 class JoinedExpertWeights(nn.Module):
-    """Gate and up of all experts in two stacks, of which one may be in floats.
+    """Gate and up of all experts in two stacks. One of the stacks may be in floats.
 
     Args:
         gate: the weights of gate.
-        up: the weights of up, as large as gate.
-        alternates: whether gate and up columns are interleaved, not in halves.
+        up: the weights of up, in the same shape as gate.
+        alternates: True if gate and up columns alternate, False if they are two halves.
     """
 
     def __init__(self, gate: Stack, up: Stack, alternates: bool) -> None:
@@ -95,7 +94,7 @@ class JoinedExpertWeights(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the biases and of a stack in floats."""
+        """Returns the dtype of the biases and of a float stack."""
         return next((part.dtype for part in self.parts if isinstance(part, FloatExpertWeights)), self.gate.dtype)
 
     @property
@@ -109,7 +108,7 @@ class JoinedExpertWeights(nn.Module):
         return self._join(biases) if biases else None
 
     def forward(self, a: Tensor, expert_ids: Tensor) -> Tensor:
-        """Returns `[T, top_k, N]`; takes the arguments of `ExpertWeights.forward`."""
+        """Computes `[T, top_k, N]`. The arguments are those of `ExpertWeights.forward`."""
         return self._join([part(a, expert_ids) for part in self.parts])
 
     def _join(self, columns: Sequence[Tensor]) -> Tensor:
@@ -118,5 +117,5 @@ class JoinedExpertWeights(nn.Module):
         return torch.cat(tuple(columns), dim=-1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weights as floats, `[E, N, K]`."""
+        """Decodes the weights to floats `[E, N, K]`."""
         return self._join([part.dequantize(dtype).mT for part in self.parts]).mT.contiguous()

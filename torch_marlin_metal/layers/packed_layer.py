@@ -23,32 +23,33 @@ from torch_marlin_metal.packed_weight import (
 
 FORMAT_VERSION = 1
 # The tensors that define the weight. They move between devices but are never converted to another dtype.
-# The state_dict has a tensor of one element under the name of the float weight. Without it, a loader that ignores
-# unknown tensors would leave a float layer at its initial values. With it, the loader finds a wrong size and stops.
+# The state_dict has a tensor of one element with the name of the float weight. Without this tensor, a loader that
+# The name of the float weight. The state_dict has a tensor of one element with this name. Without it, a loader that
+# ignores unknown tensors would leave a float layer at its initial values. With it, the loader reports a wrong size.
 GUARD = "weight"
 
 
 class PackedLayer(nn.Module):
-    """Holds the tensors of a packed weight `[K, N]`, or of several weights of this size, as buffers.
+    """Stores the tensors of a packed weight `[K, N]`, or of several weights of this size, as buffers.
 
-    The constructor makes an empty layer for loaders; on `device="meta"` it needs no memory.
+    The constructor makes an empty layer for loaders. On `device="meta"` the layer needs no memory.
 
     Args:
         K: rows of the weight, a multiple of 8.
         N: columns of the weight.
-        bias: whether the layer has a bias.
-        stack: the dimensions before those of a single weight, for all tensors except `lut`; () for a single weight.
+        bias: True if the layer has a bias.
+        stack: the leading dimensions that all tensors except `lut` have for several weights; () for a single weight.
         weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K; -1 means K; None means the format's fixed size, or 128 if it has none.
-        scale_dtype: dtype of floating scales.
-        zeros_dtype: dtype of the zeros; None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
-        super_dtype: dtype of `super_scales`, if scales have two levels; `scale_dtype` is then uint8 or int8. Biases
-            have two levels too if `zeros_dtype` is uint8.
-        global_scale_per_column: whether nvfp4's `global_scale` has one value per column instead of a single value.
-        perm: whether the weight has an act-order permutation.
-        block_scales: whether one scale stands for a block of 128 x 128 weights, as `PackedWeight.scales` says.
+        group_size: 16, 32, 64, 128, 256 or K. -1 means K. None means the format's fixed size, or 128 if there is none.
+        scale_dtype: dtype of floating-point scales.
+        zeros_dtype: dtype of the zeros. None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
+        super_dtype: dtype of `super_scales` for two-level scales. `scale_dtype` is then uint8 or int8. Biases have two
+            levels too if `zeros_dtype` is uint8.
+        global_scale_per_column: True if nvfp4's `global_scale` has a value per column, False if it has a single value.
+        perm: True if the weight has an act-order permutation.
+        block_scales: True if one scale is for a block of 128 x 128 weights, see `PackedWeight.scales`.
         device: device of the tensors.
-        dtype: dtype of the bias; None means the default dtype.
+        dtype: dtype of the bias. None means the default dtype.
     """
 
     b_packed: Tensor
@@ -117,25 +118,25 @@ class PackedLayer(nn.Module):
         self.bias = None if held is None else nn.Parameter(held, requires_grad=False)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses `torch.jit.script`, which asks every module for this method."""
+        """Raises an error for `torch.jit.script`, which calls this method of each module."""
         raise ValueError(
             f"torch.jit.script: expected a model without packed layers, got {type(self).__name__}: use torch.compile, "
             "torch.export or torch.jit.trace"
         )
 
     def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
-        """Returns the weights that these tensors hold, to check their values."""
+        """Returns the weights in these tensors, whose values are then checked."""
         return [PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors)]
 
     def _weight_buffers(self) -> Mapping[str, Any]:
-        """Returns a mapping that holds the weight's tensors by name."""
-        if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class
+        """Returns a mapping that contains the weight's tensors by name."""
+        if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class and not a buffer
             return {name: getattr(self, name) for name in WEIGHT_TENSORS}
-        # Reads the dictionary, because nn.Module.__getattr__ for each buffer would cost about 2 us per call.
+        # Not getattr: nn.Module.__getattr__ for each buffer would cost about 2 us per call.
         return self._buffers
 
     def _arguments(self, bias: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Returns the operators' arguments for the weight and a bias: those by position, and those by name."""
+        """Returns the operators' positional and named arguments for the weight and a bias."""
         return operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, bias)
 
     def _describe(self, device: torch.device | str | None) -> Tensor:
@@ -156,14 +157,14 @@ class PackedLayer(nn.Module):
             if new.dtype != old.dtype:
                 new = old.to(new.device)
             self._buffers[name] = _same_for_all(old, new)
-        # to_empty() leaves all buffers uninitialised. Loaders fill the weight's buffers, but not `packed_format`.
+        # to_empty() leaves all buffers uninitialized. Loaders fill the weight's buffers, but not `packed_format`.
         if self.packed_format is not packed_format:
             self.packed_format = self._describe(self.packed_format.device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.b_packed.is_meta:  # an empty layer has no values that could be lost
+        if not self.b_packed.is_meta:  # a layer on the meta device has no values to protect
             destination[prefix + GUARD] = torch.zeros(1, dtype=torch.uint8, device=self.b_packed.device)
 
     def _load_from_state_dict(
@@ -182,9 +183,9 @@ class PackedLayer(nn.Module):
                 state_dict = {**state_dict, plane: words.contiguous()}
         found = self._differences(state_dict, prefix)
         given = {name for name in WEIGHT_TENSORS if prefix + name in state_dict}
-        # A tensor with a parametrization is no buffer, so it is not compared here.
+        # A parametrized tensor is not a buffer, so it is not compared here.
         own = {name for name in WEIGHT_TENSORS if self._buffers.get(name) is not None}
-        # Refused even with strict=False: tensors of the state and of the layer would mix two weights.
+        # An error even with strict=False: the result would mix tensors of two weights.
         if given and given != own and not found:
             missing_keys.extend(prefix + name for name in sorted(own - given))
             unexpected_keys.extend(prefix + name for name in sorted(given - own))
@@ -233,13 +234,12 @@ def model_device(model: nn.Module) -> torch.device | None:
 
 
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
-    """Returns the tensor for a layer that has moved `old` to `new`.
-
-    If another layer shares `old` and has moved before, that layer's tensor is returned, and otherwise `new`.
+    """Returns the tensor for a layer whose tensor `old` was moved to `new`.
 
     An embedding and its output layer share their tensors, but `.to()` moves each layer separately, which would end the
-    sharing. If one of the two tensors has been written since the other layer moved, for example by load_state_dict,
-    they stay separate.
+    sharing. If the other layer was moved first, this function therefore returns the other layer's moved tensor.
+    Otherwise it returns `new`. If one of the tensors was written after the other layer moved, for example by
+    load_state_dict, the tensors stay separate.
     """
     reference, versions = _moved.get(old, (None, None))
     moved = reference() if reference is not None else None
@@ -255,15 +255,15 @@ def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns how often a tensor was written."""
-    return -1 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no writes
+    """Returns the number of times that a tensor was written."""
+    return -1 if tensor.is_inference() else tensor._version  # tensors of inference mode do not count writes
 
 
 _moved: MutableMapping[Tensor, tuple[weakref.ref[Tensor], tuple[int, int]]] = WeakTensorKeyDictionary()
 
 
 def _activation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns float32 for float64, which the operators do not take, and any other dtype unchanged."""
+    """Returns float32 for float64, which the operators do not support. Returns other dtypes unchanged."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 

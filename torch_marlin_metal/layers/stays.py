@@ -1,7 +1,7 @@
-"""Finds the Linear layers that stay in floats unless the caller names them: heads of classifiers, and float32 parts.
+"""Finds the Linear layers that stay in floats by default: heads of classifiers, and float32 parts.
 
-A head has few rows, so 4 bits save nothing, and each row decides about a class. transformers and its quantizers keep
-the parts that a class lists in `_keep_in_fp32_modules`, such as T5's `wo`.
+A head has few rows, so 4 bits save almost no memory, and each row decides about a class. transformers and its
+quantizers preserve the modules that a class lists in `_keep_in_fp32_modules`, for example T5's `wo`.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-# Parts of the class names of transformers' models that end in a trained head over few classes.
+# Parts of class names in transformers whose models end in a trained head with few classes.
 CLASSIFIERS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
 IN_HEAD = "it belongs to the head of a classifier"
 
@@ -22,7 +22,7 @@ def staying_layers(model: nn.Module, heads: bool = True) -> dict[int, str]:
 
     Args:
         model: the model, which may be on the meta device.
-        heads: whether the heads of classifiers are among them.
+        heads: True to include the heads of classifiers.
     """
     found = dict.fromkeys(classifier_heads(model), IN_HEAD) if heads else {}
     for module in model.modules():
@@ -35,10 +35,10 @@ def staying_layers(model: nn.Module, heads: bool = True) -> dict[int, str]:
 
 
 def classifier_heads(model: nn.Module) -> set[int]:
-    """Returns the ids of the Linear layers that belong to the head of a classifier, anywhere in a model.
+    """Returns the ids of the Linear layers in classifier heads, anywhere in a model.
 
-    In a class of transformers, these are the layers outside of the base model. Without a head or a base model, they are
-    the layers with one row per label, else the last layer.
+    In a transformers class, these are the layers outside the base model. If there are none, or if the class has no base
+    model, they are the layers with one row per label. If there are none either, the last layer is the head.
     """
     found: set[int] = set()
     for module in model.modules():
@@ -48,7 +48,7 @@ def classifier_heads(model: nn.Module) -> set[int]:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Returns the class name from "For" on, or "" if the module is no model of transformers' kind."""
+    """Returns the class name from "For" on, or "" if the module is not a transformers model."""
     name = type(module).__name__
     return name[name.index("For") :] if "For" in name and hasattr(module, "config") else ""
 

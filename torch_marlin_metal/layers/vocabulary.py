@@ -1,4 +1,4 @@
-"""Finds the embeddings and the output layers of a model, which are quantized to a format of their own."""
+"""Finds the embeddings and output layers of a model. They are quantized to a separate format."""
 
 import contextlib
 from typing import Any
@@ -9,15 +9,15 @@ from torch_marlin_metal.quantize.recipe import IN_FLOATS
 
 
 def vocabulary_of(model: nn.Module, vocabulary_format: str | None) -> tuple[set[int], set[int]]:
-    """Returns the ids of the embeddings that are to be packed, and of the output layers.
+    """Returns the ids of the embeddings to pack, and the ids of the output layers.
 
-    A model of transformers names these modules (`get_input_embeddings`, `get_output_embeddings`). Its other
-    `nn.Embedding` modules hold positions, queries and other tables, and the model reads many of those without a
-    look-up. In a model that is not of transformers, every `nn.Embedding` counts if a format is given.
+    A transformers model names these modules with `get_input_embeddings` and `get_output_embeddings`. Its other
+    `nn.Embedding` modules contain positions, queries and other tables, and models read many of these without a look-up.
+    For other models, all `nn.Embedding` modules are packed if a format is given.
 
     Args:
         model: the model, which may be on the meta device.
-        vocabulary_format: a format, None for the default of models of transformers, or "none" for no embeddings.
+        vocabulary_format: a format, None for the default of transformers models, or "none" to pack no embeddings.
     """
     modules: list[Any] = list(model.modules())
     if not any(hasattr(module, "get_input_embeddings") for module in modules):

@@ -1,4 +1,4 @@
-"""What `layer.weight` of a packed layer is: its dtype, device and shape, and an error for everything else."""
+"""The object `layer.weight` of a packed layer: dtype, device and shape, and an error for everything else."""
 
 from typing import Any, NoReturn
 
@@ -8,7 +8,7 @@ NO_TENSOR = (
     "got the weight of a packed layer, which has only dtype, device, shape, ndim, size(), dim(), numel() and "
     "requires_grad; call the layer, or layer.dequantize() for the values"
 )
-# Python looks for these on the class, so `__getattr__` cannot answer for them.
+# Python looks up these methods on the class, so `__getattr__` does not see them.
 OPERATORS = (
     *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv"),
     *("floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul", "rmatmul", "imatmul", "neg", "pos", "abs"),
@@ -18,11 +18,11 @@ OPERATORS = (
 
 
 class WeightInfo:
-    """Stands in for `layer.weight` in models that read its dtype, device or shape. It is not a tensor.
+    """Replaces `layer.weight` for models that read its dtype, device or shape. It is not a tensor.
 
     Raises:
-        TypeError: from a function of torch or an operator that takes it.
-        AttributeError: from any other attribute of a tensor, and from writing an attribute, which would be lost.
+        TypeError: a torch function or a Python operator was applied to the object.
+        AttributeError: another attribute of a tensor was read, or an attribute was set, which would be lost.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class WeightInfo:
         return f"WeightInfo(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int | float | torch.Tensor):  # the answer would be False, for any weight
+        if isinstance(other, int | float | torch.Tensor):  # the comparison would be False for any weight
             raise TypeError(f"weight.__eq__: {NO_TENSOR}")
         return NotImplemented
 
@@ -62,7 +62,10 @@ class WeightInfo:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raises an error for every operation. Because of it, nn.TransformerEncoderLayer avoids its fused path."""
+        """Raises an error for every torch function.
+
+        nn.TransformerEncoderLayer avoids its fused path because of this method.
+        """
         raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
 
 

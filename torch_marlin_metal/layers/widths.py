@@ -1,4 +1,4 @@
-"""Chooses the formats of a model's layers by a limit of memory."""
+"""Selects formats for a model's layers under a memory limit."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -13,20 +13,20 @@ from torch_marlin_metal.quantize.like import formats_like
 from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.sizes import parse_size
 
-SAMPLE_EXPERTS = 4  # of a mixture's layer, on which the error of a format is measured
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in transformers' configs
-# The weight of the vocabulary's error beside the sum of all other layers' errors: 1/4 to 3 in small trained models. The
-# larger number keeps it in many bits.
+SAMPLE_EXPERTS = 4  # experts per layer of a mixture for which a format's error is measured
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the count in transformers' configs
+# The factor of the vocabulary's error in the sum with all other layers' errors. It is 1/4 to 3 in small trained models.
+# The larger number preserves many bits for the vocabulary.
 VOCABULARY_WEIGHT = 4
-LAYER_BYTES = 12  # of `packed_format`, which a packed layer holds beside the tensors of its weight
-STORED_BYTES = LAYER_BYTES + 1  # in a file, which also has the layer's `GUARD`
+LAYER_BYTES = 12  # bytes of `packed_format`, which a packed layer stores in addition to its weight
+STORED_BYTES = LAYER_BYTES + 1  # bytes of the same in a file, which also stores the layer's `GUARD`
 
 
 class Widths:
-    """Collects the layers of a model, and chooses their formats.
+    """Collects the layers of a model and selects their formats.
 
     Args:
-        recipe: the recipe for the model, whose vocabulary is known.
+        recipe: the recipe for the model, with its vocabulary.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -43,15 +43,15 @@ class Widths:
         shares: str | None = None,
         beside: int = LAYER_BYTES,
     ) -> None:
-        """Adds a layer, or the layers of one kind of a mixture's experts.
+        """Adds a layer, or all layers of one projection of a mixture's experts.
 
         Args:
             name: the name of the layer or of the experts module.
-            shape: `(N, K)` of its weight.
+            shape: the shape `(N, K)` of the weight.
             samples: see `quantize.fit.measured`.
-            copies: how many matrices of this shape it has.
-            shares: the name of an added layer with the same weight.
-            beside: the bytes that it has beside the tensors of its weight.
+            copies: the number of matrices of this shape.
+            shares: the name of a layer, already added, with the same weight.
+            beside: the bytes that the layer has in addition to its weight.
         """
         key = together(name if shares is None else shares)
         if shares is not None:
@@ -62,27 +62,27 @@ class Widths:
         unit.sizes = [size + beside for size in unit.sizes]
         if key not in self.units:
             self.units[key] = unit
-        elif name in self.units[key].names:  # the other projection of experts
+        elif name in self.units[key].names:  # the second projection of the same experts
             self.units[key].join(replace(unit, names=[]))
         else:
             self.units[key].join(unit)
 
     def choose(self, op: str, fixed: int, limit: int) -> tuple[Recipe, Fit]:
-        """Returns the recipe with the chosen formats, and the choice.
+        """Returns the recipe with the selected formats, and the selection.
 
         Args:
-            op: the caller's name, for the error.
-            fixed: bytes of the model that no choice changes.
-            limit: the bytes that the model may have.
+            op: the caller's name for the error message.
+            fixed: the bytes of the model that do not depend on formats.
+            limit: the largest allowed bytes of the model.
 
         Raises:
-            ValueError: the smallest formats need more.
+            ValueError: even the smallest formats need more than `limit`.
         """
         fit = choose(op, self.candidates, list(self.units.values()), self._recipe.vocabulary, fixed, limit)
         return replace(self._recipe, chosen=fit.chosen()), fit
 
     def weigh_vocabulary(self) -> None:
-        """Makes errors of the vocabulary's weights count as much as they matter for the model's predictions."""
+        """Multiplies the errors of the vocabulary by their importance for the model's predictions."""
         is_word = [bool(self._recipe.vocabulary.intersection(unit.names)) for unit in self.units.values()]
         others = sum(len(unit.names) for unit, word in zip(self.units.values(), is_word, strict=True) if not word)
         for unit, word in zip(self.units.values(), is_word, strict=True):
@@ -91,10 +91,10 @@ class Widths:
 
 
 def check_widths(op: str, memory: str | int | None, like: str | None, text: Tensor | None = None) -> None:
-    """Checks that at most one way to choose formats is given, and the text only with a limit.
+    """Checks that a caller passes at most one of `memory` and `like`, and a text only with `memory`.
 
     Raises:
-        ValueError: it is not so, or an argument is wrong.
+        ValueError: the combination or an argument is invalid.
     """
     if memory is not None and like is not None:
         raise ValueError(f"{op}: expected memory or like, got both")
@@ -110,11 +110,11 @@ def check_widths(op: str, memory: str | int | None, like: str | None, text: Tens
 
 
 def experts_of(config: Mapping[str, Any]) -> int:
-    """Returns the number of experts of a mixture's layer by transformers' settings of a model, or 0."""
+    """Returns the number of experts per layer in a model's transformers settings, or 0."""
     return next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
 
 
 def together(name: str) -> str:
-    """Returns a key that layers have in common if they are computed together (see `fuse_projections`)."""
+    """Returns a common key for layers that are computed together (see `fuse_projections`)."""
     owner, _, part = name.rpartition(".")
     return next((f"{owner}.{'+'.join(group)}" for group in GROUPS if part in group), name)

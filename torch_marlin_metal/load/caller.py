@@ -1,6 +1,7 @@
-"""What a caller of the loader supplies: `load_quantized`, or an integration with another library.
+"""The options that a caller of the loader supplies. Callers are `load_quantized` and integrations with other libraries.
 
-Errors name arguments of `load_quantized`. Other callers run the loader in a block of `spelled`, which renames them.
+Error messages name arguments of `load_quantized`. Other callers run the loader inside `spelled`, which replaces these
+names.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch_marlin_metal.patterns import Filter, NameFilter
 
 
 class Split(Protocol):
-    """Says which layers a process loads in part, and loads them."""
+    """Decides which layers a process loads in part, and loads them."""
 
     def begin(
         self,
@@ -26,14 +27,15 @@ class Split(Protocol):
         whole: Collection[str],
         reader: CheckpointReader,
     ) -> None:
-        """Refuses a plan or a checkpoint before anything is read.
+        """Raises an error for an unsupported plan or checkpoint, before any tensor is read.
 
         Args:
-            op: the caller's name, for errors.
+            op: the caller's name for error messages.
             model: the model to load into.
-            layers: the Linear layers of the model that packed layers of the checkpoint replace, experts' included.
+            layers: the Linear layers of the model that packed layers of the checkpoint replace, including those of
+                experts.
             whole: modules that cannot be split: packed embeddings and layers tied to them, layers with a tied bias, and
-                layers that become floats.
+                layers that are decoded to floats.
             reader: the checkpoint.
         """
         ...
@@ -49,34 +51,35 @@ class Split(Protocol):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module | None:
-        """Makes this process's part of a layer with these names, or returns None if the layer stays whole."""
+        """Makes this process's part of the layer with these names. Returns None if the layer is not split."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The choices of a caller of the loader.
+    """The options of a caller of the loader.
 
     Attributes:
-        op: the caller's name, for errors.
-        find: maps the name of a layer or tensor in the checkpoint to its name in the model; None leaves it out.
-        ties: modules that share the weight of another module: name -> name of that module.
-        bias_ties: biases that are not yet the same tensor in the model, but will be: name -> name of the other.
-        exclude: layers that become floats.
-        exclude_argument: the caller's name of that argument.
+        op: the caller's name for error messages.
+        find: maps the checkpoint's name of a layer or tensor to the model's name. None means that it is not loaded.
+        ties: modules that share another module's weight: name -> name of the other module.
+        bias_ties: biases that will become the same tensor after loading: name -> name of the other bias.
+        exclude: layers that are decoded to floats.
+        exclude_argument: the name of the caller's argument for `exclude`.
         ignore: layers and tensors of the checkpoint that the model may lack, by their names in the model.
         keep: tensors of the model that the checkpoint may lack.
-        hosted: whether the host library loads the tensors outside the packed layers. It then also reports parts of the
-            checkpoint that the model's class lacks, such as another class's head, and these are left out.
-        unused: tells which tensors the model's class leaves out, for a host library.
-        reinitializes: whether the model's class initializes a layer that has another shape in the checkpoint. None
-            means False: the caller has no such argument.
-        parts: whether the process loads only its parts of layers. Then no whole layer is read to find the layers that
-            become floats: the warning before the load has those known from the headers, and a warning after the load
-            the others.
-        device_of: the device of a loaded module; None means the replaced module's, or the CPU for the meta device.
-        dtype: dtype of floating tensors that are not packed; None means the replaced tensors' dtype.
-        progress: whether to show a progress bar.
+        hosted: True if a host library loads the tensors outside the packed layers. It then also reports parts of the
+            checkpoint that the model's class lacks, for example another class's head. These parts are not loaded.
+        unused: returns True for tensors that the model's class ignores, for a host library.
+        reinitializes: True if the model's class initializes a layer whose shape differs in the checkpoint. None means
+            False, for callers without such an argument.
+        parts: True if the process loads only its parts of layers. Then no complete layer is read to find the layers
+            that are decoded to floats. The warning before the load lists the layers that the headers reveal. A warning
+            after the load lists the others.
+        device_of: the device of a loaded module. None means the replaced module's device, or the CPU for the meta
+            device.
+        dtype: dtype of floating-point tensors that are not packed. None means the dtype of the replaced tensors.
+        progress: True to show a progress bar.
     """
 
     op: str

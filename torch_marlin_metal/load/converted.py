@@ -1,7 +1,7 @@
-"""Reads single files of diffusion models, in the names of their authors or of ComfyUI, under diffusers' names.
+"""Reads single files of diffusion models under diffusers' names. The files use their authors' or ComfyUI's names.
 
-diffusers has a function for each class of models that converts the names of such files. It runs on stand-ins, see
-`row_tensor.py`; `ConvertedReader` then reads the packed rows for each of the new names.
+diffusers has a function for each model class that converts the names of such files. It is called with the placeholders
+of `row_tensor.py`. `ConvertedReader` then reads the packed rows for each new name.
 """
 
 import os
@@ -30,11 +30,11 @@ COMFY_PREFIX = "model.diffusion_model."
 
 
 class ConvertedReader(CheckpointReader):
-    """Wraps a reader: gives its layers the names and the rows of stand-ins.
+    """Wraps a reader. Its layers have the names and the rows of placeholders that diffusers converted.
 
     Args:
-        reader: the file.
-        state: its tensors by their new names, with stand-ins for packed weights.
+        reader: the reader of the file.
+        state: the file's tensors by their new names, with placeholders for packed weights.
     """
 
     def __init__(self, reader: CheckpointReader, state: dict[str, Tensor]) -> None:
@@ -50,14 +50,14 @@ class ConvertedReader(CheckpointReader):
 
     @classmethod
     def of(cls, state: dict[str, Tensor]) -> "ConvertedReader":
-        """Wraps the reader of the stand-ins in `state`."""
+        """Wraps the reader that the placeholders in `state` refer to."""
         return cls(next(tensor.table.reader for tensor in state.values() if isinstance(tensor, RowTensor)), state)
 
     def names(self) -> list[str]:
         return [name for name, _ in self._layers]
 
     def stored_bytes(self, index: int) -> int:
-        """Returns the size of a layer's rows in the file."""
+        """Returns the bytes of a layer's rows in the file."""
         runs = self._runs(index)
         return sum(self._reader.stored_bytes(own) * _count(rows) // self._reader.sizes(own)[0] for own, rows in runs)
 
@@ -66,7 +66,7 @@ class ConvertedReader(CheckpointReader):
         return N, K
 
     def kind(self, index: int) -> Hashable:
-        """Returns the layer's size, and the kinds of the layers whose rows it has."""
+        """Returns the layer's size and the kinds of the layers in the file that contain its rows."""
         return self.sizes(index), tuple(self._reader.kind(own) for own, _ in self._runs(index))
 
     def convert(self, index: int) -> PackedWeight:
@@ -76,15 +76,15 @@ class ConvertedReader(CheckpointReader):
         except UnsupportedFormat as error:
             known = error.dequantize is not None
             raise UnsupportedFormat(str(error), partial(self._floats, index) if known else None, error.kind) from error
-        except CheckpointError:  # a contradiction in the file
+        except CheckpointError:  # the file contradicts itself
             raise
-        except ValueError as error:  # the parts are of different kinds
+        except ValueError as error:  # the layer's parts have different formats
             raise UnsupportedFormat(f"{self.path}: layer {self.layer_names[index]!r}: {error}",
                                     partial(self._floats, index)) from error  # fmt: skip
         return replace(weight, name=self.layer_names[index], bias=self.bias(index)).validate()
 
     def _part(self, own: int, rows: slice | Tensor) -> PackedWeight:
-        """Reads some rows of a layer of the file. The last layer is kept, since its other rows often come next."""
+        """Reads some rows of a layer in the file. Caches the last layer, because its other rows are often read next."""
         if self._latest is None or self._latest[0] != own:
             self._latest = None
             self._latest = own, replace(self._reader.convert(own), bias=None)
@@ -99,7 +99,7 @@ class ConvertedReader(CheckpointReader):
         return FloatRows.of(self._values(self._layers[index][1]))
 
     def _values(self, tensor: RowTensor) -> Tensor:
-        """Reads the rows of a stand-in as floats `[N, K]`."""
+        """Reads the rows of a placeholder as floats `[N, K]`."""
         parts = []
         for own, rows in tensor.table.runs(tensor.rows):
             try:
@@ -138,11 +138,11 @@ def is_diffusers(model: nn.Module) -> bool:
 def open_converted(
     model: nn.Module, path: str | os.PathLike[str], options: ReadOptions, **fields: Any
 ) -> CheckpointReader | None:
-    """Opens a single file for a model of diffusers, with diffusers' names; returns None for anything else.
+    """Opens a single file for a diffusers model, with diffusers' names. Returns None for everything else.
 
     Raises:
-        CheckpointError: as `open_reader`.
-        ModelMismatchError: diffusers' conversion of names fails on the file.
+        CheckpointError: see `open_reader`.
+        ModelMismatchError: diffusers' name conversion fails for the file.
     """
     if not is_diffusers(model) or not Path(path).is_file():
         return None

@@ -1,4 +1,4 @@
-"""Converts a packed layer back to a floating-point module."""
+"""Converts a packed layer to a floating-point module."""
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,14 @@ from torch_marlin_metal.packed_weight import PackedWeight
 def float_module(
     held: nn.Module, own: nn.Module | None, packed: PackedWeight, dtype: torch.dtype, weight: nn.Parameter | None = None
 ) -> nn.Module:
-    """Returns the floating-point module that replaces a packed layer.
+    """Makes the floating-point module that replaces a packed layer.
 
     Args:
-        held: the packed layer, whose mode and hooks the new one gets.
-        own: the module that the model's class puts there, on the meta device; None means an nn.Linear or nn.Embedding.
-        packed: the layer's weight.
+        held: the packed layer. The new module gets its mode and hooks.
+        own: the original module of the model's class, on the meta device. None means an nn.Linear or nn.Embedding.
+        packed: the weight of the layer.
         dtype: dtype of the floats.
-        weight: the values, if they have been decoded for another layer that shares the weight.
+        weight: the decoded values, if another layer that shares the weight was decoded before.
     """
     new: nn.Module
     if own is not None and own._parameters.get("weight") is not None:

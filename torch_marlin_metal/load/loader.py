@@ -1,4 +1,4 @@
-"""Carries out the plan of a load: placeholders first, then packed layers one at a time."""
+"""Executes the plan of a load: sets placeholders, then replaces them by packed layers one at a time."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -39,22 +39,22 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.patterns import selects
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
-AHEAD_SHARE = 64  # the layers' bytes divided by this are read ahead: they exist beside the loaded layers
-MOST_AHEAD, LEAST_AHEAD = 1 << 27, 1 << 22  # bytes
+AHEAD_SHARE = 64  # the fraction 1/64 of the layers' bytes is read ahead; this memory is needed in addition
+MOST_AHEAD, LEAST_AHEAD = 1 << 27, 1 << 22  # limits in bytes for the memory that is read ahead
 
 
 class Loader:
-    """Loads a checkpoint into a model: makes a plan, then `place` and `fill` carry it out.
+    """Loads a checkpoint into a model. The constructor makes a plan, and `place` and `fill` execute it.
 
     Args:
         model: changed in place.
         reader: the checkpoint.
-        caller: the caller's choices.
-        warn: tells the user about a layer that does not become packed as in its file.
+        caller: the caller's options.
+        warn: warns the user about a layer that is not packed in the model as it is in the file.
 
     Attributes:
         plan: the plan.
-        changes: the changes of the model, for callers that undo them.
+        changes: the changes to the model, so that callers can undo them.
     """
 
     def __init__(self, model: nn.Module, reader: CheckpointReader, caller: Caller, warn: Callable[[str], None]) -> None:
@@ -70,7 +70,7 @@ class Loader:
         self._warn_of_floats()
 
     def _warn_of_floats(self) -> None:
-        """Warns about layers that become floats although the caller did not ask for it."""
+        """Warns about layers that are decoded to floats without the caller's request."""
         for place in self.plan.places:
             if place.dense and not (place.dense.endswith(EXCLUDED) or place.no_layer):
                 self._warn(f"{place.spot.name} is decoded to floats: {place.dense}")
@@ -84,7 +84,7 @@ class Loader:
             self._warn(f"{self._caller.op}: {told}")
 
     def place(self) -> None:
-        """Puts placeholders into the model, so that a host library neither reports nor makes the packed weights."""
+        """Puts placeholders into the model, so that a host library does not report or create the packed weights."""
         for place in self.plan.places:
             for spot in place.spots():
                 if spot.shape is not None and spot is place.spot:
@@ -97,7 +97,7 @@ class Loader:
             self._replace(experts.target, PendingExperts(experts.target.module))
 
     def fill(self, split: Split | None = None) -> list[LayerReport]:
-        """Reads the packed layers and puts them into their places. Returns a report of each.
+        """Reads the packed layers and replaces the placeholders. Returns a report for each layer.
 
         Args:
             split: loads this process's part of some layers.
@@ -116,7 +116,7 @@ class Loader:
                 report.append(self._fill_experts(experts))
                 bar.update()
             for place in sorted(plan.places, key=lambda place: place.index):
-                with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
+                with torch.inference_mode(False):  # tensors made in inference mode cannot be used in training later
                     report += self._fill(place, split)
                 bar.update()
         self._complete()
@@ -125,7 +125,7 @@ class Loader:
         return report
 
     def _complete(self) -> None:
-        """Initializes the other tensors of the model's own modules that were put back for decoded weights."""
+        """Initializes the other tensors of the model's own modules that were restored for decoded weights."""
         names = [
             f"{target.name}.{key}"
             for target in self._back
@@ -137,7 +137,7 @@ class Loader:
         initialize(self._caller.op, self._model, self._tensors, names, device, self.changes)
 
     def fill_floats(self) -> None:
-        """Loads the tensors outside the packed layers, and lets the model's classes initialize the others."""
+        """Loads the tensors outside the packed layers, and lets the model's classes initialize missing tensors."""
         caller = self._caller
         for tensor in self.plan.floats or ():
             old = self._tensors.get(tensor.names[0])
@@ -211,12 +211,12 @@ class Loader:
                 yield self._report(user, self._pack(user, shared, first.b_packed.device))
 
     def _add_late(self, index: int, kind: str, held: int) -> None:
-        """Notes a layer that became floats although the headers did not say so."""
+        """Records a layer that was decoded to floats, although the headers did not reveal this."""
         if index not in self._planned.indexes:
             self._late.add(index, kind, held)
 
     def _has_size(self, spot: Spot, weight: PackedWeight | DenseWeight) -> bool:
-        """Returns whether a weight has the size of its place, or raises an error if the caller refuses other sizes."""
+        """Returns True if a weight has the expected size. Raises an error if the caller refuses other sizes."""
         size = weight.values if isinstance(weight, DenseWeight) else weight
         found = [size.N, size.K]
         old, shape = self._held(spot.target), spot.shape
@@ -233,7 +233,7 @@ class Loader:
         raise ModelMismatchError(f"{self._caller.op}: {where}{way}")
 
     def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
-        """Leaves a layer of the checkpoint out: the model's class initializes its own module."""
+        """Does not load a layer of the checkpoint. The model's class initializes its own module."""
         target, tensors = place.spot.target, self._tensors
         module, old = target.module, tensors.get(f"{target.name}.weight")
         self._put(target, module)
@@ -247,7 +247,7 @@ class Loader:
             yield self._report(spot, spot.target.module, "it has another size in the checkpoint")
 
     def _pack(self, spot: Spot, weight: PackedWeight, device: torch.device | None) -> MarlinLinear:
-        """Puts a packed weight into the place of a Linear or an embedding."""
+        """Replaces a Linear or an embedding by a packed layer."""
         caller = self._caller
         layer: MarlinLinear
         if spot.shape is None:
@@ -266,7 +266,7 @@ class Loader:
             self.changes.set_tensors(self._tensors, place.bias_to, module.get_parameter("bias"))
 
     def _put(self, target: Target, layer: nn.Module) -> None:
-        """Replaces what is in a place now."""
+        """Replaces the module that currently has the target's names."""
         inherit(layer, self._model.get_submodule(target.name))
         self.changes.replace(target.names, layer)
         if layer is target.module:
@@ -277,10 +277,10 @@ class Loader:
         name = f"{target.name}.weight"
         if name in self._tensors:
             return self._tensors.get(name)
-        return target.module._parameters.get("weight")  # of an expert that has just been made
+        return target.module._parameters.get("weight")  # the module belongs to an expert and was just created
 
     def _decode(self, place: Place, weight: PackedWeight | DenseWeight, device: torch.device | None) -> Tensor:
-        """Puts the model's own module back with decoded values, which modules with the same weight share."""
+        """Restores the model's own module with decoded values. Modules with the same weight share the values."""
         target, caller = place.spot.target, self._caller
         module, old = target.module, self._held(target)
         if old is None:
@@ -303,7 +303,7 @@ class Loader:
         return shared
 
     def _skip(self, place: Place) -> Iterator[LayerReport]:
-        """Leaves the model's layer as it was (`on_unsupported="skip"`)."""
+        """Leaves the model's layer unchanged (`on_unsupported="skip"`)."""
         for spot in place.spots():
             old = self._held(spot.target)
             if old is None or old.is_meta:
@@ -325,9 +325,9 @@ class Loader:
         return LayerReport(spot.name, kind, sizes, layer.weight_format, layer.group_size, before, after)
 
     def _fill_experts(self, experts: ExpertsPlace) -> LayerReport:
-        """Reads the experts of a mixture into stacks. A stack that no weight format holds becomes floats.
+        """Reads the experts of a mixture into stacks. If no weight format represents a stack, it is decoded to floats.
 
-        Each weight is copied into the stack when it is read, so only one expert's weights exist beside it.
+        Each weight is copied into the stack when it is read, so only one expert's weights need additional memory.
         """
         target, caller = experts.target, self._caller
         kind = type(target.module).__name__
@@ -358,7 +358,7 @@ class Loader:
         return replace(entry, bytes_after=module_bytes(stack))
 
     def _fit_expert(self, name: str, experts: ExpertsPlace, inner: str) -> PackedWeight | DenseWeight:
-        """Reads the weight of one layer of an expert, on its device."""
+        """Reads one layer's weight of an expert, on the expert's device."""
         caller, shape = self._caller, experts.shapes[inner]
         device = caller.device_of(name) or real_device(shape.device)
         weight: PackedWeight | DenseWeight | None
@@ -380,7 +380,7 @@ class Loader:
 
     @staticmethod
     def _float_expert(name: str, experts: ExpertsPlace, inner: str) -> DenseWeight:
-        """Reads a layer of an expert that the checkpoint has in floats."""
+        """Reads a layer of an expert that is stored in floats."""
         values, bias = experts.floats[inner]
         rows = FloatRows.of(values())
         return DenseWeight(name, rows, None if bias is None else bias(), "floats in the checkpoint")
@@ -416,7 +416,7 @@ class Loader:
 
 
 def read_ahead(reader: CheckpointReader) -> None:
-    """Starts to read layers in threads, in the order of `Loader.fill`, while a host library prepares the model."""
+    """Starts threads that read layers in the order of `Loader.fill`, while a host library prepares the model."""
     names = reader.layer_names
     others = [index for index, name in enumerate(names) if not EXPERT.search(name)]
     experts = sorted(set(range(len(names))) - set(others))

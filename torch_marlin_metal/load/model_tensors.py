@@ -1,4 +1,4 @@
-"""A model's tensors by name, and changes to a model that can be undone."""
+"""The tensors of a model by name, and changes to a model that can be undone."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ModelTensors:
-    """A model's parameters and buffers by name, as they are now. A tensor with several names counts once."""
+    """The current parameters and buffers of a model by name. A tensor with several names is a single entry."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
@@ -33,20 +33,20 @@ class ModelTensors:
         return iter(self._owners)
 
     def get(self, name: str) -> Tensor:
-        """Returns the tensor that had this name when the table was made."""
+        """Returns the tensor that had this name when the object was created."""
         return self._held[name]
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
-        """Returns the module that holds a tensor, and the tensor's key in it."""
+        """Returns the module that owns a tensor, and the tensor's key in the module."""
         return self._owners[name]
 
     def names_of(self, name: str) -> list[str]:
-        """Returns all names of a tensor, given one of them. A tied tensor has several."""
+        """Returns all names of the tensor with the given name. A tied tensor has several names."""
         return self._names[id(self._held[name])]
 
 
 class Changes:
-    """Changes to a model that `undo` takes back."""
+    """Records changes to a model. `undo` reverts them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -54,13 +54,13 @@ class Changes:
         self._remembered: set[int] = set()
 
     def replace(self, names: Iterable[str], module: nn.Module) -> None:
-        """Puts a module into the model under all these names."""
+        """Sets a module under all these names of the model."""
         for name in names:
             self._undo.append(partial(self._model.set_submodule, name, self._model.get_submodule(name)))
             self._model.set_submodule(name, module)
 
     def remember(self, module: nn.Module) -> None:
-        """Notes a module's own tensors, which will be changed."""
+        """Saves references to a module's own tensors, before they are changed."""
         if id(module) in self._remembered:
             return
         self._remembered.add(id(module))
@@ -77,10 +77,11 @@ class Changes:
         self._undo.append(restore)
 
     def hollow_out(self, module: nn.Module, key: str) -> None:
-        """Removes a parameter of a module until it is loaded, so that a host library neither reports nor makes it.
+        """Removes a parameter of a module until it is loaded, so that a host library does not report or create it.
 
-        A tensor without values stays in its place, for models that access the weights of their submodules. The mark
-        that it is initialized is on this tensor: the module may have other tensors, which its class initializes.
+        A tensor without values replaces the parameter, for models that access the weights of their submodules. This
+        tensor has transformers' mark of an initialized tensor. The module is not marked, because its class must
+        initialize its other tensors.
         """
         self.remember(module)
         held = module._parameters[key]
@@ -89,7 +90,7 @@ class Changes:
         module.__dict__[key] = initialized(torch.empty_like(held, device="meta"))
 
     def set_parameter(self, module: nn.Module, key: str, values: Tensor, like: Tensor) -> nn.Parameter:
-        """Replaces a parameter of a module and keeps its `requires_grad`."""
+        """Replaces a parameter of a module and preserves its `requires_grad`."""
         self.remember(module)
         module.__dict__.pop(key, None)
         if not isinstance(values, nn.Parameter):
@@ -98,7 +99,7 @@ class Changes:
         return values
 
     def set_tensors(self, tensors: ModelTensors, names: Iterable[str], values: Tensor) -> None:
-        """Sets one tensor under all these names; parameters stay parameters."""
+        """Sets one tensor under all these names. A parameter is replaced by a parameter."""
         for name in names:
             (module, key), old = tensors.owner(name), tensors.get(name)
             if isinstance(old, nn.Parameter):
@@ -108,7 +109,7 @@ class Changes:
                 module._buffers[key] = values
 
     def undo(self) -> None:
-        """Takes back all changes, the last first."""
+        """Reverts all changes, the last change first."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,4 +1,4 @@
-"""Maps the names of a checkpoint to the names of a model."""
+"""Maps the names in a checkpoint to the names in a model."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +12,12 @@ Rename = Callable[[str], str | None] | Mapping[str, str]
 
 
 def namer(model: nn.Module, rename: Rename | None) -> Callable[[str], str | None]:
-    """Returns the function that maps names in a checkpoint to names in a model.
+    """Returns a function from names in a checkpoint to names in a model.
 
     Args:
-        model: the model. For one of transformers and without `rename`, its `from_pretrained` decides.
-        rename: a function that returns None to leave a tensor out, or a dictionary of prefixes and replacements; the
-            longest matching prefix wins.
+        model: the model. For a transformers model without `rename`, the rules of `from_pretrained` apply.
+        rename: a function that returns None for tensors that are not loaded, or a dictionary from prefixes to
+            replacements. The longest matching prefix is replaced.
     """
     library = sys.modules.get("transformers")
     if rename is None and library is not None and isinstance(model, library.PreTrainedModel):
@@ -40,16 +40,17 @@ def namer(model: nn.Module, rename: Rename | None) -> Callable[[str], str | None
 def shared_prefix(
     layers: Iterable[str], others: Iterable[str], has_place: Callable[[str], bool], in_part: bool = False
 ) -> str:
-    """Returns the prefix without which the names of a checkpoint are those of the model, or "".
+    """Returns the prefix that must be removed from the checkpoint's names to get the model's names, or "".
 
-    torch.compile ("_orig_mod."), DistributedDataParallel ("module.") and programs that hold the model in an attribute
-    add such a prefix when they save. A model for text and images adds one to the names of its model for text.
+    torch.compile ("_orig_mod."), DistributedDataParallel ("module.") and programs that store the model in an attribute
+    add such a prefix when they save. A model for text and images adds a prefix to the names of its text model.
 
     Args:
-        layers: the names of the layers.
+        layers: the names of the packed layers.
         others: the names of all other tensors.
-        has_place: tells whether the model has a place for the layer with a name.
-        in_part: whether the model may be a part of the model in the checkpoint, so that other names begin differently.
+        has_place: returns True if the model has a layer with the given name.
+        in_part: True if the model may be a part of the model in the checkpoint, so that other names may lack the
+            prefix.
     """
     named = list(layers)
     if any(map(has_place, named)):
@@ -65,7 +66,7 @@ def shared_prefix(
 
 
 def _hiding(name: str, has_place: Callable[[str], bool]) -> str:
-    """Returns the shortest prefix of a name whose removal leaves the name of a layer, or ""."""
+    """Returns the shortest prefix of a name whose removal leaves the name of a layer in the model, or ""."""
     parts = name.split(".")
     beginnings = (".".join(parts[:count]) + "." for count in range(1, len(parts)))
     return next((one for one in beginnings if has_place(name.removeprefix(one))), "")

@@ -1,4 +1,4 @@
-"""Placeholders for packed layers in a model that is being loaded."""
+"""Placeholders for packed layers in a model during loading."""
 
 from typing import NoReturn
 
@@ -10,10 +10,10 @@ from torch_marlin_metal.models.linear_layers import LinearShape
 
 
 class PendingLinear(nn.Module):
-    """Holds the place of a packed layer while a host library loads everything else; it has no parameters.
+    """A placeholder without parameters for a packed layer, used while a host library loads the other tensors.
 
-    If a checkpoint lacks tensors, the model initializes them, and some models also initialize tensors of their children
-    (`module.q.weight.normal_`). For such models, the placeholder has attributes that are meta tensors, which have no
+    Models initialize tensors that a checkpoint lacks. Some models then also initialize tensors of their children
+    (`module.q.weight.normal_`). For such models, `weight` and `bias` of the placeholder are meta tensors, which have no
     values to initialize.
     """
 
@@ -24,13 +24,13 @@ class PendingLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Returns a tensor of the weight's shape without values."""
+        """Returns a tensor with the shape of the weight but without values."""
         size = (self.shape.K, self.shape.N) if self.shape.transposed else (self.shape.N, self.shape.K)
         return initialized(torch.empty(size, dtype=self.shape.dtype, device="meta"))
 
     @property
     def bias(self) -> Tensor | None:
-        """Returns a tensor of the bias' shape without values, or None."""
+        """Returns a tensor with the shape of the bias but without values, or None."""
         return None if self.shape.bias is None else initialized(torch.empty_like(self.shape.bias, device="meta"))
 
     def forward(self, a: Tensor) -> NoReturn:
@@ -39,10 +39,10 @@ class PendingLinear(nn.Module):
 
 
 class PendingExperts(nn.Module):
-    """Holds the place of the packed experts of a mixture; it has no parameters.
+    """A placeholder without parameters for the packed experts of a mixture.
 
-    Some models initialize tensors of their children, as `PendingLinear` says. So this class has a tensor without values
-    for each parameter of the replaced module.
+    For models that initialize tensors of their children, see `PendingLinear`, it has a tensor without values for each
+    parameter of the replaced module.
     """
 
     def __init__(self, experts: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The data of a load plan: where each layer and tensor of a checkpoint goes in the model."""
+"""The data of a load plan: the position of each layer and tensor of a checkpoint in the model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from torch_marlin_metal.models.swap import Target
 
 @dataclass(frozen=True)
 class Spot:
-    """A module of the model that gets a weight.
+    """A module of the model that receives a weight.
 
     Attributes:
         target: the module.
-        shape: the shape of a Linear that a new layer replaces. None for an embedding, and for another module, which
-            gets decoded values.
+        shape: the shape of the Linear that a new layer replaces. None for an embedding, and for any other module, which
+            receives decoded values.
     """
 
     target: Target
@@ -31,18 +31,18 @@ class Spot:
 
 @dataclass
 class Place:
-    """The place of one packed layer of the checkpoint in the model.
+    """The position of one packed layer of the checkpoint in the model.
 
     Attributes:
         index: the layer's index in the reader.
         source: the layer's name in the checkpoint.
         spot: the module that the checkpoint names.
-        users: modules that share the weight and are not in the checkpoint; the loader fills them, too.
-        dense: why the layer becomes floats, or "".
-        no_layer: whether that is because the model's class takes only floats there, as for a router.
-        bias_from: the tensor of another module that is the layer's bias if the checkpoint has no own bias for it, or
-            "".
-        bias_to: tensors of other modules that the checkpoint lacks, because they are the layer's bias.
+        users: modules that share the weight but are not in the checkpoint. The loader fills them too.
+        dense: the reason why the layer is decoded to floats, or "".
+        no_layer: True if the reason is that the model's class supports only floats there, for example in a router.
+        bias_from: a tensor of another module that is the layer's bias, because the checkpoint has no separate bias.
+            Else "".
+        bias_to: tensors of other modules that are this layer's bias, because the checkpoint lacks them.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Place:
     bias_to: list[str] = field(default_factory=list)
 
     def spots(self) -> list[Spot]:
-        """Returns all modules that get this weight."""
+        """Returns all modules that receive the weight."""
         return [self.spot, *self.users]
 
     def names(self) -> list[str]:
@@ -65,10 +65,10 @@ class Place:
 
 @dataclass
 class ExpertsPlace:
-    """An experts module, with the shape of each of its layers and the layer's index in the reader.
+    """An experts module with, for each of its layers, the shape and the index in the reader.
 
-    `dense` is why the whole module becomes floats, or "". `floats` has the functions that read the weight and the bias
-    of each layer that the checkpoint has in floats.
+    `dense` is the reason why the complete module is decoded to floats, or "". `floats` maps each layer that is stored
+    in floats to the functions that read its weight and bias.
     """
 
     target: Target
@@ -81,9 +81,9 @@ class ExpertsPlace:
 
 @dataclass
 class FloatTensor:
-    """A tensor outside the packed layers: its names in the model, and the function that reads and checks it.
+    """A tensor outside the packed layers: its names in the model, and a function that reads and checks it.
 
-    `others` are further tensors of the checkpoint for the same place, with the functions that read them.
+    `others` are further checkpoint tensors with the same position in the model, and the functions that read them.
     """
 
     source: str
@@ -94,18 +94,18 @@ class FloatTensor:
 
 @dataclass
 class LoadPlan:
-    """The place of each layer and tensor of a checkpoint in a model.
+    """The position of each layer and tensor of a checkpoint in a model.
 
     Attributes:
-        prefix: the beginning of names in the checkpoint that the model does not have, or "".
+        prefix: a prefix of the checkpoint's names that the model's names lack, or "".
         places: the packed layers outside mixtures.
         experts: the experts of mixtures, by the name of their module.
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
-        unused: those among them that are scales of quantized activations or caches.
-        settled: modules whose ties to another module the loader carries out instead of a host library.
-        floats: the tensors that this package loads, or None if a host library does it.
-        unknown_settings: keys of a GGUF file whose meaning for the model is not known.
-        initialized: tensors of the model that no file has; the model's class initializes them.
+        unused: the scales of quantized activations or caches in `left_out`.
+        settled: modules whose ties to another module are set by the loader and not by a host library.
+        floats: the tensors that this package loads, or None if a host library loads them.
+        unknown_settings: keys of a GGUF file whose meaning for the model is unknown.
+        initialized: tensors of the model that are in no file. The model's class initializes them.
     """
 
     prefix: str = ""
@@ -119,7 +119,7 @@ class LoadPlan:
     unknown_settings: list[str] = field(default_factory=list)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yields (name in the checkpoint, name in the model, what becomes of it) for reports."""
+        """Yields (name in the checkpoint, name in the model, "packed" or "decoded" with details) for reports."""
         for place in self.places:
             what = f"decoded: {place.dense}" if place.dense else "packed"
             for spot in place.spots():

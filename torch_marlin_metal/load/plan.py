@@ -1,4 +1,4 @@
-"""The plan of a load: where each layer and tensor of a checkpoint goes, and who sets each tensor of the model."""
+"""The plan of a load: the position of each checkpoint tensor in the model, and the source of each model tensor."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,19 +32,19 @@ EXCLUDED = "excluded: decoded to floats"
 # Scales of ModelOpt and compressed-tensors for a quantized cache, and of torchao for quantized activations.
 UNUSED = (".k_scale", ".v_scale", ".output_scale", ".act_quant_scale", ".output_act_quant_scale")
 SCALES = "scales of quantized activations or caches, which stay floats here"
-EXAMPLES = 3  # the model's own layers that an error names
+EXAMPLES = 3  # the number of the model's own layers that an error message lists
 
 
 def plan_load(model: nn.Module, reader: CheckpointReader, caller: Caller) -> LoadPlan:
-    """Makes the plan. Reads only names and headers of the checkpoint, and changes nothing.
+    """Makes the plan. Reads only names and headers of the checkpoint, and does not change the model.
 
     Args:
         model: the model, which may be on the meta device.
         reader: the checkpoint.
-        caller: the caller's choices.
+        caller: the caller's options.
 
     Raises:
-        ModelMismatchError: a layer or tensor has no place in the model, a tensor of the model has no source, only a
+        ModelMismatchError: a layer or tensor has no position in the model, a tensor of the model has no source, only a
             part of a mixture is packed, or a setting differs between a GGUF file and the model.
         ValueError: a pattern of `exclude` matches nothing.
     """
@@ -100,7 +100,7 @@ class _Planner:
         return plan
 
     def _leave_scales_out(self) -> None:
-        """Leaves out scales of quantized activations and caches, which are floats here."""
+        """Removes scales of quantized activations and caches from the plan. Both stay in floats in this package."""
         tensors = ModelTensors(self._model)
         plan = self._plan
         plan.unused = [
@@ -112,7 +112,7 @@ class _Planner:
             self._others = [other for other in self._others if other[0] not in set(plan.unused)]
 
     def _refuse_codes(self) -> None:
-        """Refuses codes of 8 bits outside the layers: the host library would take them for the values."""
+        """Raises an error for 8-bit codes outside the layers, because the host library would load them as values."""
         names = [name for name, _, _ in self._others if "scale" in name]
         for source, _, dtype in self._others:
             if dtype not in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
@@ -133,7 +133,7 @@ class _Planner:
         return ModelMismatchError(f"{self._caller.op}: {self._reader.path}: {message}")
 
     def _layers(self) -> None:
-        """Finds the place of each packed layer."""
+        """Finds the position of each packed layer."""
         lost, absent = {}, {}
         taken: dict[int, str] = {}
         for index, source in enumerate(self._reader.layer_names):
@@ -154,7 +154,7 @@ class _Planner:
                 absent[source] = name
             else:
                 lost[source] = name
-        if absent and not self._plan.places and not self._plan.experts:  # then the names as a whole do not fit
+        if absent and not self._plan.places and not self._plan.experts:  # no name at all matches
             lost |= absent
         if lost:
             raise self._no_place([f"{source} (packed layer)" for source in lost], next(iter(lost.values())))
@@ -176,7 +176,7 @@ class _Planner:
         experts.indexes[inner] = index
 
     def _experts_of(self, prefix: str, parts: tuple[str, ...]) -> ExpertsPlace:
-        """Returns the place of an experts module; makes it for the module's first layer."""
+        """Returns the position of an experts module. Creates it for the module's first layer."""
         target = self._targets[prefix]
         if target.name not in self._plan.experts:
             layers = ExpertLayers.of(target.module, parts)
@@ -184,7 +184,7 @@ class _Planner:
         return self._plan.experts[target.name]
 
     def _whole_experts(self) -> None:
-        """Refuses mixtures that lack a layer, and decides which ones become floats as a whole."""
+        """Raises an error for mixtures that lack a layer, and determines the mixtures that are decoded to floats."""
         if self._reader.metadata or any(each.shapes.keys() - each.indexes for each in self._plan.experts.values()):
             self._float_experts()
         lost = [
@@ -204,7 +204,7 @@ class _Planner:
                 raise self._error(f"experts {name!r}: {experts.layers.why_unknown}; {self._decodes()}")
 
     def _float_experts(self) -> None:
-        """Finds the layers of experts that the checkpoint has in floats, beside packed ones."""
+        """Finds the experts' layers that the checkpoint stores in floats, next to packed layers."""
         tensors = {source: read for source, read, kind in self._others if kind in FLOATS}
         taken = set()
         for source in tensors:
@@ -230,10 +230,10 @@ class _Planner:
         return f"{typed('on_unsupported', 'dequantize')} decodes it to floats"
 
     def _tie(self, dense: set[str]) -> None:
-        """Finds the modules that share a packed layer's weight and are not in the checkpoint.
+        """Finds the modules that share a packed layer's weight but are not in the checkpoint.
 
         Args:
-            dense: the modules whose weight is in the checkpoint as floats.
+            dense: the modules whose weight is stored in floats.
         """
         packed = {name: place for place in self._plan.places for name in place.spot.target.names}
         groups: dict[str, list[str]] = {}
@@ -243,7 +243,7 @@ class _Planner:
             held = [name for name in names if name in packed]
             if not held:
                 continue
-            stays = source in dense and source not in packed  # then the others are tied to it
+            stays = source in dense and source not in packed  # True: the others are tied to the float weight
             for name in names:
                 if name != source and (name in packed or not stays):
                     self._plan.settled.add(name)
@@ -255,10 +255,10 @@ class _Planner:
                     users.append(Spot(user, linear_shape(user.module)))
 
     def _tie_biases(self, dense: set[str | None]) -> None:
-        """Finds the biases that are also tensors of other modules, as in the heads of BERT and of its kind.
+        """Finds biases that are also tensors of other modules, as in the heads of BERT and similar models.
 
         Args:
-            dense: the model's tensors that are in the checkpoint as floats.
+            dense: the model's tensors that are stored in floats.
         """
         tensors = ModelTensors(self._model)
         replaced = {f"{name}.bias" for place in self._plan.places for name in place.spot.target.names}
@@ -272,7 +272,7 @@ class _Planner:
                 place.bias_to = [] if place.bias_from else others
 
     def _why_dense(self, place: Place) -> str:
-        """Returns why a weight becomes floats, or "". Modules that share a weight become floats together."""
+        """Returns the reason to decode a weight to floats, or "". Modules with a shared weight are decoded together."""
         for spot in place.spots():
             target = spot.target
             if any(selects(self._caller.exclude, name, target.module) for name in target.names):
@@ -304,7 +304,7 @@ class _Planner:
         return reason
 
     def _float_tensors(self) -> None:
-        """Finds the place of every other tensor, and checks that each tensor of the model is set."""
+        """Finds the positions of the other tensors, and checks that each tensor of the model is set."""
         tensors, plan, caller = ModelTensors(self._model), self._plan, self._caller
         filled = {f"{name}.weight" for place in plan.places for name in place.names()}
         filled |= {f"{name}.bias" for place in plan.places if place.no_layer for name in place.spot.target.names}
@@ -344,7 +344,7 @@ class _Planner:
 
 
 def _is_replaced(spot: Spot) -> bool:
-    """Returns whether a new layer with all its tensors takes a module's place."""
+    """Returns True if a new layer, with all its tensors, replaces the module."""
     return spot.shape is not None or isinstance(spot.target.module, MarlinLinear)
 
 
@@ -363,7 +363,7 @@ def _checked(op: str, name: str, old: Tensor, read: Callable[[], Tensor], kind: 
 
 
 def shared_weights(model: nn.Module) -> dict[str, str]:
-    """Returns modules with a shared weight: name -> name of the first module that has it."""
+    """Returns the modules with a shared weight: name -> name of the first module with this weight."""
     first: dict[int, tuple[str, nn.Module]] = {}
     ties = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of packed layers into any model. Packed layers stay packed; other tensors are loaded unchanged."""
+"""Loads a checkpoint with packed layers into any model. Layers stay packed, and other tensors are loaded unchanged."""
 
 import os
 import warnings
@@ -43,40 +43,42 @@ def load_quantized(
 ) -> Report:
     """Loads a checkpoint into a model.
 
-    Every packed layer becomes a `MarlinLinear`; every other tensor is loaded under its name.
+    Each packed layer becomes a `MarlinLinear`. Each other tensor is loaded under its name.
 
     The experts of a mixture, which transformers stacks in `gate_up_proj` and `down_proj`, become one `MarlinExperts`.
-    Layers are read one at a time, so the whole model never exists in floats. The model may be on the meta device. If an
-    error occurs, the model is not changed; for this, the former tensors are kept until the end. A model of
-    transformers, diffusers or sentence-transformers can then be saved, as after `quantize_model`.
+    Layers are read one at a time, so the model is never completely in floats. The model may be on the meta device. If
+    an error occurs, the model does not change; therefore, the old tensors stay in memory until the end. A model of
+    transformers, diffusers or sentence-transformers can be saved after loading, as after `quantize_model`.
 
     Args:
         model: a model whose Linear layers and other tensors have the checkpoint's names, changed in place. If all names
-            of the checkpoint begin with a prefix that the model lacks, such as "module.", it is removed.
-        path: a checkpoint directory or a .gguf file, see `convert.read_layers`. For a model of diffusers also a file
-            with the names of the model's authors: without `rename`, diffusers' own conversion gives its names.
-        options: how to read, see `convert.ReadOptions`; None means the defaults, with `gguf_names="hf"`.
-            `on_unsupported` decides about layers that cannot be a `MarlinLinear` or `MarlinEmbedding` without loss:
-            "dequantize", the default, decodes them to floats, "error" raises an error, and "skip" leaves the model's
-            layer unchanged. One warning states their kinds, their share of the file and their size in
-            memory.
-        device: device of every loaded tensor. None means the device of the replaced tensor, or the CPU if that tensor
-            is on the meta device.
-        dtype: dtype of floating tensors that are not packed; None means the dtype of the replaced tensor.
-        rename: maps names in the checkpoint to names in the model: a function (None leaves a tensor out), or a
-            dictionary of prefixes and replacements, for example `{"model.": ""}`. None means the same names, and for a
-            model of transformers also the names that its `from_pretrained` accepts.
-        exclude: layers that become floats: their weight is decoded to the dtype of the replaced weight. They are chosen
-            by their names in the model, as in `quantize_model`; modules that share a weight become floats together. The
-            name of a mixture's experts module chooses all experts in it.
+            in the checkpoint start with a prefix that the model lacks, for example "module.", the prefix is ignored.
+        path: a checkpoint directory or a .gguf file, see `convert.read_layers`. For a diffusers model, also a file with
+            the original names of the model's authors: without `rename`, diffusers' conversion supplies the model's
+            names.
+        options: the options for reading, see `convert.ReadOptions`. None means the defaults with `gguf_names="hf"`.
+            `on_unsupported` determines the action for layers that cannot become a `MarlinLinear` or `MarlinEmbedding`
+            without loss: "dequantize", the default, decodes them to floats, "error" raises an error, and "skip" leaves
+            the model's layer unchanged. One warning states the kinds of these layers, their share of the file and their
+            size in memory.
+        device: device of all loaded tensors. None means the device of the replaced tensor, or the CPU if that tensor is
+            on the meta device.
+        dtype: dtype of floating-point tensors that are not packed. None means the dtype of the replaced tensor.
+        rename: maps names in the checkpoint to names in the model: a function, which returns None for tensors that are
+            not loaded, or a dictionary from prefixes to replacements, for example `{"model.": ""}`. None means equal
+            names and, for a transformers model, also the names that `from_pretrained` accepts.
+        exclude: layers that are decoded to the dtype of the replaced weight. They are selected by their names in the
+            model, as in `quantize_model`. Modules that share a weight are decoded together. The name of a mixture's
+            experts module selects all its experts.
         ignore: tensors and layers of the checkpoint that the model may lack: patterns, or a function of the name in the
-            model. Also keys of a .gguf file, for example "llama.rope.*", that a model of transformers may contradict.
-        keep: tensors of the model that the checkpoint may lack; they keep their values. Chosen like `ignore`.
-        fuse: compute q, k and v projections in one call, and gate and up projections in another; see
+            model. It also selects keys of a .gguf file, for example "llama.rope.*", that the config of a transformers
+            model may contradict.
+        keep: tensors of the model that the checkpoint may lack. Their values do not change. Same form as `ignore`.
+        fuse: True to compute q, k and v projections in one call, and gate and up projections in another; see
             `fuse_projections`.
-        split: a `torch_marlin_metal.parallel.SplitPlan`: this process reads and holds only its part of some layers.
-        progress: show a progress bar.
-        **fields: fields of `ReadOptions`, which override those of `options`.
+        split: a `torch_marlin_metal.parallel.SplitPlan`. This process then loads only its part of some layers.
+        progress: True to show a progress bar.
+        **fields: fields of `ReadOptions`; each overrides the field of `options`.
 
     Returns:
         A report, which prints as a table.
@@ -84,7 +86,7 @@ def load_quantized(
     Raises:
         CheckpointError: the checkpoint is damaged, or a layer is not supported (`UnsupportedFormat`).
         ModelMismatchError: a tensor is missing, is unexpected, or has another shape than in the model; a tensor of the
-            model has no source; or a setting differs between a .gguf file and the config of transformers' model.
+            model has no source; or a setting differs between a .gguf file and the config of a transformers model.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -121,9 +123,9 @@ def load_quantized(
 def load_all(
     model: nn.Module, reader: CheckpointReader, caller: Caller, split: Split | None = None, fuse: bool = False
 ) -> Report:
-    """Loads everything of a checkpoint into a model, or changes nothing.
+    """Loads a complete checkpoint into a model. If an error occurs, the model does not change.
 
-    Arguments are as in `Loader`, `Loader.fill` and `load_quantized`.
+    The arguments are those of `Loader`, `Loader.fill` and `load_quantized`.
     """
     report = Report("load packed layers", bytes_before=module_bytes(model))
     loader = Loader(model, reader, caller, partial(warnings.warn, stacklevel=3))

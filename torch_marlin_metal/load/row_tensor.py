@@ -1,8 +1,8 @@
-"""Stand-ins for the packed weights of a file, while another library's function renames, splits and joins its tensors.
+"""Placeholders for a file's packed weights, for functions of other libraries that rename, split and join tensors.
 
-Such functions convert a model's original files. They may split and reorder rows, as for projections that one library
-holds in one matrix and another in three. They get stand-ins that record rows of the file, so they run unchanged and
-without weights in memory.
+Such functions convert a model's original files. They may split and reorder rows, for example if one library stores
+projections in one matrix and another in three. The placeholders record row numbers of the file, so the functions run
+unchanged and without weights in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,23 +25,26 @@ ALONG_ROWS = (
 
 
 class RowError(ValueError):
-    """A function computes something with a packed weight other than a choice of rows."""
+    """A function applied an operation to a packed weight that does not only select rows."""
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of all packed layers of a checkpoint, numbered consecutively.
+    """The rows of all packed layers in a checkpoint, numbered consecutively.
 
     Attributes:
         reader: the checkpoint.
-        starts: the number of each layer's first row, and at the end the number of all rows.
+        starts: the number of the first row of each layer, followed by the total number of rows.
     """
 
     reader: CheckpointReader
     starts: Tensor
 
     def runs(self, rows: Tensor) -> Iterator[tuple[int, slice | Tensor]]:
-        """Splits consecutive rows of a matrix by the layer that they come from: yields (layer's index, its rows)."""
+        """Splits a matrix's rows into runs from the same layer.
+
+        Yields (index of the layer, the run's rows in the layer).
+        """
         layers = torch.bucketize(rows, self.starts, right=True) - 1
         indexes, counts = torch.unique_consecutive(layers, return_counts=True)
         for index, part in zip(indexes.tolist(), torch.split(rows, counts.tolist()), strict=True):
@@ -52,14 +55,14 @@ class RowTable:
 
 
 class RowTensor(Tensor):
-    """A matrix `[N, K]` without values: `rows` are the numbers of its rows in `table`."""
+    """A matrix `[N, K]` without values. `rows` are the numbers of its rows in `table`."""
 
     rows: Tensor
     table: RowTable
 
     @classmethod
     def of(cls, rows: Tensor, K: int, table: RowTable) -> "RowTensor":
-        """Makes the stand-in of some rows."""
+        """Makes the placeholder for some rows."""
         make: Any = Tensor._make_wrapper_subclass
         made: RowTensor = make(cls, (len(rows), K), dtype=torch.float32, device="cpu")
         made.rows, made.table = rows, table
@@ -92,10 +95,10 @@ class RowTensor(Tensor):
 
 
 def stand_ins(reader: CheckpointReader, inside: str = "") -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint by name, with stand-ins for the weights of packed layers.
+    """Returns the tensors of a checkpoint by name, with placeholders for the weights of packed layers.
 
-    All other tensors are read. Those of 8-bit floats become bf16, which holds their values. Tensors whose names do not
-    begin with `inside` are left out.
+    All other tensors are read, and 8-bit floats are converted to bf16, which represents their values. Tensors whose
+    names do not start with `inside` are omitted.
     """
     sizes = [reader.sizes(index) for index in range(len(reader))]
     starts = torch.tensor([0, *accumulate(N for N, _ in sizes)], device="cpu")

@@ -1,4 +1,4 @@
-"""Finds and counts the matrices of a checkpoint that become floats, because no weight format holds them."""
+"""Finds and counts the matrices of a checkpoint that are decoded to floats because no weight format represents them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +13,11 @@ from torch_marlin_metal.models.linear_layers import LinearShape
 from torch_marlin_metal.patterns import selects
 
 MB = 1e6
-SMALL = 0.01  # share of the bytes that needs no warning: routers of mixtures, which mlx-lm stores in 8 bit
+SMALL = 0.01  # no warning below this share of the bytes, for example for routers, which mlx-lm stores in 8 bits
 
 
 class FloatShare:
-    """The layers of a checkpoint that are decoded to floats, by their kind.
+    """The layers of a checkpoint that are decoded to floats, grouped by kind.
 
     Attributes:
         indexes: the layers' indexes in the reader.
@@ -30,19 +30,19 @@ class FloatShare:
         self.indexes: set[int] = set()
 
     def add(self, index: int, kind: str, held: int) -> None:
-        """Notes a layer.
+        """Adds a layer.
 
         Args:
             index: the layer's index in the reader.
             kind: see `DenseWeight.kind`.
-            held: the bytes of its floats.
+            held: the bytes of the decoded layer.
         """
         self._stored[kind] = self._stored.get(kind, 0) + self._reader.stored_bytes(index)
         self._held += held
         self.indexes.add(index)
 
     def sentence(self) -> str:
-        """Returns a sentence about layers that become floats, with their size; or "" if their share is small."""
+        """Returns a sentence about the layers that are decoded to floats and their size, or "" for a small share."""
         stored, total = self._sizes()
         if stored < SMALL * total:
             return ""
@@ -53,12 +53,12 @@ class FloatShare:
         )
 
     def refusal(self) -> str:
-        """Returns a sentence about layers that are refused."""
+        """Returns a sentence about the layers that cannot be loaded."""
         stored, total = self._sizes()
         return f"{stored / total:.0%} of the bytes of its matrices ({stored / MB:.3g} MB): {self._kinds(total)}"
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the stored bytes of these layers, and of all layers."""
+        """Returns the stored bytes of these layers and the stored bytes of all layers."""
         reader = self._reader
         return sum(self._stored.values()), max(1, sum(map(reader.stored_bytes, range(len(reader)))))
 
@@ -67,13 +67,13 @@ class FloatShare:
 
 
 def planned_share(plan: LoadPlan, reader: CheckpointReader, caller: Caller) -> FloatShare:
-    """Returns the layers that will become floats, before they are loaded.
+    """Returns the layers that will be decoded to floats, before they are loaded.
 
-    Reads one layer of each kind, or only headers if the process loads parts of layers. Layers that become floats by the
-    caller's choice do not count.
+    Reads one layer of each kind, or only headers if the process loads parts of layers. Layers that the caller selected
+    for decoding are not included.
 
     Raises:
-        UnsupportedFormat: a layer cannot be packed, and cannot be decoded or `on_unsupported` is "error".
+        UnsupportedFormat: a layer cannot be packed, and it cannot be decoded or `on_unsupported` is "error".
     """
     share = FloatShare(reader)
     if reader.options.on_unsupported == "skip":
@@ -107,7 +107,7 @@ def _float_bytes(spot: Spot, caller: Caller) -> int:
 def _float_experts(
     experts: ExpertsPlace, refused: dict[int, str], caller: Caller
 ) -> Iterator[tuple[int, str, LinearShape]]:
-    """Yields (index, kind, shape) of every layer in a stack that contains a layer that cannot be packed."""
+    """Yields (index, kind, shape) for each layer in those stacks that contain a layer that cannot be packed."""
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}

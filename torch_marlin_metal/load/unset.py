@@ -1,4 +1,4 @@
-"""Finds uninitialised tensors of a loaded model."""
+"""Finds and initializes the tensors of a loaded model that no file contains."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,23 +14,23 @@ from torch_marlin_metal.models.linear_layers import ModelMismatchError, listing
 def initialize(
     op: str, model: nn.Module, tensors: ModelTensors, names: Iterable[str], device: torch.device, changes: Changes
 ) -> None:
-    """Lets the classes of a model compute tensors that are on the meta device, such as rotary frequencies.
+    """Lets the model's classes compute tensors that are on the meta device, for example rotary frequencies.
 
-    Models of transformers do it in `_init_weights`, which transformers also calls for its own empty models. It is
-    called for a copy of the module whose other tensors have no values, so nothing else changes.
+    transformers models do this in `_init_weights`, which transformers also calls for its own empty models. The method
+    is called for a copy of the module whose other tensors have no values, so nothing else changes.
 
     Args:
-        op: the caller's name, for the error.
+        op: the caller's name for the error message.
         model: the model.
-        tensors: its tensors.
-        names: the tensors to compute.
-        device: their device.
-        changes: notes what is changed.
+        tensors: the tensors of the model.
+        names: the names of the tensors to compute.
+        device: the device of the computed tensors.
+        changes: records the changes.
 
     Raises:
-        ModelMismatchError: a class does not compute a tensor.
+        ModelMismatchError: a class does not compute one of the tensors.
     """
-    if device.type == "meta":  # where a tensor has no values
+    if device.type == "meta":  # tensors have no values to compute
         return
     by_module: dict[int, tuple[nn.Module, list[str]]] = {}
     for name in names:
@@ -62,9 +62,9 @@ def initialize(
 
 
 def watch(model: Any, op: str) -> None:
-    """Makes a model of transformers raise an error if its classes leave a tensor unset while it is loaded.
+    """Makes a transformers model raise an error if its classes do not set a tensor during loading.
 
-    transformers allocates the tensors that no file has, and then calls `_initialize_missing_keys` once.
+    transformers allocates the tensors that are in no file, and then calls `_initialize_missing_keys` once.
     """
     original: Callable[[bool], None] = model._initialize_missing_keys
 
@@ -105,7 +105,7 @@ def _every_tensor(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _owners(model: nn.Module) -> dict[int, Any]:
-    """Returns the innermost model of transformers that holds each module; its `_init_weights` knows the module."""
+    """Returns the innermost transformers model around each module. Its `_init_weights` can initialize the module."""
     found: dict[int, Any] = {}
 
     def visit(module: nn.Module, owner: Any) -> None:
@@ -119,7 +119,7 @@ def _owners(model: nn.Module) -> dict[int, Any]:
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor filled with a value that no model computes. A tensor that keeps this value was not set."""
+    """Returns a tensor filled with a value that no model computes. If the value remains, the tensor was not set."""
     value = torch.finfo(like.dtype).max if like.is_floating_point() else 1 if like.dtype == torch.bool else 113
     return torch.full_like(like, value, device=device, requires_grad=False)
 

@@ -1,1 +1,1 @@
-"""Functions for whole models: quantize their layers, replace those of other packages, or load a checkpoint."""
+"""Functions for complete models: quantize their layers, replace layers of other packages, or load a checkpoint."""

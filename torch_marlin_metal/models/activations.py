@@ -1,4 +1,4 @@
-"""Rounds the activations of a model's packed layers to 8 bits, on request."""
+"""Lets packed layers round their activations to 8 bits, on request."""
 
 from torch import nn
 
@@ -8,22 +8,22 @@ from torch_marlin_metal.models.swap import check_module
 
 
 def set_activations(model: nn.Module, activations: str | None) -> list[str]:
-    """Sets how the `MarlinLinear` layers of a model multiply their activations on the CPU, in place.
+    """Selects the rounding of activations in the `MarlinLinear` layers of a model on the CPU, in place.
 
-    The setting belongs to the layers in memory: no state_dict and no checkpoint holds it. Embeddings and the experts of
-    mixtures keep their activations. On mps, such a layer raises an error.
+    The setting is a property of the layers in memory and is not stored in a state_dict or checkpoint. Embeddings and
+    the experts of mixtures do not round their activations. On mps, a layer with this setting raises an error.
 
     Args:
-        model: holds packed layers.
-        activations: "int8" rounds them to 8 bits, as `gemm` does; None keeps them as they are.
+        model: a model with packed layers.
+        activations: "int8" to round activations to 8 bits as in `gemm`, or None for no rounding.
 
     Returns:
-        The names of the layers that were set. Fused projections are one layer, such as "q_proj.fused".
+        The names of the changed layers. Fused projections are one layer, for example "q_proj.fused".
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: `activations` has another value, there is no layer, or the codes of a layer are no integers. The
-            model is then unchanged.
+        TypeError: `model` is not a module.
+        ValueError: `activations` has another value, there is no layer, or a layer's format has no integer codes. The
+            model does not change.
 
     Examples:
         >>> model = nn.Sequential(tmm.MarlinLinear.from_linear(nn.Linear(64, 32)), nn.ReLU())

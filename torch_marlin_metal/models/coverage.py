@@ -1,4 +1,4 @@
-"""Finds the matrices of a model that stay in floats, with their bytes and the reason."""
+"""Finds the matrices of a model that stay in floats, with their bytes and the reasons."""
 
 import warnings
 from collections.abc import Callable
@@ -9,22 +9,23 @@ from torch_marlin_metal.checkpoints.float_layers import is_matrix
 from torch_marlin_metal.models.report import LayerReport, Report
 from torch_marlin_metal.sizes import human_size
 
-# Modules that look rows of their parameters up, or convolve with them, and never multiply with them as a matrix.
+# Modules that look up or convolve with their parameters, and never use them in a matrix product.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-NAMED = 8  # matrices that a message names
+NAMED = 8  # number of matrices that a message lists
 
 
 def left_matrices(
     model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool], tables: bool
 ) -> list[LayerReport]:
-    """Lists parameters that are matrices or stacks of matrices but belong to no layer that can be quantized.
+    """Lists parameters that are matrices or stacks of matrices but are not part of a layer that can be quantized.
 
     Args:
-        model: the model as it is now.
-        chosen: whether the caller selects a module, given its name (or the name of its parameter) and the module.
-        is_listed: whether the report already lists a module. The parameters inside such a module are not listed again.
-        tables: whether to list the tables of embeddings, too.
+        model: the model in its current state.
+        chosen: returns True if the caller selects a module. Arguments: its name, or its parameter's name, and the
+            module.
+        is_listed: returns True if the report already lists a module. Parameters in this module are not listed again.
+        tables: True to list the tables of embeddings too.
     """
     found, seen = [], set()
     listed = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if is_listed(module))
@@ -52,7 +53,7 @@ def _entry(name: str, module: nn.Module, tensor: Tensor) -> LayerReport:
 
 
 def check_coverage(op: str, report: Report) -> None:
-    """Warns if less than half of the bytes was quantized, and names the largest matrices that were not.
+    """Warns if less than half of the bytes were quantized, and names the largest matrices in floats.
 
     Raises:
         ValueError: nothing was quantized.

@@ -15,15 +15,15 @@ from torch_marlin_metal.packed_weight import PackedWeight
 def decode_experts(
     layers: ExpertLayers, read: Callable[[str], PackedWeight | DenseWeight], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the values of each parameter of the model's own experts module.
+    """Yields (name, values) for each parameter of the model's own experts module.
 
     Args:
         layers: the layers of the module.
-        read: returns the weight of the layer with a name.
+        read: returns the weight of the layer with the given name.
         dtypes: the dtype of each parameter.
 
     Raises:
-        StackError: a weight does not have the sizes of the model's experts.
+        StackError: a weight does not have the size of the model's experts.
     """
     for number, (name, shape) in enumerate(zip(WEIGHTS, layers.shapes, strict=True)):
         transposed = stores_transposed(layers.gate_module)

@@ -1,4 +1,4 @@
-"""Packs the experts of a mixture, which transformers keeps as stacked parameters (see `layers/float_experts.py`)."""
+"""Packs the experts of a mixture, which transformers stores as stacked parameters (see `layers/float_experts.py`)."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from torch_marlin_metal.packed_weight import COLUMN_TENSORS, FLOAT_DTYPES, Packe
 
 
 def why_never_experts(module: nn.Module) -> str:
-    """Returns why experts cannot be packed whatever their values are, or an empty text."""
+    """Returns the reason why experts can never be packed, independent of their values, or ""."""
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if "forward" in module.__dict__:
@@ -38,7 +38,7 @@ def why_never_experts(module: nn.Module) -> str:
 
 
 def why_not_experts(module: nn.Module) -> str:
-    """Returns why experts in floats cannot be packed, or an empty text."""
+    """Returns the reason why float experts cannot be packed, or ""."""
     if reason := why_never_experts(module):
         return reason
     for name, tensor in module._parameters.items():
@@ -54,7 +54,7 @@ def why_not_experts(module: nn.Module) -> str:
 
 
 def shape_of(experts: nn.Module, name: str) -> LinearShape:
-    """Returns the shape of one expert's layer of a stacked parameter, `gate_up_proj` or `down_proj`."""
+    """Returns the shape of one expert's layer in a stacked parameter, `gate_up_proj` or `down_proj`."""
     weight, bias = experts._parameters[name], experts._parameters.get(f"{name}_bias")
     assert weight is not None
     _, N, K = weight.mT.shape if stores_transposed(experts) else weight.shape
@@ -62,17 +62,17 @@ def shape_of(experts: nn.Module, name: str) -> LinearShape:
 
 
 class Gate:
-    """Calls the activation of an experts module; unlike the bound method, it can be pickled.
+    """A callable activation of an experts module that, unlike the bound method, can be pickled.
 
-    pickle looks for a bound method under the name of its function, and transformers' decorator adds a function that has
-    another name.
+    pickle looks up a bound method by the name of its function, but transformers' decorator adds a function with another
+    name.
     """
 
     def __init__(self, module: Any) -> None:
         self.__self__ = module
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Returns `[..., I]` of gate and up `[..., 2 * I]`."""
+        """Computes the activation `[..., I]` of gate and up `[..., 2 * I]`."""
         return apply_gate(self.__self__, gate_up)
 
 
@@ -81,12 +81,12 @@ class ExpertLayers:
     """The layers of an experts module: their names in a checkpoint, and their shapes.
 
     Attributes:
-        gate_module: a copy of the experts module without parameters. `Gate` calls its activation.
+        gate_module: a copy of the experts module without parameters, used for its activation.
         count: the number of experts.
-        parts: names of the gate, up and down layers, or () if gate and up are one layer.
-        shapes: the shapes of `gate_up_proj` and `down_proj` of one expert.
-        why_unknown: why `MarlinExperts` cannot replace the module, or an empty text.
-        alternates: whether gate and up columns are interleaved in `gate_up_proj`; in `parts` they are apart.
+        parts: the names of the gate, up and down layers, or () if gate and up are one layer.
+        shapes: the shapes of one expert's `gate_up_proj` and `down_proj`.
+        why_unknown: the reason why `MarlinExperts` cannot replace the module, or "".
+        alternates: True if gate and up columns alternate in `gate_up_proj` but are separate layers in `parts`.
     """
 
     gate_module: Any
@@ -98,12 +98,12 @@ class ExpertLayers:
 
     @classmethod
     def of(cls, experts: nn.Module, parts: tuple[str, ...] = ()) -> "ExpertLayers":
-        """Returns the layers of an experts module, which is not changed and not kept alive."""
+        """Describes the layers of an experts module. Does not change the module or keep a reference to it."""
         gate_module: Any = copy.copy(experts)
         gate_module._parameters = {}
-        gate_module.is_transposed = stores_transposed(experts)  # without parameters it could not be seen
+        gate_module.is_transposed = stores_transposed(experts)  # cannot be derived without the parameters
         shapes = shape_of(experts, WEIGHTS[0]), shape_of(experts, WEIGHTS[1])
-        # The sizes are taken here, because slices of parameters would keep the parameters alive.
+        # Without meta tensors, the slices of the biases would keep the parameters in memory.
         gate_up, down = (
             replace(shape, bias=None if shape.bias is None else torch.empty_like(shape.bias, device="meta"))
             for shape in shapes
@@ -113,14 +113,14 @@ class ExpertLayers:
         return cls(gate_module, count, parts, (gate_up, down), why_unknown(experts), alternates)
 
     def names(self, index: int) -> tuple[list[str], list[str]]:
-        """Returns the names, within the experts module, of one expert's layers: gate and up (or both as one), down."""
+        """Returns the names in the experts module of one expert's layers: ([gate, up] or [gate_up], [down])."""
         if not self.parts:
             return [f"gate_up_proj.{index}"], [f"down_proj.{index}"]
         gate, up, down = self.parts
         return [f"{index}.{gate}", f"{index}.{up}"], [f"{index}.{down}"]
 
     def all_names(self) -> Iterator[tuple[str, LinearShape]]:
-        """Yields the name of every layer and its shape."""
+        """Yields (name, shape) for each layer of each expert."""
         gate_up, down = self.shapes
         if self.parts:
             bias = None if gate_up.bias is None else gate_up.bias[: gate_up.N // 2]
@@ -130,18 +130,18 @@ class ExpertLayers:
                 yield from ((name, shape) for name in names)
 
     def join(self, number: int, columns: Sequence[Tensor]) -> Tensor:
-        """Returns gate and up (`number` 0) or down (1) from its parts, along the last dimension."""
+        """Joins the parts of gate and up (`number` 0) or of down (1) along the last dimension."""
         if self.alternates and number == 0:
             return torch.stack(tuple(columns), dim=-1).flatten(-2)
         return torch.cat(tuple(columns), dim=-1) if len(columns) > 1 else columns[0]
 
     @property
     def gate(self) -> Activation:
-        """Returns the model's activation, which takes gate and up `[..., 2 * I]` and returns `[..., I]`."""
+        """Returns the model's activation, a function from gate and up `[..., 2 * I]` to `[..., I]`."""
         return Gate(self.gate_module)
 
     def stack(self, number: int, weights: Iterable[Sequence[PackedWeight]]) -> ExpertWeights:
-        """Makes the stack of gate and up (`number` 0) or of down (1) from the parts of one expert after the other."""
+        """Makes the stack of gate and up (`number` 0) or of down (1) from the parts of each expert in turn."""
         own = self.shapes[number].dtype
         return ExpertWeights.from_packed(weights, experts=self.count, dtype=own if own in FLOAT_DTYPES else None)
 
@@ -151,17 +151,18 @@ class ExpertLayers:
         dtype: torch.dtype | None = None,
         floats: Callable[[str, str, str, int], None] = lambda reason, name, kind, held: None,
     ) -> "NamedExperts":
-        """Makes the stacks of all experts, from one expert at a time. Each stack that can be packed is packed.
+        """Makes the stacks of all experts, reading one expert at a time. Packs each stack for which this is possible.
 
         Args:
-            read: returns the weight of the layer with a name. The second argument tells whether it becomes floats. If
-                not, the function may raise StackError for a layer that becomes floats by choice.
-            dtype: dtype of the biases and of a stack in floats; None means the dtype that they have in the model.
-            floats: is told, of each layer that becomes floats: why its stack does, the layer's name, its
-                `DenseWeight.kind` or "" for a packed layer, and its bytes.
+            read: returns the weight of the layer with the given name. The second argument is True if the layer is
+                decoded to floats. If it is False, the function may raise StackError for a layer that the caller wants
+                in floats.
+            dtype: dtype of the biases and of a float stack. None means their dtype in the model.
+            floats: called for each layer that is decoded to floats, with the reason, the layer's name, its
+                `DenseWeight.kind` ("" for a packed layer), and its bytes.
 
         Raises:
-            StackError: the model does something else with its experts.
+            StackError: the model computes something else with its experts.
         """
         if self.why_unknown:
             raise StackError(self.why_unknown)
@@ -170,7 +171,7 @@ class ExpertLayers:
         return (replace(self, parts=(), alternates=False) if joined else self).module(*stacks)
 
     def module(self, gate_up: Any, down: Any) -> "NamedExperts":
-        """Makes the module of these layers from its stacks."""
+        """Makes the experts module from its stacks."""
         kind = ExpertsOfEachToken if takes_each_token(self.gate_module) else NamedExperts
         return kind(self, gate_up, down)
 
@@ -215,7 +216,7 @@ class ExpertLayers:
     def _floats(
         self, number: int, names: Sequence[Sequence[str]], read: Any, dtype: torch.dtype | None, floats: Any
     ) -> FloatExpertWeights:
-        """Makes a stack of floats from the names of its experts' layers."""
+        """Makes a float stack from the names of the experts' layers."""
         values: Tensor | None = None
         biases: Tensor | None = None
         sizes: list[int] = []
@@ -234,12 +235,12 @@ class ExpertLayers:
                 biases[index] = self.join(number, given) if len(given) > 1 else given[0]
             for layer, weight, part in zip(layers, found, columns, strict=True):
                 floats(layer, getattr(weight, "kind", ""), part.nbytes)
-            del found, columns, whole, given, weight, part  # only the weights of one expert exist beside the stack
+            del found, columns, whole, given, weight, part  # only one expert's weights exist in addition to the stack
         assert values is not None
         return FloatExpertWeights(values, biases, sizes if not self.alternates else [sum(sizes)])
 
     def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Returns one weight with interleaved gate and up columns."""
+        """Makes one weight with alternating gate and up columns."""
         parts = [part.expanded_scales() for part in parts]  # interleaved columns are not blocks
         if reason := difference(parts[:1], parts[1:]):
             raise StackError(reason)
@@ -254,7 +255,7 @@ class ExpertLayers:
 
 
 class NamedExperts(MarlinExperts):
-    """`MarlinExperts` in the place of a model's experts module, with the names that its layers have in checkpoints."""
+    """A `MarlinExperts` that replaces a model's experts module and knows its layers' names in checkpoints."""
 
     def __init__(self, layers: ExpertLayers, gate_up: Any, down: Any) -> None:
         top_k = getattr(getattr(layers.gate_module, "config", None), "num_experts_per_tok", None)
@@ -262,21 +263,21 @@ class NamedExperts(MarlinExperts):
         self._layers = layers
 
     def _named(self, index: int) -> Iterator[tuple[str, Any, int]]:
-        """Yields the name in this module of each layer of an expert, the stack that holds it, and its part of it."""
+        """Yields (name in this module, stack, part of the stack) for each layer of an expert."""
         for stack, names in zip((self.gate_up, self.down), self._layers.names(index), strict=True):
             for part, name in enumerate(names):
                 apart = isinstance(stack, JoinedExpertWeights)
                 yield name, stack.parts[part] if apart else stack, 0 if apart else part
 
     def named_layers(self, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-        """Yields (name in this module, weight) of each packed layer; `copy` as in `to_packed`."""
+        """Yields (name in this module, weight) for each packed layer; `copy` as in `to_packed`."""
         for index in range(self.num_experts):
             for name, stack, part in self._named(index):
                 if isinstance(stack, ExpertWeights):
                     yield name, stack.to_packed(index, part, copy=copy)
 
     def named_floats(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name in this module, values) of each floating weight and bias."""
+        """Yields (name in this module, values) for each floating-point weight and bias."""
         for index in range(self.num_experts):
             for name, stack, part in self._named(index):
                 if isinstance(stack, FloatExpertWeights):
@@ -287,7 +288,7 @@ class NamedExperts(MarlinExperts):
                         yield f"{name}.bias", stack.bias.detach()[index, columns].clone()
 
     def to_floats(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the model's own experts module with the decoded weights."""
+        """Makes the model's own experts module with the decoded weights."""
         experts: Any = copy.copy(self._layers.gate_module)
         experts._parameters = {}
         for name, stack in zip(WEIGHTS, (self.gate_up, self.down), strict=True):
@@ -301,24 +302,24 @@ class NamedExperts(MarlinExperts):
 
 
 class ExpertsOfEachToken(NamedExperts):
-    """Experts that take all tokens once for each expert, like Llama 4's; the host waits for the device."""
+    """Experts that all receive all tokens, like those of Llama 4. The host waits for the device."""
 
     def __init__(self, layers: ExpertLayers, gate_up: Any, down: Any) -> None:
         super().__init__(layers, gate_up, down)
         self.top_k = 1
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Returns `[E * T, H]` for `hidden_states [E * T, H]`, whose rows of tokens of other experts are zeros.
+        """Computes `[E * T, H]` from `hidden_states [E * T, H]`, where rows of tokens of other experts are zero.
 
         Raises:
-            ValueError: `hidden_states` has another number of dimensions, or its rows do not divide by E.
+            ValueError: `hidden_states` has another number of dimensions, or its row count is not divisible by E.
         """
         if hidden_states.dim() != 2 or len(hidden_states) % self.num_experts:
             raise ValueError(
                 f"{type(self).__name__}: hidden_states: expected [E * T, H] with all tokens for each of "
                 f"E = {self.num_experts} experts, got {list(hidden_states.shape)}"
             )
-        rows = hidden_states.ne(0).any(-1).nonzero()  # zeros give zeros
+        rows = hidden_states.ne(0).any(-1).nonzero()  # rows of zeros have results of zeros
         experts = rows // (len(hidden_states) // self.num_experts)
         weights = hidden_states.new_ones(experts.shape)
         computed = super().forward(hidden_states[rows[:, 0]], experts, weights)
@@ -326,11 +327,11 @@ class ExpertsOfEachToken(NamedExperts):
 
 
 def pack_experts(experts: nn.Module, quantize: Callable[[str, Tensor], PackedWeight]) -> NamedExperts:
-    """Packs experts in floats, one at a time.
+    """Packs float experts, one at a time.
 
     Args:
-        experts: a module for which `is_experts` is true and `why_not_experts` empty; it is not changed.
-        quantize: packs the weight `[N, K]` of the layer with a name.
+        experts: a module for which `is_experts` is True and `why_not_experts` is "". It is not changed.
+        quantize: packs the weight `[N, K]` of the layer with the given name.
     """
     layers = ExpertLayers.of(experts)
 

@@ -1,4 +1,4 @@
-"""Compares single settings of a transformers config with the values of a GGUF file."""
+"""Compares settings of a transformers config with the values in a GGUF file, one at a time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,26 +8,26 @@ from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings, Key, 
 from torch_marlin_metal.models.gguf_rope import VARY_BY_LAYER
 from torch_marlin_metal.patterns import NameFilter, selects
 
-# Settings that depend on the layer, in configs with a `per_layer_config`.
+# Settings that vary by layer in configs with a `per_layer_config`: name -> (layer type, name in its config).
 PER_LAYER = {
     "head_dim": ("sliding_attention", "head_dim"),
     "global_head_dim": ("full_attention", "head_dim"),
     "num_key_value_heads": ("sliding_attention", "num_key_value_heads"),
     "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
 }
-FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # constants of a class, for which it has no setting
+FIXED = {("olmo", "attention.layer_norm_epsilon"): 1e-5}  # constants of model classes that have no setting for them
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting whose value in the config differs from the file's.
+    """A setting whose value in the config differs from the value in the file.
 
     Attributes:
-        said: the file's keys and tensors that tell the setting; None stands for the numbers of a tensor.
+        said: the file's keys and tensors that determine the setting. None stands for the values of a tensor.
         setting: the config's setting, or "" if the config has none.
-        held: the config's value.
-        wanted: the value that the file asks for.
-        why: for a difference without a setting: what is wrong.
+        held: the value in the config.
+        wanted: the value in the file.
+        why: the explanation of a difference without a setting.
     """
 
     said: Mapping[str, Any]
@@ -41,13 +41,13 @@ class Difference:
         return f"{', '.join(said)}, but {self.why or f'config.{self.setting} is {shown(self.held)}'}"
 
     def chosen(self, ignore: NameFilter) -> bool:
-        """Returns whether `ignore` selects one of the keys."""
+        """Returns True if `ignore` selects one of the keys."""
         return any(selects(ignore, key) for key in self.said)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: the config, the file, whether llama.cpp's defaults count, and the size of a head."""
+    """The data of a comparison: config, file, use of llama.cpp's defaults, and head size."""
 
     config: Any
     file: FileSettings
@@ -55,19 +55,19 @@ class Case:
     head: int
 
     def difference(self, key: str, setting: str, value: Any) -> Iterator[Difference]:
-        """Yields the difference of a setting from the value that a key asks for, if there is one."""
+        """Yields a difference if a setting does not have the value that the key requires."""
         held = held_value(self.config, setting)
         if not same(held, value):
             yield Difference({self.file.full(key): self.file.values.get(key, value)}, setting, held, value)
 
     def nowhere(self, key: str, why: str = "") -> Difference:
-        """Returns the difference of a key for which the config has no setting."""
+        """Returns the difference for a key that has no setting in the config."""
         why = why or f"{type(self.config).__name__} has no setting for it"
         return Difference({self.file.full(key): self.file.values[key]}, why=why)
 
 
 def has_setting(config: Any, name: str) -> bool:
-    """Returns whether a config's class has a setting. A config also keeps values that its class does not know."""
+    """Returns True if a config's class has a setting. Configs also store values that their class does not know."""
     if config.model_type in VARY_BY_LAYER and name in PER_LAYER:
         return True
     declared = getattr(type(config), "__dataclass_fields__", None)
@@ -75,7 +75,7 @@ def has_setting(config: Any, name: str) -> bool:
 
 
 def held_value(config: Any, name: str) -> Any:
-    """Returns the value of a setting that a config has."""
+    """Returns the value of a setting in a config."""
     if config.model_type not in VARY_BY_LAYER or name not in PER_LAYER:
         return getattr(config, name)
     kind, own = PER_LAYER[name]
@@ -83,19 +83,19 @@ def held_value(config: Any, name: str) -> Any:
 
 
 def head_size(config: Any) -> int:
-    """Returns the size of a head, of layers without a sliding window if sizes vary."""
+    """Returns the size of a head. If sizes vary, this is the size in layers without a sliding window."""
     name = "global_head_dim" if has_setting(config, "global_head_dim") else "head_dim"
     own = held_value(config, name) if has_setting(config, name) else getattr(config, name, None)
     return int(own or config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1))
 
 
 def is_latent(config: Any) -> bool:
-    """Returns whether keys and values come from a latent vector, so that their heads have their own sizes."""
+    """Returns True if keys and values are computed from a latent vector, so that their heads have separate sizes."""
     return has_setting(config, "kv_lora_rank")
 
 
 def plain(case: Case, name: str, key: Key, value: Any) -> Iterator[Difference]:
-    """Yields the difference of a key that one setting holds."""
+    """Yields a difference for a key that corresponds to a single setting."""
     setting = next((setting for setting in key.settings if has_setting(case.config, setting)), "")
     neutral = value in key.neutral
     if isinstance(value, list) or not isinstance(value, bool | int | float):

@@ -1,4 +1,4 @@
-"""Settings that no key of a GGUF file states: they follow from its tensors, or are fixed in llama.cpp's code."""
+"""Settings that no key of a GGUF file states. They follow from its tensors or are fixed in llama.cpp's code."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings
 from torch_marlin_metal.models.gguf_rope import LATENT
 
-# What llama.cpp computes for an architecture without a key for it.
+# Values in llama.cpp's code for an architecture without a key for them.
 FIXED: dict[str, dict[str, Any]] = {
     "bitnet": {"hidden_act": "silu"},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "afmoe": {"mup_enabled": True},
 }
-# Multipliers that llama.cpp's converter has multiplied into the weights.
+# Multipliers that llama.cpp's converter has multiplied into the weights. The config must have these neutral values.
 FOLDED: dict[str, dict[str, Any]] = {
     "falcon-h1": {
         **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
@@ -22,7 +22,7 @@ FOLDED: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [1.0] * 5,
     }
 }
-# Keys that llama.cpp's converter leaves out for `LATENT`, and the settings that they then have.
+# Keys that llama.cpp's converter omits for `LATENT` -> the setting and the value that the omission means.
 LEFT_OUT = {
     "attention.q_lora_rank": ("q_lora_rank", None),
     "expert_weights_scale": ("routed_scaling_factor", 1.0),
@@ -34,12 +34,12 @@ ATTENTION = (".attn_q.weight", ".attn_qkv.weight", ".attn_q_a.weight")
 
 
 def model_type(architecture: str, kind: str, file: FileSettings) -> str:
-    """Returns transformers' model type of a file, if several have the file's architecture.
+    """Returns transformers' model type for a file whose architecture has several.
 
     Args:
         architecture: the architecture of the file.
-        kind: the model type that most files of the architecture have.
-        file: the file's keys.
+        kind: the model type of most files with the architecture.
+        file: the keys of the file.
     """
     if architecture == "llama" and file.values.get("expert_count"):
         return "mixtral"
@@ -51,7 +51,7 @@ def model_type(architecture: str, kind: str, file: FileSettings) -> str:
 
 
 def of_tensors(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]]:
-    """Yields (source, setting, value) that follow from the names and shapes of the tensors."""
+    """Yields (source, setting, value) for settings that follow from the names and shapes of the tensors."""
     count = int(file.number("block_count") or 0) - int(file.number("nextn_predict_layers") or 0)
     attends = [any(f"blk.{n}{name}" in file.tensors for name in ATTENTION) for n in range(count)]
     routes = [f"blk.{n}.ffn_gate_inp.weight" in file.tensors for n in range(count)]
@@ -118,7 +118,7 @@ def _of_shapes(config: Any, file: FileSettings) -> Iterator[tuple[str, str, Any]
 
 
 def of_llama_cpp(config: Any, file: FileSettings, complete: bool) -> Iterator[tuple[str, str, Any]]:
-    """Yields (source, setting, value) for settings without a key: llama.cpp or its converter hard-codes them."""
+    """Yields (source, setting, value) for settings that are fixed in llama.cpp's code or in its converter."""
     for setting, value in FOLDED.get(file.architecture, {}).items():
         yield "general.architecture", setting, value
     if not complete:

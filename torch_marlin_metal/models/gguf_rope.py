@@ -1,8 +1,8 @@
-"""The rotary embedding that a GGUF file states: as settings of transformers, and as frequencies to compare.
+"""The rotary embedding that a GGUF file describes, as transformers settings and as frequencies to compare.
 
-llama.cpp turns pair i of a head by position * base^(-2i/D) / (factor_i * scale). YaRN mixes the scaled and the unscaled
-frequency, and llama.cpp multiplies cosines and sines by an attention factor (`ggml_rope_ext` and `rope_yarn` in
-ggml, `llama_context` for the attention factor).
+llama.cpp rotates pair i of a head by position * base^(-2i/D) / (factor_i * scale). YaRN mixes the scaled and the
+unscaled frequency, and llama.cpp multiplies cosines and sines by an attention factor. Sources: `ggml_rope_ext` and
+`rope_yarn` in ggml, and `llama_context` for the attention factor.
 """
 
 import math
@@ -15,37 +15,37 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.formats.gguf_keys import ROPE_TENSORS, FileSettings, same
 
-DEFAULT_BASE = 10000.0  # llama.cpp's, for files without a key
-# llama.cpp's base of layers with a sliding window, for files without a key.
+DEFAULT_BASE = 10000.0  # llama.cpp's base for files without the key
+# llama.cpp's base for layers with a sliding window, in files without the key.
 SLIDING_BASES = {"gemma3": 10000.0, "gemma4": 10000.0, "gemma3n": 10000.0}
-LATENT = ("deepseek2", "mistral4", "glm-dsa")  # architectures whose attention has a scale for long contexts, too
-VARY_BY_LAYER = ("gemma4_text",)  # model types whose settings vary by the type of a layer
+LATENT = ("deepseek2", "mistral4", "glm-dsa")  # architectures with another attention scale for long contexts
+VARY_BY_LAYER = ("gemma4_text",)  # model types whose settings vary by layer type
 SCALING_KEYS = ("rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
 CPU = torch.device("cpu")
-# Relative differences: of factors, which the converter rounds to fp32, and of frequencies, which transformers computes
+# Relative tolerances: for factors, which the converter rounds to fp32, and for frequencies, which transformers computes
 # in fp32.
 FACTOR_TOLERANCE, FREQUENCY_TOLERANCE = 2e-6, 1e-5
-# Gemma 4 turns only the first pairs of a head. llama.cpp divides the frequencies of the others by such a number.
+# Gemma 4 rotates only the first pairs of a head. llama.cpp divides the frequencies of the other pairs by at least this.
 UNTURNED = 1e29
-# The values of Llama 3.1, 3.2 and 3.3. Only the ratios to the context length count.
+# The settings of Llama 3.1, 3.2 and 3.3. Only their ratios to the context length have an effect.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 class RopeError(ValueError):
-    """No setting of transformers expresses what a file states."""
+    """No transformers setting expresses what a file states."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding of the layers of one type.
+    """The rotary embedding for the layers of one type.
 
     Attributes:
-        settings: `rope_parameters` of transformers.
+        settings: `rope_parameters` for transformers.
         base: the base of the frequencies.
         dims: the number of rotated dimensions of a head, D.
-        divisors: fp64 `[D / 2]`, the divisors of the plain frequencies in short and in long contexts; None if the file
-            says nothing about scaling.
-        attention: the attention factor, or None if the file does not state it.
+        divisors: fp64 `[D / 2]`, the divisors of the plain frequencies in short and in long contexts. None if the file
+            states no scaling.
+        attention: the attention factor, or None if the file states none.
     """
 
     settings: dict[str, Any]
@@ -55,13 +55,13 @@ class Rope:
     attention: float | None = None
 
     def plain(self) -> Tensor:
-        """Returns the frequencies without scaling in fp64 `[D / 2]`."""
+        """Returns the frequencies without scaling, fp64 `[D / 2]`."""
         return plain_frequencies(self.base, self.dims)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The part of `Rope` that scales: settings without base and dimensions, divisors and attention factor."""
+    """The scaling part of `Rope`: settings without base and dimensions, divisors and attention factor."""
 
     settings: dict[str, Any]
     divisors: tuple[Tensor, Tensor]
@@ -69,34 +69,34 @@ class Scaling:
 
 
 def plain_frequencies(base: float, dims: int) -> Tensor:
-    """Returns base^(-2i/D) in fp64 `[D / 2]`."""
+    """Computes base^(-2i/D) in fp64 `[D / 2]`."""
     return torch.pow(base, -torch.arange(0, dims, 2, dtype=torch.float64, device=CPU) / dims)
 
 
 def states_rope(file: FileSettings) -> bool:
-    """Returns whether a file says anything about the rotary embedding."""
+    """Returns True if a file has keys or tensors for the rotary embedding."""
     return any(key.startswith("rope.") for key in file.values) or any(name in file.tensors for name in ROPE_TENSORS)
 
 
 def layer_types(config: Any) -> list[str | None]:
-    """Returns the layer types that a config has rotary settings for, or [None] if there is one for all layers."""
+    """Returns the layer types with separate rotary settings in a config, or [None] if all layers share the settings."""
     held = config.rope_parameters or {}
     nested = [name for name, value in held.items() if isinstance(value, Mapping)]
     return list(nested) or [None]
 
 
 def wanted(config: Any, file: FileSettings, layer_type: str | None, head: int, complete: bool) -> Rope:
-    """Returns the rotary embedding of one layer type as the file states it.
+    """Returns the rotary embedding of one layer type according to the file.
 
     Args:
-        config: the model's config. Settings that the file lacks are the config's.
+        config: the model's config. It supplies the settings that the file lacks.
         file: the file's keys and tensors.
         layer_type: a name from `layer_types`.
         head: the size of a head.
-        complete: whether llama.cpp's default replaces a missing key.
+        complete: True if llama.cpp's defaults replace missing keys, instead of the config's settings.
 
     Raises:
-        RopeError: no setting of transformers expresses what the file states.
+        RopeError: no transformers setting expresses what the file states.
     """
     parameters = config.rope_parameters or {}
     held: dict[str, Any] = dict(parameters if layer_type is None else parameters[layer_type])
@@ -115,7 +115,7 @@ def wanted(config: Any, file: FileSettings, layer_type: str | None, head: int, c
     rotary: dict[str, Any] = {"rope_theta": base}
     if dims != head or "partial_rotary_factor" in held:
         rotary["partial_rotary_factor"] = dims / head
-    if sliding:  # llama.cpp scales the other layers only
+    if sliding:  # llama.cpp does not scale layers with a sliding window
         return Rope({"rope_type": "default"} | rotary if complete else held | rotary, base, dims)
     stated = any(key in file.values for key in SCALING_KEYS) or any(name in file.tensors for name in ROPE_TENSORS)
     if not stated and not complete:
@@ -125,7 +125,7 @@ def wanted(config: Any, file: FileSettings, layer_type: str | None, head: int, c
 
 
 def _scaling(config: Any, file: FileSettings, held: Mapping[str, Any], base: float, dims: int) -> Scaling:
-    """Returns the scaling that the file states. A file without a type, but with a factor, means "linear"."""
+    """Returns the scaling that the file states. If the file has a factor but no type, the type is "linear"."""
     stated = file.values.get("rope.scaling.type", "linear")
     factor = float(file.number("rope.scaling.factor") or file.number("rope.scale_linear") or 1.0)
     if stated not in ("none", "linear", "yarn", "longrope"):
@@ -194,18 +194,19 @@ def _yarn(config: Any, file: FileSettings, held: Mapping[str, Any], base: float,
         value = file.number(f"rope.scaling.yarn_{name}")
         if value is not None or name in held:
             settings[name] = float(value if value is not None else held[name])
-    # How transformers rounds the range is not in the file.
+    # The file does not state how transformers rounds the range, so the config's setting is used.
     settings |= {"truncate": held["truncate"]} if "truncate" in held else {}
     magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
     attention: float | None = None
     if (gain := file.number("rope.scaling.attn_factor")) is not None:
-        # The converter of OLMo writes transformers' factor here. llama.cpp multiplies what the key says by YaRN's own.
+        # For OLMo, the key has transformers' attention factor. For others, llama.cpp multiplies its value by YaRN's
+        # factor.
         attention = gain if file.architecture == "olmo2" else gain * magnitude
     if (gain := file.number("rope.scaling.yarn_attn_factor")) is not None:
         attention = gain
     multiplier = file.number("rope.scaling.yarn_log_multiplier")
     if multiplier and file.architecture in LATENT:
-        # The converter writes a tenth there. llama.cpp takes the multiplier for both of transformers' settings.
+        # The converter writes a tenth of the setting. llama.cpp uses the value for both of transformers' settings.
         settings |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     elif multiplier:
         attention = (attention or magnitude) / (0.1 * multiplier * math.log(factor) + 1.0 if factor > 1.0 else 1.0)
@@ -220,10 +221,10 @@ def _yarn(config: Any, file: FileSettings, held: Mapping[str, Any], base: float,
 
 
 def _yarn_divisors(settings: Mapping[str, Any], base: float, dims: int) -> Tensor:
-    """Returns the divisors of the plain frequencies as `rope_yarn` in ggml mixes them, fp64 `[D / 2]`."""
+    """Returns the divisors of the plain frequencies, fp64 `[D / 2]`, with the mix of `rope_yarn` in ggml."""
 
     def pair(rotations: float) -> float:
-        """Returns the pair that turns this often within the original context."""
+        """Returns the pair that rotates this often within the original context."""
         length = settings["original_max_position_embeddings"]
         return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
@@ -247,18 +248,19 @@ def _longrope(config: Any, file: FileSettings, short: Tensor, long: Tensor, atte
 
 
 def llama3_settings(factors: Tensor, base: float, dims: int) -> dict[str, Any] | None:
-    """Returns transformers' settings of the type "llama3" that give the factors, or None if there are none.
+    """Returns transformers' settings of type "llama3" that reproduce the factors, or None if there are none.
 
-    The converter divides the frequency of a pair by the factor if its wave is longer than C / low, and by 1 if it is
-    shorter than C / high. Between them it divides by 1 / ((1 - s) / factor + s) with s = (C / wave - low) / (high -
-    low). The factors say C / low and C / high only, so the values of Llama 3 are tried first, and low = 1 otherwise.
+    The converter divides the frequency of a pair by the factor if its wave is longer than C / low, and by 1 if the wave
+    is shorter than C / high. Between these limits, it divides by 1 / ((1 - s) / factor + s) with s = (C / wave - low) /
+    (high - low). The factors determine only C / low and C / high. The values of Llama 3 are therefore tried first, then
+    low = 1.
 
     Args:
-        factors: fp64 `[D / 2]`, as the file has them.
+        factors: fp64 `[D / 2]`, from the file.
         base: the base of the frequencies.
         dims: D.
     """
-    turns = plain_frequencies(base, dims) / (2 * math.pi)  # of one step: 1 / wave
+    turns = plain_frequencies(base, dims) / (2 * math.pi)  # turns per position: 1 / wave
     largest = round(float(factors.max()), 6)
     candidates = [{"factor": largest} | LLAMA3]
     between = ((factors > 1) & (factors < factors.max())).nonzero().flatten()
@@ -287,10 +289,10 @@ def _llama3_factors(settings: Mapping[str, Any], turns: Tensor) -> Tensor:
 
 
 def computed(model: nn.Module, config: Any, layer_type: str | None, scaled: bool) -> Iterator[tuple[Tensor, float]]:
-    """Yields the frequencies and the attention factor that a model computes in short and in long contexts.
+    """Yields (frequencies, attention factor) as a model computes them, for short and for long contexts.
 
-    Without `scaled`, these are the plain frequencies, before scaling. Yields nothing if the model has no rotary
-    embedding of transformers.
+    Without `scaled`, these are the plain frequencies before scaling. Yields nothing if the model has no transformers
+    rotary embedding.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -309,7 +311,7 @@ def computed(model: nn.Module, config: Any, layer_type: str | None, scaled: bool
 
 
 def differs(model: nn.Module, config: Any, rope: Rope, layer_type: str | None) -> bool:
-    """Returns whether a model computes another rotary embedding than `rope`."""
+    """Returns True if a model computes another rotary embedding than `rope`."""
     scaled = rope.divisors is not None
     divisors = rope.divisors or (torch.ones(1, dtype=torch.float64, device=CPU),) * 2
     found = list(computed(model, config, layer_type, scaled))

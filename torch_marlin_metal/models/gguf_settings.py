@@ -1,8 +1,8 @@
 """Compares a model's config with the settings in a GGUF file.
 
-`from_pretrained(gguf_file=...)` makes the config from the file, so there the differences correct the config. An
-existing model cannot be corrected, because its modules have copies of the settings. Loading a file into it stops if a
-difference changes the model's results.
+`from_pretrained(gguf_file=...)` makes the config from the file, and the differences correct this config. An existing
+model cannot be corrected, because its modules have copies of the settings. Loading a file into such a model raises an
+error if a difference changes the model's results.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch_marlin_metal.patterns import NameFilter, selects
 
 # (model type, layers) of the Gemma models whose attention llama.cpp scales by the root of hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
-# Architectures whose class never has a bias behind the attention, or has its own setting for it.
+# Architectures whose model class has no bias after the attention, or a separate setting for this bias.
 WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
 TIED = "output.weight"
 
@@ -39,14 +39,14 @@ TIED = "output.weight"
 def differences(
     config: Any, file: FileSettings, *, complete: bool = False, model: nn.Module | None = None
 ) -> list[Difference]:
-    """Returns the settings of a transformers config whose values differ from the file's.
+    """Returns the settings of a transformers config whose values differ from those in the file.
 
     Args:
         config: the config of the text model.
         file: the file's keys and tensors.
-        complete: whether to compare also two more kinds of settings: sizes, biases and shared tables, which a load
-            checks itself, and llama.cpp's defaults for missing keys.
-        model: the model of the config; None compares the rotary settings instead of the resulting frequencies.
+        complete: True to compare two more kinds of settings: sizes, biases and shared tables, which loading checks
+            itself, and llama.cpp's defaults for missing keys.
+        model: the model of the config, whose rotary frequencies are compared. None compares rotary settings instead.
     """
     head = int(file.number(_key_of_head(config)) or head_size(config))
     case = Case(config, file, complete, head)
@@ -65,7 +65,7 @@ def differences(
 
 
 def _key_of_head(config: Any) -> str:
-    """Returns the key with the size of a head, of which a share is rotated."""
+    """Returns the key for the size of a head, of which a fraction is rotated."""
     if not is_latent(config):
         return "attention.key_length"
     return "attention.key_length_mla" if config.model_type == "mistral4" else "rope.dimension_count"
@@ -117,7 +117,7 @@ def _of_tensors(case: Case) -> Iterator[Difference]:
 
 
 def _of_biases(case: Case) -> Iterator[Difference]:
-    """Yields a difference if one setting of the config has four biases, but the file only those of q, k and v."""
+    """Yields a difference if the config has one setting for four biases, but the file has only those of q, k and v."""
     name = "blk.0.attn_output.bias"
     if case.file.architecture in WITHOUT_OUTPUT_BIAS:
         return
@@ -128,10 +128,10 @@ def _of_biases(case: Case) -> Iterator[Difference]:
 
 
 def _of_llama_cpp(case: Case) -> Iterator[Difference]:
-    """Yields differences between the config and llama.cpp's defaults, which apply if the file has no key.
+    """Yields differences between the config and llama.cpp's defaults, which apply if the file lacks a key.
 
-    llama.cpp derives the scale of Gemma's attention from the number of layers, and normalizes the weights of Qwen 3's
-    experts.
+    llama.cpp derives the attention scale of Gemma from the number of layers. It normalizes the expert weights of Qwen
+    3.
     """
     config, architecture = case.config, case.file.architecture
     if (
@@ -197,7 +197,7 @@ def _includes(held: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 def corrected(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """Returns the file's values for the settings in which a transformers config differs.
 
-    Settings that no config of this class has are left out; `check_settings` refuses the file.
+    Settings that do not exist in the config's class are omitted. `check_settings` raises an error for such a file.
     """
     found = differences(config, FileSettings(metadata, tensors), complete=True)
     return {difference.setting: difference.wanted for difference in found if difference.setting}
@@ -211,28 +211,28 @@ def check_settings(
     tensors: Mapping[str, GgufTensor],
     ignore: NameFilter = (),
 ) -> list[str]:
-    """Refuses a file with other settings than transformers' model. Does not look at other models.
+    """Raises an error if the settings of a file and of a transformers model differ. Ignores other models.
 
     Args:
-        op: the caller's name, for the message.
-        path: the file, for the message.
+        op: the caller's name for the message.
+        path: the file for the message.
         model: the model to load into.
         metadata: the file's metadata.
         tensors: the file's tensors.
-        ignore: keys of the file that the model may contradict, chosen as in `patterns.py`.
+        ignore: keys of the file that the model may contradict, selected as in `patterns.py`.
 
     Returns:
-        The keys of the architecture whose meaning is not known.
+        The keys of the architecture whose meaning is unknown.
 
     Raises:
-        ModelMismatchError: names each key, the file's value and the model's.
+        ModelMismatchError: the settings differ. The message names each key, the file's value and the model's value.
     """
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return []
     file = FileSettings(metadata, tensors)
     config = model.config.get_text_config(decoder=True)
-    with torch.device("cpu"):  # transformers builds models under the meta device
+    with torch.device("cpu"):  # transformers may build the model under the meta device
         compared = differences(config, file, model=model)
     found = [each for each in compared if not each.chosen(ignore)]
     if found:
@@ -248,5 +248,5 @@ def check_settings(
 
 
 def unknown_keys(path: Any, keys: list[str]) -> str:
-    """Returns the sentence about keys that `check_settings` returned."""
+    """Returns a warning about the keys that `check_settings` returned."""
     return f"{path}: the meaning of {', '.join(keys)} is not known, so the model may compute something else"

@@ -1,4 +1,4 @@
-"""The keys of GGUF files that need their own code to be compared with a config of transformers."""
+"""Comparisons of GGUF keys with a transformers config, for keys that need special code."""
 
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
@@ -16,15 +16,16 @@ from torch_marlin_metal.models.gguf_case import (
     plain,
 )
 
-# Layers in a period, of which only the last one sees more than its window; llama.cpp's, for files without a pattern.
+# llama.cpp's pattern for files without one: the number of layers in a period, of which only the last has no window.
 PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4}
 
-# How the router weighs experts: 2 is sigmoid, 3 softmax over the chosen ones; 1, softmax over all, elsewhere.
+# How the router computes expert weights: 1 is softmax over all experts (the default), 2 sigmoid, 3 softmax over the
+# chosen experts.
 GATING = dict.fromkeys(("llama4", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "afmoe", "exaone-moe", "glm-dsa"), 2)
 GATING |= {"gpt-oss": 3}
 PARALLEL_BLOCKS = ("phi2", "command-r", "cohere2")
-ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert", "t5")  # model types whose tokens see later tokens
-# Architectures with images. transformers reads their files as models for text only, so all parts of a position are
+ENCODERS = ("bert", "nomic_bert", "modernbert", "eurobert", "t5")  # model types whose tokens attend to later tokens
+# Architectures for text and images. transformers loads their files as text models, in which all parts of a position are
 # equal.
 TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
@@ -44,10 +45,10 @@ def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _latent_head(case: Case, name: str, value: Any = None) -> Iterator[Difference]:
-    """Yields differences of the sizes of a head. Files of 2024 have no keys that end in _mla."""
+    """Yields differences in head sizes. Files of 2024 have no keys that end in _mla."""
     file = case.file
     if f"{name}_mla" in file.values:
-        return  # it is then the size of a head in llama.cpp's own way to compute
+        return  # with the _mla key, this key is a head size of llama.cpp's own algorithm
     if name.startswith("attention.key_length"):
         rotated = int(file.number("rope.dimension_count") or 0)
         yield from case.difference(name, "qk_rope_head_dim", rotated)
@@ -64,7 +65,7 @@ def _blocks(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields differences of the width, which is twice as large in some layers of Gemma 4."""
+    """Yields differences in the width, which is twice as large in some layers of Gemma 4."""
     if isinstance(getattr(case.config, "intermediate_size", None), list):
         count = int(case.file.number("block_count") or 0)
         yield from case.difference(name, "intermediate_size", value if isinstance(value, list) else [value] * count)
@@ -87,7 +88,7 @@ def _feed_forward(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    if is_latent(case.config):  # llama.cpp has one head of keys for all; in files of 2024 as many as of queries
+    if is_latent(case.config):  # llama.cpp has one key head for all; files of 2024 have one per query head
         heads = case.file.number("attention.head_count")
         if value not in (1, heads):
             yield case.nowhere(name, "1 or the number of attention heads is expected")
@@ -95,7 +96,7 @@ def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
         return
     if not has_setting(case.config, "num_key_value_heads"):
         own = held_value(case.config, "num_attention_heads") if has_setting(case.config, "num_attention_heads") else 0
-        if has_setting(case.config, "num_kv_heads"):  # Falcon, which has one head in its other layout
+        if has_setting(case.config, "num_kv_heads"):  # Falcon: in its old layout, it has one head
             if case.config.new_decoder_architecture or value != 1:
                 yield from case.difference(name, "num_kv_heads", value)
         elif getattr(case.config, "multi_query", False):
@@ -158,7 +159,10 @@ def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference of the parts of a head that time, height and width turn; all are equal for texts."""
+    """Yields a difference in the parts of a head that are rotated by time, height and width.
+
+    For text they are equal.
+    """
     sections = [each for each in (value if isinstance(value, list) else [value]) if each]
     held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
     if held is not None and list(held) != sections:
@@ -193,7 +197,7 @@ def _layer_pattern(case: Case, name: str, value: Any) -> Iterator[Difference]:
     layers = range(case.config.num_hidden_layers)
     if isinstance(stated, list):
         sliding = [bool(each) for each in stated]
-    elif case.file.architecture == "modern-bert":  # the first layer of a period is the one without a window
+    elif case.file.architecture == "modern-bert":  # the first layer of a period has no window
         sliding = [layer % stated != 0 for layer in layers]
     else:
         sliding = [stated == 0 or layer % stated < stated - 1 for layer in layers]
@@ -228,7 +232,7 @@ def _gating(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _parallel(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    # The converter of StableLM writes True for configs without the setting. The tensors of the norms say what is right.
+    # The converter of StableLM writes True if the config lacks the setting. Norm tensors tell the true value.
     if has_setting(case.config, "use_parallel_residual") and case.file.architecture == "gptneox":
         yield from case.difference(name, "use_parallel_residual", bool(value))
     elif case.file.architecture != "stablelm" and value != (case.file.architecture in PARALLEL_BLOCKS):
@@ -241,7 +245,7 @@ def _causal(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _alibi(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference of the slope, or of the limit of q, k and v, which MPT has in its own config."""
+    """Yields a difference in the slope, or in the limit of q, k and v, which are in a sub-config of MPT."""
     if not has_setting(case.config, "attn_config"):
         yield from plain(case, name, Key(("clip_qkv",), (0,)) if name.endswith("kqv") else Key(neutral=(0,)), value)
         return
@@ -270,7 +274,7 @@ def _normalizes(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _sparsity(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference of the shares of zeros. llama.cpp has the normal distribution's quantiles of them."""
+    """Yields a difference in the fractions of zeros. llama.cpp stores their quantiles in the normal distribution."""
     shares = [round(NormalDist().cdf(each), 6) for each in (value if isinstance(value, list) else [value])]
     if len(shares) == 1:
         shares *= int(case.file.number("block_count") or 1)
@@ -287,7 +291,7 @@ def _dense(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _finetuned(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference if only one of key and config has rotary positions, for Granite's hybrid models."""
+    """Yields a difference for Granite's hybrid models if only the key or only the config has rotary positions."""
     if has_setting(case.config, "position_embedding_type"):
         held = case.config.position_embedding_type
         if (held == "rope") != bool(value):

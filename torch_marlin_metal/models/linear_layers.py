@@ -1,4 +1,4 @@
-"""Which modules of a model are Linear layers, and the packed layer that takes the place of one or of an embedding."""
+"""Recognizes the Linear layers of a model, and makes the packed layers that replace them or embeddings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,22 +12,21 @@ from torch_marlin_metal.layers.embedding import MarlinEmbedding, why_not_embeddi
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
-# Rotary frequencies, which a model computes itself. Files of llama.cpp and of old transformers hold them, too.
+# Rotary frequencies. Models compute them, but llama.cpp and old transformers versions also store them in files.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Subclasses of nn.Linear in transformers that differ only in rounding: once after the product, and again after the
-# bias.
+# Subclasses of nn.Linear in transformers that differ only in rounding: after the product and again after the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 
 class ModelMismatchError(ValueError):
-    """A checkpoint and a model do not fit together; the message names the layer or the tensor."""
+    """A checkpoint and a model do not match. The message names the layer or the tensor."""
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Sizes, dtype, device and bias of a Linear layer of a model, which may be on the meta device.
+    """Sizes, dtype, device and bias of a Linear layer. The model may be on the meta device.
 
-    `transposed` is whether the layer holds its weight as `[K, N]`.
+    `transposed` is True if the layer stores its weight as `[K, N]`.
     """
 
     N: int
@@ -39,15 +38,18 @@ class LinearShape:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Returns whether a module is transformers' `Conv1D`, a Linear layer with a weight `[K, N]` (by its name)."""
+    """Returns True for transformers' `Conv1D`, a Linear layer with a weight `[K, N]`.
+
+    The class is recognized by name.
+    """
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether a module computes `a @ w.T + bias` and nothing else.
+    """Returns True if a module computes only `a @ w.T + bias`.
 
-    These are `nn.Linear`, subclasses that do not change `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
-    projection of `nn.MultiheadAttention` is excluded, because the attention multiplies with the projection's weight and
+    These are `nn.Linear`, subclasses with an unchanged `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
+    projection of `nn.MultiheadAttention` is excluded, because the attention multiplies by the projection's weight and
     never calls the projection.
     """
     kind = type(module)
@@ -58,14 +60,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Returns whether a module looks like a Linear layer. If `is_linear` refuses it, a report says why."""
+    """Returns True if a module looks like a Linear layer. If it is none, a report gives the reason."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def why_not_linear(module: nn.Module) -> str:
-    """Returns the reason why a layer cannot become a packed layer, or an empty string if it can.
+    """Returns the reason why a layer cannot become a packed layer, or "".
 
-    Only the layer's class and the size of its weight are considered.
+    The result depends only on the layer's class and the size of its weight.
     """
     if not is_linear(module):
         own = type(module).forward is not nn.Linear.forward
@@ -78,16 +80,16 @@ def why_not_linear(module: nn.Module) -> str:
 
 
 def matrix_of(module: nn.Module) -> Tensor:
-    """Returns the weight of a Linear layer as `[N, K]`, whichever way the layer stores it."""
+    """Returns the weight of a Linear layer as `[N, K]`, for both orientations of the stored weight."""
     weight = module._parameters["weight"]
     assert weight is not None
     return weight.detach().T if is_transposed(module) else weight
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
-    """Returns sizes, dtype, device and bias of a linear layer, or None for another kind of module.
+    """Returns sizes, dtype, device and bias of a linear layer, or None for other modules.
 
-    Linear layers are `MarlinLinear` and modules for which `is_linear` is true.
+    Linear layers are `MarlinLinear` and modules for which `is_linear` is True.
     """
     if isinstance(module, MarlinEmbedding):
         return None
@@ -104,24 +106,24 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
-    """Makes the layer with a quantized weight that replaces `old`: an embedding, or a Linear layer with its bias."""
+    """Makes the packed layer that replaces `old`, an embedding or a Linear layer with its bias."""
     if isinstance(old, nn.Embedding):
         return MarlinEmbedding.like(old, packed, dtype)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)
 
 
 def why_not_table(module: nn.Module) -> str:
-    """Returns why a packed weight cannot become the table of a module, or "" if it can."""
+    """Returns the reason why a packed weight cannot become the table of a module, or ""."""
     return "" if isinstance(module, MarlinEmbedding) else why_not_embedding(module)
 
 
 def real_device(device: torch.device) -> torch.device:
-    """Returns the device of a tensor that replaces one on `device`: the CPU for the meta device, else `device`."""
+    """Returns the device for a tensor that replaces one on `device`: the CPU for the meta device, else `device`."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def misfit(name: str, expected: list[int], found: list[int]) -> str:
-    """Returns an error message if a layer's weight differs in size between checkpoint and model, else ""."""
+    """Returns an error message if a weight's size differs between checkpoint and model, else ""."""
     if found == expected:
         return ""
     return f"layer {name!r}: expected a weight of {expected} as in the model, the checkpoint's is {found}"
@@ -136,19 +138,19 @@ def fit_weight(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    """Returns a weight from a checkpoint with the device and the bias of the Linear layer whose place it takes.
+    """Returns a checkpoint's weight with the device and the bias for the Linear layer that it replaces.
 
     Args:
-        op: the caller's name, for errors.
+        op: the caller's name for error messages.
         name: the layer's name in the model.
         shape: the replaced layer.
-        weight: a weight that has been validated, as a reader of checkpoints does.
+        weight: a weight that was validated. The checkpoint readers do this.
         device: device of the result. None means the device of the replaced layer, or the CPU if that layer is on the
             meta device.
-        dtype: dtype of the bias; None means the dtype of the replaced layer.
+        dtype: dtype of the bias. None means the dtype of the replaced layer.
 
     Raises:
-        ModelMismatchError: the sizes of weight and layer differ, or only one of the two has a bias that is not zero.
+        ModelMismatchError: the sizes of weight and layer differ, or only one of the two has a nonzero bias.
     """
     if reason := misfit(name, [shape.N, shape.K], [weight.N, weight.K]):
         raise ModelMismatchError(f"{op}: {reason}")
@@ -170,9 +172,9 @@ def fit_layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> MarlinLinear:
-    """Makes a packed layer for the model's Linear layer; takes the arguments of `fit_weight` and raises its errors.
+    """Makes a packed layer for the model's Linear layer.
 
-    `dtype` is also the value of `.weight.dtype`.
+    The arguments and errors are those of `fit_weight`. `dtype` is also the value of `.weight.dtype`.
     """
     packed = fit_weight(op, name, shape, weight, device=device, dtype=dtype)
     return MarlinLinear.from_valid(packed, dtype=_float_dtype(shape, dtype))
@@ -191,7 +193,7 @@ def fit_table(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> MarlinEmbedding:
-    """Makes a packed embedding for the model's module; takes the arguments of `fit_layer`."""
+    """Makes a packed embedding for the model's module. The arguments are those of `fit_layer`."""
     held: Any = module
     old = held.weight
     fit_bias(op, name, None, weight.bias)
@@ -201,7 +203,7 @@ def fit_table(
 
 
 def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) -> Tensor | None:
-    """Returns a layer's bias. Drops a bias of zeros, as GPTQ packages write it, if the model's layer has no bias."""
+    """Returns the bias of a layer. If the model's layer has none, drops a bias of zeros, which GPTQ packages write."""
     if expected is not None and found is None:
         raise ModelMismatchError(f"{op}: layer {name!r}: the model's layer has a bias, the checkpoint's has none")
     if expected is None and found is not None:
@@ -212,7 +214,7 @@ def fit_bias(op: str, name: str, expected: Tensor | None, found: Tensor | None) 
 
 
 def listing(names: Iterable[str]) -> str:
-    """Returns names for an error message, at most eight of them."""
+    """Formats names for an error message, at most eight."""
     names = sorted(names)
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

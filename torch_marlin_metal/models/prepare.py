@@ -16,10 +16,10 @@ from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
-ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may need different kernels
-MOST_THREADS = 8  # a thread that compiles only waits for one of Metal's compiler processes
-# Before torch 2.15, two threads that use kernels of PyTorch for the first time can crash the process: they change one
-# table without a lock.
+ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may use different kernels
+MOST_THREADS = 8  # a compiling thread only waits for one of Metal's compiler processes
+# Before torch 2.15, two threads that use PyTorch kernels for the first time can crash the process: both change a table
+# without a lock.
 TORCH_LOCKS_ITS_KERNELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 Tasks = dict[tuple[Any, ...], Callable[[], None]]
@@ -32,24 +32,24 @@ def prepare(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> int:
-    """Compiles the Metal kernels of a model's packed layers, so that its first calls do not wait.
+    """Compiles the Metal kernels of a model's packed layers, so that its first calls do not wait for compilation.
 
-    Metal compiles a kernel when it is first used. macOS keeps the result for later processes, until macOS, PyTorch or
-    this package is updated. A kernel that the process has compiled before is not compiled again. It skips layers that
-    are not on mps, and `MarlinExperts` with a `top_k` of None: their first call compiles their kernels.
+    Metal compiles a kernel at its first use. macOS caches the result for later processes, until macOS, PyTorch or this
+    package is updated. Kernels that the process has already compiled are not compiled again. Layers that are not on
+    mps, and `MarlinExperts` with a `top_k` of None, are skipped: their first call compiles their kernels.
 
     Args:
-        model: a model, or a layer, on its device.
-        rows: numbers of rows M of later products: sequences times tokens of a prompt, and 1 for a generated token.
-        dtype: dtype of the activations; None means each layer's `.weight.dtype`.
-        progress: show a progress bar.
+        model: a model or a layer, on its device.
+        rows: row counts M of later products: sequences times tokens for a prompt, and 1 for a generated token.
+        dtype: dtype of the activations. None means each layer's `.weight.dtype`.
+        progress: True to show a progress bar.
 
     Returns:
-        The number of different products whose kernels are now compiled. Each number of rows counts as a product.
+        The number of distinct products whose kernels are compiled. Each row count is a separate product.
 
     Raises:
-        ValueError: a number of rows is below 1.
-        RuntimeError: a kernel does not compile; the message names it. All others are compiled.
+        ValueError: a row count is below 1.
+        RuntimeError: a kernel does not compile. The message names it. All other kernels are compiled.
 
     Examples:
         >>> model = nn.Sequential(tmm.MarlinLinear.from_linear(nn.Linear(64, 32)))
@@ -81,8 +81,8 @@ def prepare(
                 products[_kind(layer, M, kind)] = partial(_compile, layer, M, kind)
     count, most = len(mixtures) + len(products), min(MOST_THREADS, os.cpu_count() or 1)
     with tqdm(total=count, desc="Compiling Metal kernels", unit="product", disable=not progress) as bar:
-        # The tasks of mixtures use kernels of PyTorch. Threads that compile products use none, except for the probe of
-        # the GPU: one thread runs it, and the others wait.
+        # The tasks for mixtures use PyTorch kernels. The tasks for other products do not, except the probe of the GPU,
+        # which one thread runs while the others wait.
         futures = _run(mixtures, most if TORCH_LOCKS_ITS_KERNELS else 1, bar.update)
         futures += _run(products, most, bar.update)
     for future in futures:
@@ -91,7 +91,7 @@ def prepare(
 
 
 def _run(tasks: Tasks, threads: int, ended: Callable[[], object]) -> list[Future[None]]:
-    """Runs tasks in threads and calls `ended` after each; returns when all have ended."""
+    """Runs tasks in threads and calls `ended` after each. Returns after all tasks have ended."""
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(task) for task in tasks.values()]
         for future in futures:
@@ -107,15 +107,15 @@ def _kind(layer: PackedLayer, M: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
-    """Compiles the kernels of a layer's product with M rows of activations of a dtype. Uses no kernel of PyTorch."""
+    """Compiles the kernels of a layer's product with M rows of activations. Uses no PyTorch kernel."""
     tensors, named = layer._arguments(layer.bias)
     torch.ops.torch_marlin_metal.compile_gemm(*tensors, **named, M=M, dtype=dtype)
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
-    """Runs a product whose ids are no experts: it compiles the same kernels, reads no weight and multiplies nothing.
+    """Runs a product with ids of no experts. It compiles the kernels, but reads no weight and multiplies nothing.
 
-    The activation runs after the product of gate and up.
+    For gate and up, the activation runs after the product.
     """
     stack = experts.down if is_down else experts.gate_up
     device = stack.place

@@ -1,4 +1,4 @@
-"""Quantizes the Linear layers of a model, or replaces the packed layers of other packages."""
+"""Quantizes the Linear layers of a model, or replaces packed layers of other packages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,9 +41,9 @@ from torch_marlin_metal.replace.detect import (
 )
 from torch_marlin_metal.replace.gptq_awq import UnreadableError
 
-# The error of a weight is measured for this many columns at a time.
+# The number of columns for which a weight's error is measured at a time.
 ERROR_COLUMNS = 1024
-# Why `replace_linear_layers` leaves the experts of a mixture.
+# The reasons why `replace_linear_layers` does not replace the experts of a mixture.
 FLOAT_EXPERTS = "its experts are in floats; quantize_model packs them"
 OTHER_EXPERTS = (
     "another package packed its experts; load the checkpoint with load_quantized, or import "
@@ -67,61 +67,62 @@ def quantize_model(
     atomic: bool = True,
     **options: Any,
 ) -> Report:
-    """Replaces the Linear layers of a model by `MarlinLinear`, in place, and its embeddings by `MarlinEmbedding`.
+    """Replaces the Linear layers of a model by `MarlinLinear`, and its embeddings by `MarlinEmbedding`, in place.
 
-    Some layers cannot be quantized. They stay as they are, and the report gives the reason. K is not a multiple of 8.
-    The weight is not fp16/bf16/fp32, is not finite, or is parametrized. The layer is of a subclass of `nn.Linear` with
-    a forward of its own. The parent never calls the layer (the output projection of `nn.MultiheadAttention`). Or the
-    weight also belongs to another module that stays in floats (an embedding, an excluded layer). The report also lists
-    matrices that belong to no layer.
+    Layers that cannot be quantized stay unchanged, and the report gives the reason. The reasons are: K is not a
+    multiple of 8; the weight is not fp16, bf16 or fp32, is not finite, or is parametrized; the layer's class is a
+    subclass of `nn.Linear` with another forward; the parent never calls the layer (the output projection of
+    `nn.MultiheadAttention`); or the weight is shared with a module that stays in floats (an embedding, an excluded
+    layer). The report also lists matrices that are not part of a layer.
 
-    The experts of a mixture of transformers become `MarlinExperts`, one expert at a time, if they are stacked in the
-    parameters `gate_up_proj` and `down_proj`. The module that holds them counts as one layer.
+    The experts of a mixture in transformers become `MarlinExperts`, one expert at a time, if they are stacked in the
+    parameters `gate_up_proj` and `down_proj`. An experts module is treated as one layer.
 
-    transformers' `Conv1D` and `FalconLinear` count as Linear layers. Layers that share one weight are quantized once
-    and share the result. Hooks move to the new layers. For a model of transformers, diffusers or sentence-transformers,
-    the function imports the library's module of `torch_marlin_metal.integrations`, so that `save_pretrained` writes the
-    packed layers.
+    transformers' `Conv1D` and `FalconLinear` are treated as Linear layers. Layers that share a weight are quantized
+    once and share the result. Hooks are moved to the new layers. For a model of transformers, diffusers or
+    sentence-transformers, the function imports the matching module of `torch_marlin_metal.integrations`, so that
+    `save_pretrained` writes the packed layers.
 
     Args:
         model: changed in place.
         weight_format: see `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        include: layers to quantize; None means all but the head of a classifier and what transformers keeps in float32.
-            A pattern or a list of patterns for the layer's full name, or a function of (name, module). Patterns are
-            shell-style (`fnmatch`: "encoder.*.query"); with the prefix "re:" they are regular expressions that must
-            match the full name. A pattern that matches no layer is an error.
-        exclude: layers to skip, chosen by the same rules; the report omits them.
-        vocabulary_format: the weight format of the embeddings and of the output layer that a model of transformers
-            names (`get_input_embeddings`, `get_output_embeddings`), or "none", which keeps them in floats. Layers that
-            share a weight share the packed one. None means "uint8b128". In other models, a format applies to every
-            `nn.Embedding`, and None to none of them.
-        memory: the bytes that the whole model may have, such as "9 GB" (10^9 bytes), "8 GiB" or a number. Each layer
-            gets one of `quantize.fit.CANDIDATES`, `weight_format` and `vocabulary_format`, so that the model fits and
-            the error of the weights is least: the sum over the layers of the squared error relative to the weight.
-            Projections that are computed together get one format. The report's `fit` has the choice. The cache of keys
-            and values and the activations come on top.
-        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. With it, the error is the KL
-            divergence of the model's predictions, with one group of layers quantized at a time.
-        like: a recipe of llama.cpp, such as "Q4_K_M": each layer gets the format with the structure of the type that it
-            has there; `weight_format`, `group_size` and `vocabulary_format` have no effect.
-        progress: show a progress bar.
-        atomic: with True, an exception leaves the model unchanged, but old and new weights both exist until the end.
-            With False, each old weight is freed before the next layer, and an exception leaves a partly quantized
-            model.
+        include: layers to quantize. None means all layers except the head of a classifier and modules that transformers
+            keeps in float32. The value is a pattern or a list of patterns for the layer's full name, or a function of
+            (name, module). Patterns are shell-style (`fnmatch`: "encoder.*.query"). With the prefix "re:", they are
+            regular expressions that must match the full name. A pattern that matches no layer is an error.
+        exclude: layers to skip, in the same form. The report omits them.
+        vocabulary_format: the weight format of the embeddings and of the output layer that a transformers model names
+            (`get_input_embeddings`, `get_output_embeddings`), or "none" to keep them in floats. Layers that share a
+            weight also share the packed weight. None means "uint8b128". In other models, a format applies to every
+            `nn.Embedding`, and None means that no embedding is quantized.
+        memory: the maximum bytes of the complete model, for example "9 GB" (10^9 bytes), "8 GiB" or a number. Each
+            layer gets `weight_format`, `vocabulary_format` or one of `quantize.fit.CANDIDATES`. The formats are
+            selected so that the model fits and the error is smallest. The error is the sum over the layers of the
+            squared error relative to the weight. Projections that are computed together get the same format. `fit` of
+            the report describes the selection. The cache of keys and values and the activations need additional memory.
+        calibration: token ids of a text, int64 `[B, S]`, for a model that returns logits. The error that `memory`
+            minimizes is then the KL divergence of the model's predictions, measured with one group of layers quantized
+            at a time.
+        like: a recipe of llama.cpp, for example "Q4_K_M". Each layer gets the weight format with the same structure as
+            its type in the recipe. `weight_format`, `group_size` and `vocabulary_format` then have no effect.
+        progress: True to show a progress bar.
+        atomic: with True, an exception leaves the model unchanged, but old and new weights are in memory together until
+            the end. With False, each old weight is freed before the next layer, and an exception leaves a partly
+            quantized model.
         **options: `scale_dtype`, `lut`, `mx_rounding`, as in `quantize_weight`.
 
     Returns:
-        A report with the error of each layer, which prints as a table.
+        A report with the error of each layer. It prints as a table.
 
     Raises:
-        ValueError: an argument is wrong, a layer cannot be stored in the format (the message names the layer), or no
+        ValueError: an argument is invalid, the format cannot represent a layer (the message names the layer), or no
             layer can be quantized.
 
     Warns:
-        UserWarning: less than half of the bytes in the report will be quantized; the message names the largest layers
-            and matrices that will not. If warnings are errors, the model stays unchanged.
+        UserWarning: less than half of the bytes in the report will be quantized. The message names the largest layers
+            and matrices that will not. If warnings are errors, the model does not change.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
@@ -203,7 +204,7 @@ def quantize_model(
         return layer, _converted(entry, layer, error)
 
     title = f"quantize to {weight_format if like is None else like}" if fit is None else f"quantize to {memory}"
-    # Warnings may be errors. The model is therefore changed only after the last one.
+    # Python may turn warnings into errors, so the model is changed only after the last warning.
     plan = [replace(_entry(target, None), reason=reasons.get(id(target.module), "")) for target in targets] + left
     if plan or (include is None and exclude is None):
         check_coverage("quantize_model", Report(title, plan))
@@ -229,34 +230,36 @@ def replace_linear_layers(
 ) -> Report:
     """Replaces the packed layers of other packages in a loaded model, in place and without loss.
 
-    Layers are recognised by their tensors, shapes and class names: GPTQ of 2 to 8 bits (GPTQModel, AutoGPTQ, optimum),
+    Layers are recognized by their tensors, shapes and class names: GPTQ of 2 to 8 bits (GPTQModel, AutoGPTQ, optimum),
     AWQ gemm of 4 and 8 bits, gemv and gemv_fast (AutoAWQ, GPTQModel), compressed-tensors (integers, NVFP4, MXFP4),
     bitsandbytes Linear4bit, HQQLinear, transformers' MetalLinear, and diffusers' GGUFLinear. Integers whose zero points
     are all in the middle become uint4b8 or uint8b128, others uint4 or uint8. A layer is not replaced if it cannot be
-    read, or if another module uses its tensors, too; the report gives the reason. The report also lists layers with
-    packed weights of other kinds, such as those of torchao and quanto, and the experts of mixtures, which are not
-    replaced. `quantize_model` packs those in floats, before or after this call. If another package has packed them, as
-    transformers does with gpt-oss, load the checkpoint with `load_quantized`, or import
+    read, or if another module also uses its tensors. The report gives the reason.
+
+    The report also lists packed layers of other kinds, for example of torchao and quanto, and the experts of mixtures.
+    These are not replaced. `quantize_model` packs experts in floats, before or after this call. If another package has
+    packed the experts, as transformers does for gpt-oss, load the checkpoint with `load_quantized`, or import
     `torch_marlin_metal.integrations.transformers` before `from_pretrained`.
 
     Args:
         model: changed in place.
         include: as in `quantize_model`.
         exclude: as in `quantize_model`.
-        gptq_version: how the modules store GPTQ's zero points: 1 (minus one) or 2 (unchanged). None derives it from the
-            class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the model's quantization_config. A
-            layer whose zero points contradict the version is not replaced, and the report says so.
+        gptq_version: the representation of GPTQ's zero points in the modules: 1 (minus one) or 2 (unchanged). None
+            derives the version from the class (GPTQModel's REQUIRES_FORMAT_V2), the module's `qzero_format()` and the
+            model's quantization_config. A layer whose zero points contradict the version is not replaced, and the
+            report says so.
         gptq_zeros_rule: for version 1, the `rule` of `gptq_unpack_zeros`.
-        progress: show a progress bar.
-        atomic: as in `quantize_model`. GPTQ words without act-order are not copied in either case.
-        checkpoint_version: the former name of `gptq_version`.
-        rule: the former name of `gptq_zeros_rule`.
+        progress: True to show a progress bar.
+        atomic: as in `quantize_model`. GPTQ words without act-order are never copied.
+        checkpoint_version: the old name of `gptq_version`.
+        rule: the old name of `gptq_zeros_rule`.
 
     Returns:
-        A report, which prints as a table.
+        A report. It prints as a table.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is invalid.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512))  # stands for a model that another package loaded
@@ -337,14 +340,14 @@ def _shared_weights(targets: list[Target]) -> set[int]:
 
 
 def _ties(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Returns modules with a shared weight: name -> name of the first module that has it."""
+    """Returns the modules with a shared weight: name -> name of the first module with this weight."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(module._parameters.get("weight")), name) for name, module in modules.items()}
     return {name: owner for name, owner in owners.items() if name != owner and "weight" in modules[name]._parameters}
 
 
 def _error_and_size(packed: PackedWeight, weight: Tensor) -> tuple[float, float]:
-    """Returns the sums of the squares of a packed weight's errors, and of the weight itself."""
+    """Returns the sum of squares of a packed weight's errors, and the sum of squares of the weight."""
     difference = norm = 0.0
     for start in range(0, packed.N, ERROR_COLUMNS):
         n = slice(start, start + ERROR_COLUMNS)

@@ -1,4 +1,4 @@
-"""Says why layers of a model stay as they are when the model is quantized, or when packed layers are replaced."""
+"""Determines why layers of a model are not changed when it is quantized or when packed layers are replaced."""
 
 from collections import defaultdict
 
@@ -15,8 +15,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES
 from torch_marlin_metal.replace.detect import tensors_of
 
 KEPT = 'it belongs to the vocabulary, and vocabulary_format is "none"'
-# Class of a module of transformers (5.23) -> its Linear layers whose weight it multiplies or rearranges in its own
-# forward.
+# Class of a transformers module (5.23) -> its Linear layers whose weight the forward of the class multiplies or
+# rearranges itself.
 TAKEN = {
     "DisentangledSelfAttention": ("in_proj",),
     "FalconMambaMixer": ("dt_proj",),
@@ -34,7 +34,10 @@ TAKEN = {
 
 
 def why_not_quantized(model: nn.Module, targets: list[Target], staying: dict[int, str]) -> dict[int, str]:
-    """Returns the reasons why modules are not quantized, by the module's id; `staying` are defaults."""
+    """Returns the reasons why modules are not quantized: id of the module -> reason.
+
+    `staying` has the default reasons.
+    """
     taken = taken_weights(model)
     why = {
         id(target.module): taken.get(id(target.module))
@@ -67,7 +70,7 @@ def why_not_quantized(model: nn.Module, targets: list[Target], staying: dict[int
 
 
 def _why_not(linear: nn.Module) -> str:
-    """Returns why a Linear layer or an embedding cannot be quantized, or an empty text."""
+    """Returns the reason why a Linear layer or an embedding cannot be quantized, or ""."""
     if parametrize.is_parametrized(linear):
         return "it is parametrized"
     is_table = isinstance(linear, nn.Embedding)
@@ -92,7 +95,7 @@ def _why_not(linear: nn.Module) -> str:
 
 
 def shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str]:
-    """Returns `{id(module): reason}` for the modules that stay in floats because another module uses their tensors."""
+    """Returns `{id(module): reason}` for modules that stay in floats because other modules use their tensors."""
     taken = {id(target.module) for target in targets}
     users = {
         id(tensor): f"{name} ({type(module).__name__})"
@@ -110,7 +113,7 @@ def shared_with_others(model: nn.Module, targets: list[Target]) -> dict[int, str
 
 
 def taken_weights(model: nn.Module) -> dict[int, str]:
-    """Returns `{id(layer): reason}` for layers that cannot be packed because their parent uses their weight."""
+    """Returns `{id(layer): reason}` for layers that cannot be packed because their parent uses the weight directly."""
     return {
         id(child): f"{type(parent).__name__} computes with its weight, instead of calling it"
         for parent in model.modules()

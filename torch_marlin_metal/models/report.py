@@ -1,4 +1,4 @@
-"""The result of a conversion of a model, layer by layer."""
+"""The report of a model's conversion, layer by layer."""
 
 from dataclasses import dataclass, field
 
@@ -15,16 +15,16 @@ class LayerReport:
     """One layer of a model.
 
     Attributes:
-        name: the layer's name in the model; the first one if the module has several names.
-        kind: class of the original module.
-        shape: `(N, K)`, or None if it is not known.
-        weight_format: format of the new layer; "" if the layer was not converted.
-        group_size: group size of the new layer; 0 if the layer was not converted.
+        name: the layer's name in the model, or the first of several names.
+        kind: the class of the original module.
+        shape: `(N, K)`, or None if the shape is unknown.
+        weight_format: the format of the new layer, or "" if the layer was not converted.
+        group_size: the group size of the new layer, or 0 if the layer was not converted.
         bytes_before: bytes of the original layer's parameters and buffers.
         bytes_after: bytes of the new layer's parameters and buffers.
-        error: ||w - p|| / ||w|| in Frobenius norms, where p is the packed weight. None if the layer had packed weights
-            already, because these are unchanged.
-        reason: why the layer was not converted; "" if it was.
+        error: ||w - p|| / ||w|| in Frobenius norms, where p is the packed weight. None if the layer's weight was packed
+            before and therefore did not change.
+        reason: the reason why the layer was not converted, or "" if it was converted.
     """
 
     name: str
@@ -40,14 +40,14 @@ class LayerReport:
 
 @dataclass
 class Report(RichText):
-    """The result for a whole model, which `print` and rich print as a table.
+    """The report for a complete model. `print` and rich show it as a table.
 
     Attributes:
         title: the table's title.
-        layers: every layer that was considered, in the model's order.
-        bytes_before: bytes of the whole model's parameters and buffers before the conversion.
-        bytes_after: the same after the conversion.
-        fit: the choice of formats, if it was made by a limit of memory.
+        layers: all layers that the conversion considered, in the model's order.
+        bytes_before: bytes of the model's parameters and buffers before the conversion.
+        bytes_after: bytes of the model's parameters and buffers after the conversion.
+        fit: the selection of formats under a memory limit, or None without a limit.
     """
 
     title: str
@@ -58,22 +58,22 @@ class Report(RichText):
 
     @property
     def converted(self) -> list[LayerReport]:
-        """Returns the layers that have a new module now."""
+        """Returns the layers that were replaced by a new module."""
         return [layer for layer in self.layers if not layer.reason]
 
     @property
     def left(self) -> list[LayerReport]:
-        """Returns the layers that stay as they were, each with its reason."""
+        """Returns the layers that were not converted, each with its reason."""
         return [layer for layer in self.layers if layer.reason]
 
     @property
     def left_bytes(self) -> int:
-        """Returns the bytes of the layers that stay as they were."""
+        """Returns the bytes of the layers that were not converted."""
         return sum(layer.bytes_before for layer in self.left)
 
     @property
     def quantized_share(self) -> float:
-        """Returns the converted part, 0 to 1, of the bytes of all layers in the report."""
+        """Returns the bytes of the converted layers as a fraction, 0 to 1, of the bytes of all layers in the report."""
         done = sum(layer.bytes_before for layer in self.converted)
         return done / (done + self.left_bytes) if done else 0.0
 
@@ -94,7 +94,7 @@ class Report(RichText):
         return table(self.title, *headings, rows=rows, right=("N x K", "bytes", "error"), caption=self.summary())
 
     def summary(self) -> str:
-        """Returns one line of counts and sizes."""
+        """Returns a line with counts and sizes."""
         errors = [layer.error for layer in self.converted if layer.error is not None]
         text = (
             f"{len(self.converted)} layers converted, {len(self.left)} left; "
@@ -107,5 +107,5 @@ class Report(RichText):
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Returns the bytes of the parameters and buffers of a module and its children, shared tensors once."""
+    """Returns the bytes of the parameters and buffers of a module and its children. Shared tensors count once."""
     return sum(tensor.nbytes for tensors in (module.parameters(), module.buffers()) for tensor in tensors)

@@ -1,10 +1,10 @@
-"""Lets models of transformers, diffusers and sentence-transformers save packed layers, and peft add adapters to them.
+"""Lets models of transformers, diffusers and sentence-transformers save packed layers, and lets peft add adapters.
 
-Layers of diffusers' models also round weights as diffusers' own layers do.
+Packed layers in diffusers models also round weights like diffusers' own layers.
 
-For each library, a module in `integrations` does this. When a model of the library is quantized in memory or filled by
-`load_quantized`, nothing else imports that module, so the functions here import it by its name. The import goes against
-the order of the folders: `models` is otherwise independent of `integrations`.
+For each library, a module in `integrations` implements this. If a model is quantized in memory or filled by
+`load_quantized`, nothing else imports that module, so the functions here import it by its name. This import is an
+exception: otherwise `models` does not depend on `integrations`.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_marlin_metal.layers.linear import MarlinLinear
 
-# The base class of a library's models -> the library, and the module that is imported for it.
+# Base class of a library's models -> the library, and the module to import for it.
 SAVERS = {
     "PreTrainedModel": ("transformers", "torch_marlin_metal.integrations.transformers"),
     "ModelMixin": ("diffusers", "torch_marlin_metal.integrations.diffusers"),
@@ -23,7 +23,7 @@ SAVERS = {
 
 
 def let_it_save(op: str, model: nn.Module) -> None:
-    """Lets `save_pretrained` of a model, or of its submodels, write packed layers, and lets peft find them."""
+    """Lets `save_pretrained` of a model or of its submodels write packed layers, and lets peft find the layers."""
     importlib.import_module("torch_marlin_metal.integrations.with_peft").start()
     for name, (library, integration) in SAVERS.items():
         if any(_is_of(module, name, library) for module in model.modules()):
@@ -34,7 +34,7 @@ def let_it_save(op: str, model: nn.Module) -> None:
 
 
 def round_as_diffusers(model: nn.Module) -> None:
-    """Lets packed layers of diffusers' models round weights, except those whose `rounds_weights` was set."""
+    """Lets packed layers in diffusers models round weights, except layers whose `rounds_weights` was set."""
     for module in model.modules():
         if _is_of(module, "ModelMixin", "diffusers"):
             for layer in module.modules():

@@ -1,4 +1,4 @@
-"""Finds modules in a model by name and replaces them, all of them or none."""
+"""Finds modules in a model by name, and replaces all of them or none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.patterns import Filter, check_patterns, selects
 
-# The attributes that hold a module's hooks. The new module shares these dictionaries, so that existing handles can
-# still remove hooks. The last attribute is a flag; without it, no backward hook is called.
+# The attributes that store a module's hooks. The new module shares these dictionaries, so that existing handles can
+# still remove hooks. The last attribute is a flag, without which no backward hook is called.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -37,7 +37,7 @@ class Target:
 
 
 def check_module(op: str, model: object) -> None:
-    """Refuses what is no module, such as a pipeline of diffusers, with the names of its models."""
+    """Raises an error for an object that is not a module. For a diffusers pipeline, the message lists its models."""
     if isinstance(model, nn.Module):
         return
     parts = [name for name, part in getattr(model, "components", {}).items() if isinstance(part, nn.Module)]
@@ -52,10 +52,10 @@ def find_targets(
     include: Filter | None,
     exclude: Filter | None,
 ) -> list[Target]:
-    """Returns the modules for which `wanted` is true and that the filters select, each once, with all its names.
+    """Returns the modules for which `wanted` is True and that the filters select. Each has all its names.
 
     Raises:
-        ValueError: `wanted` is true for the model itself, or a pattern matches no name.
+        ValueError: `wanted` is True for the model itself, or a pattern matches no name.
     """
     if wanted(model):
         raise ValueError(
@@ -81,16 +81,16 @@ def swap(
     atomic: bool,
     progress: bool,
 ) -> Report:
-    """Replaces each target by the module that `convert` returns, or keeps it if `convert` returns only a report.
+    """Replaces each target by the module that `convert` returns. Keeps the target if `convert` returns only a report.
 
     Args:
         model: changed in place.
-        targets: the modules; the list is emptied, so that it keeps no old module alive.
-        convert: makes the new module without changing the old one.
+        targets: the modules to replace. The function empties the list, so that it does not keep old modules in memory.
+        convert: makes the new module without changing the old module.
         title: title of the report and the progress bar.
-        atomic: replace all modules after the last conversion, so that an exception leaves the model unchanged.
-            Otherwise replace each module at once and free the old one before the next conversion.
-        progress: show a progress bar.
+        atomic: True to replace all modules after the last conversion, so that an exception leaves the model unchanged.
+            False to replace each module immediately and free the old module before the next conversion.
+        progress: True to show a progress bar.
     """
     report = Report(title, bytes_before=module_bytes(model))
     staged: list[tuple[Target, nn.Module]] = []
@@ -99,7 +99,7 @@ def swap(
     with tqdm(total=total, desc=title, unit="layer", disable=not progress) as bar:
         while targets:
             target = targets.pop()
-            with torch.inference_mode(False):  # tensors made in that mode cannot take part in training later
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be used in training later
                 result = convert(target)
             if isinstance(result, LayerReport):
                 report.layers.append(result)
@@ -135,7 +135,7 @@ def _install(model: nn.Module, names: list[str], module: nn.Module) -> None:
 
 
 def inherit(new: nn.Module, old: nn.Module) -> None:
-    """Copies the training mode and the hooks, including accelerate's, from a module to its replacement."""
+    """Copies the training mode and the hooks, including those of accelerate, from a module to its replacement."""
     if new is old:
         return
     new.train(old.training)

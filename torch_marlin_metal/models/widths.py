@@ -1,4 +1,4 @@
-"""Chooses the formats of the layers of a model of PyTorch: by a limit of memory, or as llama.cpp's recipes do."""
+"""Selects formats for the layers of a PyTorch model: under a memory limit, or according to llama.cpp's recipes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ from torch_marlin_metal.quantize.like import Described, formats_like
 from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
 from torch_marlin_metal.sizes import parse_size
 
-CHUNK = 4  # sequences that are computed at once
+CHUNK = 4  # number of sequences computed at once
 Samples = Callable[[str, nn.Module, str], Iterable[Tensor]]
 
 
@@ -32,20 +32,20 @@ def fitted(
     ties: Mapping[str, str],
     calibration: Tensor | None = None,
 ) -> tuple[Recipe, Fit]:
-    """Returns the recipe whose formats fit into a limit of memory, and the choice.
+    """Returns the recipe whose formats fit in a memory limit, and the selection.
 
     Args:
-        op: the caller's name, for errors.
+        op: the caller's name for error messages.
         model: the model, which may be on the meta device.
         modules: the layers to quantize, by name.
-        recipe: the recipe without choices, whose vocabulary is known.
+        recipe: the recipe without selected formats, with its vocabulary.
         memory: see `quantize_model`.
-        samples: returns rows of a module's weight, given its name, the module and the weight's name.
-        ties: layers with a shared weight: name -> name of the module that owns it.
+        samples: returns rows of a weight. Its arguments are the module's name, the module and the weight's name.
+        ties: layers with a shared weight: name -> name of the module that owns the weight.
         calibration: see `quantize_model`.
 
     Raises:
-        ValueError: the smallest formats need more.
+        ValueError: even the smallest formats need more memory.
     """
     widths, taken = Widths(recipe), dict[int, int]()
     for name, module in modules.items():
@@ -82,15 +82,15 @@ def fitted(
 def liked(
     op: str, model: nn.Module, modules: Mapping[str, nn.Module], recipe: Recipe, like: str, outputs: set[str]
 ) -> Recipe:
-    """Returns the recipe with the formats of a recipe of llama.cpp; takes the arguments of `fitted`.
+    """Returns the recipe with the formats of one of llama.cpp's recipes.
 
     Args:
         op: see `fitted`.
         model: see `fitted`.
         modules: see `fitted`.
         recipe: see `fitted`.
-        like: the recipe's name.
-        outputs: the names of the layers that give the logits, and of the embeddings that share their weight.
+        like: the name of llama.cpp's recipe.
+        outputs: the names of the layers that compute the logits, and of embeddings that share their weight.
     """
     layers = []
     for name, module in modules.items():
@@ -110,7 +110,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
-    """Yields samples of a module's rows: of its matrix, or of several experts."""
+    """Yields samples of a module's rows, for experts from several of them."""
     if not is_experts(module):
         yield sample(matrix_of(module).detach())
         return
@@ -122,14 +122,14 @@ def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
 
 
 class _Text:
-    """A text, and the float model's predictions on it."""
+    """A text, with the float model's predictions for it."""
 
     def __init__(self, model: Any, modules: Mapping[str, nn.Module], ids: Tensor) -> None:
         self._model, self._modules, self._ids = model, modules, torch.split(ids, CHUNK)
         self._exact = list(self._predictions())
 
     def _predictions(self) -> Iterator[Tensor]:
-        """Yields the logarithms of the probabilities of the next tokens, fp32 `[B, S, V]`."""
+        """Yields log probabilities of the next tokens, fp32 `[B, S, V]`."""
         device = model_device(self._model) or torch.device("cpu")
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
@@ -142,9 +142,9 @@ class _Text:
                 module.training = True
 
     def divergence(self, recipe: Recipe, names: Iterable[str]) -> float:
-        """Returns the mean KL divergence of the predictions after rounding some layers as a recipe says.
+        """Returns the mean KL divergence of the predictions after some layers are rounded to their formats in a recipe.
 
-        The model is as before afterwards. A copy of these layers' weights exists meanwhile.
+        The model is restored afterwards. Meanwhile, a copy of these layers' weights is in memory.
         """
         weights: dict[int, tuple[str, nn.Module, Tensor]] = {}
         for name in names:
@@ -168,10 +168,10 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """For each candidate format, returns the divergence if only this unit has it.
+    """Returns, for each candidate format, the divergence if only this unit has the format.
 
-    Only the smallest candidate is measured. The divergence is of second order in the weights' errors, so the ratio of
-    squared errors scales it for the others.
+    Only the smallest candidate is measured. The divergence is quadratic in the weight errors, so the results for the
+    other candidates are scaled by the ratio of squared errors.
     """
     index = min(range(len(unit.sizes)), key=lambda place: unit.sizes[place])
     divergence, least = text.divergence(recipe.in_format(*candidates[index]), unit.names), errors[index]

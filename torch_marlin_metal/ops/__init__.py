@@ -1,8 +1,8 @@
-"""The operators as Python functions, a module for each family: `weights`, `gemm`, `experts`, `decoder` and `mlstm`.
+"""The operators as Python functions, one module per family: `weights`, `gemm`, `experts`, `decoder`, `mlstm`.
 
-A function on a packed weight takes a `PackedWeight`. `torch.ops.torch_marlin_metal.*` are the same operators with the
-weight's tensors as single arguments. The C++ extension registers their schemas, checks, fake kernels, autograd and
-autocast.
+Functions on packed weights have a `PackedWeight` argument. `torch.ops.torch_marlin_metal.*` are the same operators with
+the weight's tensors as separate arguments. The C++ extension registers their schemas, checks, fake kernels, autograd
+and autocast.
 """
 
 from torch_marlin_metal.ops.decoder import add_rms_norm, gated_activation, rms_norm, rotary, write_cache

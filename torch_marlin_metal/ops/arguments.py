@@ -1,4 +1,4 @@
-"""Helpers for all families: the arguments of a weight, and the counts of operations."""
+"""Helpers for all operator families: the arguments of a weight, and the counts of floating-point operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from torch_marlin_metal.packed_weight import PackedWeight, operator_arguments
 
 
 def flop_formula(operator: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Registers an operator's formula with torch, which accepts registered operators only."""
+    """Registers an operator's formula with torch, which requires that the operator is registered."""
     if extension.refusal is not None:
         return lambda formula: formula
     return register_flop_formula(getattr(torch.ops.torch_marlin_metal, operator))
@@ -21,9 +21,9 @@ def flop_formula(operator: str) -> Callable[[Callable[..., int]], Callable[..., 
 def weight_arguments(
     op: str, weight: PackedWeight, bias: Tensor | None = None, takes_bias: bool = False
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Returns the arguments of the operator `op` for a weight: those by position, and those by name.
+    """Returns the positional and the named arguments of the operator `op` for a weight.
 
-    If the operator takes a bias, the weight's own bias takes the place of one that is None.
+    If the operator has a bias and `bias` is None, the weight's own bias is passed.
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.

@@ -1,8 +1,8 @@
-"""Python functions for the operations between a decoder layer's products.
+"""Python functions for the operations between the matrix products of a decoder layer.
 
-These are the norm, the rotary embedding, the gated activation, and the writing to a cache. Each function is one
-operator, and one dispatch on mps, for which PyTorch's own operators need up to ten. All functions accept any strides.
-All except the writing to a cache compute in fp32, round once and have derivatives.
+These are norms, rotary embedding, gated activation, and writing to a cache. Each function is one operator and one
+dispatch on mps. PyTorch's own operators need up to ten dispatches. All functions support any strides. All except the
+cache write compute in fp32, round once and have derivatives.
 """
 
 from typing import Literal
@@ -23,19 +23,19 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "clamped_silu", "limited_s
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """Divides each row by its root mean square and multiplies with a weight.
+    """Divides each row by its root mean square and multiplies it by a weight.
 
-    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. The squares are added in fp32. If a row's sum of squares
-    exceeds 3.4e38, the range of fp32, the result is zeros, as with PyTorch's operators.
+    `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`. Squares are summed in fp32. If the sum of a row exceeds
+    3.4e38, the range of fp32, the row's result is zeros, as with PyTorch's operators.
 
-    PyTorch's `rms_norm` is one dispatch on mps, too. But it has no offset, it needs a weight in the dtype of `x`, and
-    on the CPU it is a sequence of operators.
+    PyTorch's `rms_norm` is also one dispatch on mps. But it has no offset, it requires a weight in the dtype of `x`,
+    and on the CPU it is a sequence of operators.
 
     Args:
         x: `[..., N]`, float16, bfloat16 or float32.
         weight: `[N]`, any of the three dtypes.
-        eps: added to the mean of the squares.
-        weight_offset: added to the weight in fp32; 1 for Gemma's norms.
+        eps: a number added to the mean of the squares.
+        weight_offset: a number added to the weight in fp32, 1 for Gemma's norms.
 
     Returns:
         `[..., N]` in the dtype of `x`, contiguous.
@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Adds a residual; returns the norm of the sum, and the sum.
+    """Adds a residual. Returns the norm of the sum, and the sum.
 
     The sum is rounded to the dtype of `x`, as in PyTorch's addition. The norm is computed from the rounded sum.
 
@@ -91,16 +91,16 @@ def rotary(
     Args:
         q: `[B, H, S, D]`, float16, bfloat16 or float32.
         k: `[B, any number of heads, S, D]`, the dtype of `q`.
-        cos: `[B, S, R]` or `[1, S, R]` with an even R of at most D, any of the three dtypes. transformers gives it in
-            this shape. It has no derivative.
+        cos: `[B, S, R]` or `[1, S, R]` as in transformers, in any of the three dtypes. R is even and at most D. It has
+            no derivative.
         sin: like `cos`.
-        interleaved: pairs are neighbours, elements 2i and 2i + 1; otherwise elements i and i + R/2.
-        per_pair: `cos` and `sin` have an element for each pair, so their last dimension is R/2.
+        interleaved: True if a pair is elements 2i and 2i + 1, False if it is elements i and i + R/2.
+        per_pair: True if `cos` and `sin` have one element per pair, so that their last dimension is R/2.
 
     Returns:
-        The rotated q and k. In each, the heads of a token are neighbours in memory if they are neighbours in the input;
-        otherwise the result is contiguous. PyTorch's attention orders its result in memory like q, so the result needs
-        no copy before the next product.
+        The rotated q and k. If the heads of a token are adjacent in an input's memory, they are adjacent in the result.
+        Otherwise the result is contiguous. PyTorch's attention orders its result in memory like q, so the attention's
+        result needs no copy before the next product.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape or device, or `cos` or `sin` requires grad.
@@ -125,18 +125,18 @@ def gated_activation(
 ) -> Tensor:
     """Computes the activation of a gated feed-forward block, `activation(gate) * up`.
 
-    The halves of one tensor are given as views: `gate_up.chunk(2, -1)` if they are concatenated, and
-    `gate_up[..., ::2], gate_up[..., 1::2]` if they are interleaved.
+    Pass the two halves of one tensor as views: `gate_up.chunk(2, -1)` if they are concatenated, and `gate_up[..., ::2],
+    gate_up[..., 1::2]` if they are interleaved.
 
     Args:
         gate: `[..., N]`, float16, bfloat16 or float32.
         up: like `gate`.
-        activation: "silu"; "gelu" (its error function is computed to 1.5e-7); "gelu_tanh" (the approximation of "gelu"
-            with tanh); "clamped_silu", which gpt-oss uses: `g * sigmoid(alpha * g) * (u + 1)`; or "limited_silu", which
-            DeepSeek-V4 uses: `silu(g) * u`. In the last two, `g = min(gate, limit)`, and `u` is `up` clamped to
-            -limit ... limit.
-        limit: for "clamped_silu" and "limited_silu" only.
-        alpha: for "clamped_silu" only.
+        activation: "silu"; "gelu" (with an error function that is accurate to 1.5e-7); "gelu_tanh" (the approximation
+            of "gelu" with tanh); "clamped_silu" of gpt-oss, `g * sigmoid(alpha * g) * (u + 1)`; or "limited_silu" of
+            DeepSeek-V4, `silu(g) * u`. In the last two, `g = min(gate, limit)`, and `u` is `up` clamped to -limit ...
+            limit.
+        limit: a number for "clamped_silu" and "limited_silu" only.
+        alpha: a number for "clamped_silu" only.
 
     Returns:
         `[..., N]` in the dtype of `gate`, contiguous.
@@ -154,15 +154,15 @@ def gated_activation(
 
 
 def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
-    """Writes the keys and values of S tokens into a static cache, in place, from position `start` on.
+    """Writes the keys and values of S tokens into a static cache, in place, starting at position `start`.
 
-    The position is a tensor, so that on mps the host need not know its value and does not wait for the GPU. The
-    operator can therefore not raise an error on mps if the tokens do not fit. It then writes NaN for S tokens from
-    position 0 on.
+    The position is a tensor, so on mps the host does not need its value and does not wait for the GPU. On mps, the
+    operator therefore cannot raise an error if the tokens do not fit. Instead it writes NaN for S tokens, starting at
+    position 0.
 
     Args:
-        keys: `[B, H, L, D]`, float16, bfloat16 or float32, contiguous. Written.
-        values: `[B, H, L, DV]` in the dtype of `keys`, contiguous. Written.
+        keys: `[B, H, L, D]`, float16, bfloat16 or float32, contiguous. Changed in place.
+        values: `[B, H, L, DV]` in the dtype of `keys`, contiguous. Changed in place.
         k: `[B, H, S, D]` in the dtype of `keys`, with S of at most L.
         v: `[B, H, S, DV]` in the dtype of `keys`.
         start: int64 `[]` or `[1]`, from 0 to L - S.

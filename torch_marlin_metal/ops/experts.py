@@ -19,7 +19,7 @@ _moe_gemm_gated = _ops.moe_gemm_gated.default
 def _moe_gemm_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
 ) -> int:
-    """Counts every pair of a token and a slot as a row of a product, even if the pair's id names no expert."""
+    """Counts each pair of token and slot as a row of a product, even if the pair's id is not an expert."""
     return 2 * ids_shape.numel() * a_shape[-1] * b_packed_shape[2]
 
 
@@ -27,7 +27,7 @@ def _moe_gemm_flops(
 def _moe_gemm_grad_a_flops(
     grad_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, weight_format: str, **__: Any
 ) -> int:
-    """Counts the backward product of every pair, as for `moe_gemm`."""
+    """Counts the backward product of each pair, like the formula of `moe_gemm`."""
     return 2 * grad_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[1]
 
 
@@ -41,22 +41,22 @@ def moe_gemm(
     reduce: bool = False,
     variant: str = "auto",
 ) -> Tensor:
-    """Multiplies each token with the packed weights of its experts.
+    """Multiplies each token by the packed weights of its experts.
 
-    Row (t, s) of the result is `a[t] @ w[expert_ids[t, s]] + bias[expert_ids[t, s]]`, times `row_weights[t, s]` if
-    given. With `reduce` the rows of a token are added in fp32, in the order of s, and the sum is rounded once. Shapes
-    do not depend on values, and the host never waits to learn `expert_ids`. `moe_gemm` is differentiable with respect
-    to `a` and `row_weights`; on mps, the backward pass does wait for `expert_ids`.
+    Row (t, s) of the result is `a[t] @ w[expert_ids[t, s]] + bias[expert_ids[t, s]]`, multiplied by `row_weights[t, s]`
+    if given. With `reduce`, the rows of a token are added in fp32, in the order of s, and the sum is rounded once.
+    Shapes do not depend on values, and the host does not wait for the values of `expert_ids`. `moe_gemm` is
+    differentiable with respect to `a` and `row_weights`. On mps, the host waits for `expert_ids` in the backward pass.
 
     Args:
-        a: `[T, K]`, a row for all experts of a token, or `[T, top_k, K]`; float16, bfloat16 or float32, any strides.
-        weight: the weights of E experts: a `PackedWeight` whose tensors have a leading dimension E. All experts share
-            `lut`, which is `[16]`; `global_scale` is `[E]`, `[E, 1]` or `[E, N]`.
-        expert_ids: int32 or int64 `[T, top_k]`. An id outside `[0, E)` stands for a row of zeros and reads no weight.
-        bias: `[E, N]`; None stands for `weight.bias`.
-        row_weights: `[T, top_k]` in any of the three floating dtypes, or None for 1.
-        reduce: whether to add up the rows of a token.
-        variant: "auto", "gemv", "fused" or "tensor"; the CPU ignores it.
+        a: `[T, K]` (one row for all experts of a token) or `[T, top_k, K]`, float16, bfloat16 or float32, any strides.
+        weight: the weights of E experts, as a `PackedWeight` whose tensors have a leading dimension E. All experts
+            share `lut`, which is `[16]`. `global_scale` is `[E]`, `[E, 1]` or `[E, N]`.
+        expert_ids: int32 or int64 `[T, top_k]`. For an id outside `[0, E)`, the row is zeros and no weight is read.
+        bias: `[E, N]`. None means `weight.bias`.
+        row_weights: `[T, top_k]` in any of the three floating-point dtypes. None means 1.
+        reduce: True to add up the rows of each token.
+        variant: "auto", "gemv", "fused" or "tensor". The CPU ignores it.
 
     Returns:
         `[T, top_k, N]`, or `[T, N]` with `reduce`, in the dtype of `a`.
@@ -64,7 +64,7 @@ def moe_gemm(
     Raises:
         IndexError: on the CPU, `perm` of a chosen expert has a value outside `[0, K)`.
         TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+        ValueError: an argument has the wrong dtype, shape, device or value. The message states what was expected.
 
     Examples:
         >>> parts = [tmm.quantize_weight(torch.randn(24, 64), "uint4b8", 32) for _ in range(4)]
@@ -96,27 +96,27 @@ def moe_gemm_gated(
     limit: float | None = None,
     alpha: float | None = None,
 ) -> Tensor:
-    """Multiplies each token with the gate and up projections of its experts, and applies the gated activation.
+    """Multiplies each token by the gate and up projections of its experts, and applies the gated activation.
 
-    The result has the bits of `moe_gemm` followed by `gated_activation`: the products are rounded in between. On mps,
-    few rows take one dispatch instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
+    The result is bit for bit that of `moe_gemm` followed by `gated_activation`, so the products are rounded in between.
+    For few rows, it takes one dispatch on mps instead of two. `moe_gemm_gated` is differentiable with respect to `a`.
 
     Args:
-        a: as in `moe_gemm`, like the three arguments that follow.
+        a: as in `moe_gemm`.
         weight: the weights of E experts, with an even N: the columns of gate and up of each expert.
         expert_ids: int32 or int64 `[T, top_k]`.
-        bias: `[E, N]`; None stands for `weight.bias`.
+        bias: `[E, N]`. None means `weight.bias`.
         activation: as in `gated_activation`.
-        interleaved: whether the columns alternate between gate and up. Otherwise the first N / 2 columns are gate.
-        limit: for "clamped_silu" and "limited_silu" only.
-        alpha: for "clamped_silu" only.
+        interleaved: True if the columns alternate between gate and up. False if the first N / 2 columns are gate.
+        limit: a number for "clamped_silu" and "limited_silu" only.
+        alpha: a number for "clamped_silu" only.
 
     Returns:
         `[T, top_k, N / 2]` in the dtype of `a`.
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+        ValueError: an argument has the wrong dtype, shape, device or value. The message states what was expected.
 
     Examples:
         >>> parts = [tmm.quantize_weight(torch.randn(24, 64), "uint4b8", 32) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The products with one packed weight."""
+"""The products with a single packed weight."""
 
 from typing import Any
 
@@ -15,13 +15,12 @@ _gemm = _ops.gemm.default
 
 @flop_formula("gemm")
 def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Returns 2 M N K, a multiplication and an addition per term, as `FlopCounterMode` counts for `nn.Linear`."""
+    """Returns 2 M N K, a multiplication and an addition per term, like `FlopCounterMode` for `nn.Linear`."""
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
 @flop_formula("gemm_fp32")
 def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Counts the same as for `gemm`."""
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 
@@ -29,7 +28,7 @@ def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, *
 def _gemm_transposed_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, weight_format: str, **__: Any
 ) -> int:
-    """Counts the backward product as `FlopCounterMode` counts `nn.Linear`'s."""
+    """Counts the backward product like `FlopCounterMode` for `nn.Linear`."""
     return 2 * a_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[0]
 
 
@@ -40,28 +39,28 @@ def gemm(
     variant: str = "auto",
     activations: str | None = None,
 ) -> Tensor:
-    """Multiplies activations with a packed weight: `a @ w + bias`.
+    """Multiplies activations by a packed weight: `a @ w + bias`.
 
-    The weight is decoded inside the product and never stored. Sums are in fp32, and the result is rounded once. `gemm`
-    is differentiable with respect to `a` and `bias`.
+    The weight is decoded inside the product, and the decoded weight is never stored. Sums are in fp32, and the result
+    is rounded once. `gemm` is differentiable with respect to `a` and `bias`.
 
     Args:
         a: activations `[..., K]`, float16, bfloat16 or float32, any strides.
-        weight: `[K, N]`, from `quantize_weight`, `convert.read_layers`, `MarlinLinear.to_packed` or made of tensors.
-        bias: `[N]`, float16, bfloat16 or float32; added in fp32. None stands for `weight.bias`.
+        weight: `[K, N]`, for example from `quantize_weight`, `convert.read_layers` or `MarlinLinear.to_packed`.
+        bias: `[N]`, float16, bfloat16 or float32, added in fp32. None means `weight.bias`.
         variant: "auto", "rounded", or the name of a GPU kernel variant, which the CPU ignores. "rounded" may round the
-            weights to the dtype of `a` where that takes less time: with many rows on mps, and with bfloat16 activations
-            on CPUs with fast bfloat16 products.
+            weights to the dtype of `a` where this is faster: for many rows on mps, and for bfloat16 activations on CPUs
+            with fast bfloat16 products.
         activations: "int8" rounds each row of `a` to 8 bits on the CPU, in groups of 32 k, or of the weight's group
-            size if that is smaller. An element is off by at most 1/254 of the largest of its group. Codes must be
-            integers or E2M1. Gradients ignore the rounding. None keeps `a` as it is.
+            size if that is smaller. The error of an element is at most 1/254 of the largest element of its group. The
+            weight's codes must be integers or E2M1. Gradients ignore the rounding. None means no rounding.
 
     Returns:
         `[..., N]` in the dtype of `a`.
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+        ValueError: an argument has the wrong dtype, shape, device or value. The message states what was expected.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
@@ -81,24 +80,25 @@ def gemm(
 def gemm_transposed(a: Tensor, weight: PackedWeight) -> Tensor:
     """Multiplies by the transposed weight: `a @ w.T`.
 
-    This product gives the gradient of `gemm` with respect to its `a`.
+    This product computes the gradient of `gemm` with respect to its `a`.
 
-    The weight is decoded in parts of rows of K. A part takes at most `TORCH_MARLIN_METAL_GRADIENT_BYTES` bytes, 64 MiB
-    by default, and on the CPU never more than 16 MiB. The variable is read at each call. The smallest part is eight
-    rows, or one group of nvfp4 and mxfp4. The parts are in bfloat16 if `a` is, because that dtype has the range of
-    float32, and otherwise in float32. The number of parts changes the result only by the rounding of sums, and equal
-    calls give equal bits. The function is differentiable with respect to `a`; forward-mode derivatives are refused.
+    The weight is decoded in parts, each some rows of K. A part has at most `TORCH_MARLIN_METAL_GRADIENT_BYTES` bytes,
+    64 MiB by default, and on the CPU at most 16 MiB. The environment variable is read at each call. The smallest part
+    is eight rows, or one group of nvfp4 and mxfp4. Parts are bfloat16 if `a` is bfloat16, which has the range of
+    float32, and otherwise float32. The number of parts affects the result only by the rounding of sums, and equal calls
+    have equal bits. The function is differentiable with respect to `a`. Forward-mode derivatives raise an error.
 
     Args:
         a: `[..., N]`, float16, bfloat16 or float32, any strides.
-        weight: `[K, N]`; its bias is not used.
+        weight: `[K, N]`. Its bias is not used.
 
     Returns:
         `[..., K]` in the dtype of `a`.
 
     Raises:
         TypeError: `weight` is not a `PackedWeight`.
-        ValueError: an argument or the variable is wrong; the message names it and says what was expected.
+        ValueError: an argument or the environment variable is invalid. The message names it and states what was
+            expected.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)

@@ -1,7 +1,8 @@
 """The mLSTM operators `torch.ops.torch_marlin_metal.mlstm*` as Python functions.
 
-The mLSTM is the matrix memory of the xLSTM (Beck et al., "xLSTM: Extended Long Short-Term Memory", arXiv:2405.04517),
-computed by chunks as in Beck et al., "Tiled Flash Linear Attention", arXiv:2503.14376. Formulas: docs/use/mlstm.md.
+The mLSTM is the matrix memory of the xLSTM (Beck et al., "xLSTM: Extended Long Short-Term Memory", arXiv:2405.04517).
+It is computed in chunks as in Beck et al., "Tiled Flash Linear Attention", arXiv:2503.14376. Formulas:
+docs/use/mlstm.md.
 """
 
 from typing import NamedTuple
@@ -15,14 +16,14 @@ _ops = torch.ops.torch_marlin_metal
 
 
 class MLSTMState(NamedTuple):
-    """The state of an mLSTM, in stabilised units: the memory is `exp(m) * C`, and its normaliser `exp(m) * n`.
+    """The state of an mLSTM in stabilized units: the memory is `exp(m) * C`, and the normalizer is `exp(m) * n`.
 
     All tensors are float32, or float64 if the inputs are float64.
 
     Attributes:
         C: scaled memory `[B, H, DK, DV]`.
-        n: scaled normaliser `[B, H, DK]`.
-        m: stabiliser `[B, H]`, the logarithm of the scale.
+        n: scaled normalizer `[B, H, DK]`.
+        m: stabilizer `[B, H]`, the logarithm of the scale.
 
     Examples:
         >>> state = tmm.xlstm.MLSTMState(torch.zeros(1, 2, 32, 48), torch.zeros(1, 2, 32), torch.zeros(1, 2))
@@ -57,27 +58,27 @@ def mlstm(
     chunk_size: int = 0,
     eps: float = 1e-6,
 ) -> tuple[Tensor, MLSTMState]:
-    """Runs an mLSTM over a sequence of any length, and returns the outputs and the final state.
+    """Runs an mLSTM over a sequence of any length. Returns the outputs and the final state.
 
-    `mlstm` is differentiable once, with respect to every tensor, and runs on the CPU and on mps. The CPU also takes
-    float64; it then computes token by token.
+    `mlstm` is differentiable once, with respect to all tensors, and runs on the CPU and on mps. The CPU also supports
+    float64, for which it computes token by token.
 
     Args:
         q: queries `[B, H, S, DK]`, float16, bfloat16 or float32, any strides. `mlstm` scales them by `DK ** -0.5`.
         k: keys `[B, H, S, DK]` in the dtype of `q`, not scaled.
         v: values `[B, H, S, DV]` in the dtype of `q`.
-        i: input gates `[B, H, S]` before their exponential; float16, bfloat16 or float32.
-        f: forget gates `[B, H, S]` before their sigmoid, in the dtype of `i`.
-        state: the state before the first token; None means zero for C, n and m.
-        chunk_size: tokens per chunk: 16, 32, 64, 128 or 256, or 0 for the planner's choice. It changes results only by
+        i: input gates `[B, H, S]` before the exponential function, float16, bfloat16 or float32.
+        f: forget gates `[B, H, S]` before the sigmoid function, in the dtype of `i`.
+        state: the state before the first token. None means zeros for C, n and m.
+        chunk_size: tokens per chunk: 16, 32, 64, 128 or 256, or 0 for the planner's choice. It affects results only by
             rounding.
-        eps: added to the denominator.
+        eps: a number added to the denominator.
 
     Returns:
         `h [B, H, S, DV]` in the dtype of `q`, and the state after the last token.
 
     Raises:
-        ValueError: an argument has the wrong dtype, shape, device or value; the message says what was expected.
+        ValueError: an argument has the wrong dtype, shape, device or value. The message states what was expected.
 
     Examples:
         >>> q, k, v = (torch.randn(1, 2, 100, D) for D in (32, 32, 48))  # [B, H, S, D]
@@ -94,7 +95,7 @@ def mlstm(
 def mlstm_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState, *, eps: float = 1e-6
 ) -> tuple[Tensor, MLSTMState]:
-    """Runs an mLSTM over one token, as in decoding.
+    """Runs an mLSTM over one token, for decoding.
 
     Args:
         q: query `[B, H, DK]`, as in `mlstm`.
@@ -102,11 +103,11 @@ def mlstm_step(
         v: value `[B, H, DV]`.
         i: input gate `[B, H]`.
         f: forget gate `[B, H]`.
-        state: the state before the token; it is not changed.
-        eps: added to the denominator.
+        state: the state before the token. It is not changed.
+        eps: a number added to the denominator.
 
     Returns:
-        `h [B, H, DV]` in the dtype of `q`, and the state after the token in new tensors.
+        `h [B, H, DV]` in the dtype of `q`, and the state after the token, in new tensors.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value.
@@ -132,7 +133,7 @@ def mlstm_states(
     chunk_size: int,
     save_states_every: int = 1,
 ) -> MLSTMState:
-    """Computes the first half of `mlstm`: the states between chunks. Not differentiable.
+    """Computes the first half of `mlstm`, the states between chunks. Not differentiable.
 
     Args:
         k: keys `[B, H, S, DK]`, S a multiple of `chunk_size * save_states_every`.
@@ -141,15 +142,15 @@ def mlstm_states(
         f: forget gates `[B, H, S]`.
         state: the state before the first token, or None.
         chunk_size: 16, 32, 64, 128 or 256.
-        save_states_every: 1 saves the state before each chunk, 2 the state before every second chunk, and so on.
+        save_states_every: 1 to save the state before each chunk, 2 for the state before every second chunk, and so on.
 
     Returns:
         The saved states. Each tensor has an additional dimension after H, of size `S / (chunk_size * save_states_every)
         + 1`. Index j is the state before chunk `j * save_states_every`, and the last index is the final state.
 
     Raises:
-        ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of
-            `chunk_size * save_states_every` (`mlstm` takes any length).
+        ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of `chunk_size *
+            save_states_every` (`mlstm` supports any length).
 
     Examples:
         >>> q, k, v = (torch.randn(1, 2, 128, D) for D in (32, 32, 48))  # [B, H, S, D]
@@ -175,7 +176,7 @@ def mlstm_output(
     chunk_size: int,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the second half of `mlstm`: the outputs inside chunks, all chunks at once. Not differentiable.
+    """Computes the second half of `mlstm`, the outputs of all chunks at once. Not differentiable.
 
     Args:
         q: queries `[B, H, S, DK]`, S a multiple of `chunk_size`.
@@ -183,17 +184,17 @@ def mlstm_output(
         v: values `[B, H, S, DV]`.
         i: input gates `[B, H, S]`.
         f: forget gates `[B, H, S]`.
-        states: result of `mlstm_states`: one slot per chunk, and the final state.
-        chunk_size: tokens between two slots: 16, 32, 64, 128 or 256.
-        eps: added to the denominator.
+        states: the result of `mlstm_states`: the state before each chunk, and the final state.
+        chunk_size: tokens between two of the states: 16, 32, 64, 128 or 256.
+        eps: a number added to the denominator.
 
     Returns:
-        `h [B, H, S, DV]` in the dtype of `q`; `N [B, H, S]`, the denominator without eps; `M [B, H, S]`, the stabiliser
-        of each token.
+        `h [B, H, S, DV]` in the dtype of `q`; `N [B, H, S]`, the denominator without eps; and `M [B, H, S]`, the
+        stabilizer of each token.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, device or value, or S is not a multiple of `chunk_size`
-            (`mlstm` takes any length).
+            (`mlstm` supports any length).
 
     Examples:
         >>> q, k, v = (torch.randn(1, 2, 128, D) for D in (32, 32, 48))  # [B, H, S, D]

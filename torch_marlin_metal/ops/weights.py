@@ -1,7 +1,7 @@
-"""The operators that decode packed weights, and that convert other layouts to the packed one.
+"""The operators that decode packed weights, and those that convert other layouts to the packed layout.
 
-They convert from GPTQ, AWQ and compressed-tensors. `repack.py` converts in the other direction, for exporters and
-tests.
+The source layouts are those of GPTQ, AWQ and compressed-tensors. `repack.py` converts in the other direction, for
+exporters and tests.
 """
 
 import torch
@@ -15,21 +15,22 @@ _ops = torch.ops.torch_marlin_metal
 
 
 def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Looks up vectors of a packed embedding table: vector i is column i of the weight `[K, N]`.
+    """Looks up vectors in a packed embedding table. Vector i is column i of the weight `[K, N]`.
 
-    Decodes only the vectors of the given ids. They have the same bits as in `weight.dequantize()`. No tensor has a
-    gradient.
+    Only the vectors of the given ids are decoded. They have the same bits as in `weight.dequantize()`. There are no
+    gradients.
 
     Args:
-        ids: int32 or int64, any shape and strides, values in `[0, N)`.
-        weight: `[K, N]`; N is the size of the vocabulary, K the length of a vector.
+        ids: int32 or int64, any shape and strides, with values in `[0, N)`.
+        weight: `[K, N]`. N is the size of the vocabulary, K the length of a vector.
         dtype: float16, bfloat16 or float32.
 
     Returns:
-        `[..., K]` in `dtype`. On mps an id outside the table gives a vector of NaN, because only the GPU knows the ids.
+        `[..., K]` in `dtype`. On mps, an id outside the table gives a vector of NaN, because the host does not know the
+        ids.
 
     Raises:
-        IndexError: on the CPU, an id outside the table.
+        IndexError: an id is outside the table (on the CPU).
         TypeError: `weight` is not a `PackedWeight`.
         ValueError: an argument has the wrong dtype, shape, device or value, or requires grad.
 
@@ -44,12 +45,12 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
 
 
 def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None, code_bits: int = 4) -> Tensor:
-    """Converts GPTQ's `qweight` to the packed layout; row j of the result is row `perm[j]` of `qweight`.
+    """Converts GPTQ's `qweight` to the packed layout. Row j of the result is row `perm[j]` of `qweight`.
 
-    Without `perm` the two layouts are the same and the result is a copy.
+    Without `perm`, the two layouts are equal and the result is a copy.
 
     Args:
-        qweight: int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8; contiguous.
+        qweight: int32 `[K/8, N]`, or `[K/4, N]` for 8-bit codes, contiguous.
         perm: int32 `[K]` from `gptq_perm`, or None.
         code_bits: bits of a code, 4 or 8.
 
@@ -70,19 +71,19 @@ def gptq_repack(qweight: Tensor, *, perm: Tensor | None = None, code_bits: int =
 
 
 def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRule = "word") -> Tensor:
-    """Unpacks GPTQ's `qzeros` into one byte per zero point.
+    """Unpacks GPTQ's `qzeros` to one byte per zero point.
 
     Files of version 1 store z - 1, so a zero point is the stored nibble plus 1. If the nibble is 15, programs disagree
-    about the zero point, and `rule` decides. "word" adds 0x11111111 to the whole word. This is exact for files of
-    GPTQModel and AutoRound, which subtract 1 from the whole word, with a borrow from the next nibble if z is 0.
-    "masked" gives (nibble + 1) & 15. "unmasked" gives nibble + 1, which may be 16.
+    about the zero point, and `rule` selects one of three results. "word" adds 0x11111111 to the complete word. This is
+    exact for files of GPTQModel and AutoRound, which subtract 1 from each nibble of a word, with a borrow from the next
+    nibble if z is 0. "masked" computes (nibble + 1) & 15. "unmasked" computes nibble + 1, which may be 16.
 
-    In functions that read whole layers or checkpoints, the argument `checkpoint_version` is named `gptq_version`, and
-    `rule` is named `gptq_zeros_rule`.
+    In functions that read layers or checkpoints, the argument `checkpoint_version` is called `gptq_version`, and `rule`
+    is called `gptq_zeros_rule`.
 
     Args:
-        qzeros: int32 `[G, N/8]`, contiguous, lowest n in the lowest nibble.
-        checkpoint_version: 1 (`checkpoint_format: "gptq"`) or 2 (`"gptq_v2"`, zero points as they are).
+        qzeros: int32 `[G, N/8]`, contiguous, with the lowest n in the lowest nibble.
+        checkpoint_version: 1 (`checkpoint_format: "gptq"`) or 2 (`"gptq_v2"`, zero points stored unchanged).
         rule: "word", "masked" or "unmasked".
 
     Returns:
@@ -101,11 +102,11 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
 
 
 def awq_repack(qweight: Tensor) -> Tensor:
-    """Converts the `qweight` of AWQ's "gemm" version to the packed layout and undoes its interleave.
+    """Converts the `qweight` of AWQ's "gemm" version to the packed layout, without its interleave.
 
     Args:
-        qweight: int32 `[K, N/8]`, contiguous; nibble i of a word holds column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of the
-            word's eight.
+        qweight: int32 `[K, N/8]`, contiguous. Nibble i of a word is column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of the eight
+            columns in the word.
 
     Returns:
         int32 `[K/8, N]`.
@@ -125,17 +126,17 @@ def awq_repack(qweight: Tensor) -> Tensor:
 def transpose_words(words: Tensor) -> Tensor:
     """Converts words in the transposed order, `[N, K/8]` or `[N, K/4]`, to the packed layout.
 
-    compressed-tensors and AWQ's "gemv" version store words in that order.
+    compressed-tensors and AWQ's "gemv" version store words in this order.
 
     Args:
-        words: int32 `[N, K/8]` of 4-bit codes or `[N, K/4]` of 8-bit codes, contiguous, lowest k in the lowest bits.
-            Bytes `[N, K]` are such words: `codes.view(torch.int32)`.
+        words: int32 `[N, K/8]` of 4-bit codes or `[N, K/4]` of 8-bit codes, contiguous, with the lowest k in the lowest
+            bits. Bytes `[N, K]` can be viewed as such words with `codes.view(torch.int32)`.
 
     Returns:
         int32 `[K/8, N]` or `[K/4, N]`, a new tensor.
 
     Raises:
-        ValueError: wrong dtype or shape.
+        ValueError: `words` has the wrong dtype or shape.
 
     Examples:
         >>> tmm.ops.transpose_words(torch.zeros(24, 3, dtype=torch.int32)).shape  # [N, K/8]
@@ -146,7 +147,7 @@ def transpose_words(words: Tensor) -> Tensor:
 
 
 def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
-    """Unpacks the `qzeros` of AWQ's "gemm" version into one byte per zero point and undoes its interleave.
+    """Unpacks the `qzeros` of AWQ's "gemm" version to one byte per zero point, without its interleave.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous.
@@ -155,7 +156,7 @@ def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
         uint8 `[G, N]`.
 
     Raises:
-        ValueError: wrong dtype or shape.
+        ValueError: `qzeros` has the wrong dtype or shape.
 
     Examples:
         >>> tmm.ops.awq_unpack_zeros(torch.zeros(2, 3, dtype=torch.int32)).shape

@@ -1,4 +1,4 @@
-// An operator for PyTorch's mps device: out = a x + y. A package for Macs could contain this file unchanged.
+// An operator for PyTorch's mps device: out = a x + y. The same file also compiles on a Mac.
 #import <Metal/Metal.h>
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 """The software Metal device: `device="mps"` on Linux, for tests.
 
-`softmetal.install()` makes the device. The import alone builds nothing and changes nothing.
+`softmetal.install()` makes the device. `import softmetal` alone builds nothing and changes nothing.
 
 `SOFTMETAL_CHECKED=1` starts in checked mode, `SOFTMETAL_SEED=n` sets the first seed, and `MTL_DEBUG_LAYER=1` turns on
 the rules of Metal's validation layer, as on a Mac.
@@ -69,12 +69,11 @@ def install() -> None:
     """Makes the software Metal device this process's `device="mps"`. A second call does nothing.
 
     Call it before any code asks torch whether MPS is available, and before the import of extensions with an MPS
-    backend. The first call on a machine builds the device, which takes a minute, and so does the first call after a
-    change of its sources.
+    backend. On first use, and after a change of its sources, the function builds the device, which takes a minute.
 
     Raises:
         Unavailable: the device cannot be built or used here. The message names what to install.
-        ImportError: an extension that was built for the device is loaded already, without its MPS backend.
+        ImportError: an extension that was built for the device is already loaded, without its MPS backend.
         RuntimeError: torch was asked about MPS before, or another copy of the device is loaded.
 
     Example:
@@ -98,7 +97,10 @@ def _device() -> Library:
 
 
 def _synchronize() -> None:
-    """Waits for the device. Without one, torch would be asked about MPS and keep its answer."""
+    """Waits for the device.
+
+    Before install(), _device() raises: otherwise torch would be asked about MPS and cache its answer.
+    """
     _device()
     torch.mps.synchronize()
 
@@ -117,7 +119,7 @@ def _load() -> Library:
             "process: call softmetal.install() first"
         )
     torch.backends.mps.is_available.cache_clear()
-    native: Any = torch._C  # a CPU build lacks the attributes that are set below
+    native: Any = torch._C  # the attributes below do not exist in a CPU build
     native._has_mps = True
     native._mps_compileShader = lambda source: shader.ShaderLibrary(library, source)
     native._mps_host_alias_storage = lambda storage: _host_alias(library, storage)
@@ -137,7 +139,7 @@ def is_checked() -> bool:
 def checked(enabled: bool = True) -> Iterator[None]:
     """Runs the kernels of a `with` block in checked mode, or in fast mode if `enabled` is False.
 
-    The end of the block waits for these kernels.
+    At its end, the block waits for these kernels.
 
     Raises:
         RuntimeError: a kernel broke a rule of Metal. The message is the report.
@@ -156,8 +158,8 @@ def checked(enabled: bool = True) -> Iterator[None]:
 def validated(enabled: bool = True) -> Iterator[None]:
     """Enforces in a `with` block the rules that only Metal's API validation enforces, as `MTL_DEBUG_LAYER=1` does.
 
-    There is one such rule: a kernel's buffer argument may not be nil. A Mac's process ends there; here a RuntimeError
-    is raised, as for the rules that are always enforced.
+    There is one such rule: a kernel's buffer argument may not be nil. On a Mac, the process then ends. Here a
+    RuntimeError is raised, as for the rules that are always enforced.
     """
     before = _device().set_validates(int(enabled))
     try:
@@ -177,7 +179,7 @@ def seed(value: int) -> None:
 
 @contextlib.contextmanager
 def thread_limit(most: int) -> Iterator[None]:
-    """Limits threads per threadgroup in a `with` block, as a GPU does for a kernel that needs many registers."""
+    """Limits the threads per threadgroup in a `with` block, as a GPU does for a kernel that needs many registers."""
     before = _device().set_thread_limit(most)
     try:
         yield
@@ -187,7 +189,7 @@ def thread_limit(most: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stream(number: int) -> Iterator[None]:
-    """Makes this thread encode to another of PyTorch's streams in a `with` block, as torch 2.14 and later can.
+    """Makes this thread encode to another of PyTorch's streams in a `with` block, as in torch 2.14 and later.
 
     Work on different streams is not ordered. `torch.mps.synchronize()` waits for all streams.
 
@@ -206,15 +208,15 @@ def stream(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Counts over all streams since the process started.
+    """Counts of all streams since the process started.
 
     Attributes:
         commits: commits of command buffers with commands.
         empty_commits: commits of command buffers without commands.
         waits: commits that waited for the GPU.
         encoders: compute encoders, which several kernels may share.
-        most_in_a_commit: commands in the largest command buffer.
-        uncommitted: encoded commands that are not committed yet.
+        most_in_a_commit: number of commands in the largest command buffer.
+        uncommitted: commands that are encoded and not yet committed.
     """
 
     commits: int
@@ -226,14 +228,14 @@ class StreamCounts:
 
 
 def stream_counts() -> StreamCounts:
-    """Returns the counts so far, without a commit or a wait."""
+    """Returns the counts, without a commit or a wait."""
     counts = (ctypes.c_uint64 * len(dataclasses.fields(StreamCounts)))()
     _device().stream_counts(counts)
     return StreamCounts(*counts)
 
 
 def autorelease_pools() -> int:
-    """Returns the number of this thread's autorelease pools that were not drained: 0 between calls of the host."""
+    """Returns the number of this thread's autorelease pools that are not yet drained: 0 between calls of the host."""
     count: int = _device().autorelease_pools()
     return count
 
@@ -256,11 +258,11 @@ _compile_hook = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_v
 
 @contextlib.contextmanager
 def compiles(answer: Callable[[Compile], str | None] | None = None) -> Iterator[list[Compile]]:
-    """Yields a list of what is compiled in the block. The list grows as each compile begins.
+    """Yields a list of all compiles inside the block. Each compile is appended when it begins.
 
     Args:
-        answer: called before each compile, on the thread that compiles. If it returns a text, the compile fails with
-            this text as its message.
+        answer: called before each compile, on the thread that compiles. If it returns a text, the compile fails and the
+            text is the error message.
     """
     seen: list[Compile] = []
 
@@ -288,7 +290,7 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
         count: the number of successful allocations before the failure.
 
     Yields:
-        A function that returns, after the block, whether the allocation has failed.
+        A function that tells, after the block, whether the allocation has failed.
     """
     _device().fail_allocation(count)
     ended: list[int] = []
@@ -302,8 +304,8 @@ def failing_allocation(count: int) -> Iterator[Callable[[], bool]]:
 def failing_command_buffer(message: str, code: int = 1) -> Iterator[None]:
     """Inside a `with` block, makes the first command buffer that has commands fail. Its commands do not run.
 
-    The end of the block waits for the device. torch 2.15 and later then raise an error for the failure. The block drops
-    that error, so that a program sees the tested package's own report.
+    At its end, the block waits for the device. torch 2.15 and later then raise an error for the failure. The block
+    drops that error, so that a program sees the report of the tested package.
 
     Args:
         message: the error's description.

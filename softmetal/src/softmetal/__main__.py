@@ -1,6 +1,6 @@
 """Runs a program on the software Metal device: `python -m softmetal program.py [arguments]`.
 
-Python processes that the program starts have the device, too. `python -m softmetal` alone builds the device.
+Python processes that the program starts also have the device. `python -m softmetal` alone builds the device.
 """
 
 import os

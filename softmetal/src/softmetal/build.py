@@ -1,6 +1,7 @@
 """Builds the software Metal device.
 
-The build needs clang-19, GNU libobjc and BlocksRuntime. It writes to `OUTPUT` (`msl/tools.py`), and builds again if a source, a header, a flag or the torch version changes.
+The build needs clang-19, GNU libobjc and BlocksRuntime. It writes to `OUTPUT` (`msl/tools.py`). If a source, a header,
+a flag or the torch version changes, the next build repeats the affected parts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _T, _U = TypeVar("_T"), TypeVar("_U")
 
 
 class Unavailable(RuntimeError):
-    """Raised if the software Metal device cannot be built or used on this machine. The message names the reason."""
+    """The software Metal device cannot be built or used on this machine. The message names the reason."""
 
 
 def require_tools() -> None:
@@ -64,7 +65,8 @@ def compile_flags() -> list[str]:
         *("-x", "objective-c++", "-fobjc-runtime=gcc", "-fconstant-string-class=NSConstantString"),
         f"-I{RUNTIME / 'include'}",
         *("-isystem", str(torch_include), "-isystem", str(torch_include / "torch/csrc/api/include")),
-        # GCC's directory holds <objc/...>, but also intrinsics that clang cannot read, so it comes after clang's own.
+        # GCC's directory contains <objc/...>, but also intrinsics that clang cannot read. It therefore comes after
+        # clang's own.
         *("-idirafter", f"{_library_directory('libobjc.so')}/include"),
     ]
 
@@ -74,7 +76,7 @@ def link_flags() -> list[str]:
     import torch
 
     torch_lib = Path(torch.__file__).parent / "lib"
-    # The executor's sm_* functions stay undefined, because the executor is loaded before this library.
+    # The executor is loaded before this library and defines the sm_* functions, so they may be undefined here.
     return [
         *("-shared", f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-ltorch_cpu", "-lc10"),
         *(f"-L{_library_directory('libobjc.so')}", "-lobjc", "-lBlocksRuntime", "-ldl"),
@@ -98,7 +100,10 @@ def locked() -> Iterator[None]:
 
 
 def side_by_side(make: Callable[[_T], _U], parts: Iterable[_T]) -> list[_U]:
-    """Calls `make`, which waits for a compiler, on all parts in parallel, and returns the results in order."""
+    """Calls `make`, which waits for a compiler, on all parts in parallel.
+
+    Returns the results in the order of the parts.
+    """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(make, parts))
 
@@ -139,7 +144,7 @@ def _build_runtime() -> Path:
 
 
 def build_device() -> Path:
-    """Builds the stale parts of the device library and returns its path. Load the executor before this library.
+    """Builds the outdated parts of the device library and returns its path. Load the executor before this library.
 
     Raises:
         Unavailable: a tool or package is missing.

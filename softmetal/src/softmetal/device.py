@@ -44,16 +44,16 @@ __all__ = [
 Array = npt.NDArray[Any]
 Size = int | Sequence[int]
 Constants = Mapping[str | int, bool | int | float | Sequence[int | float]]
-_MAP_NORESERVE = 0x4000  # on Linux; Python 3.11's mmap has no name for it
+_MAP_NORESERVE = 0x4000  # value on Linux; Python 3.11's mmap module does not define it
 
 
 class Buffer:
-    """An array bound at a byte offset, with a record of what has been written to it.
+    """An array that is bound to a kernel at a byte offset. Records which bytes have been written.
 
     Args:
         array: a C-contiguous array, which kernels write in place.
         offset: where the kernel's pointer points, in bytes from the start of the array.
-        initialised: False if the memory counts as never written, so that a read before a write is a fault.
+        initialised: False if the memory is treated as never written, so that a read before a write is a fault.
     """
 
     def __init__(self, array: Array, offset: int = 0, *, initialised: bool = True) -> None:
@@ -72,7 +72,10 @@ class Buffer:
 
     @classmethod
     def sparse(cls, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Buffer:
-        """Reserves zeros, also far more than the machine's memory: only written pages take memory."""
+        """Reserves zeros.
+
+        The array may be larger than the machine's memory, because only written pages are allocated.
+        """
         count = int(np.prod(shape, dtype=np.int64))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize, flags=flags)
@@ -114,7 +117,7 @@ class Kernel:
             group: threads per threadgroup.
             groups: threadgroups per grid. Give either `groups` or `threads`.
             threads: threads per grid. The last threadgroups may then be smaller.
-            buffers: one for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
+            buffers: one entry for each slot: an array, (array, byte offset), bytes (read-only data), a Buffer, or None.
             threadgroup_memory: bytes of each [[threadgroup(n)]] argument.
             resident: arrays that the kernel reaches only through addresses in other buffers. In Metal, `useResource`
                 names them.
@@ -122,9 +125,9 @@ class Kernel:
                 random seed if that is not set.
             perturb_seed: seed of the perturbation of inexact functions, within Metal's limits; 0 means no perturbation.
             os_threads: OS threads in fast mode; 0 means SOFTMETAL_THREADS, or one for each core.
-            watchdog: seconds of processor time after which the launch ends with a report. 0 means SOFTMETAL_WATCHDOG, or
-                120; below 0 there is no limit.
-            raise_faults: whether a fault raises an error. With False, faults are stored in `last_faults`.
+            watchdog: seconds of processor time after which the launch ends with a report. 0 means SOFTMETAL_WATCHDOG,
+                or 120. A negative number means no limit.
+            raise_faults: whether a fault raises an error. If False, faults are stored in `last_faults`.
 
         Returns:
             The counts of the launch.
@@ -132,8 +135,7 @@ class Kernel:
         Raises:
             KernelFault: the kernel broke a rule of Metal.
 
-        Warns:
-            KernelWarning: the kernel did something that Metal allows but that is usually a mistake.
+        Warns: KernelWarning: the kernel did something that Metal allows but that is usually a mistake.
         """
         if (groups is None) == (threads is None):
             raise ValueError("launch: groups, threads: expected exactly one of them")
@@ -192,13 +194,13 @@ class Library:
 
     @property
     def constants(self) -> dict[str, tuple[int, str, bool]]:
-        """The function constants: name -> (index, type, True if this specialisation has a value)."""
+        """The function constants: name -> (index, type, whether this specialization has a value)."""
         count = executor().sm_library_constant_count(self.handle)
         found = [executor().sm_library_constant(self.handle, i).contents for i in range(count)]
         return {f.name.decode(): (f.index, f.type.decode(), bool(f.is_defined)) for f in found}
 
     def kernel(self, name: str) -> Kernel:
-        """Returns the kernel with that host name. Raises KeyError if there is none."""
+        """Returns the kernel with a host name. Raises KeyError if there is none."""
         if name not in self._kernels:
             raise KeyError(f"kernel: expected one of {', '.join(self._kernels)}, got {name!r}")
         return Kernel(self, self._kernels[name])
@@ -217,7 +219,7 @@ def compile(
     functions: str = PRECISE,
     version: int = DEFAULT_VERSION,
 ) -> Library:
-    """Compiles Metal source for the device. The same request twice returns the same library.
+    """Compiles Metal source for the device. Repeated requests return the same library.
 
     Args:
         source: Metal Shading Language text.
@@ -229,12 +231,12 @@ def compile(
         defines: macros, "NAME" or "NAME=VALUE".
         math: the math mode: "safe", "relaxed" or "fast". Metal's default is "fast". `varied(seed)` of
             `softmetal.msl.fast_math` is safe mode with a seed for the choices that Metal leaves open.
-        functions: "precise" or "fast": whether `exp` is `precise::exp` or `fast::exp`, and likewise for the other math
-            functions. Metal's default is "fast".
-        version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1. Tensors need 400.
+        functions: "precise" or "fast". Decides whether `exp` is `precise::exp` or `fast::exp`, and likewise for the
+            other math functions. Metal's default is "fast".
+        version: the language version as in `__METAL_VERSION__`: 310 is MSL 3.1. Tensors need 400.
 
     Raises:
-        CompileError: the source does not compile. The text is the compiler's messages.
+        CompileError: the source does not compile. The message contains the compiler's messages.
     """
     values = constant_texts(constants)
     paths = tuple(map(str, include_paths))
@@ -291,7 +293,7 @@ def _text(pointer: c.c_void_p) -> str:
 
 
 def _bind(slot: api.Buffer, bound: Bound) -> object:
-    """Fills the slot. Returns an object that keeps the memory alive."""
+    """Fills the slot. Returns an object that owns the memory."""
     if bound is None:
         return None
     if isinstance(bound, bytes):

@@ -1,4 +1,4 @@
-"""Builds PyTorch extensions with an MPS backend for the software Metal device, and lets Python find them."""
+"""Builds PyTorch extensions with an MPS backend for the software Metal device, and lets Python find these builds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def extension_path(name: str) -> Path:
-    """Returns the path of an extension's build for the software device, by the extension's full module name."""
+    """Returns the path of an extension's build for the software device. `name` is the extension's full module name."""
     return FOLDER / f"{name}{_SUFFIX}"
 
 
@@ -100,7 +100,7 @@ def link_with_mps_sources(command: Any, extension: Any, sources: Sequence[str]) 
 
 
 def compile_host_sources(name: str, sources: Iterable[Path], flags: Sequence[str]) -> list[Path]:
-    """Compiles an extension's changed sources, also those with changed headers; returns all objects."""
+    """Compiles an extension's changed sources, and those whose headers have changed. Returns all objects."""
 
     def compiled(source: Path) -> Path:
         digest = hashlib.sha256(str(source).encode()).hexdigest()[:8]  # two folders may hold files with the same name
@@ -137,7 +137,7 @@ def find_extensions() -> None:
     """Makes `import` prefer extensions that were built for the software device.
 
     Raises:
-        ImportError: an extension with such a build is loaded already, without its MPS backend.
+        ImportError: an extension with such a build is already loaded, without its MPS backend.
     """
     for library in FOLDER.glob(f"*{_SUFFIX}"):
         if (name := library.name.removesuffix(_SUFFIX)) in sys.modules:

@@ -1,4 +1,4 @@
-"""The device library's C functions (`runtime/python_api.h`) for ctypes."""
+"""Declares the device library's C functions (`runtime/python_api.h`) for ctypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .executor.bindings import Result, executor
 
 
 class Argument(Structure):
-    """The C struct `softmetal_argument`: either a buffer with an offset, or bytes, which may be addresses."""
+    """The C struct `softmetal_argument`: either a buffer with an offset, or bytes, which can contain addresses."""
 
     _fields_ = [
         ("handle", c_void_p),
@@ -26,7 +26,7 @@ class Argument(Structure):
 
 
 class Library:
-    """The loaded device library. Its C functions are attributes, named without `softmetal_`.
+    """The loaded device library. Its C functions are attributes, whose names lack the prefix `softmetal_`.
 
     Args:
         path: path of the device library. The constructor loads the executor first.
@@ -78,7 +78,7 @@ class Library:
         return function
 
     def take_text(self, pointer: int | None) -> str | None:
-        """Returns the text at an owned pointer and frees it; returns None for a null pointer."""
+        """Returns the text at an owned pointer and frees it. Returns None for a null pointer."""
         if not pointer:
             return None
         text = ctypes.string_at(pointer).decode(errors="replace")

@@ -11,7 +11,7 @@ from .executor import bindings as api
 
 
 class FaultKind(enum.IntEnum):
-    """Classes of faults; see executor.h."""
+    """Kinds of faults, as in executor.h."""
 
     OUT_OF_BOUNDS = 1
     MISALIGNED = 2
@@ -34,13 +34,13 @@ class FaultKind(enum.IntEnum):
 
     @property
     def is_warning(self) -> bool:
-        """True if the operation is only suspicious: Metal allows it, but it is usually a mistake."""
+        """Whether the operation is only suspicious: Metal allows it, but it is usually a mistake."""
         return self >= FaultKind.DIVISION
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One report. `message` is the whole report in one line; the other attributes are its parts."""
+    """One report. `message` is the full report in one line; the other attributes are its parts."""
 
     kind: FaultKind
     message: str
@@ -54,7 +54,7 @@ class Fault:
 
 
 class KernelFault(Exception):
-    """Raised for a launch that broke a rule of Metal."""
+    """A launch broke a rule of Metal."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("\n".join(f.message for f in faults))
@@ -100,7 +100,7 @@ def _fault(f: Any) -> Fault:
 
 
 def read_faults(result: Any) -> list[Fault]:
-    """Converts the faults of a sm_result of `executor.h`."""
+    """Converts the faults of a sm_result (executor.h)."""
     return [_fault(result.faults[i]) for i in range(result.fault_count)]
 
 
@@ -114,7 +114,7 @@ def _buffer_counts(counters: Any) -> dict[int, dict[str, int]] | None:
 
 
 def read_counters(counters: Any) -> Counters:
-    """Converts a sm_counters of `executor.h`."""
+    """Converts a sm_counters (executor.h)."""
     plain = [name for name in Counters.__dataclass_fields__ if name != "buffers"]
     values = {n: getattr(counters, n) if counters.has_bytes or "bytes" not in n else None for n in plain}
     fields: dict[str, Any] = {**values, "buffers": _buffer_counts(counters)}

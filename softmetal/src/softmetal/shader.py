@@ -1,4 +1,4 @@
-"""`torch.mps.compile_shader` on the software device. The classes match those that torch returns on a Mac."""
+"""Implements `torch.mps.compile_shader` on the software device. The classes match those that torch returns on a Mac."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class ShaderKernel:
         Args:
             args: mps tensors, numbers (int64 or float32 unless cast), lists of numbers, or lists of mps tensors.
             threads: threads of the grid, 1 to 3 numbers. The default is the number of elements of the first tensor.
-            group_size: threads of a threadgroup, as many numbers as `threads`.
-            arg_casts: element type of numbers, for all arguments or by argument index.
+            group_size: threads of a threadgroup, with as many numbers as `threads`.
+            arg_casts: the element type of numbers, for all arguments or by argument index.
             error_buf_idx: slot of the stream's error buffer. An error that a kernel reports there is raised as
                 torch.AcceleratorError at the next wait.
 
         Raises:
-            TypeError: an argument has another type.
+            TypeError: an argument has none of these types.
             ValueError: a threadgroup has more threads than the kernel allows.
             RuntimeError: the dispatch breaks a rule of Metal.
         """
@@ -103,8 +103,8 @@ class ShaderKernel:
             numbers = value.float() if value.dtype == torch.float64 else value
         elif isinstance(value, list | tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
             numbers = torch.tensor([self._address(v) for v in value], dtype=torch.int64)
-            # Kernels reach these tensors through their addresses. On a Mac that works although PyTorch does not call
-            # useResource for them, so this device counts them as resident.
+            # Kernels reach these tensors through their addresses. On a Mac, that works although PyTorch does not call
+            # useResource for them. This device therefore treats them as resident.
             resident = [v.untyped_storage().data_ptr() for v in value]
         else:
             numbers = _numbers(index, value, cast)

@@ -1,4 +1,7 @@
-"""`torch.mps.Stream`, which torch has since 2.15. In a torch without Metal, its base class cannot be instantiated."""
+"""Implements `torch.mps.Stream`, which exists since torch 2.15.
+
+In a torch without Metal, its base class cannot be instantiated.
+"""
 
 from typing import Any
 
@@ -14,7 +17,7 @@ def _initialize(self: Any, stream_id: int | None = None) -> None:
 
 
 def install() -> None:
-    """Makes `torch.mps.Stream` and its functions work. Does nothing with a torch that does not have them."""
+    """Makes `torch.mps.Stream` and its functions work. Does nothing if torch does not have them."""
     native: Any = torch._C
     base = getattr(native, "_MPSStreamBase", None)
     if base is None:

@@ -1,4 +1,4 @@
-"""One row of the fault table: a small kernel with a fault, the report of the fault, and the corrected kernel."""
+"""A row of the table of faults: a small faulty kernel, the expected report, and the corrected kernel."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Case:
     name: str
     kind: FaultKind
     source: str
-    line: int  # line of the report, counted from the kernel's first line
+    line: int  # the line that the report must name, counted from the kernel's first line
     report: str
     buffers: list[Any] = field(default_factory=lambda: [np.ones(64, np.float32), np.zeros(64, np.float32)])
     launch: dict[str, Any] = field(default_factory=lambda: {"groups": 1, "group": 64})
-    seeds: int = 3  # how many seeds the faulty kernel runs with
+    seeds: int = 3  # number of seeds with which the faulty kernel runs
 
     def text(self, good: bool) -> str:
         return HEAD + re.sub(r"/\*(.*?)\|(.*?)\*/", r"\2" if good else r"\1", self.source, flags=re.DOTALL)

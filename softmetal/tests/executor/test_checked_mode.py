@@ -1,4 +1,6 @@
-"""Checked mode reports each fault of the table with the fault's place. The corrected kernels give no report."""
+"""Tests that checked mode reports each fault of the table at its place, and reports nothing for the corrected
+kernels.
+"""
 
 from __future__ import annotations
 

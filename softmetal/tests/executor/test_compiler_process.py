@@ -1,4 +1,4 @@
-"""sm_compile starts one compiler process for all requests, and none for a request whose result is in the cache."""
+"""Tests that sm_compile starts one compiler process for all requests, and none for a request whose result is cached."""
 
 import contextlib
 import ctypes
@@ -45,20 +45,22 @@ def value(path: str) -> int:
 
 
 def children(process: int, name: bytes) -> list[int]:
-    """Returns the process ids of a process's children that have `name` in their commands."""
+    """Returns the ids of a process's children that have `name` in their command."""
     of_threads = [path.read_text().split() for path in Path(f"/proc/{process}/task").glob("*/children")]
     return [int(p) for found in of_threads for p in found if name in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 def servers() -> list[int]:
-    """Returns the process ids of this process's compiler servers that run."""
+    """Returns the ids of this process's running compiler servers."""
     return children(os.getpid(), b"msl.server")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Gives each test an empty cache of kernels, but keeps the slow parts: compiled headers and the resident clang's
-    library."""
+    """Gives each test an empty cache of kernels.
+
+    It contains only what is slow to make: compiled headers and the resident clang's library.
+    """
     folder = tmp_path / "cache"
     folder.mkdir()
     device.compile(SOURCE, constants={"n": 1})
@@ -107,7 +109,7 @@ def test_the_servers_clang_compiles_for_all_requests_until_it_ends() -> None:
     assert request(SOURCE, 2)[0] == 0
     assert children(server, b"clang++") == [old]
     os.kill(old, signal.SIGKILL)
-    status, path = request(SOURCE, 3)  # the process that answers this request starts another
+    status, path = request(SOURCE, 3)  # the process that answers this request starts a second server
     assert status == 0 and value(path) == 3
 
 
@@ -133,7 +135,10 @@ def resident(compiler: str) -> Iterator[Resident]:
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["a script", "a static program"])
 def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path) -> None:
-    """A static program does not load the library that keeps clang resident. A script must not pass it on to clang."""
+    """A static program cannot load the library that keeps clang resident.
+
+    A script must not pass the library on to clang.
+    """
     launcher = tmp_path / "launcher"
     if is_static:
         subprocess.run(["cc", "-static", "-x", "c", "-", "-o", str(launcher)], input=STATIC, text=True, check=True)
@@ -146,7 +151,7 @@ def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path)
 
 
 def test_a_compiler_cache_before_clang_is_passed_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Clang itself compiles if a link of its name to ccache stands before it on PATH; a link to no cache is taken."""
+    """If a link named clang to ccache comes first on PATH, the real clang compiles. A link that is no cache is used."""
     programs = {}
     for name in ("ccache", "clang"):
         (tmp_path / name).mkdir()
@@ -195,7 +200,7 @@ def test_a_working_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_threads_replace_a_clang_that_was_killed() -> None:
-    """One thread replaces it, and it does not remain as a process that has ended."""
+    """One of the threads starts a new clang, and the killed process is reaped."""
     killed = []
     with resident("clang++-19") as clang, ThreadPoolExecutor(4) as pool:
         for _ in range(10):
@@ -241,7 +246,7 @@ def test_an_absent_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def in_fork(task: Callable[["multiprocessing.Queue[Any]"], None]) -> Any:
-    """Returns what `task` puts into a queue within a minute, in a fork of this process."""
+    """Runs `task` in a fork of this process. Returns what it puts into the queue within a minute."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     process = context.Process(target=task, args=(queue,))

@@ -1,4 +1,4 @@
-"""A kernel never ends the process: signals and endless loops become reports, in fast and in checked mode."""
+"""Tests that a kernel never ends the process: signals and endless loops become reports, in fast and in checked mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor through the NumPy module: results of kernels in fast and in checked mode."""
+"""Tests the executor through the NumPy module: results of kernels in fast and in checked mode."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_simd_operations_under_divergence(checked: bool) -> None:
         even = (lane >= 10) & (lane % 2 == 0)
         expected = np.where(lane < 10, part[:10].sum(), np.where(odd, part[odd].max(), part[even].min()))
         np.testing.assert_array_equal(y[32 * s : 32 * s + 32, 0], expected)
-        # In round k the lanes with lane % 4 >= k take part. After the loop all lanes take part.
+        # In round k, the lanes with lane % 4 >= k take part. After the loop, all lanes take part.
         rounds = np.array([sum(8 * (4 - k) for k in range(m + 1)) for m in range(4)])
         np.testing.assert_array_equal(y[32 * s : 32 * s + 32, 1], rounds[lane % 4] * 1000 + 32)
 
@@ -169,7 +169,7 @@ def test_matrix_looked_at_by_one_lane_between_products(checked: bool) -> None:
     for k in range(70):
         c = c + a @ b
         if k % 9 == 3:
-            c[2, 3] *= 0.5  # the second element of lane 5, which holds row (5 >> 1) & 3 = 2, columns 2 and 3
+            c[2, 3] *= 0.5  # the second element of lane 5, which holds columns 2 and 3 of row (5 >> 1) & 3 = 2
         if k % 16 == 7:
             d = a @ c
         d = b @ b + (d if d is not None else np.nan)
@@ -252,13 +252,13 @@ def test_interleaving_follows_the_seed() -> None:
 
     assert order(7) == order(7)
     assert order(7) != order(8)
-    # The seed decides how many threadgroups run at a time, one to four.
+    # The seed determines how many threadgroups run at the same time, one to four.
     changes = [int((np.diff(np.array(order(seed)) // 64) != 0).sum()) for seed in range(20)]
     assert max(changes) > 100 and min(changes) == 7
 
 
 def test_progress_that_metal_does_not_promise() -> None:
-    """A barrier across the grid, and a lock between the lanes of a simdgroup, end for some seeds only."""
+    """Two kernels end only for some seeds: a barrier across the grid, and a lock between the lanes of a simdgroup."""
     across = """
     kernel void f(device atomic_uint* n, uint i [[thread_index_in_threadgroup]]) {
       if (i == 0) atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);

@@ -1,4 +1,4 @@
-"""Buffers that a kernel reaches through addresses, and buffers larger than the machine's memory."""
+"""Tests buffers that a kernel reaches through addresses, and buffers larger than the machine's memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_checked_mode_of_a_sparse_buffer() -> None:
 def test_faults_in_a_sparse_buffer(beyond: str, shared: str, kind: FaultKind) -> None:
     x, y = (Buffer.sparse(FAR + 57, np.uint8) for _ in range(2))
     kernel = far(beyond, shared)
-    # Threads i and i + 32 of two threadgroups store different values at one place.
+    # Threads i and i + 32, in different threadgroups, store different values at the same place.
     kernel.launch(threads=64, group=32 if shared == "2" else 16, buffers=[x, y], raise_faults=False, seed=1)
     assert kind in {fault.kind for fault in kernel.last_faults}
 

@@ -1,4 +1,4 @@
-// All scenarios and seeds as one source: PyTorch's headers, which each of them includes, take six seconds to read.
+// Includes all scenarios and seeds in one source, because reading PyTorch's headers takes six seconds for each source.
 #include "../seeds/host_seeds.mm"
 #include "../seeds/host_seeds_of_order.mm"
 #include "correct.mm"

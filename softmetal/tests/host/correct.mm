@@ -1,4 +1,4 @@
-// Host code as an extension writes it. `run_scenario(name)` returns the text of the error, or "" if there is none.
+// Correct host code, as in an extension. `run_scenario(name)` returns the text of the error, or "" if there is none.
 #include <limits>
 
 #include "host.h"
@@ -153,7 +153,7 @@ const bool added_correct = add({
      }},
     {"commits in a block",
      [] {
-       // As MPSStream::copy does, one block encodes into several command buffers and waits for the last one.
+       // Like MPSStream::copy: one block encodes into several command buffers and waits for the last one.
        auto* stream = at::mps::getCurrentMPSStream();
        id<MTLBuffer> x = zeros(64), y = zeros(64);
        static_cast<float*>([x contents])[15] = 2;

@@ -6,13 +6,13 @@ extern "C" char* softmetal_set_stream(int64_t number);
 namespace host {
 namespace {
 
-// While an object of this class lives, PyTorch's profiler records.
+// While an object of this class exists, PyTorch's profiler records.
 struct Profiling {
   Profiling() { at::mps::getMPSProfiler().StartTrace("interval", false); }
   ~Profiling() { at::mps::getMPSProfiler().StopTrace(); }
 };
 
-// While an object of this class lives, the thread's current stream is not the default stream.
+// While an object of this class exists, the thread's current stream is stream 1.
 struct OtherStream {
   OtherStream() { softmetal_set_stream(1); }
   ~OtherStream() { softmetal_set_stream(0); }

@@ -44,7 +44,7 @@ METAL_TYPES = {
     np.dtype(np.float32): "float",
 }
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
-# Slots of `evaluate`: element j of the vector of width w.
+# The slots of `evaluate`: (w, j) is element j of a vector of width w.
 SLOTS = [(w, j) for w in (1, 2, 3, 4) for j in range(w)]
 _HELPERS = """
 template <typename T, int N> vec<T, N> take(device const T* p, uint i, uint n) {
@@ -59,7 +59,6 @@ template <typename T, int N> void give(device T* p, vec<T, N> v, uint i, uint n)
 
 
 def type_name(dtype: np.typing.DTypeLike) -> str:
-    """Returns Metal's name of a NumPy type."""
     return METAL_TYPES[np.dtype(dtype)]
 
 
@@ -69,12 +68,10 @@ def _compiled(source: str, checked: bool) -> Library:
 
 
 def compile_metal(source: str, checked: bool = False) -> Library:
-    """Compiles HEADER and the source."""
     return _compiled(HEADER + source, checked)
 
 
 def refuse(source: str) -> str:
-    """Asserts that the source does not compile; returns the messages."""
     with pytest.raises(CompileError) as error:
         compile_metal(source)
     return str(error.value)
@@ -123,13 +120,13 @@ def evaluate(
         expressions: the expression of each kernel, by the kernel's name.
         inputs: arrays of the same length n.
         out: Metal's type of a result's elements. A "bfloat" is returned as its bits.
-        types: Metal's types of the inputs that differ from those of the arrays.
-        widths: numbers of elements of the vectors; 1 is the scalar.
-        only: names to run. The others are compiled too, so that many tests share one library.
+        types: Metal's types of the inputs, if they differ from the types of the arrays.
+        widths: the vector widths; 1 means a scalar.
+        only: names of the kernels to run. All are compiled, so that many tests share one library.
         perturb_seed: as for `Kernel.launch`.
 
     Returns:
-        A list for each name, with an entry for each width and element i: the inputs of element i, and the results.
+        A list for each name. Its entries are, for each width and each element, the element's inputs and results.
     """
     types = types or [type_name(x.dtype) for x in inputs]
     names = {name: f"k_{name}" for name in expressions}

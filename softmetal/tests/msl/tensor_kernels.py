@@ -1,4 +1,4 @@
-"""Kernels of Metal 4's tensors for tests: products of operands in registers and in memory, and the operands."""
+"""Kernels and operands for tests of Metal 4's tensors: products of operands in registers and in memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def library(source: str, element: str, checked: bool) -> Library:
 
 
 def operand(rng: np.random.Generator, shape: tuple[int, int], element: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random elements as the kernel reads them, and their values."""
+    """Returns random elements in the form that the kernel reads, and their values."""
     values = rng.standard_normal(shape).astype(np.float32)
     if element == "bfloat":
         bits = (values.view(np.uint32) >> 16).astype(np.uint16)

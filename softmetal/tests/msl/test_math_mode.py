@@ -1,4 +1,4 @@
-"""Math modes: relaxed and fast mode give other results than safe mode, and `#pragma METAL fp` changes the mode."""
+"""Tests that relaxed and fast mode give other results than safe mode, and that `#pragma METAL fp` changes the mode."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_half_subnormals_are_flushed_unless_safe(checked: bool) -> None:
     np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), x * np.float16(1024))
     for math in ("relaxed", "fast"):
         np.testing.assert_array_equal(run(body, math, x=x, checked=checked), flushed * np.float16(1024))
-    # In fast mode, y[0] flushes a result, y[1] a conversion to float, y[2] a conversion from float. y[3] is a copy and
-    # keeps its value.
+    # In fast mode, three values are flushed: y[0] is a result, y[1] a conversion to float, y[2] a conversion from
+    # float. y[3] is a copy and keeps its value.
     body = "y[i] = i == 0 ? x[4] * x[2] * 0.5h : i == 1 ? half(float(x[1]) * 1024.0f) : i == 2 ? half(float(x[4]) * 2e-5f) : x[i];"
     safe = [2.0**-15, 2.0**-14, np.float16(2e-5), -(2.0**-20), 1]
     np.testing.assert_array_equal(run(body, "safe", x=x, checked=checked), np.array(safe, np.float16))
@@ -97,7 +97,7 @@ def test_fast_functions_are_less_exact(name: str) -> None:
     assert worst["precise"].max() <= 4
     if name == "exp":
         assert worst["fast"].max() > 20 and (worst["fast"] <= 3 + np.floor(2 * x)).all()
-    else:  # for the fast logarithm Metal bounds only the absolute error, which can exceed the result near x = 1
+    else:  # For the fast logarithm, Metal limits only the absolute error, which can exceed the result near x = 1.
         error = worst["fast"] * np.spacing(np.abs(wanted).astype(np.float32))
         assert 2**-22 < error.max() < 2**-21
 

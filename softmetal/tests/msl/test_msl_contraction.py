@@ -1,4 +1,4 @@
-"""Tests contraction to fused multiply-adds within an expression, on scalars and vectors, and in the varied modes."""
+"""Tests the fusion of multiply-adds within an expression, on scalars and vectors, and in the varied modes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_products_that_a_sum_takes(source: str, expected: str | None) -> None:
     assert "".join(t.text for t in tokens) == wanted
 
 
-# x is 1 + n / 4096. For odd n and a square below 2, the square needs 25 bits, so rounding it to fp32 changes it.
+# x is 1 + n / 4096. If n is odd and the square is below 2, the square needs 25 bits, so rounding it to fp32 changes it.
 VECTORS = f"""{HEAD}
 kernel void f(device const float4* a [[buffer(0)]], device float4* y [[buffer(1)]], constant packed_float4& p,
               device const half4* h, device half4* z) {{

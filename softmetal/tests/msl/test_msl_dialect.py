@@ -1,4 +1,4 @@
-"""The check of address spaces, overloads and types refuses source that C++ accepts and Apple's compiler refuses."""
+"""Tests that the check of address spaces, overloads and types refuses source that only Apple's compiler refuses."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal
@@ -102,7 +102,7 @@ OVERLOADS = {
     ),
 }
 REFUSED = SPACES | OVERLOADS
-# name: (source, the first language version that accepts the source, the message of earlier versions)
+# name -> (source, the first language version that accepts it, the error message of earlier versions)
 VERSIONS = {
     "bfloat": (KERNEL.format("bfloat x = bfloat(a[i]); a[i] = float(x);"), 310, "'bfloat'"),
     "vector of bfloat": (KERNEL.format("bfloat4 x = bfloat4(a[i]); a[i] = float(x.y);"), 310, "'bfloat4'"),

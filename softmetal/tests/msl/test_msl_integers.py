@@ -1,4 +1,4 @@
-"""Integer functions, products of 24 bits, packing."""
+"""Tests integer functions, products of 24 bits, and packing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Source that Apple's compiler refuses is refused with a line and a reason. Similar correct source is accepted."""
+"""Tests that source that Apple's compiler refuses is refused with a line and a reason, and that similar correct source
+is accepted.
+"""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

@@ -1,4 +1,4 @@
-"""Math functions against NumPy in double precision: errors are within Metal's promise, and not always zero."""
+"""Compares math functions with NumPy in double precision. Errors must be within Metal's limits, and not always zero."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def _values(low: float, high: float, dtype: type, log: bool = False) -> np.ndarr
     return x.astype(dtype)
 
 
-# name: (reference, ulps allowed for float, inputs for float, inputs for half). The ulps come from the MSL
+# name -> (reference, ulps allowed for float, input range for float, input range for half). The ulps come from the MSL
 # specification's accuracy table for single precision without fast math. For half, the specification allows 1 ulp.
 INEXACT = {
     "acos": (np.arccos, 4, (-1, 1), (-1, 1)),
@@ -93,8 +93,8 @@ def test_roots_are_correctly_rounded(name: str, dtype: type, seed: int) -> None:
             np.testing.assert_array_equal(got, EXACT[name](rolled.astype(np.float64)).astype(dtype))
 
 
-# The largest errors of the fast:: functions, from MSL's table with fast math: in ulps, or absolute for values of at
-# most 1.
+# The error limits of the fast:: functions, from MSL's table with fast math: in ulps, or absolute for values of
+# magnitude at most 1.
 FAST = {
     "exp": lambda x: 3 + np.floor(np.abs(2 * x)),
     "exp2": lambda x: 3 + np.floor(np.abs(2 * x)),
@@ -213,7 +213,7 @@ def test_results_of_bounded_functions_stay_bounded() -> None:
 
 
 def test_an_integer_argument_is_ambiguous() -> None:
-    """Metal has sqrt(half) and sqrt(float), and converts an integer to either."""
+    """Metal has sqrt(half) and sqrt(float), and can convert an integer to either type."""
     with pytest.raises(CompileError, match="call to 'sqrt' is ambiguous"):
         evaluate({"f": "sqrt(a)"}, [np.arange(1, 50, dtype=np.int32)], "float")
 

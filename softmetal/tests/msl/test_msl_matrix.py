@@ -13,7 +13,6 @@ LANE = "uint lane [[thread_index_in_simdgroup]]"
 
 
 def _in_lanes(matrix: np.ndarray) -> np.ndarray:
-    """Returns the two elements of each lane."""
     return np.stack([matrix[ROW, COLUMN], matrix[ROW, COLUMN + 1]], -1)
 
 
@@ -110,7 +109,7 @@ kernel void k(device const {A}* a [[buffer(0)]], device const {B}* b [[buffer(1)
   simdgroup_multiply(d, x, y); simdgroup_multiply_accumulate(e, x, y, z);
   simdgroup_store(d, out); simdgroup_store(e, out + 64);
 }}"""
-    for scale in (1, 0):  # first small integers, which every type represents exactly; then fractions
+    for scale in (1, 0):  # first with small integers, which every type represents exactly; then with fractions
         a, b, c = RNG(3).integers(-4, 5, (3, 8, 8)) if scale else RNG(4).normal(0, 1, (3, 8, 8))
         a, b, c = _stored(A, np.float32(a)), _stored(B, np.float32(b)), _stored(C, np.float32(c))
         out = _stored(D, np.zeros((2, 8, 8), np.float32))

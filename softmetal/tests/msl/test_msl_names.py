@@ -1,4 +1,4 @@
-"""A source may not declare Metal's reserved names, but may use these words elsewhere."""
+"""Tests that a source must not declare Metal's reserved names, but may use these words in other roles."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

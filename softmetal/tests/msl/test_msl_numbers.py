@@ -1,4 +1,4 @@
-"""Conversions and rounding of half, bfloat and float; exact functions; limits."""
+"""Tests conversions and rounding of half, bfloat and float, exact functions, and limits."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ ALL_HALF = ALL_16.view(np.float16)
 
 
 def _same(got: np.ndarray, wanted: np.ndarray) -> None:
-    """Asserts equal bits. A NaN may be any NaN."""
+    """Asserts equal bits. Any two NaNs are equal."""
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     number = ~np.isnan(wanted)
     bits = {2: np.uint16, 4: np.uint32}[got.itemsize]
@@ -19,7 +19,9 @@ def _same(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _floats() -> np.ndarray:
-    """Returns floats: random bits of every exponent, ties for half and bfloat, the ties' neighbours, special values."""
+    """Returns floats: random bits of every exponent, ties for half and bfloat, the ties' neighbors, and special
+    values.
+    """
     bits = RNG(1).integers(0, 1 << 32, 20000, np.uint64).astype(np.uint32)
     upper = RNG(2).integers(0, 1 << 16, 4000).astype(np.uint32) << 16
     ties = np.concatenate([upper + d for d in (0x8000, 0x7FFF, 0x8001)])
@@ -242,14 +244,14 @@ def test_exact_functions_of_float() -> None:
         for (x, y, z), got in results:
             wanted = reference(x) if name in unary else reference(x, y) if name in binary else reference(x, y, z)
             np.testing.assert_array_equal(got, np.asarray(wanted, np.float32), name)
-    # Inside one expression, a product and a sum of scalars are contracted to one operation, which rounds once.
+    # Inside one expression, a product and a sum of scalars become one operation, which rounds once.
     ((x, got),) = evaluate({"f": "a * b + c"}, [a, b, c], "float", widths=[1])["f"]
     np.testing.assert_array_equal(got, EXACT_FLOAT["contracted"][1](*x))
     assert (got != x[0] * x[1] + x[2]).any()
 
 
 def _nearest_half(exact: np.ndarray) -> np.ndarray:
-    """Rounds a long double to half once. NumPy's own conversion rounds twice, first to single precision."""
+    """Rounds a long double to half once. NumPy's own conversion first rounds to single precision."""
     near = exact.astype(np.float16)
     choices = np.stack([near, np.nextafter(near, np.float16(-np.inf)), np.nextafter(near, np.float16(np.inf))])
     distance = np.where(np.isfinite(choices), np.abs(choices.astype(np.longdouble) - exact), np.inf)

@@ -1,4 +1,4 @@
-"""Objects that convert to numbers, and templates of kernels that share a name, as MLX's kernels have them."""
+"""Tests objects that convert to numbers, and kernel templates with the same name. MLX's kernels use both."""
 
 from __future__ import annotations
 

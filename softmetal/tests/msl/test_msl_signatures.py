@@ -1,4 +1,6 @@
-"""Tests refusals: kernel arguments that Apple's compiler refuses, and C++ constructs that Metal lacks."""
+"""Tests that two kinds of source are refused: kernel arguments that Apple's compiler refuses, and C++ that Metal
+lacks.
+"""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

@@ -1,4 +1,6 @@
-"""Compares operations across a simdgroup or a quadgroup with NumPy, lane by lane, with all lanes active or some."""
+"""Compares operations across a simdgroup or a quadgroup with NumPy, lane by lane, with all or only some lanes
+active.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ REDUCTIONS = {
     "xor": (np.bitwise_xor, None),
 }
 BITWISE = ("and", "or", "xor")
-# Masks of the active lanes. The first mask has all lanes.
+# Masks of the active lanes. In the first mask, all lanes are active.
 MASKS = [0xFFFFFFFF, 0x00000001, 0x80000000, 0x0F0F00FF, 0x5A5A1234, 0xFFFF0000]
 
 
@@ -117,7 +119,7 @@ def test_prefix_operations(scope: str, dtype: type) -> None:
                         )
 
 
-# For each shuffle, the lane from which `lane` reads when the argument is n and the group has w lanes.
+# For each shuffle: the lane from which `lane` reads, if the argument is n and the group has w lanes.
 SHUFFLES = {
     "shuffle": lambda lane, n, w: n,
     "broadcast": lambda lane, n, w: n,
@@ -297,7 +299,10 @@ def test_bitwise_reductions_of_floats_are_refused(name: str) -> None:
 
 
 def test_a_bfloat_can_be_shuffled_as_its_bits() -> None:
-    """Metal 3.1 has no simd_shuffle for bfloat, as candle's reduce.metal says. MLX defines its own functions for it."""
+    """Metal 3.1 has no simd_shuffle for bfloat, as candle's reduce.metal says.
+
+    MLX defines its own functions for bfloat.
+    """
     library = compile_metal("""
 kernel void k(device const bfloat* a [[buffer(0)]], device bfloat* out [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {

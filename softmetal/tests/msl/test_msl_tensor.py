@@ -12,7 +12,8 @@ from tensor_kernels import HEADER, REGISTERS, SHAPES, TENSORS, TYPES, bound, lib
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
 
-SEEDS = range(12)  # seeds of a launch; 0 gives the simplest layout and order, and 1 to 11 include every order of sums
+# Seeds of launches. 0 selects the simplest layout and order, and 1 to 11 include every order of sums.
+SEEDS = range(12)
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
@@ -130,7 +131,7 @@ def test_layout_of_one_simdgroup() -> None:
         np.testing.assert_array_equal(found[5], strict)
         np.testing.assert_array_equal(found[6], strict)
         np.testing.assert_array_equal(found[7], found[2])
-    # 24 x 16 is two blocks, of which a lane holds 16 elements. In every layout each place occurs once.
+    # 24 x 16 has two blocks, of which a lane holds 16 elements. In every layout, each place occurs exactly once.
     places = np.add.outer(np.arange(32) * 100, np.arange(16)).ravel()
     assert all((np.sort(other.ravel()) == places).all() for other in others)
     assert len({other.tobytes() for other in others}) >= len(SEEDS) - 2

@@ -1,4 +1,4 @@
-"""Tests that mistakes in tensor kernels are noticed: by a wrong result, or because checked mode reports a fault."""
+"""Tests that mistakes in tensor kernels are noticed: the result is wrong, or checked mode reports a fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensor_kernels import REGISTERS, SHAPES, TENSORS, bound, library, operand
 
 from softmetal.device import FaultKind, KernelFault
 
-SEEDS = (1, 2, 3, 6)  # each determines the layout of elements over threads and the order of sums
+SEEDS = (1, 2, 3, 6)  # Each seed determines the layout of elements over threads and the order of sums.
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 LAYOUT = """const uint q = simd_index() >> 2, s = simd_index();
     const array<int, 2> at{int(((q & 2) | (s & 1)) * 4 + i % 4 + i / 8 % 2 * 16),
@@ -19,8 +19,9 @@ LAYOUT = """const uint q = simd_index() >> 2, s = simd_index();
 
 @dataclass(frozen=True)
 class Seed:
-    """A mistake that replaces `text` in a kernel. `caught` is the fault that must be reported, or "wrong" for a wrong
-    result.
+    """A mistake that replaces `text` in a kernel.
+
+    `caught` is the fault that must be reported, or "wrong" if the result must be wrong.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Seed:
     text: str
     mistake: str
     caught: FaultKind | str
-    nth: int = 0  # the index of the occurrence of `text` that is replaced
+    nth: int = 0  # selects the occurrence of `text` to replace, counted from 0
 
 
 TABLE = [
@@ -64,7 +65,7 @@ TABLE = [
 
 
 def run(kernel: str, source: str, seed: int) -> bool:
-    """Runs a kernel in checked mode. Returns True if the result is right."""
+    """Runs a kernel in checked mode. Returns whether the result is right."""
     rng = np.random.default_rng(4)
     if kernel == "f":
         m, n, k = 70, 45, 83

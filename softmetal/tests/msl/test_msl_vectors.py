@@ -1,6 +1,4 @@
-"""Tests Metal's vectors: layout, constructors, reading and writing every swizzle, operators, packed vectors, and source
-that must be refused.
-"""
+"""Tests Metal's vectors: layout, constructors, every swizzle, operators, packed vectors, and refused source."""
 
 import itertools
 
@@ -44,8 +42,8 @@ def test_every_swizzle_reads(metal: str, width: int) -> None:
     dtype = {"float": np.float32, "half": np.float16, "uchar": np.uint8, "long": np.int64}[metal]
     value = np.array([3, 5, 7, 11], dtype)
     kernels, wanted = [], []
-    # There is a kernel for each set of letters and each first letter. One kernel with all 680 names would take a minute
-    # to compile.
+    # There is one kernel for each set of letters and first letter, because one kernel with all 680 names would take a
+    # minute to compile.
     for letters, first in itertools.product(("xyzw"[:width], "rgba"[:width]), range(width)):
         lines, values = [], []
         for n in (1, 2, 3, 4):

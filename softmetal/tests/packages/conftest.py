@@ -1,4 +1,4 @@
-"""Lets the tests of other packages' kernels use the helpers of the tests of the language."""
+"""Makes the helpers of tests/msl available to the tests of other packages' kernels."""
 
 import sys
 from pathlib import Path

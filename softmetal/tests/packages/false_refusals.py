@@ -1,10 +1,10 @@
 """Counts the correct sources that the device refuses: `python tests/packages/false_refusals.py [--folder PATH]`.
 
-The sources are MLX's headers, PyTorch's headers for Metal and ggml's whole file, from wheels. `--folder` adds the `.metal` files of a checkout, for example of candle's
-`candle-metal-kernels/src/metal_src`; with `--compile` all kernels of these files are also compiled. Apple's compiler
-accepts all of these, so each refusal is a fault of the device. Files that need MetalPerformancePrimitives, the
-framework for the tensors of Metal 4, are counted separately, because this command examines all files without the
-device's headers for tensors. MLX calls these files "nax".
+The sources are MLX's headers, PyTorch's headers for Metal and ggml's Metal file, from wheels. `--folder` adds the
+`.metal` files of a checkout, for example of candle's `candle-metal-kernels/src/metal_src`. `--compile` also compiles
+all kernels of these files. Apple's compiler accepts all of these sources, so each refusal is a fault of the device.
+Files that need MetalPerformancePrimitives, the framework for the tensors of Metal 4, are counted separately, because
+this command examines all files without the device's headers for tensors. MLX calls these files "nax".
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _KERNEL = re.compile(r"\[\[\s*kernel\b|(?<![\w:])kernel\s+(?=\w+\s+\w+\s*\()")
 
 @dataclass(frozen=True)
 class Source:
-    """A source that Apple's compiler accepts. If `whole` is true, all its kernels are compiled, not only examined."""
+    """A source that Apple's compiler accepts. If `whole` is true, all its kernels are also compiled."""
 
     project: str
     name: str
     text: str
-    own: str  # the file's own text, whose kernels are counted
+    own: str  # the file's own text, in which kernels are counted
     include_paths: tuple[str, ...] = ()
     defines: tuple[str, ...] = ()
     whole: bool = False
     version: int = compiler.DEFAULT_VERSION
 
 
-# MLX builds a kernel from several headers. The headers listed here must come first, because others of MLX's headers
-# use them without an #include.
+# MLX builds a kernel from several headers. The headers listed here must come first, because other headers of MLX use
+# them without an #include.
 _MLX_BASE = ("utils.h", "atomic.h", "reduce_utils.h", "reduction/ops.h", "sort.h")
 _MLX_STEEL = ("steel/gemm/gemm.h", "steel/conv/conv.h")
 
@@ -84,13 +84,13 @@ def folder(path: Path, whole: bool) -> Iterator[Source]:
             *(str(p) for p in file.parents if p.is_relative_to(path)),
             *sorted(_headers(path)),
         )
-        # Scopes of fences and coherent memory came with MSL 3.2.
+        # Fences with a thread_scope and coherent memory exist since MSL 3.2.
         version = 320 if "thread_scope" in text else compiler.DEFAULT_VERSION
         yield Source(path.name, file.name, text, text, paths, whole=whole, version=version)
 
 
 def refusal(source: Source) -> str:
-    """Returns the device's message about the source, or "" if the device accepts it."""
+    """Returns the device's error message for the source, or "" if the device accepts it."""
     try:
         text = compiler.preprocess(source.text, source.name, source.include_paths, source.defines, source.version)
         code = significant(tokenize(text))

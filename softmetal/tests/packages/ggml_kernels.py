@@ -1,4 +1,4 @@
-"""ggml's Metal source, which a wheel of whisper.cpp holds as text inside a dylib."""
+"""Reads ggml's Metal source from a wheel of whisper.cpp, in which it is text inside a dylib."""
 
 from __future__ import annotations
 

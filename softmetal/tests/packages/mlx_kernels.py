@@ -34,12 +34,12 @@ def _compiled(
 
 
 def mlx(headers: Sequence[str], instances: Sequence[str], constants: Mapping[str, object] | None = None) -> Library:
-    """Compiles MLX headers. Each instance, for example "arange<float>", is a kernel of that name."""
+    """Compiles MLX headers. Each instance, for example "arange<float>", becomes a kernel of that name."""
     return _compiled(tuple(headers), tuple(instances), tuple((constants or {}).items()))
 
 
 def launch(library: Library, kernel: str, *buffers: object, **launch: object) -> None:
-    """Launches a kernel. A number is a constant: an int is an int32, a float a float32."""
+    """Launches a kernel. Numbers are passed as constants: an int as int32, a float as float32."""
     kinds = {int: np.int32, float: np.float32}
     bound = [kinds[type(b)](b).tobytes() if type(b) in kinds else b for b in buffers]
     bound = [b.tobytes() if isinstance(b, np.generic) else b for b in bound]
@@ -47,7 +47,7 @@ def launch(library: Library, kernel: str, *buffers: object, **launch: object) ->
 
 
 def assert_within(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray | float) -> None:
-    """Asserts that the error of each element is within the bound of that element."""
+    """Asserts that the error of each element is within the element's bound."""
     error = np.abs(got.astype(np.float64) - wanted)
     worst = np.max(error - bound)
     assert np.isfinite(got.astype(np.float64)).all()

@@ -1,4 +1,4 @@
-"""ggml's Metal source compiles unmodified."""
+"""Tests that ggml's Metal source compiles unmodified."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rows_of_q4_0() -> None:
     library.kernel("kernel_get_rows_q4_0").launch(groups=3, group=32, buffers=[sizes, packed, chosen, out])
     codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).astype(np.float64)
     wanted = ((codes - 8) * scales[..., None].astype(np.float64)).reshape(rows, columns)[chosen]
-    # Three float operations round, each on a value of at most 16 scales.
+    # Three float operations round, each a value of at most 16 scales.
     assert np.abs(out - wanted).max() <= 3 * 16 * 2.0**-24
 
 

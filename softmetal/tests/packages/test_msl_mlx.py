@@ -1,4 +1,4 @@
-"""MLX's elementwise, reduction, scan, sort and softmax kernels give correct results, unmodified."""
+"""Tests that MLX's elementwise, reduction, scan, sort and softmax kernels give correct results, unmodified."""
 
 import math
 
@@ -15,14 +15,14 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return np.vectorize(math.erf)(x)
 
 
-# functor: (reference, low, high, relative error in units of 2^-23, absolute error)
+# functor -> (reference, lowest input, highest input, relative error in units of 2^-23, absolute error)
 UNARY = {
     "Abs": (np.abs, -9, 9, 0, 0),
     "ArcSin": (np.arcsin, -1, 1, 4, 0),
     "Ceil": (np.ceil, -9, 9, 0, 0),
     "Erf": (_erf, -4, 4, 8, 1e-7),
     "Exp": (np.exp, -10, 10, 4, 0),
-    # Beyond +-0.34, MLX subtracts a multiple of log(2) with one rounded constant, whose error then dominates.
+    # Beyond +-0.34, MLX subtracts a multiple of log(2). The rounding error of this constant then dominates.
     "Expm1": (np.expm1, -0.34, 0.34, 8, 1e-7),
     "Log1p": (np.log1p, -0.4, 50, 16, 1e-7),
     "Negative": (np.negative, -9, 9, 0, 0),
@@ -54,7 +54,7 @@ def test_unary(op: str, dtype: type) -> None:
     assert_within(y, wanted, factor * unit * np.abs(wanted) + (floor if factor else 0))
 
 
-# functor: (result type, reference, relative error in units of 2^-23, absolute error)
+# functor -> (result type, reference, relative error in units of 2^-23, absolute error)
 BINARY = {
     "Add": (np.float32, np.add, 0.5, 0),
     "Divide": (np.float32, np.divide, 0.5, 0),

@@ -1,4 +1,4 @@
-"""MLX's matrix kernels give correct results, unmodified: gemv, steel GEMM, affine and floating 4-bit, attention."""
+"""Tests that MLX's matrix kernels give correct results, unmodified: gemv, steel GEMM, 4-bit kernels, attention."""
 
 import struct
 
@@ -28,7 +28,7 @@ def _load(x: np.ndarray, metal: str) -> np.ndarray:
 
 
 def _bound(metal: str, wanted: np.ndarray, a: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Returns the bound: one rounding to the output, and single-precision sums of |a| |w|."""
+    """Returns the error bound: one rounding to the output type, and single-precision sums of |a| |w|."""
     return UNIT[metal] * np.abs(wanted) + 32 * EPS * (np.abs(a) @ np.abs(w)) + 1e-7
 
 
@@ -49,7 +49,7 @@ def test_gemv(metal: str, size: int) -> None:
 @pytest.mark.parametrize("metal", ["float", "half", "bfloat"])
 def test_gemv_of_a_transposed_matrix(metal: str) -> None:
     library = mlx(["steel/utils.h", "gemv.h"], [f"gemv_t<{metal}, 1, 2, 8, 4, 4, 4, false, false>"])
-    rows, size = 64, 130  # whole tiles, because MLX's threads beyond the last column return before a barrier
+    rows, size = 64, 130  # only full tiles, because MLX's threads beyond the last column return before a barrier
     m, v = _store(RNG(1).normal(0, 1, (size, rows)), metal), _store(RNG(2).normal(0, 1, size), metal)
     out = np.zeros(rows, m.dtype)
     launch(library, f"gemv_t<{metal}, 1, 2, 8, 4, 4, 4, false, false>", m, v, v, out, size, rows, rows, *NO_BATCH,
@@ -59,7 +59,7 @@ def test_gemv_of_a_transposed_matrix(metal: str) -> None:
 
 
 GEMM = "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h"
-# type, tile, A transposed, B transposed, M N K
+# (type, tile, whether A is transposed, whether B is transposed, (M, N, K))
 PRODUCTS = [
     ("float", (64, 64, 16), False, False, (100, 72, 50)),
     ("half", (64, 64, 16), False, True, (64, 128, 64)),

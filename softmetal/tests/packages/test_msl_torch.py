@@ -1,4 +1,4 @@
-"""Tests the unmodified Metal headers of the installed PyTorch (c10/metal) in kernels like those that users write."""
+"""Tests the unmodified Metal headers of the installed PyTorch (c10/metal) in kernels such as users write."""
 
 from pathlib import Path
 
@@ -22,8 +22,8 @@ def _library(headers: list[str], source: str) -> Library:
 
 
 # For each function of c10::metal: a reference in double, the range of inputs, the relative bound in units of EPS, and
-# the absolute bound. A bound is the sum of two errors: PyTorch's approximation in single precision, and Metal's limit
-# for the precise:: functions in it.
+# the absolute bound. A bound is the sum of two errors: the error of PyTorch's approximation in single precision, and
+# Metal's limit for the precise:: functions that it calls.
 SPECIAL = {
     "erf": (torch.erf, (-4, 4), 8, 2e-7),
     "erfc": (torch.erfc, (-2, 3), 24, 2e-7),
@@ -105,7 +105,7 @@ REGISTER_UNARY_OP(neg, half, half); REGISTER_UNARY_OP(neg, bfloat, bfloat); REGI
         np.testing.assert_array_equal(out, turned ^ 0x8000 if metal == "bfloat" else -turned)
 
 
-# A reduction as Inductor writes it: one threadgroup, which passes threadgroup memory to c10::metal.
+# A reduction like those that Inductor generates: one threadgroup, which passes threadgroup memory to c10::metal.
 REDUCTION = """
 kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_position_in_grid]],
     uint2 l [[thread_position_in_threadgroup]]) {{
@@ -117,8 +117,8 @@ kernel void k_{name}(device {out}* out, constant {metal}* in, uint2 i [[thread_p
 """
 
 
-# PyTorch's 64-bit reduction shuffles from lanes that may be inactive, as its header says. The result is right only if
-# all 32 lanes of a simdgroup are active, so the test skips 64-bit types if the size leaves some lanes inactive.
+# PyTorch's 64-bit reduction reads lanes that may be inactive, as its header says. The result is right only if all 32
+# lanes of a simdgroup are active. If the size leaves some lanes inactive, the test therefore skips 64-bit types.
 @pytest.mark.parametrize("size", [1, 31, 32, 256, 1000, 1024])
 def test_reductions_over_a_threadgroup(size: int) -> None:
     cases = [
@@ -201,7 +201,10 @@ kernel void k(device float* out, constant float* in, uint i [[thread_position_in
 
 
 def _philox(seed: int, index: int) -> np.ndarray:
-    """Computes Philox 4x32-10 (Salmon et al. 2011): the key is the seed, the counter is (0, 0, high, low of the index)."""
+    """Computes Philox 4x32-10 (Salmon et al.
+
+    2011). The key is the seed, and the counter is (0, 0, high, low of the index).
+    """
     mask = 0xFFFFFFFF
     c = [0, 0, index >> 32, index & mask]
     k = [seed >> 32, seed & mask]

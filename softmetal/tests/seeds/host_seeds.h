@@ -1,5 +1,5 @@
-// Helpers of the seeds in host code: kernels, buffers, and functions that encode and wait. `add_seeds` adds a file's
-// seeds. A seed computes numbers, either with the fault or, if `good` is true, without it.
+// Helpers of the seeds in host code: kernels, buffers, and functions that encode and wait. `add_seeds` registers the
+// seeds of a file. A seed computes numbers, without its fault if `good` is true, and otherwise with it.
 #pragma once
 
 #include "../host/host.h"
@@ -107,7 +107,7 @@ inline void bind(Encoder e, const char* name, id<MTLBuffer> x, id<MTLBuffer> y) 
   [e setBuffer:y offset:0 atIndex:1];
 }
 
-// Encodes `body` on a queue that does not belong to PyTorch's streams. Uses a new queue if none is given.
+// Encodes `body` on a queue outside of PyTorch's streams. If no queue is given, uses a new queue.
 inline id<MTLCommandBuffer> own(const std::function<void(Encoder)>& body, id<MTLCommandQueue> queue = nil) {
   if (queue == nil) queue = [[device() newCommandQueue] autorelease];
   id<MTLCommandBuffer> commands = [queue commandBuffer];
@@ -128,11 +128,11 @@ inline void run(id<MTLCommandBuffer> commands) {
 }
 
 inline Values finished(id<MTLBuffer> y, NSUInteger count = kCount) {
-  wait();  // raises an error if checked mode found a fault
+  wait();  // throws if checked mode found a fault
   return read(y, count);
 }
 
-// Encodes `body` with 16 numbers in x and an empty y. Returns y, to which `body` must copy x.
+// Encodes `body` with 16 numbers in x and an empty y. `body` must copy x to y. Returns y.
 inline Values copied(const std::function<void(Encoder, id<MTLBuffer>, id<MTLBuffer>)>& body) {
   id<MTLBuffer> x = numbers(), y = buffer(kBytes);
   encode([&](Encoder e) { body(e, x, y); });

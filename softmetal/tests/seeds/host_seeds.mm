@@ -1,7 +1,7 @@
 // Seeds: pieces of host code with one fault each, and the corresponding correct code. `run_seed(name, good)` returns
-// the numbers that the code computed. If there was an error, it returns "! " and the text of the error. A seed's name
-// begins with its class of fault.
-// This file has the faults of bindings, parameters, grids and libraries; host_seeds_of_order.mm has the others.
+// the numbers that the code computed. For an error, it returns "! " and the error's text. A seed's name begins with its
+// class of fault. This file has the faults of bindings, parameters, grids and libraries; host_seeds_of_order.mm has the
+// others.
 #include "host_seeds.h"
 
 namespace host {

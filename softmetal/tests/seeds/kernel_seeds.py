@@ -1,4 +1,4 @@
-"""Kernels with one fault each. In /*bad|good*/, the kernel with the fault has `bad` and the correct kernel `good`.
+"""Kernels with one fault each. In /*bad|good*/, `bad` is the text with the fault and `good` the correct text.
 
 The name of each kernel is `f`.
 """

@@ -1,6 +1,6 @@
 """Counts which seeded faults the device notices. `python tests/seeds/table.py` prints the counts as a table.
 
-A seed is a text with one fault. It comes with a similar correct text, which the device must accept without a report.
+A seed is a text with one fault. It also contains a correct variant, which the device must accept without a report.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from softmetal.msl.tools import CompileError
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 OUTCOMES = ("reported", "only values", "dead", "unnoticed")
-RUNS = 3  # how often a kernel runs, each time with another order of threads
+RUNS = 3  # number of runs of a kernel, each with a different order of threads
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a seed. `control` is the device's message on the correct text, which should be empty."""
+    """The outcome of a seed. `control` is the device's message for the correct text, which should be empty."""
 
     group: str
     name: str
@@ -50,7 +50,10 @@ def variant(text: str, good: bool) -> str:
 
 
 def refusal(source: str) -> str:
-    """Returns the messages about a source, or "" if the device accepts it. Compiles only if no cheaper check fails."""
+    """Returns the error messages for a source, or "" if the device accepts it.
+
+    Compiles only if no cheaper check fails.
+    """
     try:
         text = compiler.preprocess(source, "seed.metal", [], [])
         code = significant(tokenize(text))
@@ -71,11 +74,11 @@ def _together(texts: Iterable[str]) -> str:
 
 
 def _controls(texts: list[str]) -> list[str]:
-    """Returns the device's message on each correct text, or "".
+    """Returns the device's error message for each correct text, or "".
 
-    First compiles all texts as one source, because compiling each text alone takes three times as long. If the device
-    refuses the source, compiles each text alone to find the text that it refuses. If it accepts each text alone, the
-    message about the whole source is returned for the first text.
+    First compiles all texts as one source, because compiling each text separately takes three times as long. If the
+    device refuses the joined source, compiles each text separately to find the refused text. If every single text is
+    accepted, the first text gets the message about the joined source.
     """
     alone = [text for text in texts if "#include" in text or "host_name" in text]
     if joined := refusal(HEAD + _together(text for text in texts if text not in alone)):
@@ -115,7 +118,6 @@ def _run(library: device.Library, seed: Seed, order: int) -> tuple[list[str], li
 
 
 def kernels() -> list[Result]:
-    """Returns the outcomes of the faulty kernels in checked mode."""
     wrong, right = _library(False), _library(True)
     results = []
     for seed in kernel_seeds.SEEDS:
@@ -128,11 +130,11 @@ def kernels() -> list[Result]:
     return results
 
 
-_ERROR = ("'! ", '"! ')  # how an error begins if its text is printed with repr
+_ERROR = ("'! ", '"! ')  # the first characters of an error that was printed with repr
 
 
 def host_library() -> Path:
-    """Builds the seeds of host code like an extension, which needs the device. Returns the path of the library."""
+    """Builds the seeds of host code as an extension, which needs the device. Returns the path of the library."""
     import softmetal
 
     softmetal.install()
@@ -157,7 +159,7 @@ def _run_host(library: Path, names: list[str]) -> None:
 def host() -> list[Result]:
     """Returns the outcomes of the faulty host code.
 
-    One process runs all seeds. If a seed ends the process, a new process runs the seeds that are left.
+    One process runs all seeds. If a seed ends the process, a new process runs the remaining seeds.
     """
     library = host_library()
     names_of = ctypes.CDLL(str(library)).seed_names
@@ -183,7 +185,7 @@ def _host_result(name: str, outcome: str, wrong: str, right: str) -> Result:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Returns the counts of each group, the seeds that are not reported, and the correct texts that are reported."""
+    """Returns the counts of each group, the faults without a report, and the correct texts with a report."""
     groups: dict[str, Counter[str]] = {}
     notes = []
     for result in results:

@@ -1,5 +1,6 @@
-"""Tests that the device notices seeded faults. It must refuse the texts that Metal's compiler refuses. A faulty kernel
-must be reported or change the results.
+"""Tests that the device notices seeded faults.
+
+It must refuse each text that Metal's compiler refuses. Each faulty kernel must be reported or change the results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ if shutil.which("clang++-19") is None:
 
 import table
 
-# Faults that only change the values of the results. Each comes with the reason why the device does not report it.
+# Faults that only change the values of the results, and the reasons why the device does not report them.
 ONLY_VALUES = {
     "last element of a vector that is not aligned": "the compiler loads the one element that is used",
     "tail of a row from the next row": "the address is inside the buffer and was written",
@@ -27,7 +28,7 @@ ONLY_VALUES = {
 }
 
 
-# Faults of host code that only change the values of the results. Each comes with the reason why it is not reported.
+# Faults of host code that only change the values of the results, and the reasons why the device does not report them.
 ONLY_VALUES_OF_HOST = {
     **dict.fromkeys(("a view's offset counted twice", "the strides of a view forgotten"), "inside the storage"),
     **dict.fromkeys(("a range counted in elements", "offsets exchanged"), "inside the buffers"),

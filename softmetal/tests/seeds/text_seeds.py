@@ -1,4 +1,4 @@
-"""Texts that Metal's compiler refuses. With `good` in place of each /*bad|good*/, the compiler accepts them."""
+"""Texts that Metal's compiler refuses. If each /*bad|good*/ is replaced by `good`, the compiler accepts them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.checkpoints.test_damaged_checkpoints import DATA
+from tests.support.fixture_layers import DATA
 
 # `config` has fewer runs, because each of its inputs reads a whole checkpoint.
 RUNS = {"safetensors": 20_000, "gguf": 20_000, "config": 1000}

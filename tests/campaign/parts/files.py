@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints.test_damaged_checkpoints import FOLDERS, NATIVE, prepare, try_damaged
+from tests.checkpoints.test_damaged_checkpoints import NATIVE, WRITTEN, prepare, try_damaged
 from torch_marlin_metal import convert
 
 MEMORY = 6 << 30  # limit of the process's address space in bytes, which includes torch's libraries
@@ -38,7 +38,7 @@ def copies() -> list[Path]:
 
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return [prepare(source, folder / str(i)) for i, source in enumerate([*FOLDERS, NATIVE])]
+    return [prepare(source, folder / str(i)) for i, source in enumerate([*WRITTEN, NATIVE])]
 
 
 def hostile_header(rng: random.Random, path: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Reads the metadata and the tensor directory of GGUF files, and checks both against the file's size before use.
+"""Reads and checks the metadata and the tensor directory of GGUF files.
 
-The parser of the `gguf` package trusts the counts in a file, so a damaged file can make it loop for hours. This parser
-reads at least one byte for every element, so the file's size bounds its work. Format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+All counts and offsets are compared with the size of the file before use. The parser of the `gguf` package trusts the
+counts in a file, so a damaged file can make it loop for hours. This parser reads at least one byte for each element, so
+the size of the file bounds its run time. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFo
 from torch_marlin_metal.checkpoints.files.regular import check_downloaded, regular_file
 from torch_marlin_metal.checkpoints.files.safetensors import Slice, TensorInfo, read_tensor
 
-# type number -> (name, elements in a block, bytes of a block); ggml.h and gguf.constants 0.19.
+# type number -> (name, elements in a block, bytes of a block). Source: ggml.h and gguf.constants 0.19.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -58,16 +58,16 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 MAX_NESTING = 4
-MAX_ARRAY = 1 << 16  # a reader needs only short arrays, with a setting for each layer; longer ones are skipped
-MAX_STRING = 1 << 20  # a reader needs only short texts, names and settings; longer ones (chat templates) are skipped
-MAX_RANK = 5  # GGML_MAX_DIMS is 4; files of video models have convolutions with 5
+MAX_ARRAY = 1 << 16  # longer arrays are skipped: readers need only arrays with an element for each layer
+MAX_STRING = 1 << 20  # longer strings, such as chat templates, are skipped: readers need only names and settings
+MAX_RANK = 5  # GGML_MAX_DIMS is 4, but files of video models have convolutions of rank 5
 DEFAULT_ALIGNMENT = 32
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a GGUF file; `shape` is in the order of PyTorch, so K is last."""
+    """A tensor of a GGUF file. `shape` is in PyTorch's order, so K is last."""
 
     name: str
     file: Path
@@ -78,13 +78,13 @@ class GgufTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether it holds plain numbers instead of blocks of codes."""
+        """Returns True if the tensor holds plain numbers, False if it holds blocks of codes."""
         return self.type_name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
     def read(self, expert: int | None = None, part: Slice | None = None) -> Tensor:
         """Reads the tensor: plain numbers in their dtype and shape, blocks as uint8 `[..., bytes of a row]`.
 
-        It takes the arguments of `read_tensor`.
+        The arguments are those of `read_tensor`.
         """
         shape = self.shape if self.is_plain else (*self.shape[:-1], self.nbytes // prod(self.shape[:-1]))
         info = TensorInfo(
@@ -95,17 +95,17 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class SkippedArray:
-    """A metadata array that no reader needs: of strings, of arrays, or longer than `MAX_ARRAY`."""
+    """A metadata array that is not stored: an array of strings or of arrays, or one longer than `MAX_ARRAY`."""
 
     count: int
 
 
 class _Header:
-    """Reads the start of a file; raises an error instead of reading past its end."""
+    """Reads the start of a file. Raises an error instead of reading past the end."""
 
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.stream, self.size = file, stream, size
-        self.position = 0  # stream.tell() would cost a system call for each value
+        self.position = 0  # a call of stream.tell() for each value would cost a system call
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")
@@ -137,7 +137,7 @@ class _Header:
             raise self.fail(f"a string before byte {self.position} is not UTF-8") from error
 
     def value(self, kind: int, nesting: int = 0) -> Any:
-        """Reads a metadata value. Short arrays of numbers stay bytes until an element is needed."""
+        """Reads a metadata value. Short arrays of numbers remain bytes until an element is needed."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
@@ -151,7 +151,7 @@ class _Header:
                 return memoryview(self.take(count * struct.calcsize(code))).cast(cast(Any, code))
             self.skip(count * struct.calcsize(code))
         elif element == STRING:
-            for _ in range(count):  # the file's size bounds the loop: every element has at least 8 bytes
+            for _ in range(count):  # the size of the file bounds the loop: each element has at least 8 bytes
                 self.skip(int.from_bytes(self.take(8), "little"))
         else:
             for _ in range(count):
@@ -160,7 +160,7 @@ class _Header:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Reads the metadata and the tensor directory of a GGUF file, and of all parts if the model is split.
+    """Reads the metadata and the tensor directory of a GGUF file. For a split model, reads those of all parts.
 
     Raises:
         CheckpointError: a file is missing, truncated or contradicts itself.

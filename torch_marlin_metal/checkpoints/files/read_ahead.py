@@ -1,7 +1,7 @@
-"""Reads tensors of safetensors files in threads before they are asked for, while Python does other work.
+"""Threads that read tensors of safetensors files before the caller needs them, while Python does other work.
 
-Each thread reads many tensors with one system call, during which other threads run Python. One call for every tensor
-would be slow, because a thread that returns from a call waits for up to 5 ms until a busy thread lets it continue.
+Each thread reads many tensors with one system call, and other threads run Python during the call. One call for each
+tensor would be slow: after a call returns, its thread waits up to 5 ms for a busy thread to release the interpreter.
 """
 
 import os
@@ -15,20 +15,20 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.checkpoints.files.safetensors import TensorInfo, allocate, as_tensor
 
 THREADS, THREAD_NAME = 2, "read-ahead"
-BATCH_BYTES = 1 << 23  # tensors that one task reads
-CALL_BYTES = 1 << 26  # of one system call; macOS refuses calls of 2 GB
-CALL_BUFFERS = 1024  # the systems' IOV_MAX
+BATCH_BYTES = 1 << 23  # bytes of the tensors that one task reads
+CALL_BYTES = 1 << 26  # bytes of one system call; macOS refuses calls of 2 GB
+CALL_BUFFERS = 1024  # buffers of one system call: IOV_MAX of Linux and macOS
 
 Group = Sequence[TensorInfo]
 Batch = dict[int, dict[str, Tensor]]
 
 
 class ReadAhead:
-    """Reads groups of tensors in the given order, as far as memory allows, and gives each group once.
+    """Reads groups of tensors in the given order, as far as memory allows, and returns each group once.
 
     Args:
-        groups: number of a group -> its tensors, in the order in which the groups will be asked for.
-        limit: bytes of tensors that nobody has asked for yet; a task starts only while there are fewer.
+        groups: number of a group -> its tensors, in the order in which the caller will take the groups.
+        limit: a task starts only while the tensors that were read but not taken occupy fewer bytes than this.
     """
 
     def __init__(self, groups: dict[int, Group], limit: int) -> None:
@@ -36,15 +36,16 @@ class ReadAhead:
         self._batches = list(_batches(groups))
         self._batch_of = {number: index for index, batch in enumerate(self._batches) for number in batch}
         self._started: list[Future[Batch]] = []
-        self._waiting = 0  # bytes of the groups in started batches that nobody has taken
+        self._waiting = 0  # bytes of the groups in started batches that were not taken yet
         self._taken: set[int] = set()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
         self._start_more()
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Returns a group's tensors by name; empty if the group was not read, or if reading it failed.
+        """Returns a group's tensors by name.
 
-        The caller then reads the tensors itself, and meets the error if there is one.
+        Returns an empty dict if the group was not read or if the read failed. The caller then reads the tensors itself,
+        and an error of the file appears there.
         """
         if number in self._taken or number not in self._batch_of:
             return {}
@@ -61,7 +62,7 @@ class ReadAhead:
         return found
 
     def close(self) -> None:
-        """Frees the tensors that nobody has taken. Waits for the calls that run."""
+        """Frees the tensors that were not taken. Waits for the system calls in progress."""
         self._threads.shutdown(cancel_futures=True)
         self._batches.clear()
         self._started.clear()
@@ -96,7 +97,7 @@ def _batches(groups: dict[int, Group]) -> Iterator[list[int]]:
 
 
 def _read(groups: dict[int, Group]) -> Batch:
-    """Reads in file order and coalesces adjacent tensors."""
+    """Reads in file order. Adjacent tensors share one system call."""
     infos = {info.name: info for group in groups.values() for info in group}
     places = sorted(infos.values(), key=lambda info: (info.file, info.offset))
     memory = {info.name: allocate(info) for info in places}
@@ -124,7 +125,7 @@ def _read(groups: dict[int, Group]) -> Batch:
 
 
 def _read_run(file: Path, stream: int, offset: int, buffers: Iterable[memoryview]) -> None:
-    """Fills buffers one after the other with the bytes from `offset` on."""
+    """Fills the buffers in order with the bytes of the file from `offset` on."""
     waiting = list(buffers)[::-1]
     while waiting:
         call: list[memoryview] = []
@@ -139,7 +140,7 @@ def _read_run(file: Path, stream: int, offset: int, buffers: Iterable[memoryview
         if not done:
             raise CheckpointError(f"{file}: the file ends at byte {offset}")
         offset += done
-        for buffer in reversed(call):  # the system may read less than it was asked for
+        for buffer in reversed(call):  # the system may read fewer bytes than requested
             waiting.append(buffer)
         while waiting and done >= len(waiting[-1]):
             done -= len(waiting.pop())

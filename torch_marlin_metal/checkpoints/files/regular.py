@@ -1,4 +1,4 @@
-"""Checks that the path of a checkpoint's file is a regular file inside the checkpoint's directory."""
+"""Checks that a checkpoint's file is a regular file inside the checkpoint's directory."""
 
 import stat
 from pathlib import Path
@@ -11,7 +11,7 @@ LFS_POINTER = b"version https://git-lfs"
 def regular_file(file: Path) -> Path:
     """Returns the path if it is a regular file inside its own directory.
 
-    A symbolic link may point inside its own directory. It may also point from `snapshots/` to the neighbouring
+    A symbolic link may point to a file in its own directory. It may also point from `snapshots/` to the sibling
     directory `blobs/`, because huggingface_hub stores downloads that way.
 
     Raises:
@@ -32,7 +32,7 @@ def regular_file(file: Path) -> Path:
 
 
 def check_downloaded(file: Path) -> None:
-    """Raises a CheckpointError if the file is a pointer of Git LFS, whose content was not downloaded."""
+    """Raises a CheckpointError if the file is a Git LFS pointer whose content was not downloaded."""
     try:
         with file.open("rb") as stream:
             start = stream.read(len(LFS_POINTER))

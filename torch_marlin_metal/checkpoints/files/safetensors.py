@@ -1,8 +1,8 @@
 """Safetensors files: checks the header before use, and reads single tensors.
 
 This module parses the header once and reads each tensor with one `readinto`. It replaces the safetensors library for
-two reasons. The library maps whole files into memory, so the resident size of a process grows with the file that it
-reads. Its errors do not name the tensor. Format: https://github.com/huggingface/safetensors#format.
+two reasons. The library maps complete files into memory, so the resident size of the process grows with the file. The
+library's errors do not name the tensor. Format: https://github.com/huggingface/safetensors#format.
 """
 
 import io
@@ -22,10 +22,9 @@ from torch import Tensor
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 
-# For each dtype name of the format: how many bits an element has, and the torch dtype that holds it. Not every backend
-# has float8 and unsigned types, so their elements are kept in another dtype: float8 in uint8, U16/U32/U64 in the signed
-# type of the same width. F4 packs two elements in a byte. If several names share a torch dtype, a tensor of that dtype
-# is written under the first name.
+# For each dtype name of the format: the bits of an element, and the torch dtype that stores the elements. Not every
+# backend has float8 and unsigned types. Float8 is therefore stored in uint8, and U16, U32 and U64 in the signed type of
+# the same width. F4 packs two elements in a byte. If several names share a torch dtype, the writer uses the first name.
 DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "BOOL": (8, torch.bool),
     "U8": (8, torch.uint8),
@@ -46,17 +45,17 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "F64": (64, torch.float64),
     "C64": (64, torch.complex64),
 }
-# The values of those 8-bit floats that `DTYPES` holds in uint8.
+# The torch types of the 8-bit floats that `DTYPES` stores in uint8.
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 MAX_HEADER = 100_000_000  # the reference implementation's limit
 MAX_RANK = 16
-MAX_ELEMENTS = 1 << 59  # the strides of a tensor with more elements, in bits, would exceed 64-bit integers
+MAX_ELEMENTS = 1 << 59  # with more elements, strides in bits would exceed 64-bit integers
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
-# A named tuple, because one is made for every entry of a header, and a frozen dataclass would take five times as long.
+# A header has one for each entry. A named tuple is created five times as fast as a frozen dataclass.
 class TensorInfo(NamedTuple):
-    """The place of one tensor: `nbytes` bytes at `offset` of `file`; `dtype` is a key of `DTYPES`."""
+    """The location of one tensor: `nbytes` bytes at `offset` of `file`. `dtype` is a key of `DTYPES`."""
 
     name: str
     file: Path
@@ -72,7 +71,7 @@ class TensorInfo(NamedTuple):
 
 
 def parse_json(file: Path, text: bytes) -> Any:
-    """Parses untrusted JSON. Every failure is a CheckpointError, including too deep nesting and repeated keys."""
+    """Parses untrusted JSON. Raises a CheckpointError for every failure, also for deep nesting and repeated keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -98,8 +97,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         The tensors by name, and the file's own metadata.
 
     Raises:
-        CheckpointError: the file is truncated, a header entry is malformed, a shape disagrees with its bytes, or
-            tensors overlap, leave a hole or reach beyond the file.
+        CheckpointError: the file is truncated; a header entry is malformed; a shape disagrees with its bytes; or
+            tensors overlap, leave a hole or extend beyond the file.
     """
     try:
         size = file.stat().st_size
@@ -147,7 +146,7 @@ def _entry(file: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     bits = prod(shape) * DTYPES[dtype][0]
     if bits != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and (not shape or shape[-1] % 2)):
         raise fail(f"shape {shape} of {dtype} needs {bits} bits, data_offsets give {offsets[1] - offsets[0]} bytes")
-    # if a size is 0, nothing else would limit the other sizes
+    # If one size is 0, the file's length does not limit the other sizes.
     if not bits and prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise fail(f"expected sizes that span at most {MAX_ELEMENTS} elements, got {str(shape)[:80]}")
     return TensorInfo(name, file, dtype, tuple(shape), start + offsets[0], offsets[1] - offsets[0])
@@ -161,14 +160,15 @@ def _empty(nbytes: int) -> Tensor:
     return prefer_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-_kept = threading.local()  # `streams` of a thread within `keep_file_open`: the file that it read last, or nothing
+_kept = threading.local()  # `streams`: set inside `keep_file_open`; holds the file that the thread read last
 
 
 @contextmanager
 def keep_file_open() -> Iterator[None]:
-    """Keeps the files of this thread's reads open inside the block, and frees pooled memory when the block ends.
+    """Keeps the files that this thread reads open until the block ends, and then frees the pooled memory.
 
-    Opening a file takes a third of the time of reading a small tensor, and a mixture has tens of thousands of them.
+    Opening a file takes a third of the time of reading a small tensor, and a mixture of experts has tens of thousands
+    of small tensors.
     """
     if getattr(_kept, "streams", None) is not None:
         yield
@@ -196,17 +196,17 @@ def _opened(file: Path) -> AbstractContextManager[io.FileIO]:
 
 
 class _Blocks:
-    """Keeps the memory of large tensors that were freed, for the next tensors of similar size.
+    """A pool for the memory of freed large tensors. The next tensors of similar size reuse the memory.
 
-    Getting fresh pages from the system costs more than reading into them: with fresh pages for every tensor, copying a
-    checkpoint took twice the CPU time.
+    Fresh pages from the system cost more time than the read that fills them. With fresh pages for every tensor, copying
+    a checkpoint took twice the CPU time.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, Any] = {}  # by id; threads take from it at the same time
+        self._free: dict[int, Any] = {}  # by id; several threads remove blocks at the same time
 
     def take(self, nbytes: int) -> Tensor:
-        """Makes an uninitialised uint8 tensor; its memory returns to this pool when the last reference is gone."""
+        """Makes an uninitialised uint8 tensor. When the last reference is gone, its memory returns to this pool."""
         fits = [key for key, free in list(self._free.items()) if nbytes <= free.nbytes <= 2 * nbytes]
         block = next((block for key in fits if (block := self._free.pop(key, None)) is not None), None)
         if block is None:
@@ -216,7 +216,7 @@ class _Blocks:
         return torch.from_numpy(view)
 
     def free(self) -> None:
-        """Gives the memory back to the system."""
+        """Returns the pool's memory to the system."""
         self._free.clear()
 
     def _give_back(self, block: Any) -> None:
@@ -228,7 +228,7 @@ _blocks = _Blocks()
 
 
 class Slice(NamedTuple):
-    """The part `start` to `stop` of a tensor along its dimension `axis`, which is 0 or 1."""
+    """The elements `start` to `stop` of a tensor along dimension `axis`, which is 0 or 1."""
 
     axis: int
     start: int
@@ -236,15 +236,15 @@ class Slice(NamedTuple):
 
 
 def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None = None) -> Tensor:
-    """Reads one tensor, or a part of it, into memory of its own, and reads no other bytes of the file.
+    """Reads one tensor, or a part of it, into new memory. Reads no other bytes of the file.
 
     Args:
-        info: the tensor's place.
+        info: the location of the tensor.
         index: read only `tensor[index]` along its first dimension.
-        part: read only this part of the tensor, which has one or two dimensions (after `index`).
+        part: read only this slice. The tensor, after `index`, has one or two dimensions.
 
     Raises:
-        CheckpointError: the file has become unreadable or shorter since its header was read, or memory for the tensor
+        CheckpointError: the file became unreadable or shorter after its header was read, or memory for the tensor
             cannot be allocated.
     """
     shape, offset, nbytes = info.torch_shape, info.offset, info.nbytes
@@ -252,7 +252,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
         nbytes //= shape[0]
         offset += index * nbytes
         shape = shape[1:]
-    step, runs, run = nbytes, 1, nbytes  # the bytes are `runs` runs of `run` bytes, `step` bytes apart
+    step, runs, run = nbytes, 1, nbytes  # read `runs` runs of `run` bytes; their starts are `step` bytes apart
     if part is not None:
         if not 0 <= part.start <= part.stop <= shape[part.axis]:
             raise CheckpointError(f"{info.file}: tensor {info.name!r}: {part} is outside of {list(shape)}")
@@ -280,10 +280,10 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
 
 
 def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
-    """Makes an uninitialised uint8 tensor for the bytes of a tensor, or for `nbytes` of them.
+    """Makes an uninitialised uint8 tensor for the bytes of a tensor, or for only `nbytes` bytes.
 
     Raises:
-        CheckpointError: there is no memory.
+        CheckpointError: the memory cannot be allocated.
     """
     nbytes = info.nbytes if nbytes is None else nbytes
     try:
@@ -293,5 +293,5 @@ def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
 
 
 def as_tensor(info: TensorInfo, raw: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Views the bytes of a tensor in its dtype and shape; If only a part was read, `shape` is the part's."""
+    """Views a tensor's bytes in its dtype and shape. `shape` replaces the shape if only a part was read."""
     return raw.view(DTYPES[info.dtype][1]).reshape(info.torch_shape if shape is None else shape)

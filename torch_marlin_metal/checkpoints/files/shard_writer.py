@@ -1,9 +1,9 @@
-"""Writes tensors one after the other into safetensors shards, with only a few in memory at a time.
+"""Writes tensors one after the other into safetensors shards, with only a few tensors in memory at a time.
 
-A safetensors header comes before the data, but it is known only when all tensors of the file are known. The writer
-therefore leaves room for the header, writes it when the shard is full, and fills the rest of the room with spaces. Only
-then does the file get its final name, so a file with a final name is complete. A thread writes while the caller reads
-and converts the next tensors.
+A safetensors header comes before the data, but the header is known only after the last tensor. The writer therefore
+reserves space for the header, writes the header when the shard is full, and pads it with spaces. Then the file gets its
+final name, so a file with a final name is complete. A thread writes while the caller reads and converts the next
+tensors.
 """
 
 import json
@@ -22,14 +22,14 @@ from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 HEADER_BYTES = 1 << 18
-# Bytes of one write call. For larger calls, Linux uses huge pages in its cache, and a virtual machine may have to
+# Bytes of one write call. For larger calls, Linux uses huge pages in its page cache, and a virtual machine may have to
 # request each huge page from its host. On a Firecracker guest with Linux 6.18 and ext4, writing 2 GB took 4.4 s of CPU
 # time in calls of 8 MiB, but 0.5 s in calls of this size.
 WRITE_BYTES = 1 << 17
-BATCH_BYTES = 1 << 18  # small tensors go to the thread in batches, because handing one over costs more than writing it
-MAX_PENDING_BYTES = 1 << 25  # bytes that may wait for the writing thread while the next layer is converted
+BATCH_BYTES = 1 << 18  # small tensors are queued in batches, because queueing one costs more than writing it
+MAX_PENDING_BYTES = 1 << 25  # bytes that may wait in the queue while the next layer is converted
 FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-ENTRY_BYTES = 160  # at most this many bytes for a header entry, without the name and the digits of the shape
+ENTRY_BYTES = 160  # upper bound for the bytes of a header entry, without the name and the digits of the shape
 
 
 def _entry_bytes(name: str) -> int:
@@ -37,7 +37,7 @@ def _entry_bytes(name: str) -> int:
 
 
 class ShardWriter:
-    """The shard under construction in a directory.
+    """The shard that is being written in a directory.
 
     Args:
         directory: the directory of the shards.
@@ -52,7 +52,7 @@ class ShardWriter:
         self._size = 0
         self._header_size = 64
         try:
-            # Unbuffered, so that a failed write is not repeated when the stream is closed.
+            # Unbuffered: closing a buffered stream would repeat a failed write.
             self._stream: RawIOBase = cast(RawIOBase, self._partial.open("wb", buffering=0))
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
@@ -72,17 +72,17 @@ class ShardWriter:
         return name in self._entries
 
     def has_room(self, names: list[str]) -> bool:
-        """Returns whether the header has room for entries of these tensors."""
+        """Returns True if the header has space for entries of these tensors."""
         return self._header_size + sum(map(_entry_bytes, names)) < HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor, dtype: str | None = None) -> None:
         """Appends a tensor.
 
-        `dtype` is the name of its dtype in the file, if torch's dtype is only a container for the bits.
+        `dtype` names the dtype in the file. It is needed if the tensor's torch dtype is only a container for the bits.
 
         Raises:
-            CheckpointError: this tensor or an earlier one cannot be written, for example because the disk is full or
-                there is no memory to join small tensors.
+            CheckpointError: the tensor, or an earlier tensor in the queue, cannot be written. For example, the disk is
+                full or there is no memory to join small tensors.
             ValueError: the format does not have the dtype.
         """
         held = tensor.detach().cpu().contiguous()
@@ -122,7 +122,7 @@ class ShardWriter:
             self._partial.replace(self.path)
 
     def _submit(self) -> None:
-        """Hands the batch to the thread, and waits if too many bytes are waiting to be written."""
+        """Queues the batch for the thread, and waits while too many bytes are queued."""
         if self._batch:
             self._pending.append((self._batch_bytes, self._thread.submit(self._write, self._batch)))
             self._pending_bytes += self._batch_bytes

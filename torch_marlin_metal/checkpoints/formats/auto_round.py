@@ -16,7 +16,7 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 FP8_PACKINGS = ("auto_round:fp8", "auto_round:fp8_static")
-# AutoRound says weight_scale for one scale for each row or tensor, and weight_scale_inv for those of blocks.
+# AutoRound names scales of rows or tensors weight_scale, and scales of blocks weight_scale_inv.
 FP8 = replace(fp8.FORMAT, scaled={".weight_scale": "weight_scale_inv", **fp8.FORMAT.scaled})
 GPTQ_VERSION = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 2, "auto_round:gptqmodel": 2}
 

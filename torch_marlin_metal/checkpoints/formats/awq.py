@@ -1,10 +1,10 @@
 """AWQ layers in the three layouts of AutoAWQ: gemm, gemv and gemv_fast.
 
-- gemm packs int32 words along N: codes of 4 bits with an interleave, those of 8 bits in order. AutoRound and GPTQModel
-  also write it, and GPTQModel alone writes 8 bits.
-- gemv packs along K, transposed.
-- gemv_fast (llm-awq) packs int16 words of four codes along K in tiles, and stores fp16 -(s * z) instead of the zero
-  points z.
+- gemm packs int32 words along N: 4-bit codes interleaved, 8-bit codes in order. AutoRound and GPTQModel also write this
+  layout. Only GPTQModel writes 8 bits.
+- gemv packs the transposed weight along K.
+- gemv_fast (llm-awq) packs int16 words of four codes along K in tiles. In place of a zero point z, it stores -(s * z)
+  in fp16, where s is the scale.
 """
 
 import warnings
@@ -53,7 +53,7 @@ def _layout_of(settings: Settings) -> str:
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
-    """Recognises old AutoAWQ files, whose quant_config.json names no method."""
+    """Returns True for old AutoAWQ files, whose quant_config.json names no method."""
     return "w_bit" in checkpoint.settings and "q_group_size" in checkpoint.settings
 
 
@@ -82,7 +82,7 @@ def _group_size(settings: Settings, K: int) -> int:
 def _packed(
     layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros: Tensor | None, *, K: int = 0, width: int = 4
 ) -> PackedWeight:
-    """Makes the weight of codes and zero points; `scales` and `zeros` are `[G, N]` at the producer's group size."""
+    """Makes a weight from codes and zero points. `scales` and `zeros` are `[G, N]` at the producer's group size."""
     if zeros is not None and constant(zeros, SIGN[width]):
         zeros = None
     weight_format = (SYMMETRIC if zeros is None else ZERO_POINT)[width]
@@ -150,8 +150,9 @@ def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
 def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
     """Converts int16 `[N/4, K]` to int32 `[K/8, N]`.
 
-    The source's layout has tiles of 4 rows of the weight and 64 k. The 64 words of a tile hold its four rows, one after
-    the other. Within a row, each run of 32 k is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to a word.
+    The source has tiles of 4 rows of the weight and 64 columns k. The 64 words of a tile contain its four rows, one
+    after the other. In a row, each run of 32 columns is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to
+    a word.
     """
     quarter, K = qweight.shape
     codes = (qweight.unsqueeze(2) >> torch.arange(0, 16, 4, device="cpu")) & 15
@@ -184,7 +185,7 @@ FORMAT = DirectoryFormat(
         ("groups of 8 or less", "no group size of the operators divides them; dequantized on request"),
     ),
     anchors={".qweight": "qweight"},
-    roles=endings("scales", "bias") | {"qzeros": (".qzeros", ".scaled_zeros")},  # GPTQModel says scaled_zeros
+    roles=endings("scales", "bias") | {"qzeros": (".qzeros", ".scaled_zeros")},  # GPTQModel writes scaled_zeros
     fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
     check=_check,
     read=_read,

@@ -1,8 +1,8 @@
-"""bitsandbytes layers: NF4 and FP4, with one scale per block of the flattened weight, and LLM.int8, with one per row.
+"""bitsandbytes layers: NF4 and FP4, with a scale per block of the flattened weight, and LLM.int8, with a scale per row.
 
-A code of 4 bits is an index into a table of 16 values. `weight` holds two codes per byte, the even one in the high
-nibble. Because the weight is flattened row by row, a block may extend over the end of a row. With double quantization,
-the block scales are 8-bit codes into a table of 256 values.
+A 4-bit code is an index into a table of 16 values. `weight` stores two codes per byte, the even one in the high nibble.
+The weight is flattened row by row, so a block may continue in the next row. With double quantization, the block scales
+are 8-bit codes into a table of 256 values.
 """
 
 from functools import partial
@@ -26,12 +26,12 @@ from torch_marlin_metal.packed_weight import PackedWeight
 STORAGE = ("U8", "I8", "F16", "BF16", "F32")
 MAX_STATE = 65536
 MAX_OFFSET = 2.0**100
-WEIGHT_ORDER = ".weight_format"  # of LLM.int8: 0 is by rows
+WEIGHT_ORDER = ".weight_format"  # of LLM.int8; 0 means row by row
 INT8_LARGEST = 127.0
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because a layer of 4 bit has its own settings, and one of 8 bit needs none."""
+    """Accepts every checkpoint, because a 4-bit layer stores its own settings and an 8-bit layer needs none."""
 
 
 def _state(layer: Layer) -> Settings:
@@ -50,7 +50,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _read_int8(layer: Layer) -> PackedWeight:
-    """Reads LLM.int8, which stores the largest magnitude of each row instead of its scale."""
+    """Reads an LLM.int8 layer, which stores the largest magnitude of each row instead of its scale."""
     if WEIGHT_ORDER in layer and layer.scalar(WEIGHT_ORDER) != 0:
         raise layer.unsupported("LLM.int8 weights in the order of a GPU's tiles (weight_format) are not read")
     N, _ = layer.expect("weight", ("I8",), None, None)
@@ -86,7 +86,7 @@ def _read_4bit(layer: Layer) -> PackedWeight:
 
     if K % 8:
         raise layer.unsupported(f"K={K} is not a multiple of 8", dequantize)
-    part = gcd(K, blocksize)  # the longest run of k that does not cross the end of a block or of a row
+    part = gcd(K, blocksize)  # the longest run of k that never crosses the end of a block or of a row
     scales = absmax[torch.arange(N * K // part, device="cpu") * part // blocksize].reshape(N, K // part).t()
     fitted = fit_groups(K, part, scales)
     if fitted is None:
@@ -104,9 +104,9 @@ def _read_4bit(layer: Layer) -> PackedWeight:
 
 
 def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
-    """Returns the block scales in fp32, decoded if they are quantized themselves."""
+    """Returns the block scales in fp32. Decodes them if they are quantized (double quantization)."""
     if "nested_absmax" not in layer:
-        layer.expect("absmax", FLOATS, blocks)  # bf16 from a layer that ran on a CPU with AVX-512 BF16
+        layer.expect("absmax", FLOATS, blocks)  # bf16 if the layer ran on a CPU with AVX-512 BF16 before it was saved
         return layer.read("absmax").float()
     layer.expect("absmax", ("U8",), blocks)
     layer.expect("nested_quant_map", ("F32",), 256)

@@ -1,11 +1,11 @@
-"""Single files of diffusion models: E4M3 or int8 `weight` `[N, K]`, and `scale_weight` or `weight_scale` beside it.
+"""Single files of diffusion models: E4M3 or int8 `weight` `[N, K]` with a tensor `scale_weight` or `weight_scale`.
 
-In NVFP4 layers, `weight` is uint8 `[N, K/2]`, with the even k in the high four bits, `weight_scale` holds E4M3 block
-scales in tiles, and `weight_scale_2` a global scale. MXFP8 layers have tiles of E8M0 scales.
+In NVFP4 layers, `weight` is uint8 `[N, K/2]` with the even k in the high four bits. `weight_scale` stores E4M3 block
+scales in tiles, and `weight_scale_2` is a global scale. MXFP8 layers have tiles of E8M0 scales.
 
-Such a file has no configuration. A tensor `scaled_fp8`, tensors `comfy_quant` beside the weights, the file's metadata,
-or matrices of 8-bit floats tell it from other files. `comfy_quant` and the metadata say in JSON how each layer is
-quantized. Files without scales have rounded values.
+Such a file has no configuration. It is recognised by a tensor `scaled_fp8`, by tensors `comfy_quant` next to the
+weights, by the file's metadata, or by matrices of 8-bit floats. `comfy_quant` and the metadata describe in JSON how
+each layer is quantized. In files without scales, the weights are rounded to 8-bit floats.
 """
 
 from pathlib import Path
@@ -32,17 +32,17 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 NVFP4, MXFP8 = "nvfp4", "mxfp8"
 KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8_blockwise", NVFP4, MXFP8)
-# What a layer may state beside its kind; anything else, such as a rotation, could change what its codes mean.
+# Settings that a layer may have beside its kind. Any other, such as a rotation, could change the meaning of the codes.
 KNOWN = ("format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape", "per_row")
 MAX_TEXT = 65536
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because each layer is checked by itself."""
+    """Accepts every checkpoint, because `_read` checks each layer."""
 
 
 def _stated(layer: Layer) -> dict[str, Any]:
-    """Returns a layer's settings, which the file has as a JSON text."""
+    """Parses a layer's settings, which the file stores as JSON."""
     where = Path(layer.file)
     if COMFY_TENSOR in layer:
         (length,) = layer.expect(COMFY_TENSOR, ("U8",), None)

@@ -1,9 +1,9 @@
-"""compressed-tensors layers, as llm-compressor writes them: integers, E4M3, NVFP4 and the MX formats.
+"""Layers in compressed-tensors' formats, as llm-compressor writes them: integers, E4M3, NVFP4 and the MX formats.
 
 For "pack-quantized", `weight_packed` is int32 `[N, K * bits / 32]` and `weight_zero_point` is packed along N. Both
-store signed values plus the middle of the codes. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the low
-nibble. A weight of NVFP4 is its code times its block scale, divided by the global scale. Weights of 8 bits that are not
-packed are int8 or E4M3 `weight` `[N, K]`. The kind of a layer follows from its tensors, so that layers may differ.
+store signed values plus the middle of the code range. For FP4, `weight_packed` is uint8 `[N, K/2]` with even k in the
+low nibble. An NVFP4 weight is its code times its block scale, divided by the global scale. 8-bit weights that are not
+packed are int8 or E4M3 `weight` `[N, K]`. The kind of a layer follows from its tensors, so a checkpoint may mix kinds.
 """
 
 import torch
@@ -32,7 +32,7 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The weights of "dense" are floats, with quantization parameters beside them.
+# The weights of "dense" are floats with unused quantization parameters.
 READ_FORMATS = (
     "pack-quantized",
     "nvfp4-pack-quantized",
@@ -96,7 +96,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _columns(layer: Layer, N: int, words: int) -> int:
-    """Returns the true K; `weight_packed` may be padded beyond it."""
+    """Returns the K of the layer. `weight_packed` may have padding after it."""
     if "weight_shape" not in layer:
         return 8 * words
     layer.expect("weight_shape", ("I64", "I32"), 2)
@@ -133,11 +133,11 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
     if "weight_zero_point" not in layer:
         return None
     offset = 1 << (bits - 1)
-    if layer.dtype("weight_zero_point") == "I8":  # not packed: one per tensor, or an old version
+    if layer.dtype("weight_zero_point") == "I8":  # not packed: one zero point per tensor, or an old version's
         sizes = (1,) if layer.shape("weight_zero_point") == (1,) else (N, G)
         layer.expect("weight_zero_point", ("I8",), *sizes)
         zeros = (layer.read("weight_zero_point").int() + offset).expand(N, G).t()
-    elif len(layer.shape("weight_scale")) == 1:  # one per tensor, in the first code of a word
+    elif len(layer.shape("weight_scale")) == 1:  # one zero point per tensor, stored in the first code of a word
         layer.expect("weight_zero_point", ("I32",), 1, 1)
         zeros = unpack(layer.read("weight_zero_point"), bits, 1).expand(N, G).t()
     else:
@@ -150,7 +150,7 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
 
 
 def read_without_scheme(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts a layer whose tensors alone say its kind: E4M3, int8, NVFP4 or an MX format."""
+    """Converts a layer whose kind follows from its tensors: E4M3, int8, NVFP4 or an MX format."""
     if "weight_packed" not in layer:
         return read_bytes(layer, "compressed-tensors")
     N, half = layer.expect("weight_packed", ("U8",), None, None)

@@ -1,7 +1,7 @@
-"""Fine-grained FP8 of DeepSeek, Qwen and transformers: `weight` E4M3 `[N, K]` and `weight_scale_inv` for each block.
+"""Fine-grained FP8 of DeepSeek, Qwen and transformers: E4M3 `weight` `[N, K]` with `weight_scale_inv` for each block.
 
-In spite of its name, `weight_scale_inv` multiplies. A stack of experts has the names `<layer>` and `<layer>_scale_inv`.
-Experts may be MXFP4 instead: bytes of two codes, even k in the low nibble, typed as int8.
+Despite its name, `weight_scale_inv` multiplies the weight. A stack of experts has the names `<layer>` and
+`<layer>_scale_inv`. Experts may be MXFP4 instead: int8 bytes of two codes each, with even k in the low nibble.
 """
 
 import torch
@@ -18,7 +18,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because each layer is checked by itself."""
+    """Accepts every checkpoint, because `_read` checks each layer."""
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:

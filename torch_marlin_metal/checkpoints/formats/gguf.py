@@ -1,4 +1,4 @@
-"""Reads the layers of GGUF files, with the names and the order of rows of llama.cpp or of transformers."""
+"""Reads the layers of GGUF files under the names and in the row order of llama.cpp or of transformers."""
 
 import re
 from collections.abc import Callable, Hashable, Iterator
@@ -42,7 +42,7 @@ from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, Packe
 
 
 def unknown_architecture(path: Path, architecture: str) -> str:
-    """Returns the sentence about an architecture that `ARCHITECTURES` lacks."""
+    """Returns the error message for an architecture that is not in `ARCHITECTURES`."""
     return (
         f"{path}: the architecture {architecture!r} has no table of transformers' names; load the safetensors of the "
         f"model that was converted, or read the tensors under their own names: {typed('gguf_names', 'gguf')}"
@@ -50,7 +50,7 @@ def unknown_architecture(path: Path, architecture: str) -> str:
 
 
 class GgufReader(CheckpointReader):
-    """Reads a GGUF file. Every quantized matrix is a layer, and so is every expert of a stacked tensor."""
+    """Reads a GGUF file. Each quantized matrix is a layer, and so is each expert of a stacked tensor."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -80,7 +80,7 @@ class GgufReader(CheckpointReader):
         self._used |= {name for tensor in matrices.values() for name in self._side_tensors(tensor)}
 
     def _find_partners(self) -> dict[str, tuple[GgufTensor, str]]:
-        """Returns (second tensor, way of joining) for each first tensor of a pair that is one layer in transformers."""
+        """Returns (second tensor, way of joining) by first tensor, for each pair that is one layer in transformers."""
         found = {}
         for tensor in self.tensors.values():
             join = partner(tensor.name, self.architecture) if self.hf else None
@@ -99,7 +99,7 @@ class GgufReader(CheckpointReader):
         return found
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yields the quantized matrices, and the float matrices that transformers joins, splits or unstacks."""
+        """Yields the quantized matrices, and those float matrices that transformers joins, splits or unstacks."""
         seconds = {other.name for other, _ in self._partners.values()}
         for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.offset)):
             second, way = self._partners.get(tensor.name, (None, ""))
@@ -121,7 +121,7 @@ class GgufReader(CheckpointReader):
         return [name for name in names if name in self.tensors]
 
     def _scales(self, tensor: GgufTensor) -> list[str]:
-        """Returns the possible names of a tensor's global scale."""
+        """Returns the possible names of the global scale of a tensor."""
         base = tensor.name.removesuffix(".weight")
         own = self.hf and tensor.type_name != "NVFP4" and is_own_scale(f"{base}.scale", self.architecture)
         return [f"{base}.weight.scale"] if own else [f"{base}.scale", f"{base}.weight.scale"]
@@ -165,12 +165,12 @@ class GgufReader(CheckpointReader):
         return N, K
 
     def weight_name(self, index: int) -> str:
-        """Returns the name of the layer's weight: the layer's name, with `.weight` if the file has it."""
+        """Returns the name of the layer's weight: the layer's name, plus `.weight` if the tensor's name has it."""
         name = self.layer_names[index]
         return f"{name}.weight" if f"{name}.weight" in self.tensors else name
 
     def kind(self, index: int) -> Hashable:
-        """Returns a key of types, shapes and the name without numbers, on which the order of columns depends."""
+        """Returns the types, the shapes, and the name without digits. The column order depends on the name."""
         piece = self._layers[index]
         sides = [name for tensor in piece.tensors for name in self._side_tensors(tensor)]
         whole = piece.expert is None, piece.part, re.sub(r"\d", "", piece.tensor.name)
@@ -213,7 +213,6 @@ class GgufReader(CheckpointReader):
             raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
 
     def _rows(self, piece: Piece) -> slice:
-        """Returns the rows of the tensor that belong to the piece."""
         if piece.part is None:
             return slice(None)
         try:
@@ -222,7 +221,6 @@ class GgufReader(CheckpointReader):
             raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
 
     def _convert(self, index: int, piece: Piece, tensor: GgufTensor) -> PackedWeight:
-        """Reads one matrix of a layer."""
         where, expert = f"{tensor.file}: tensor {tensor.name!r}", piece.expert
         known = not self.hf or piece.second or piece.part is not None or hf_name(tensor.name, self.architecture)
         if not known and (expert is None or not self._expert_name(tensor, expert)):
@@ -270,7 +268,7 @@ class GgufReader(CheckpointReader):
             raise needs_gguf(tensor) from error
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
-        """Returns the row order that restores transformers' order of a tensor, or None if it is unchanged."""
+        """Returns the order that restores transformers' row order for a tensor, or None if it is unchanged."""
         return self._order(row_order, tensor, tensor.shape[0])
 
     def _column_order(self, tensor: GgufTensor) -> Tensor | None:
@@ -285,7 +283,7 @@ class GgufReader(CheckpointReader):
             raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {error}") from error
 
     def _scale(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
-        """Returns NVFP4's scale for the whole tensor, which llama.cpp stores as a separate tensor."""
+        """Returns the global scale of an NVFP4 tensor, which llama.cpp stores as a separate tensor."""
         for name in self._scales(tensor):
             if name in self.tensors:
                 scale, experts = self.tensors[name], 1 if expert is None else tensor.shape[0]
@@ -300,7 +298,7 @@ class GgufReader(CheckpointReader):
         return None
 
     def bias(self, index: int) -> Tensor | None:
-        """Reads a layer's bias `[N]`, in the order of the rows of its weight; None if the layer has none."""
+        """Reads a layer's bias `[N]` in the row order of its weight. Returns None if the layer has no bias."""
         return self._bias(self._layers[index])
 
     def _bias(self, piece: Piece) -> Tensor | None:
@@ -338,7 +336,7 @@ class GgufReader(CheckpointReader):
         return self._ordered(piece.tensor, first)[self._rows(piece)]
 
     def _decoded(self, tensor: GgufTensor, expert: int | None) -> Tensor:
-        """Decodes a matrix or a stack of matrices, with the scale of NVFP4 for the whole tensor."""
+        """Decodes a matrix or a stack of matrices. Multiplies NVFP4 by its global scale."""
         values, scale = dequantize(tensor, expert), self._scale(tensor, expert)
         return values if scale is None else values * scale
 
@@ -349,12 +347,12 @@ class GgufReader(CheckpointReader):
         return values if columns is None else values[:, columns]
 
     def others(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields (name, function that reads it, dtype) for tensors outside the layers, such as embeddings and norms."""
+        """Yields (name, function that reads the tensor, dtype) for tensors outside the layers, for example norms."""
         for tensor in self.tensors.values():
             if tensor.name not in self._used:
                 yield self._full_name(tensor), partial(self._plain, tensor), tensor.type_name
             elif tensor.type_name == "F32" and self.hf and is_own_scale(tensor.name, self.architecture):
-                # llama.cpp's converter has multiplied the scales of NVFP4 by these numbers.
+                # llama.cpp's converter already multiplied the NVFP4 scales by this tensor, so transformers gets ones.
                 yield self._full_name(tensor), partial(torch.ones, tensor.shape), tensor.type_name
         for piece in self._floats_of_layers:
             kind = piece.tensor.type_name
@@ -364,7 +362,7 @@ class GgufReader(CheckpointReader):
         yield from self._numbers()
 
     def _numbers(self) -> Iterator[tuple[str, Callable[[], Tensor], str]]:
-        """Yields the parameters of blocks that a file has as metadata, with a number for each block."""
+        """Yields the parameters of blocks that the file stores as metadata, one number for each block."""
         known = ARCHITECTURES[self.architecture] if self.hf else None
         for key, name in known.numbers.items() if known is not None else ():
             values = self.metadata.get(key)
@@ -376,7 +374,7 @@ class GgufReader(CheckpointReader):
                 yield f"{known.blocks}.{block}{name}", read, "F32"  # type: ignore[union-attr]
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
-        """Reads a tensor outside the layers, with transformers' values and order of rows if `hf` is set."""
+        """Reads a tensor outside the layers. If `hf` is set, converts it to transformers' values and row order."""
         values = self._ordered(tensor, tensor.read())
         return restored(tensor.name, self.architecture, values) if self.hf else values
 

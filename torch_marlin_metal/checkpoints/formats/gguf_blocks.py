@@ -1,7 +1,7 @@
-"""The blocks of GGUF files: 32, 64 or 256 weights along K, each of which holds its codes and scales.
+"""Decoders for the blocks of GGUF files. A block has 32, 64 or 256 weights along K with their codes and scales.
 
-ggml's files ggml-common.h and ggml-quants.c define the block layouts. In every type of 4 to 6 bits, the low 4 bits of
-the codes come in runs of n bytes: the low nibbles hold the first n codes of the run, and the high nibbles the next n.
+ggml's files ggml-common.h and ggml-quants.c define the block layouts. All types of 4 to 6 bits store the low 4 bits of
+the codes in runs of n bytes: the low nibbles contain the first n codes of the run, the high nibbles the next n.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from torch_marlin_metal.checkpoints.grouped import BIAS, SIGN, SYMMETRIC, as_wor
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 
-PIECE_BYTES = 1 << 19  # of blocks that are converted at a time
+PIECE_BYTES = 1 << 19  # bytes of the blocks that are converted at a time
 # Values of the 16 codes of IQ4_NL and IQ4_XS (kvalues_iq4nl in ggml-common.h).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def _codes(blocks: Tensor, run: int) -> Tensor:
-    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`; the low nibbles hold `run` codes, the high ones the next."""
+    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`. Low nibbles are `run` codes, high nibbles the next codes."""
     runs = blocks.reshape(blocks.shape[0], -1, run)
     even, odd = runs[..., 0::2], runs[..., 1::2]
     low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
@@ -50,14 +50,14 @@ def _q8_0(blocks: Tensor) -> PackedWeight:
 
 
 def _wide(bits: int, codes: Tensor, scales: Tensor, group_size: int, zeros: Tensor | None = None) -> PackedWeight:
-    """Makes a weight of codes of 5, 6 or 8 bits `[N, ...]`."""
+    """Makes a weight from codes of 5, 6 or 8 bits `[N, ...]`."""
     words, high = planes_of_codes(codes.flatten(1), bits)
     weight_format = (SYMMETRIC if zeros is None else BIAS)[bits]
     return PackedWeight(words, scales, weight_format, group_size, zeros=zeros, b_high=high)
 
 
 def _low(data: Tensor, run: int) -> Tensor:
-    """Returns the low 4 bits of the codes: bytes `[N, B, bytes]` become `[N, B, codes]`."""
+    """Returns the low 4 bits of each code: bytes `[N, B, bytes]` become `[N, B, codes]`."""
     runs = data.reshape(*data.shape[:2], -1, run)
     return torch.cat((runs & 15, runs >> 4), dim=3).flatten(2)
 
@@ -68,7 +68,7 @@ def _high(data: Tensor, *shifts: int) -> Tensor:
 
 
 def _fifth(data: Tensor) -> Tensor:
-    """Returns the 32 bits of four bytes as the fifth bits of codes: `[N, B, 4]` becomes `[N, B, 32]`."""
+    """Returns the fifth bit of each code, shifted to bit 4: four bytes `[N, B, 4]` become 32 codes `[N, B, 32]`."""
     return ((data.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(2) << 4
 
 
@@ -100,7 +100,7 @@ def _q4_k(blocks: Tensor) -> PackedWeight:
 
 
 def _scales_k(blocks: Tensor) -> tuple[Tensor, int, Tensor]:
-    """Returns the codes of the scales, the group size, and the codes of the biases of Q4_K and Q5_K."""
+    """Returns the scale codes, the group size and the bias codes of Q4_K or Q5_K."""
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     sc = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
     minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
@@ -108,12 +108,12 @@ def _scales_k(blocks: Tensor) -> tuple[Tensor, int, Tensor]:
 
 
 def _with_scales_k(weight: PackedWeight, blocks: Tensor) -> PackedWeight:
-    """Adds the scales d * sc and the biases -dmin * m of Q4_K and Q5_K."""
+    """Adds the scale factors d and dmin of Q4_K and Q5_K. A scale is d * sc, a bias is -dmin * m."""
     return replace(weight, super_scales=_float16(blocks[..., :2]), super_zeros=-_float16(blocks[..., 2:4]))
 
 
 def _q2_k(blocks: Tensor) -> PackedWeight:
-    """Converts Q2_K. Its scales are d * sc, and its biases -dmin * m."""
+    """Converts Q2_K. A scale is d * sc, a bias is -dmin * m."""
     factors = blocks[..., :16]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu").reshape(4, 1)
     runs = blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32)
@@ -154,7 +154,7 @@ def _mxfp4(blocks: Tensor) -> PackedWeight:
 
 
 def _nvfp4(blocks: Tensor) -> PackedWeight:
-    """Converts NVFP4. Like ggml, it reads scales as unsigned E4M3, with 0x7F as 0."""
+    """Converts NVFP4. Scales are unsigned E4M3 codes, and code 0x7F means 0, as in ggml."""
     scales = blocks[..., :4].flatten(1).t()
     if bool((scales > 0x7F).any()):
         raise PackedWeightError("scales", "expected unsigned E4M3 codes of at most 0x7F")
@@ -162,11 +162,11 @@ def _nvfp4(blocks: Tensor) -> PackedWeight:
 
 
 def in_pieces(decode: Callable[[Tensor], PackedWeight], read: Callable[[Slice], Tensor], rows: int) -> PackedWeight:
-    """Converts a matrix some rows at a time, because blocks and their parts need memory beside the packed weight.
+    """Converts a matrix a few rows at a time, because the blocks and their intermediate tensors take additional memory.
 
     Args:
         decode: converts bytes `[n, B, bytes of a block]`.
-        read: returns the bytes of some rows.
+        read: returns the bytes of a slice of rows.
         rows: N.
     """
     whole: dict[str, Tensor] = {}

@@ -1,8 +1,8 @@
-"""What the metadata keys of GGUF files mean for a model of transformers.
+"""The meaning of GGUF metadata keys for a transformers model.
 
-`KEYS` has every key of the namespace of an architecture ("llama.rope.freq_base", here without "llama.") that the
-package gguf can write. If a key changes a model's results, `KEYS` has the settings of transformers' configs for it. A
-key of another kind of model has no setting, so a file with such a key is refused.
+`KEYS` has each key that the package gguf can write in the namespace of an architecture. The namespace is omitted:
+"llama.rope.freq_base" is "rope.freq_base". For a key that changes a model's results, `KEYS` names the settings in
+transformers' configs. A key for another kind of model has no setting, and a file with such a key is refused.
 """
 
 import math
@@ -19,15 +19,15 @@ from torch_marlin_metal.checkpoints.files.gguf import GgufTensor, SkippedArray
 
 @dataclass(frozen=True)
 class Key:
-    """What one metadata key means.
+    """The meaning of one metadata key.
 
     Attributes:
-        settings: names of the setting in transformers' configs; the first that a config has counts.
-        neutral: values with the meaning of an absent key. A config without the setting is right for them.
-        off: the setting's value for a neutral value, if a config has the setting.
-        size: whether the shapes of the tensors say the same. Loading compares these, so the key is not compared.
-        special: whether `models.gguf_special` or `models.gguf_rope` has code of its own for it.
-        harmless: why the key changes nothing that a model computes, or "".
+        settings: names of the setting in transformers' configs. The first name that a config has is used.
+        neutral: values with the same meaning as an absent key. A config without the setting agrees with these values.
+        off: the value of the setting that agrees with a neutral value.
+        size: True if the shapes of the tensors determine the value. Loading compares the shapes instead of the key.
+        special: True if `models.gguf_special` or `models.gguf_rope` has its own code for the key.
+        harmless: the reason why the key does not change the results of a model, or "".
     """
 
     settings: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ KEYS: dict[str, Key] = {
     "rope.dimension_sections": Key(special=True),
     "rope.freq_base": ROPE,
     "rope.freq_base_swa": ROPE,
-    "rope.scale_linear": ROPE,  # the name of rope.scaling.factor in files of 2023
+    "rope.scale_linear": ROPE,  # what files of 2023 call rope.scaling.factor
     "rope.scaling.type": ROPE,
     "rope.scaling.factor": ROPE,
     "rope.scaling.attn_factor": ROPE,
@@ -185,12 +185,12 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 
 class FileSettings:
-    """The keys and tensors of a GGUF file that say something about the model.
+    """The keys and tensors of a GGUF file that describe the model.
 
     Attributes:
-        architecture: the name that begins the keys.
-        values: values by key, without the architecture's name: numbers, texts, lists of numbers, or `SkippedArray`. If
-            all numbers of a list, one for each layer, are equal, the value is that number.
+        architecture: the first part of each key's name.
+        values: values by key, without the architecture's name: numbers, texts, lists of numbers, or `SkippedArray`. A
+            list of equal numbers, one for each layer, becomes one number.
         tensors: the tensors of the file.
     """
 
@@ -202,11 +202,11 @@ class FileSettings:
         self.tensors = tensors
 
     def full(self, key: str) -> str:
-        """Returns a key as the file has it."""
+        """Returns a key's complete name in the file."""
         return f"{self.architecture}.{key}"
 
     def number(self, key: str) -> float | None:
-        """Returns the number of a key, or None if the file has no such key.
+        """Returns the number stored under a key, or None if the file lacks the key.
 
         Raises:
             CheckpointError: the value is not one finite number.
@@ -217,16 +217,16 @@ class FileSettings:
         raise CheckpointError(f"{self.full(key)}: expected one finite number, got {shown(value)}")
 
     def unknown(self) -> list[str]:
-        """Returns the keys that `KEYS` does not have, as the file has them."""
+        """Returns the complete names of the keys that are not in `KEYS`."""
         return [self.full(key) for key in self.values if key not in KEYS]
 
     def factors(self, name: str) -> Tensor | None:
-        """Returns a tensor of rotary factors in fp64 `[D / 2]`, or None if the file has none of this name."""
+        """Returns a tensor of rotary factors in fp64 `[D / 2]`, or None if the file lacks the tensor."""
         tensor = self.tensors.get(name)
         return tensor.read().double().flatten() if tensor is not None and tensor.is_plain else None
 
     def has(self, ending: str) -> bool:
-        """Returns whether the first block has a tensor, for example "attn_q.bias"."""
+        """Returns True if the first block has the tensor, for example "attn_q.bias"."""
         return f"blk.0.{ending}" in self.tensors
 
 
@@ -238,7 +238,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message: floats with the digits that fp32 has, long lists shortened."""
+    """Formats a value for an error message: floats with the digits of fp32, long lists shortened."""
     if isinstance(value, SkippedArray):
         return f"an array of {value.count}"
     if isinstance(value, Tensor):
@@ -254,7 +254,7 @@ def shown(value: Any) -> str:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Returns whether two settings are equal; numbers may differ by the rounding of fp32."""
+    """Returns True if two settings are equal. Numbers may differ by the rounding of fp32."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

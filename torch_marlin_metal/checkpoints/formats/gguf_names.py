@@ -1,7 +1,7 @@
-"""Maps the tensors of GGUF files to the names that they have in transformers.
+"""Maps the tensor names of GGUF files to the names in transformers.
 
-llama.cpp's converter renames tensors. The experts of a layer are three tensors: all gate, all up and all down
-projections; in some files, gate and up are one.
+llama.cpp's converter renames tensors. It stores the experts of a layer as three stacked tensors: gate, up and down
+projections. In some files, gate and up are one tensor.
 """
 
 import re
@@ -16,11 +16,11 @@ EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "gate_up":
 
 @dataclass(frozen=True)
 class Join:
-    """A tensor that transformers joins with an earlier tensor of the file into one layer.
+    """A tensor that transformers joins with another tensor of the file into one layer.
 
     Attributes:
-        second: its name in a block.
-        way: the way to join their rows, see `gguf_orders.joined`.
+        second: the tensor's name in a block.
+        way: how to join the rows of the two tensors, see `gguf_orders.joined`.
     """
 
     second: str
@@ -29,27 +29,27 @@ class Join:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How transformers names the tensors of an architecture, and how llama.cpp's converter changed them.
+    """The names of an architecture's tensors in transformers, and the changes that llama.cpp's converter made.
 
     Attributes:
         model_type: the model type of transformers.
-        blocks: the module of transformers that has the blocks.
-        names: names of transformers, as `gguf_table` has them.
-        reorders: whether the converter reorders the rows of the q and k projections, so that the two rows of a rotary
-            pair come to lie side by side. In transformers one is in the first half of a head and the other in the
-            second.
-        reorders_bias: whether it reorders the biases of these projections, too.
-        norm_offset: what the converter added to the weights of norms.
-        plain_norms: norms to which it added nothing.
-        joins: pairs of tensors that are one layer in transformers, by the name of the first one in a block.
-        splits: tensors that are several layers in transformers: their names in a block, with those of the layers.
-        qkv: how transformers orders the rows of a projection that is q, k and v, see `gguf_orders`; "" if it has all
-            rows of q first, as llama.cpp has them.
-        transposed: matrices of floats that transformers has as `[K, N]`.
-        numbers: parameters of each block that the file has as metadata: the key, and the name in a block.
-        without: transformers' names of tensors that depend on a second tensor: (the second tensor, the name if the file
-            lacks it).
-        tiles_values: whether the converter reorders the value heads of linear attention, see `gguf_orders`.
+        blocks: the name of the transformers module that contains the blocks.
+        names: transformers' names, in the form of `gguf_table`.
+        reorders: True if the converter reorders the rows of the q and k projections. In the file, the two rows of a
+            rotary pair are adjacent. In transformers, one row is in the first half of a head and the other in the
+            second half.
+        reorders_bias: True if the converter also reorders the biases of these projections.
+        norm_offset: the number that the converter added to the weights of norms.
+        plain_norms: norms whose weights the converter did not change.
+        joins: pairs of tensors that are one layer in transformers, keyed by the first tensor's name in a block.
+        splits: tensors that are several layers in transformers: name in a block -> names of the layers.
+        qkv: transformers' row order for a projection that contains q, k and v, see `gguf_orders`. "" means llama.cpp's
+            order: all rows of q, then k, then v.
+        transposed: float matrices that transformers stores as `[K, N]`.
+        numbers: block parameters that the file stores as metadata: key -> name in a block.
+        without: transformers' names for tensors that depend on a second tensor: (the second tensor, the name if the
+            file lacks that tensor).
+        tiles_values: True if the converter reorders the value heads of linear attention, see `gguf_orders`.
     """
 
     model_type: str
@@ -71,7 +71,8 @@ class Architecture:
 LINEAR_ATTENTION = {"norm_offset": 1.0, "plain_norms": ("ssm_norm",)}
 LATENT = {"joins": {".attn_k_b": Join(".attn_v_b", "latent")}}
 SPLIT_QKV = {"splits": {".attn_qkv": (".attn_q", ".attn_k", ".attn_v")}}
-# What the converters do. In Llama 4 of transformers, the two rows of a rotary pair lie side by side, too.
+# The converters' changes. "llama4" is not listed under "reorders": in its transformers model, the two rows of a rotary
+# pair are adjacent too.
 RULES: dict[str, dict[str, Any]] = {
     **{name: {"reorders": True} for name in ("llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3")},
     "olmo": {"reorders": True, "reorders_bias": False},
@@ -88,7 +89,7 @@ RULES: dict[str, dict[str, Any]] = {
     **{name: {"qkv": "heads"} for name in ("gptneox", "bloom")},
     # T5 1.0 has no gate.
     "t5encoder": {"without": {".ffn_up": (".ffn_gate", ".layer.1.DenseReluDense.wi")}},
-    # Falcon 7B has one norm in a block, and Falcon 40B has one for the attention and one for the rest.
+    # Falcon 7B has one norm in a block. Falcon 40B has one norm for the attention and one for the MLP.
     "falcon": {"qkv": "groups", "without": {".attn_norm": (".attn_norm_2", ".input_layernorm")}},
     "gpt2": {"transposed": (".attn_qkv", ".attn_output", ".ffn_up", ".ffn_down")},
     "apertus": {"numbers": {f"xielu.{name}": f".mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}},
@@ -110,12 +111,12 @@ def _pairs(entries: list[str]) -> dict[str, str]:
 
 
 ARCHITECTURES = _architectures()
-BLOCK_NAME = re.compile(r"(?:enc\.)?blk\.(\d{1,6})(\..+)")  # T5's encoder has the first form
+BLOCK_NAME = re.compile(r"(?:enc\.)?blk\.(\d{1,6})(\..+)")  # tensors of T5's encoder start with "enc."
 EXPERT_TENSOR = re.compile(r"\.ffn_(gate|up|down|gate_up)_exps\.(?:weight|bias)")
 
 
 def hf_name(name: str, architecture: str) -> str | None:
-    """Returns transformers' name of a tensor of one of `ARCHITECTURES`, or None if there is none."""
+    """Returns transformers' name for a tensor of one of `ARCHITECTURES`, or None if transformers has no such tensor."""
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     names, blocks = known.names, known.blocks
     number, inner = (block[1], block[2]) if block is not None else ("", name)
@@ -129,19 +130,19 @@ def hf_name(name: str, architecture: str) -> str | None:
 
 
 def is_own_scale(name: str, architecture: str) -> bool:
-    """Returns whether the tensor `[...].scale` is a parameter of transformers' model, and not a scale of NVFP4."""
+    """Returns True if `[...].scale` is a parameter of transformers' model, False if it is a scale of NVFP4."""
     block = BLOCK_NAME.fullmatch(name)
     return block is not None and block[2] in ARCHITECTURES[architecture].names
 
 
 def expert_name(name: str, architecture: str, expert: int, *, fused: bool) -> str | None:
-    """Returns transformers' name of the layer of an expert, or None if the tensor holds no layers of experts.
+    """Returns transformers' name for one expert's layer, or None if the tensor does not store layers of experts.
 
     Args:
         name: the tensor's name in the file.
         architecture: one of `ARCHITECTURES`.
         expert: the number of the expert.
-        fused: whether the file has gate and up of this block in one tensor.
+        fused: True if the file stores gate and up of this block in one tensor.
     """
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     inner = EXPERT_TENSOR.fullmatch(block[2]) if block is not None else None
@@ -155,7 +156,7 @@ def expert_name(name: str, architecture: str, expert: int, *, fused: bool) -> st
 
 
 def partner(name: str, architecture: str) -> tuple[str, str] | None:
-    """Returns the tensor that transformers joins to `name` in one layer, and the way of joining, or None."""
+    """Returns the tensor that transformers joins with `name` and the way of joining, or None."""
     block, inner, ending = _parts(name)
     join = ARCHITECTURES[architecture].joins.get(inner)
     return None if join is None or ending != ".weight" else (f"{block}{join.second}{ending}", join.way)
@@ -169,7 +170,7 @@ def split_names(name: str, architecture: str) -> list[str]:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Returns the block of a tensor, its name in the block and its ending."""
+    """Returns the prefix of a tensor's block, the name in the block and the ending."""
     block = BLOCK_NAME.fullmatch(name)
     if block is None:
         return "", name, ""
@@ -178,9 +179,10 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def has_place(name: str, architecture: str, metadata: Mapping[str, Any]) -> bool:
-    """Returns whether transformers' model has the part to which a tensor belongs.
+    """Returns True if transformers' model has the module to which a tensor belongs.
 
-    It has no blocks for multi-token prediction, and no keys and values in layers that share another layer's.
+    transformers has no blocks for multi-token prediction, and no keys and values in layers that reuse those of another
+    layer.
     """
     block = BLOCK_NAME.fullmatch(name)
     count = metadata.get(f"{architecture}.block_count")

@@ -1,11 +1,11 @@
-"""Restores the values and the order of rows that llama.cpp's converter changed.
+"""Restores the values and the row order that llama.cpp's converter changed.
 
-For the architecture "llama" and its relatives, it reorders the rows of the q and k projections. In models with linear
-attention (Qwen 3.5), several value heads share a key head. transformers stores the value heads of one key head side by
-side. llama.cpp stores the first value head of every key head, then the second of every one.
+For the architecture "llama" and related ones, the converter reorders the rows of the q and k projections. In models
+with linear attention (Qwen 3.5), several value heads share a key head. transformers stores the value heads of a key
+head next to each other. llama.cpp stores the first value head of every key head, then the second of every key head.
 
-A fused projection has all rows of q first, then k, then v. transformers' models store the rows of one head side by side
-("heads"), or the rows of all heads of one key head ("groups").
+In a GGUF file, a fused projection has all rows of q, then k, then v. In transformers, the q, k and v rows of one head
+are adjacent ("heads"), or those of all heads that share a key head ("groups").
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
-# Tensors ordered by value heads: with one row per head, and with many rows per head.
+# Tensors in the order of the value heads: tensors with one row per head, and tensors with many.
 ONE_ROW, ALL_ROWS = (".ssm_a", ".ssm_dt", ".ssm_alpha", ".ssm_beta"), (".attn_gate", ".attn_qkv", ".ssm_conv1d")
 COLUMNS = ".ssm_out"
 
 
 class _Numbers:
-    """Whole numbers of the metadata of one architecture."""
+    """Reads whole numbers from the metadata of an architecture."""
 
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         self._architecture, self._metadata = architecture, metadata
@@ -43,10 +43,12 @@ class _Numbers:
 
 
 def row_order(name: str, architecture: str, metadata: Mapping[str, Any], rows: int) -> Tensor | None:
-    """Returns int64 `[rows]`: row r of transformers' tensor is row `order[r]` of the file's; None if none moved.
+    """Returns the row order `[rows]`, int64, that restores transformers' order, or None if no row moved.
+
+    Row r of transformers' tensor is row `order[r]` of the file's tensor.
 
     Raises:
-        CheckpointError: the rows do not hold the heads that the metadata states.
+        CheckpointError: the number of rows does not fit the heads in the metadata.
     """
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     base = block[2].rpartition(".")[0] or block[2] if block is not None else ""
@@ -78,13 +80,13 @@ def _qkv_order(kind: str, rows: int, numbers: _Numbers) -> Tensor:
 
 
 def _side_by_side(sizes: list[int], groups: int) -> Tensor:
-    """Returns the order that puts the rows of each group side by side, from parts with interleaved groups."""
+    """Returns the order that makes the rows of each group adjacent. `sizes` are the rows of q, k and v."""
     parts = torch.split(torch.arange(sum(sizes), device="cpu"), sizes)
     return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
 
 def split_rows(part: int, rows: int, architecture: str, metadata: Mapping[str, Any]) -> slice:
-    """Returns the rows of q (`part` 0), k (1) or v (2) of a projection that is all three."""
+    """Returns the rows of q (`part` 0), k (1) or v (2) in a projection that contains all three."""
     numbers = _Numbers(architecture, metadata)
     heads, keys = numbers.get("attention.head_count"), numbers.get("attention.head_count_kv")
     _check(rows, heads + 2 * keys, heads + 2 * keys)
@@ -93,12 +95,13 @@ def split_rows(part: int, rows: int, architecture: str, metadata: Mapping[str, A
 
 
 def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata: Mapping[str, Any]) -> Tensor:
-    """Joins the rows of two tensors to the rows of one transformers layer.
+    """Joins the rows of two tensors into the rows of one transformers layer.
 
     Args:
         way: "behind": the second tensor's rows follow the first's. "interleaved": rows of both alternate. "key heads":
-            q, k and v in the first and z in the second become q, k, v and z of each key head. "latent": the first is
-            `[heads, K, n]` and the second `[heads, m, K]`; a head has n rows of the first and m of the second.
+            the first tensor has q, k and v, the second z; the result has q, k, v and z for each key head in turn.
+            "latent": the first tensor is `[heads, K, n]`, the second `[heads, m, K]`; each head of the result has n
+            rows of the first and m of the second.
         first: `[rows, ...]`.
         second: `[rows, ...]`.
         architecture: one of `ARCHITECTURES`.
@@ -120,7 +123,7 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
 
 
 def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
-    """Returns int64 `[columns]` like `row_order`, for the columns of the matrix after the value heads."""
+    """Returns an order like `row_order`'s, int64 `[columns]`, for the matrix whose columns are the value heads."""
     block, numbers = BLOCK_NAME.fullmatch(name), _Numbers(architecture, metadata)
     if block is None or block[2] != f"{COLUMNS}.weight" or not ARCHITECTURES[architecture].tiles_values:
         return None
@@ -135,19 +138,19 @@ def _check(rows: int, heads: int, divisor: int) -> None:
 
 
 def rotary_order(rows: int, heads: int) -> Tensor:
-    """Returns int64 `[rows]`, which moves rotary pairs from side by side to the two halves of each head."""
+    """Returns the order `[rows]`, int64, that moves adjacent rotary pairs to the two halves of each head."""
     return torch.arange(rows, device="cpu").reshape(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def value_order(keys: int, values: int, size: int) -> Tensor:
-    """Returns int64 `[values * size]`, which puts the value heads of each key head side by side again."""
+    """Returns the order `[values * size]`, int64, that makes the value heads of each key head adjacent."""
     if values % keys:
         raise CheckpointError(f"{values} value heads do not belong to {keys} key heads")
     return torch.arange(values * size, device="cpu").reshape(values // keys, keys, size).transpose(0, 1).reshape(-1)
 
 
 def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
-    """Permutes a weight along K; returns None if the order splits a group."""
+    """Permutes a weight along K. Returns None if the order would split a group."""
     size = weight.group_size if weight.group_size > 0 else weight.K
     if not (_keeps(order, 8) and _keeps(order, size)):
         return None
@@ -171,14 +174,14 @@ def permute_columns(weight: PackedWeight, order: Tensor) -> PackedWeight | None:
 
 
 def _keeps(order: Tensor, unit: int) -> bool:
-    """Returns whether an order moves only whole runs of `unit` numbers."""
+    """Returns True if an order moves only complete runs of `unit` elements."""
     if len(order) % unit or bool((order[::unit] % unit).any()):
         return False
     return torch.equal(order, (order[::unit, None] + torch.arange(unit, device="cpu")).flatten())
 
 
 def restored(name: str, architecture: str, values: Tensor) -> Tensor:
-    """Converts a float tensor to the values and the shape that it has in transformers."""
+    """Converts a float tensor to the values and the shape of transformers."""
     block, known = BLOCK_NAME.fullmatch(name), ARCHITECTURES[architecture]
     base = block[2] if block is not None else f".{name}"
     if (
@@ -189,7 +192,7 @@ def restored(name: str, architecture: str, values: Tensor) -> Tensor:
         return values - known.norm_offset
     if base == ".ssm_a":
         values = torch.log(-values)
-    if base in (".ssm_a", ".ssm_d"):  # in Mamba 2, a row for each head has one column
+    if base in (".ssm_a", ".ssm_d"):  # Mamba 2: `[heads, 1]` in the file
         return values.flatten() if values.shape[-1] == 1 else values
     if base == ".ssm_norm.weight":
         return values.flatten()  # llama.cpp stores a row for each group
@@ -198,7 +201,7 @@ def restored(name: str, architecture: str, values: Tensor) -> Tensor:
     if base.removesuffix(".weight") in known.transposed:
         return values.T.contiguous()
     if base in (".ssm_conv1d.weight", ".shortconv.conv.weight"):
-        return values.unsqueeze(1)  # llama.cpp stores the kernels without the dimension of their only channel
+        return values.unsqueeze(1)  # llama.cpp omits the channel dimension, which is 1
     if base == ".ffn_gate_inp_shexp.weight":
-        return values.reshape(1, -1)  # llama.cpp stores the only row without its dimension
+        return values.reshape(1, -1)  # llama.cpp omits the row dimension, which is 1
     return values

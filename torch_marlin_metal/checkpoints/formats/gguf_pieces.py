@@ -1,4 +1,4 @@
-"""Pairs, stacks and parts of GGUF matrices that make one transformers layer, and their decoding to floats."""
+"""Finds pairs, stacks and parts of GGUF matrices that are one transformers layer, and decodes them to floats."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,14 @@ from torch_marlin_metal.checkpoints.formats.gguf_small import decode
 
 @dataclass(frozen=True)
 class Piece:
-    """The one or two matrices of a file, or the part of one, that make one transformers layer.
+    """One or two matrices of a file, or a part of one matrix, that become one transformers layer.
 
     Attributes:
         tensor: the matrix, or a stack of matrices.
-        second: the matrix that is joined to it, or None.
-        way: the way to join their rows, see `gguf_orders.joined`.
-        expert: the number of the matrix in a stack.
-        part: which part of the rows is the layer, see `gguf_orders.split_rows`; None means all.
+        second: the matrix that is joined to the first, or None.
+        way: how to join the rows of the two matrices, see `gguf_orders.joined`.
+        expert: the index of the matrix in the stack.
+        part: the number of the part of the rows that is the layer, see `gguf_orders.split_rows`. None means all rows.
     """
 
     tensor: GgufTensor
@@ -34,7 +34,7 @@ class Piece:
 
 
 def dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Decodes any block type with the optional package `gguf`. Floats stay what they are."""
+    """Decodes any block type with the optional package `gguf`. Tensors of floats keep their dtype."""
     if tensor.is_plain:
         return tensor.read(expert)
     blocks: Any = tensor.read(expert).numpy()
@@ -48,6 +48,6 @@ def dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
 
 
 def needs_gguf(tensor: GgufTensor) -> UnsupportedFormat:
-    """Returns the error about a type that only the package gguf reads."""
+    """Makes the error for a type that only the package gguf can decode."""
     where = f"{tensor.file}: tensor {tensor.name!r}"
     return UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)")

@@ -1,8 +1,8 @@
-"""GGUF block types of 3 bits and fewer, whose weights have at most 16 distinct values in a group.
+"""GGUF block types of at most 3 bits. The weights of a group have at most 16 distinct values.
 
-The package gguf has the grids, the tables of signs and the packing of codes, and its function decodes a block. Each
-value divided by its group's scale is a whole code or an entry of a table, without rounding: a scale has at most 17
-significant bits, so its products with codes and entries fit into fp32.
+The package gguf contains the grids, the sign tables and the packing of codes, and its function decodes a block. Each
+decoded value divided by its group's scale is exactly a whole number or a table entry: a scale has at most 17
+significant bits, so its products with whole numbers and table entries fit into fp32.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def decode(blocks: Any, type_name: str) -> Tensor:
 
     Raises:
         ImportError: the package is not installed.
-        NotImplementedError, KeyError: it does not know the type.
+        NotImplementedError, KeyError: the package does not know the type.
     """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -31,15 +31,15 @@ def decode(blocks: Any, type_name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class SmallType:
-    """A type whose weights are scales times values of a table, or times whole numbers of -8 to 7.
+    """A type whose weights are scales times table values, or scales times whole numbers from -8 to 7.
 
     Attributes:
-        group_size: weights that share a scale.
-        d: returns the fp16 scale of each block, `[N, B]`, of bytes `[N, B, bytes of a block]`.
-        codes: returns the whole numbers that multiply it, `[N, B, groups of a block]`; None if a block is a group.
-        factor: a power of two that multiplies each scale. It is put into the table.
-        signed: whether gguf's table of magnitudes applies with both signs.
-        has_table: whether the values come from a table.
+        group_size: number of weights that share a scale.
+        d: reads the fp16 scale of each block, `[N, B]`, from bytes `[N, B, bytes of a block]`.
+        codes: reads the whole numbers that multiply d, `[N, B, groups of a block]`. None if a block is one group.
+        factor: a power of two that multiplies each scale. The factor is included in the table.
+        signed: True if gguf's table has magnitudes that apply with both signs.
+        has_table: True if the values come from a table.
     """
 
     group_size: int
@@ -50,7 +50,7 @@ class SmallType:
     signed: bool = True
 
     def table(self, type_name: str) -> Tensor:
-        """Returns the values of the type in ascending order; for whole numbers, the values of "uint4b8"."""
+        """Returns the values of the type in ascending order. For whole numbers, these are the values of "uint4b8"."""
         if not self.has_table:
             return torch.arange(-8.0, 8.0, device="cpu")
         import gguf.quants
@@ -86,7 +86,7 @@ class SmallType:
         exact = scales.float() if self.codes is None else d.unsqueeze(2).float() * scales.float() * self.factor
         exact = exact.reshape(rows, -1)
         values = decode(blocks.reshape(rows, -1).numpy(), type_name).reshape(rows, -1, self.group_size)
-        zero = exact == 0  # then any code is right, and the sign of the zero decides
+        zero = exact == 0  # any code decodes to 0, so the sign of the zero selects the code
         negative = values[zero].signbit() != exact[zero].signbit().unsqueeze(1)
         values /= exact.unsqueeze(2)
         values[zero] = torch.where(negative, table[0], table[-1])
@@ -98,7 +98,7 @@ class SmallType:
 
 
 def _half(start: int) -> Callable[[Tensor], Tensor]:
-    """Returns the function that reads the fp16 number at a byte of each block, `[N, B]`."""
+    """Returns a function that reads the fp16 number at byte `start` of each block, `[N, B]`."""
     return lambda blocks: blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
@@ -112,12 +112,12 @@ def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _odd(code: Tensor) -> Tensor:
-    """Returns twice a code plus one: most types have scales of (0.5 + code)."""
+    """Returns 2 * code + 1, because most types have scales of (0.5 + code)."""
     return 2 * code + 1
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """Returns scale - 32: the low 4 bits of 16 scales lie in 8 bytes, the high 2 bits in 4."""
+    """Returns scale - 32. The low 4 bits of the 16 scales are in 8 bytes, the high 2 bits in 4 bytes."""
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     low = torch.cat((low & 15, low >> 4), dim=2).int()
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).int()
@@ -125,7 +125,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _top_bits(start: int) -> Callable[[Tensor], Tensor]:
-    """Returns the codes of types that have them in the top 4 bits of every second word, or of every word."""
+    """Returns a function that reads codes from the top 4 bits of every word, or of every second word."""
 
     def codes(blocks: Tensor) -> Tensor:
         words = _words(blocks[..., start:], torch.int32)
@@ -152,7 +152,7 @@ def _iq1_m(blocks: Tensor) -> Tensor:
 
 
 def _iq1_m_d(blocks: Tensor) -> Tensor:
-    """Returns d of IQ1_M: each of four words has 4 bits of it on top."""
+    """Returns d of IQ1_M. The top 4 bits of each of four words are 4 bits of d."""
     words = _words(blocks[..., 48:56], torch.int16) & 0xFFFF
     parts = [(words[..., word] >> 12) << 4 * word for word in range(4)]
     return (parts[0] | parts[1] | parts[2] | parts[3]).to(torch.uint16).view(torch.float16)

@@ -1,7 +1,7 @@
 """gpt-oss experts in MXFP4: `<layer>_blocks` uint8 `[E, N, K/32, 16]` and `<layer>_scales` E8M0 `[E, N, K/32]`.
 
-Every expert becomes a separate layer, `<layer>.<expert>`. The rows of gate_up_proj alternate between gate and up, as
-the model expects them.
+Each expert becomes a separate layer, `<layer>.<expert>`. The rows of gate_up_proj alternate between gate and up, and
+the model expects this order.
 """
 
 from torch_marlin_metal.checkpoints import block_scales
@@ -15,7 +15,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because the settings hold only the method's name."""
+    """Accepts every checkpoint, because the settings contain only the method's name."""
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:

@@ -1,8 +1,8 @@
 """GPTQ layers, as AutoGPTQ, GPTQModel, optimum and AutoRound write them.
 
-`qweight` int32 `[K/8, N]` of 4 bits, or `[K/4, N]` of 8 bits, already has the operators' layout. `qzeros` int32
-`[G, N/8]` or `[G, N/4]` is packed along N; version 1 stores z - 1 and version 2 stores z. `g_idx` `[K]` gives the group
-of every row. With act-order, the rows of a group are not contiguous.
+`qweight` is int32, `[K/8, N]` for 4 bits or `[K/4, N]` for 8 bits, and already has the operators' layout. `qzeros` is
+int32, `[G, N/8]` or `[G, N/4]`, packed along N. Version 1 stores z - 1, version 2 stores z. `g_idx` `[K]` is the group
+of each row. With act-order, the rows of a group are not contiguous.
 """
 
 import warnings
@@ -31,11 +31,11 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.checkpoints.words import gptq_zeros, permuted
 from torch_marlin_metal.packed_weight import PackedWeight
 
-PLANAR = "gptq_p"  # GPTQModel's format of codes in planes; codes of 2, 4 and 8 bits have one plane
+PLANAR = "gptq_p"  # GPTQModel's format for codes in planes; codes of 2, 4 and 8 bits have one plane
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2, PLANAR: 2}
-# Bits of a code -> a word of qzeros in which each zero point is 1. GPTQModel adds it to words of these widths.
+# Bits of a code -> a word of qzeros with 1 in each zero point. GPTQModel adds this word for these two widths.
 ONES = {2: 0x55555555, 8: 0x01010101}
-# A word of qzeros whose zero points are all in the middle of the codes, as each version stores it.
+# A word of qzeros whose zero points are all the middle of the code range, for each width and version.
 SYMMETRIC_WORDS = {
     4: {1: 0x77777777, 2: 0x88888888 - (1 << 32)},
     8: {1: 0x7F7F7F7F, 2: 0x80808080 - (1 << 32)},
@@ -43,7 +43,7 @@ SYMMETRIC_WORDS = {
 
 
 def _implied(checkpoint: Checkpoint) -> bool:
-    """Recognises old AutoGPTQ files, whose quantize_config.json names no method."""
+    """Returns True for old AutoGPTQ files, whose quantize_config.json names no method."""
     return checkpoint.settings.file.name == "quantize_config.json" and "bits" in checkpoint.settings
 
 
@@ -58,7 +58,10 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts one layer. Derives the code width and group size from the shapes and compares them with the settings."""
+    """Converts one layer.
+
+    Derives the code width and group size from the shapes, and compares them with the settings.
+    """
     rows, N = layer.expect("qweight", ("I32",), None, None)
     G, _ = layer.expect("scales", FLOATS, None, N)
     bits = _bits(layer, settings, rows, N, G)
@@ -89,7 +92,7 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
 
 
 def _bits(layer: Layer, settings: Settings, rows: int, N: int, G: int) -> int:
-    """Returns the bits of a code. They follow from the shapes; the settings may differ from module to module."""
+    """Returns the bits of a code, derived from the shapes. The settings may differ between modules."""
     if "g_idx" in layer:
         (K,) = layer.expect("g_idx", ("I32", "I64"), None)
         bits, rest = divmod(32 * rows, K)
@@ -118,7 +121,7 @@ def _group_size(layer: Layer, settings: Settings, K: int, G: int) -> int:
 
 
 def _has_overrides(settings: Settings) -> bool:
-    """Returns whether single modules may have other widths and group sizes (GPTQModel, AutoRound)."""
+    """Returns True if single modules may have other widths and group sizes (GPTQModel, AutoRound)."""
     return bool(settings.section("dynamic") or settings.section("extra_config"))
 
 
@@ -150,7 +153,7 @@ def _read_zeros(
         zeros = gptq_zeros(qzeros, version, options.gptq_zeros_rule)[:, :N]
     elif bits in ONES and options.gptq_zeros_rule == "word":
         zeros = _other_zeros(qzeros + ONES[bits], bits, N, planar)
-    else:  # GPTQModel adds 1 to each zero point of the other widths, because these straddle words or lie in planes
+    else:  # zero points of other widths straddle words or are in planes, so GPTQModel adds 1 to each
         zeros = raw.int() + 1 if options.gptq_zeros_rule == "unmasked" else (raw.int() + 1) & (2 * middle - 1)
         zeros = zeros.half() if bits == 8 and int(zeros.max()) > 255 else zeros.to(torch.uint8)
     return None if constant(zeros, middle) else zeros.contiguous()
@@ -163,7 +166,7 @@ def _other_zeros(qzeros: Tensor, bits: int, N: int, planar: bool) -> Tensor:
 
 
 def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None:
-    """Refuses a wrong version: of a symmetric file of 4 bits, raw zero points are 7 in version 1 and 8 in version 2."""
+    """Refuses a file with the wrong version. In symmetric 4-bit files, raw zero points are 7 (version 1) or 8 (2)."""
     other = 3 - version
     if constant(raw, middle - (other == 1)):
         raise layer.error(

@@ -1,8 +1,8 @@
-"""HQQ layers of 1 to 8 bits with groups along K (axis 1): W = (q - zero) * scale with floating zero points.
+"""HQQ layers of 1 to 8 bits with groups along K (axis 1): W = (q - zero) * scale with floating-point zero points.
 
-The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The highest codes of `W_q`'s bytes hold the
-first part of this matrix's rows, the next codes the next part. Of codes of 3 bits, ten are in an int32 word, and the
-matrix is padded to a multiple of ten rows.
+The weight is stored as a matrix with one group per row, `[N * K / g, g]`. The rows are split into equal parts, and an
+element of `W_q` packs one code of each part, the first part in the high bits. For 3 bits, an int32 word packs ten
+codes, and the matrix is padded to a multiple of ten rows.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# Bits of a code -> name of the packing, its dtype, and its codes in an element.
+# Bits of a code -> name of the packing, dtype of its elements, codes in an element.
 PACKINGS = {
     1: ("1bit_u8", torch.uint8, 8),
     2: ("2bit_u8", torch.uint8, 4),
@@ -53,7 +53,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     groups = scales.numel()
     if N < 1 or K < 1 or zeros.numel() != groups or N * K % groups:
         raise layer.error("scale", f"{groups} scales and {zeros.numel()} zero points do not agree with [{N}, {K}]")
-    rows = groups if axis == 1 else N * K // groups  # of the stored matrix
+    rows = groups if axis == 1 else N * K // groups  # rows of the stored matrix
     if nbytes != -(-rows // count) * (N * K // rows) * dtype.itemsize:
         raise layer.error("W_q", f"{nbytes} bytes do not hold [{N}, {K}] codes of {bits} bit")
     stored = layer.read("W_q").reshape(-1).view(dtype)
@@ -88,7 +88,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _number(layer: Layer, role: str, stated: int | None) -> int:
-    """Returns the layer's value, else the settings' value, else HQQ's default."""
+    """Returns the layer's own value, else the value in the settings, else HQQ's default."""
     if role in layer:
         return int(layer.scalar(role))
     return stated if stated is not None else {"nbits": 4, "axis": 1}[role]

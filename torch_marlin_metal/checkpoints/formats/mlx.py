@@ -1,7 +1,7 @@
 """MLX layers: `weight` uint32 `[N, K * bits / 32]`, first k in the low bits; affine scales and biases, or block scales.
 
-mlx-lm writes them, and so does transformers' Metal quantizer, which calls the biases `qbiases`. The settings object
-also holds the settings of single modules, under the module's name.
+mlx-lm writes these layers. transformers' Metal quantizer writes them too, and calls the biases `qbiases`. The settings
+object also has the settings of single modules, keyed by the module's name.
 """
 
 from functools import partial
@@ -21,19 +21,19 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# Model types of mlx-lm whose files are not read, and why.
+# Model types of mlx-lm whose files are refused, and the reasons.
 REFUSED = {
     "falcon_h1": "mlx-lm has multiplied weights of falcon_h1 with the multipliers of its config, which is not undone",
     "kimi_linear": "mlx-lm keeps the convolution of kimi_linear in three parts, which transformers joins",
     "longcat_flash": "transformers has weights for the experts of longcat_flash that compute nothing, mlx-lm has none",
     "nemotron_h": "the experts of nemotron_h have no gate, and the loader packs only experts with one",
 }
-# Maps each mode to the bit widths whose layout is known.
+# Mode -> code widths in bits whose layout is known.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuses models whose weights mlx-lm changed; each module may have its own settings and is checked by itself."""
+    """Refuses models whose weights mlx-lm changed. `_read` checks the settings of each module."""
     if (reason := REFUSED.get(str(checkpoint.config.get("model_type")))) is not None:
         raise UnsupportedFormat(f"{settings.file}: {reason}; quantize the original model with quantize_model")
 
@@ -46,7 +46,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 def _own_settings(layer: Layer, settings: Settings, role: str = "scales") -> Settings:
     """Returns the module's own settings, or the common settings if the module has none.
 
-    AutoRound stores a module's own settings only under "quantization".
+    AutoRound stores the settings of a module only under "quantization".
     """
     module = layer.roles[role].removesuffix(".scales")
     table = layer.checkpoint.config.get("quantization")
@@ -97,7 +97,7 @@ BLOCK_MODES = {
 
 
 def _latent(layer: Layer, settings: Settings) -> FloatRows:
-    """Decodes `kv_b_proj`: for each head the rows for keys, which are columns in the file, and for values."""
+    """Decodes `kv_b_proj`. Each head has rows for keys, which are columns in the file, and rows for values."""
     keys, values = _heads(layer, settings, ""), _heads(layer, settings, "second ")
     if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
         raise layer.error("weight", f"{list(keys.shape)} does not fit {VALUES[1:]} of {list(values.shape)}")
@@ -124,7 +124,7 @@ def _heads(layer: Layer, settings: Settings, prefix: str) -> Tensor:
 
 
 def _multiplier(layer: Layer) -> Tensor | None:
-    """Returns the factor that multiplies NVFP4's block scales, or None if the layer has none.
+    """Returns the factor for NVFP4's block scales, or None if the layer has no `global_scale`.
 
     MLX stores the largest magnitude of the weight as `global_scale`. The factor is this magnitude divided by the
     product of the largest scale and the largest code (mlx 0.32.4, mlx/backend/metal/kernels/fp_quantized.h).

@@ -1,7 +1,8 @@
 """NVFP4, E4M3 and int4 layers of NVIDIA ModelOpt.
 
-In NVFP4 layers, `weight` is uint8 `[N, K/2]`, `weight_scale` holds E4M3 block scales, and `weight_scale_2` is a global
-factor. In FP8 layers, `weight` is E4M3 `[N, K]` beside `weight_scale` alone. ModelOpt calls its int4 layers W4A16_AWQ.
+In NVFP4 layers, `weight` is uint8 `[N, K/2]`, `weight_scale` has E4M3 block scales, and `weight_scale_2` is a global
+factor. In FP8 layers, `weight` is E4M3 `[N, K]`, and there is only `weight_scale`. ModelOpt calls its int4 layers
+W4A16_AWQ.
 """
 
 from functools import partial
@@ -56,7 +57,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _read_int4(layer: Layer, settings: Settings) -> PackedWeight:
-    """Reads a layer of W4A16_AWQ: bytes `[N/2, K]` of signed codes. The low nibble belongs to the even row of a pair.
+    """Reads a W4A16_AWQ layer: bytes `[N/2, K]` of signed codes for pairs of rows, the even row in the low nibble.
 
     Source: pack_int4_in_uint8 of modelopt/torch/export/quant_utils.py (0.47). `weight_scale` is `[N, G]`.
     """

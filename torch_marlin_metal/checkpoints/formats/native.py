@@ -1,4 +1,4 @@
-"""The package's own format: the state_dict of every `MarlinLinear`, and settings that describe each layer.
+"""The package's own format: the state_dict of each `MarlinLinear`, and settings that describe each layer.
 
 docs/formats/formats.md is its specification.
 """
@@ -25,8 +25,8 @@ from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, Packe
 
 METHOD = OWN_METHOD
 FORMAT_NAMES = tuple(WEIGHT_FORMATS)
-LAYER_TENSORS = ("bias", "packed_format", GUARD)  # of a layer, beside its weight
-# A loader that lacks this package shows this advice in its error; see `NativeExporter.settings`.
+LAYER_TENSORS = ("bias", "packed_format", GUARD)  # tensors of a layer that are not part of its weight
+# transformers and diffusers show this advice if the package is not imported; see `NativeExporter.settings`.
 ADVICE = (
     "This model has packed weights: install the package torch_marlin_metal and write "
     "'import torch_marlin_metal.integrations.transformers' before from_pretrained "
@@ -36,7 +36,7 @@ ADVICE = (
 
 @dataclass
 class NativeExporter:
-    """The `exporters.Exporter` of this format; `layers` maps each layer's name to its entry in the settings."""
+    """The `exporters.Exporter` for this format. `layers` maps a layer's name to its entry in the settings."""
 
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -46,11 +46,11 @@ class NativeExporter:
         return dict(MarlinLinear.from_packed(weight).state_dict())
 
     def describe(self, weight: PackedWeight, name: str) -> None:
-        """Adds a layer's entry to the settings. Reads only shapes and dtypes of the weight."""
+        """Adds a layer's entry to the settings. Reads only the shapes and dtypes of the weight, no values."""
         self.layers[name] = _describe(weight)
 
     def own_tensors(self, weight: PackedWeight, name: str) -> dict[str, Tensor]:
-        """Returns the state_dict of the layer under `name`, for the safetensors writers of other libraries."""
+        """Returns the layer's state_dict with names under `name`, for the safetensors writers of other libraries."""
         tensors = self.tensors(replace(weight, name=name))
         # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
         return {key: value.clone() if key in ("lut", "perm") else value for key, value in tensors.items()}
@@ -62,18 +62,17 @@ class NativeExporter:
     def settings(self) -> dict[str, Any]:
         """Returns the `quantization_config` of a checkpoint with these layers.
 
-        If a program has not imported this package, transformers only warns of the unknown `quant_method` and goes on
-        with random weights. Two settings make transformers stop instead. Because of `load_in_4bit`, transformers and
-        diffusers take the settings for bitsandbytes'. They then look up the value of `bnb_4bit_compute_dtype` as an
-        attribute of torch. That value is a sentence with the missing import, so the error about a missing attribute
-        shows it.
+        If a program has not imported this package, transformers only warns of the unknown `quant_method` and continues
+        with random weights. Two settings make it raise an error instead. With `load_in_4bit`, transformers and
+        diffusers treat the settings as bitsandbytes'. They then look up the value of `bnb_4bit_compute_dtype` as an
+        attribute of torch. That value is `ADVICE`, so the error about the missing attribute shows the advice.
         """
         stops = {"load_in_4bit": True, "bnb_4bit_compute_dtype": ADVICE}
         return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **stops, "layers": self.layers}
 
 
 def _describe(weight: PackedWeight) -> dict[str, Any]:
-    """Returns the arguments from which `MarlinLinear` creates an empty layer for a weight."""
+    """Returns the arguments for an empty `MarlinLinear` that can load the weight."""
     entry: dict[str, Any] = {
         "in_features": weight.K,
         "out_features": weight.N,
@@ -97,10 +96,10 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
 class StateReader(CheckpointReader):
     """Reads the packed layers of a plain state_dict.
 
-    The `packed_format` tensor of a layer gives its format and group size, because a state_dict has no settings.
+    A state_dict has no settings. The tensor `packed_format` of each layer contains its format and group size.
 
     Args:
-        path: where the state_dict was found, for errors.
+        path: the location of the state_dict, for error messages.
         state: the tensors.
     """
 
@@ -167,7 +166,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error("b_packed", "scales are missing")
     weight = PackedWeight(weight_format=FORMAT_NAMES[format_id], group_size=group_size, source="native", **tensors)
     found = _describe(weight)
-    for key, value in entry.items():  # sizes are not compared: this process may have read only a part of the layer
+    for key, value in entry.items():  # sizes are not compared, because only a part of the layer may have been read
         if key.endswith("_dtype") and found.get(key) != value:
             role = key.replace("scale_dtype", "scales").replace("super_dtype", "super_scales").removesuffix("_dtype")
             role = role if role in layer else "scales"

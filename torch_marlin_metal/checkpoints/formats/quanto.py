@@ -1,6 +1,6 @@
-"""Layers of optimum-quanto in 8 bits: `weight._data` int8 or E4M3 `[N, K]`, and `weight._scale` for each row.
+"""Layers of optimum-quanto in 8 bits: int8 or E4M3 `weight._data` `[N, K]`, and `weight._scale` with a scale per row.
 
-`quanto_qmap.json` names the layers. diffusers writes a `quantization_config` instead.
+`quanto_qmap.json` lists the layers. diffusers writes a `quantization_config` instead.
 """
 
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ FEW_BITS = ".weight._data._data"
 
 
 def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because each layer is checked by itself."""
+    """Accepts every checkpoint, because `_read` checks each layer."""
 
 
 def _implied(checkpoint: Checkpoint) -> bool:

@@ -1,8 +1,8 @@
 """Reads torchao's layers of the classes NVFP4Tensor, MXTensor, IntxUnpackedToInt8Tensor, Float8Tensor and Int8Tensor.
 
-Their inner tensors are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own safetensors
-support wrote them. The attributes of these classes that are not tensors are in config.json under `tensor_attributes`,
-or in the file's metadata.
+The inner tensors of a layer are named `<layer>.weight.<field>`, or `<layer>._weight_<field>` if torchao's own
+safetensors support wrote them. The classes' attributes that are not tensors are in config.json under
+`tensor_attributes`, or in the file's metadata.
 """
 
 import json
@@ -36,7 +36,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-INTEGERS = {f"int{bits}": bits for bits in range(1, 9)}  # target dtypes
+INTEGERS = {f"int{bits}": bits for bits in range(1, 9)}  # target dtype -> bits
 FIELDS = ("qdata", "scale", "zero_point", "per_tensor_scale", "scale_and_zero", "act_pre_scale")
 
 
@@ -51,7 +51,7 @@ def _implied(checkpoint: Checkpoint) -> bool:
 
 
 def _attributes(layer: Layer) -> dict[str, str]:
-    """Returns the class of the weight under "class", and its attributes, all as text."""
+    """Returns the attributes of the weight as text. The key "class" is the weight's class."""
     stored = layer.checkpoint.metadata.get(f"{layer.name}.weight")
     if stored is None:
         values = layer.checkpoint.config.get("tensor_attributes", {})
@@ -64,7 +64,7 @@ def _attributes(layer: Layer) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    """Returns the text of a dtype or an enumeration, which torchao writes as {"_type": ..., "_data": ...}."""
+    """Converts a value to text. torchao writes a dtype or an enumeration as {"_type": ..., "_data": ...}."""
     if isinstance(value, dict) and "_data" in value:
         return f"{value.get('_type')}:{value['_data']}"
     return str(value) if isinstance(value, (bool, int, str)) or value is None else json.dumps(value)
@@ -92,7 +92,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _block_scales(layer: Layer, N: int, blocks: int, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns the scale codes `[blocks, N]`, which may be stored in tiles."""
+    """Returns the scale codes `[blocks, N]`. The file may store them in tiles."""
     rows, columns = -(-N // 128) * 32, -(-blocks // 4) * 16
     if layer.shape("scale") != (rows, columns):
         layer.expect("scale", dtypes, N, blocks)

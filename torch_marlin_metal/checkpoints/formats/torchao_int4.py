@@ -1,8 +1,8 @@
 """Reads torchao's packed int4 classes: Int4Tensor, Int4TilePackedTo4dTensor and Int4PlainInt32Tensor.
 
-The layouts are those that torchao 0.18 and PyTorch 2.13 write. Int4Tensor is written by `pack_int4` of FBGEMM and MSLK,
-the other two by `_convert_weight_to_int4pack`: Int4TilePackedTo4dTensor on CUDA (aten/src/ATen/native/cuda/int4mm.cu),
-Int4PlainInt32Tensor on XPU.
+The layouts are those of torchao 0.18 and PyTorch 2.13. `pack_int4` of FBGEMM and MSLK writes Int4Tensor.
+`_convert_weight_to_int4pack` writes the other two: Int4TilePackedTo4dTensor on CUDA
+(aten/src/ATen/native/cuda/int4mm.cu), Int4PlainInt32Tensor on XPU.
 """
 
 import re
@@ -29,13 +29,13 @@ from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.packed_weight import PackedWeight
 
 FLIP_SIGNS = -0x77777778  # 0x88888888: adds 8 to each signed nibble of a word
-INNER = 8  # a tile of Int4TilePackedTo4dTensor has 8 runs of 16 k; its qdata is [N/8, K/128, 32, 4]
-# NIBBLES[i] is the place of code i in its word: the nibble of the i-th k of a lane.
+INNER = 8  # a tile of Int4TilePackedTo4dTensor has 8 runs of 16 columns k; its qdata is [N/8, K/128, 32, 4]
+# NIBBLES[i] is the nibble of a word that contains code i, the i-th k of a lane.
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4Tensor: signed codes, even k in the low nibble; w = q * scale + zero_point, both `[G, N]`."""
+    """Reads Int4Tensor: signed codes with even k in the low nibble; w = q * scale + zero_point, both `[G, N]`."""
     N, half = layer.expect("qdata", ("I8", "U8"), None, None)
     group_size = _group_size(layer, attributes, 2 * half)
     if half % 4:
@@ -48,9 +48,9 @@ def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4TilePackedTo4dTensor as CUDA lays it out. A weight is (q - 8) * scale + zero. N and K are padded.
+    """Reads Int4TilePackedTo4dTensor in CUDA's layout: w = (q - 8) * scale + zero. N and K are padded.
 
-    ROCm writes tensors of the same shape in another order, and a file does not say which GPU wrote it. Each read
+    ROCm writes tensors of the same shape in another layout, and the file does not name the GPU that wrote it. Each read
     therefore warns.
     """
     warnings.warn(
@@ -67,7 +67,7 @@ def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
     layer.expect("scale_and_zero", FLOATS, -(-128 * k_tiles // group_size), 8 * row_tiles, 2)
     nibbles = (layer.read("qdata").unsqueeze(4) >> torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")) & 15
-    # Lane = (row, pair of k); the codes of a word are (k tile, half of the tile, one of the pair).
+    # Lane = (row, pair of k). The codes of a word are (k tile, half of the tile, element of the pair).
     codes = nibbles[..., NIBBLES].to(torch.uint8).reshape(row_tiles, k_tiles, 8, 4, 4, 2, 2, 2)
     codes = codes.permute(0, 2, 1, 4, 5, 6, 3, 7).reshape(8 * row_tiles, 128 * k_tiles)[:N, :K]
     scales, zeros = layer.read("scale_and_zero")[: -(-K // group_size), :N].unbind(2)
@@ -76,7 +76,7 @@ def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def read_words(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4PlainInt32Tensor as XPU lays it out: words of eight k; w = (q - zero_point) * scale, both `[G, N]`."""
+    """Reads Int4PlainInt32Tensor in XPU's layout: words of eight k; w = (q - zero_point) * scale, both `[G, N]`."""
     N, words = layer.expect("qdata", ("I32",), None, None)
     K = 8 * words
     group_size = _group_size(layer, attributes, K)
@@ -102,7 +102,7 @@ def read_words(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros: Tensor, kind: str) -> PackedWeight:
-    """Makes the weight (q - 8) * scale + zero of unsigned codes: as q * scale + b, with b in fp32."""
+    """Makes a weight with values (q - 8) * scale + zero. The weight stores q * scale + b, with b in fp32."""
     if constant(zeros, 0):
         return packed(layer, words, SYMMETRIC[4], group_size, scales, source=f"torchao {kind}")
     exact = zeros.double() - SIGN[4] * scales.double()
@@ -127,7 +127,7 @@ def _group_size(layer: Layer, attributes: dict[str, str], K: int) -> int:
 
 
 def _sizes(layer: Layer, attributes: dict[str, str], name: str) -> tuple[int, int]:
-    """Returns the two numbers of an attribute."""
+    """Returns the two numbers in an attribute's text."""
     found = [int(size) for size in re.findall(r"\d{1,9}", attributes.get(name, ""))]
     if len(found) != 2:
         raise layer.unsupported(f"its {name} is {attributes.get(name, 'not stated')}; expected two numbers")

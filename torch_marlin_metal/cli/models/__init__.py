@@ -1,1 +1,1 @@
-"""The commands that run a language model, or say whether one fits: `generate`, `bench MODEL`, `perplexity`, `fit`."""
+"""The commands that run a language model, `generate`, `bench MODEL` and `perplexity`, and `fit` for its memory."""

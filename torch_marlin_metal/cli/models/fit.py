@@ -1,4 +1,4 @@
-"""`torch-marlin-metal fit`: the memory that a model would take in each weight format, without loading it."""
+"""`torch-marlin-metal fit`: computes the memory of a model in each weight format, without loading the model."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -25,11 +25,11 @@ from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size, parse_size
 
-LARGE_MAC = 36 * 2**30  # bytes of memory up to which macOS lends the GPU two thirds, above three quarters
+LARGE_MAC = 36 * 2**30  # memory in bytes; macOS lends the GPU 2/3 of it up to this size, 3/4 above
 PROMPT = 512
-# Temporary bytes of an operator beside its result, which the meta device does not show.
+# Temporary bytes that an operator allocates besides its result. The meta device does not show them.
 INSIDE: dict[Any, Callable[[Tensor], int]] = {
-    # which numbers of the scores, and which rows, are -inf
+    # two masks: which scores are -inf, and which rows are all -inf
     torch.ops.aten._safe_softmax.default: lambda made: made.numel() + made.numel() // made.shape[-1] + made.itemsize,
     torch.ops.torch_marlin_metal.moe_gemm_gated.default: lambda made: 2 * made.nbytes,  # gate and up
 }
@@ -45,8 +45,8 @@ def fit(
 ) -> int:
     """Says whether a model fits into a Mac.
 
-    For a model of floats, there is a row for each weight format; a packed one has one row. It counts the weights that a
-    load would make. The exit code is 1 if nothing fits.
+    A model of floats has a row for each weight format, a packed model has one row. The bytes are those of the weights
+    after loading. The exit code is 1 if nothing fits.
     """
     limit = gpu_memory(memory)
     place, file = opened.locate(model)
@@ -77,8 +77,8 @@ def gpu_memory(memory: str | None) -> int:
     """Returns the bytes that macOS lets the GPU of a Mac use.
 
     Args:
-        memory: the Mac's memory, such as "16GB"; None for this machine, whose GPU knows the limit if it is a Mac. The
-            shares of other machines are the least that docs/use/command-line.md lists.
+        memory: the Mac's memory, for example "16GB". None means this machine: on a Mac, the GPU reports the limit.
+            Other machines use the smallest shares that docs/use/command-line.md lists.
     """
     if memory is None and torch.backends.mps.is_available():
         return torch.mps.recommended_max_memory()
@@ -87,7 +87,7 @@ def gpu_memory(memory: str | None) -> int:
 
 
 def _loaded(model: Any, reader: CheckpointReader) -> Any:
-    """Fills a model on the meta device as the loader would. Of layers with the same sizes, only one is read."""
+    """Fills a model on the meta device as the loader would. Of layers with the same sizes, reads only one."""
     read, seen = reader.read, dict[Hashable, Any]()
 
     def without_values(index: int) -> Any:
@@ -95,7 +95,7 @@ def _loaded(model: Any, reader: CheckpointReader) -> Any:
         if kind not in seen:
             seen[kind] = read(index)
             for name, tensor in vars(seen[kind]).items():
-                if isinstance(tensor, Tensor) and name != "bias":  # the loader looks for zeros in biases
+                if isinstance(tensor, Tensor) and name != "bias":  # the loader reads biases, to find zeros
                     setattr(seen[kind], name, tensor.to("meta"))
         values = {name: one for name, one in vars(seen[kind]).items() if isinstance(one, Tensor) and one.is_meta}
         own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in values.items()}
@@ -111,14 +111,14 @@ def _loaded(model: Any, reader: CheckpointReader) -> Any:
     shapes = {place.index: place.spot.shape for place in loader.plan.places}
     for experts in loader.plan.experts.values():
         shapes |= {index: experts.shapes[inner] for inner, index in experts.indexes.items()}
-    sizes = {index: shape and (shape.N, shape.K) for index, shape in shapes.items()}  # not in every header
+    sizes = {index: shape and (shape.N, shape.K) for index, shape in shapes.items()}  # some headers lack the sizes
     loader.place()
     loader.fill()
     return model
 
 
 def empty_model(config: Any, dtype: torch.dtype, weight_format: str) -> Any:
-    """Returns a model of transformers on the meta device, as `from_pretrained` would quantize it, or in "floats"."""
+    """Makes a transformers model on the meta device, in `weight_format` like `from_pretrained`, or in "floats"."""
     from transformers import AutoModelForCausalLM
 
     from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
@@ -131,7 +131,7 @@ def empty_model(config: Any, dtype: torch.dtype, weight_format: str) -> Any:
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the living tensors that operators made while it is active: `now`, and at `most` at once."""
+    """Counts the bytes of living tensors that operators create while this mode is active: `now` and the peak `most`."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,14 +166,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measured(path: str, model: Any, context: int, prompt: int) -> tuple[int, int]:
-    """Returns the bytes of the cache of `context` tokens, and of the activations of a prompt that ends it.
+    """Returns the bytes of a cache of `context` tokens, and of the activations while its last `prompt` tokens run.
 
-    The model runs on the meta device. Attention holds all scores of a prompt, as PyTorch's does on GPUs of Macs.
+    The model runs on the meta device. Attention stores all scores of a prompt, as PyTorch's does on GPUs of Macs.
     """
     tokens = torch.zeros(1, context, dtype=torch.long, device="meta")
     run = opened.cached(model)
     try:
-        with torch.no_grad():  # in inference mode, operators that are made of others are seen as one
+        with torch.no_grad():  # in inference mode, the dispatch mode does not see the parts of composite operators
             cache = run(tokens[:, prompt:]) if context > prompt else None
             live = Live(_tensors(cache))
             with live:

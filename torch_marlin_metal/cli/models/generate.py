@@ -1,4 +1,4 @@
-"""`torch-marlin-metal generate`: a model answers a prompt, as a stream, and says how fast it was."""
+"""`torch-marlin-metal generate`: a model answers a prompt as a stream, and its speed is reported."""
 
 import sys
 import time
@@ -33,8 +33,8 @@ def generate(
 ) -> int:
     """Continues a prompt, or chats.
 
-    The text is printed while the model generates it. stdout has only the text; the last lines of stderr say what was
-    loaded and how fast it was. With --json, the text is printed at the end, in one object. With --chat, each line of
+    The text is printed while the model generates it. stdout has only the text; the last lines on stderr describe the
+    loaded model and its speed. With --json, the text is printed at the end, in one object. With --chat, each line of
     stdin is a further message, until Ctrl-D.
     """
     if prompt is None and not chat:
@@ -83,9 +83,9 @@ def _numbers(answer: dict[str, Any]) -> str:
 
 @dataclass
 class _Talk:
-    """A model and the messages so far. `write` gets the text as it is generated, unless it is None.
+    """A model and the messages so far. Unless `write` is None, it receives the text as it is generated.
 
-    The cache of one answer serves the next one, if the chat template begins with the same tokens.
+    The next answer reuses the cache if the chat template produces the same tokens at the start.
     """
 
     loaded: opened.Opened
@@ -97,7 +97,7 @@ class _Talk:
     cache: Any = None
 
     def answer(self, message: str, chat: bool) -> dict[str, Any]:
-        """Generates the answer to a message, or the continuation of a prompt, and returns it with its numbers."""
+        """Generates the answer to a message, or the continuation of a prompt, and returns it with its timing."""
         if chat:
             self.said.append({"role": "user", "content": message})
             ids = self.words.apply_chat_template(self.said, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -124,7 +124,7 @@ class _Talk:
                 **self.settings,
             )
         all_ids = made.sequences[0].tolist()
-        self.cache, self.seen = getattr(made, name), all_ids[:-1]  # the last token was not computed with
+        self.cache, self.seen = getattr(made, name), all_ids[:-1]  # the cache has no entry for the last token
         text = self.words.decode(all_ids[len(ids) :], skip_special_tokens=True)
         self.said.append({"role": "assistant", "content": text})
         first, new, last = timed.times[0] - begin, len(timed.times), timed.times[-1] - timed.times[0]
@@ -142,7 +142,7 @@ class _Talk:
 
 
 class _Timed:
-    """A streamer of `generate` that notes the time of each token and writes the text with transformers' own."""
+    """A streamer for `generate` that records the time of each token. transformers' streamer writes the text."""
 
     def __init__(self, words: Any, write: Callable[[str], None] | None, device: str) -> None:
         from transformers import TextStreamer
@@ -155,7 +155,7 @@ class _Timed:
             self._inner.on_finalized_text = lambda text, stream_end=False: write(text + "\n" * stream_end)
 
     def put(self, value: torch.Tensor) -> None:
-        """Gets the tokens of the prompt, and then each new one when the device has computed it."""
+        """Receives the prompt's tokens, and then each new token after the device has computed it."""
         if not self._is_prompt:
             self.times.append(time.perf_counter())
             if self._device == "mps":
@@ -165,6 +165,5 @@ class _Timed:
             self._inner.put(value)
 
     def end(self) -> None:
-        """Writes the rest of the text."""
         if self._inner is not None:
             self._inner.end()

@@ -36,7 +36,7 @@ TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="A direc
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded model of transformers, on its device, and the seconds that loading took."""
+    """A transformers model that is loaded on its device, and the seconds that loading took."""
 
     path: Path
     model: Any
@@ -45,7 +45,7 @@ class Opened:
 
     @classmethod
     def of(cls, path: Path, device: str, dtype: str | None, weight_format: str | None, fuse: bool) -> "Opened":
-        """Loads a model with transformers and this package's integration; quantizes floats to a given format."""
+        """Loads a model with transformers and this package's integration, quantized to `weight_format` if given."""
         place, file = locate(path)
         file["dtype"] = "auto" if dtype is None else floating(dtype)
         if weight_format is not None:
@@ -79,7 +79,7 @@ class Opened:
         return int(self.model.config.get_text_config().vocab_size)
 
     def check_tokens(self, ids: Tensor) -> None:
-        """Raises a CheckpointError for token ids beyond the model's vocabulary, as from another model's tokenizer."""
+        """Raises a CheckpointError for token ids outside the model's vocabulary, for example another model's."""
         if (largest := int(ids.max())) >= self.vocabulary:
             raise CheckpointError(
                 f"{self.path}: expected tokens below its vocabulary of {self.vocabulary}, the tokenizer gives "
@@ -87,7 +87,7 @@ class Opened:
             )
 
     def described(self) -> dict[str, Any]:
-        """Describes the loaded model, in JSON types."""
+        """Describes the loaded model in JSON types."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, PackedLayer)]
         return {
             "model": str(self.path),
@@ -110,7 +110,7 @@ def rate(tokens_per_second: float) -> str:
 
 
 def locate(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the arguments of transformers' `from_pretrained`: the directory, and the name of a .gguf file in it."""
+    """Returns the arguments for transformers' `from_pretrained`: a directory, and the name of a .gguf file in it."""
     if not path.exists():
         raise CheckpointError(
             f"{path}: does not exist; a model of the Hub must be downloaded first: hf download NAME --local-dir FOLDER"
@@ -134,7 +134,7 @@ def physical_memory() -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block, transformers reports only errors, not what it will change, and draws bars on a terminal."""
+    """Inside the block, transformers logs only errors, and shows progress bars only on a terminal."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -152,7 +152,7 @@ def quiet() -> Iterator[None]:
 
 
 def open_tokenizer(model: Path, given: Path | None) -> Any:
-    """Loads the tokenizer of a given directory, else the model's own."""
+    """Loads the tokenizer from the directory `given`, or else the model's own."""
     place, file = locate(model) if given is None else (given, {})
     from transformers import AutoTokenizer
 
@@ -161,18 +161,18 @@ def open_tokenizer(model: Path, given: Path | None) -> Any:
             return AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
     except ImportError:
         raise
-    except Exception as error:  # each class of tokenizers fails in its own way
+    except Exception as error:  # tokenizer classes raise many kinds of errors
         reason = str(error).partition("\n")[0] or type(error).__name__
-        why = "" if reason.rstrip().endswith(":") else f" ({reason})"  # a list follows, which names no file
+        why = "" if reason.rstrip().endswith(":") else f" ({reason})"  # the message was the heading of a list
         raise CheckpointError(
             f"{given or model}: its tokenizer cannot be loaded{why}: --tokenizer names a directory that has one"
         ) from error
 
 
 def read_pieces(argument: str, file: Path, words: Any, length: int, most: int | None) -> Tensor:
-    """Cuts a file of text into at most so many pieces of tokens, int64 `[pieces, length]` on the CPU.
+    """Splits a text file into pieces of tokens, at most `most`: int64 `[pieces, length]` on the CPU.
 
-    Each begins as the tokenizer begins a text. A last piece that is shorter is left out.
+    Each piece starts with the tokens that the tokenizer puts before a text. A shorter last piece is omitted.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def read_pieces(argument: str, file: Path, words: Any, length: int, most: int | 
 
 
 def cached(model: Any) -> Callable[..., Any]:
-    """Returns a function that computes the last logits of tokens after those of a cache, and returns the cache."""
+    """Returns a function that runs the model on tokens after those in a cache, and returns the new cache."""
     name, options = cache_name(model), last_logits(model)
 
     def run(ids: Tensor, cache: Any = None) -> Any:
@@ -199,12 +199,12 @@ def cached(model: Any) -> Callable[..., Any]:
 
 
 def last_logits(model: Any, count: int = 1) -> dict[str, int]:
-    """Returns the argument by which a model computes logits of the last tokens only, or none if it always does all."""
+    """Returns the argument that limits the logits to the last `count` tokens, or {} if the model lacks it."""
     return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def peak_memory(device: str) -> int:
-    """Returns the GPU driver's bytes now, or on the CPU the peak memory of this process."""
+    """Returns the bytes that the GPU driver has now, or on the CPU the peak memory of this process."""
     if device == "mps":
         return torch.mps.driver_allocated_memory()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -212,7 +212,7 @@ def peak_memory(device: str) -> int:
 
 @contextmanager
 def memory_errors(op: str, size: str) -> Iterator[None]:
-    """Turns torch's errors about memory into a MemoryError, which says how large the problem was."""
+    """Converts torch's errors about memory to a MemoryError that names the size of the problem."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal perplexity`: how well a model predicts a text, and how far its predictions are from another's."""
+"""`torch-marlin-metal perplexity`: measures how well a model predicts a text, and compares two models' predictions."""
 
 import math
 from pathlib import Path
@@ -31,8 +31,8 @@ def perplexity(
 ) -> int:
     """Measures how well a model predicts a text.
 
-    The perplexity is defined as in llama-perplexity. With --against, also the KL divergence from the other model, which
-    must have the same vocabulary. --weight-format quantizes only the first model. Both are in memory at the same time.
+    The perplexity is that of llama-perplexity. --against adds the KL divergence from another model, which must have the
+    same vocabulary. --weight-format quantizes only the first model. Both models are in memory at the same time.
     """
     place = device_of(device)
     if against is not None:
@@ -53,7 +53,7 @@ def perplexity(
 
 
 def _measure(models: list[opened.Opened], parts: Tensor, batch: int, as_json: bool) -> dict[str, Tensor]:
-    """Returns one value for each token of the second halves: fp64 on the CPU, under the names of measures."""
+    """Returns, by name of a measure, one value for each token of the second halves, fp64 on the CPU."""
     found: dict[str, list[Tensor]] = {}
     first = parts.shape[1] // 2
     with progress_bar(len(parts), "piece", as_json) as bar, torch.inference_mode(), opened.quiet():
@@ -73,14 +73,14 @@ def _measure(models: list[opened.Opened], parts: Tensor, batch: int, as_json: bo
 
 
 def _logs(model: Any, ids: Tensor, first: int) -> Tensor:
-    """Returns logarithms of the probabilities of the tokens after `first`, fp32 `[B, S - first - 1, vocabulary]`."""
+    """Returns the log probabilities of the tokens after `first`, fp32 `[B, S - first - 1, vocabulary]`."""
     kept = ids.shape[1] - first
     logits: Tensor = model(input_ids=ids, use_cache=False, **opened.last_logits(model, kept)).logits
     return logits[:, -kept:-1].float().log_softmax(2)
 
 
 def _summary(scores: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns the means of all tokens, with the standard errors of these means."""
+    """Returns the mean of each measure over all tokens, and its standard error."""
     value: dict[str, Any] = {"tokens": len(scores["loss"])}
     for other in ("", "other_") if "divergence" in scores else ("",):
         loss, error = _mean(scores[f"{other}loss"])

@@ -1,4 +1,4 @@
-"""`torch-marlin-metal bench MODEL`: a model's tokens a second as llama-bench defines them, pp512 and tg128."""
+"""`torch-marlin-metal bench MODEL`: tokens per second of a model, as llama-bench defines them (pp512, tg128)."""
 
 import statistics
 import time
@@ -28,8 +28,8 @@ def measure_model(
 ) -> list[dict[str, Any]]:
     """Times a model's prompts and single tokens, each from an empty cache, on random tokens without sampling.
 
-    Each length in `prompts` is one call; each number in `new` is so many calls of one token, and the host waits for
-    each. A test is run once without counting and then `rounds` times.
+    Each length in `prompts` is one call. Each number in `new` is a count of calls with one token, and the host waits
+    for each call. After one untimed run, a test runs `rounds` times.
     """
     model = opened.cached(loaded.model)
     one_by_one = partial(_one_by_one, model)
@@ -76,9 +76,9 @@ def _one_by_one(model: Callable[..., Any], ids: Tensor) -> None:
 
 
 def _predicted(loaded: opened.Opened, rows: int, sequences: int) -> float | None:
-    """Returns the planner's seconds for all packed products of so many rows, or None if it predicts only some of them.
+    """Returns the planner's seconds for all packed products of `rows` rows, or None if a product has no prediction.
 
-    The output layer computes the last token of each sequence, if the model can leave out the others.
+    The output layer computes only the last token of each sequence, if the model supports this.
     """
     modules = list(loaded.model.modules())
     if loaded.device != "mps" or any(isinstance(module, MarlinExperts) for module in modules):

@@ -1,1 +1,1 @@
-"""Shows a GPU's tiles, choices, rooflines and traces. Public as `torch_marlin_metal.profiling`."""
+"""Shows the tiles, choices, rooflines and traces of a GPU. Public as `torch_marlin_metal.profiling`."""

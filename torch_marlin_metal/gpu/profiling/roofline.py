@@ -1,4 +1,4 @@
-"""Places products under a GPU's roofline: what memory and matrix unit allow."""
+"""The roofline of a GPU: the rates that memory bandwidth and matrix unit allow for given products."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch_marlin_metal.printing import RichText, table
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """One product.
+    """A product in a roofline.
 
     Attributes:
         M: rows of the activations.
         N: columns of the weight.
         K: rows of the weight.
         variant: the variant that the planner chooses.
-        intensity: floating-point operations per byte, if every byte is moved once.
-        attainable: the highest rate, in flop/s, that memory and matrix unit allow at this intensity.
+        intensity: floating-point operations per byte, if each byte is moved once.
+        attainable: the highest rate in flop/s that memory bandwidth and matrix unit allow at this intensity.
     """
 
     M: int
@@ -38,12 +38,12 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Roofline(RichText):
-    """A GPU's two roofs and the products under them.
+    """A GPU's roofline and the products below it.
 
     Attributes:
         gpu: the GPU.
         weight_format: weight format of the products.
-        points: one point for each shape.
+        points: a point for each product.
     """
 
     gpu: AppleSiliconGPU
@@ -67,7 +67,7 @@ class Roofline(RichText):
         return table(title, *right[:3], "variant", *right[3:], rows=rows, right=right)
 
     def plot(self, path: str | Path) -> None:
-        """Draws the roofline into a file; the file's ending selects the image format.
+        """Draws the roofline into a file. The ending of the file's name selects the image format.
 
         Raises:
             ImportError: matplotlib is not installed (`pip install matplotlib`).
@@ -107,7 +107,7 @@ class Roofline(RichText):
 
     @property
     def bandwidth(self) -> float:
-        """Returns the memory bandwidth that kernels reach when they read, in bytes per second."""
+        """Returns the memory bandwidth that reading kernels reach, in bytes per second."""
         return self.gpu.reachable_dram_bytes_per_second
 
 
@@ -119,7 +119,7 @@ def roofline(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Roofline:
-    """Places products under a GPU's roofline.
+    """Computes a GPU's roofline and the position of products below it.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.

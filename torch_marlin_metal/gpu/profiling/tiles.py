@@ -1,4 +1,4 @@
-"""Shows tile budgets: memory and registers of each tile, threadgroups per core, and the planner's choice for each M."""
+"""Tables of tiles: memory, registers and occupancy of each tile shape, and the planner's choice for each M."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ THREADGROUP_LIMIT = 32 * 1024  # Metal's limit, in bytes of threadgroup memory
 
 @dataclass(frozen=True)
 class TileRow:
-    """How much memory and how many registers one variant uses with one tile shape.
+    """The memory and the registers of one variant with one tile shape.
 
     Attributes:
         variant: the name for `gemm(variant=...)`.
-        tile: M, N and K of a threadgroup's step (for `gemv` and `fused`, of a simdgroup's step).
-        simdgroups: simdgroups per threadgroup; for `gemv` and `fused`, of a product with the tile's rows and N = K =
-            4096.
+        tile: M, N and K of one step of a threadgroup (of a simdgroup for `gemv` and `fused`).
+        simdgroups: simdgroups per threadgroup. For `gemv` and `fused`, this is the number for a product with the tile's
+            rows and N = K = 4096.
         threadgroup_bytes: bytes of threadgroup memory.
-        half_registers: 16-bit registers per thread, counted for the M1 (assumed for `tensor`).
-        occupancy: how many threadgroups a core holds.
-        flop_per_byte: floating-point operations of a step for each byte that it loads from device memory.
+        half_registers: 16-bit registers per thread, counted for the M1 (for `tensor`, assumed).
+        occupancy: the threadgroups that are resident on a core.
+        flop_per_byte: floating-point operations in a step per byte that the step loads from device memory.
     """
 
     variant: str
@@ -47,19 +47,19 @@ class TileRow:
         return self.threadgroup_bytes / THREADGROUP_LIMIT
 
     def waves(self, M: int, N: int, cores: int) -> float:
-        """Returns the number of output tiles divided by the threadgroups that a GPU holds at once, without split K."""
+        """Returns the number of output tiles divided by the threadgroups resident on the GPU, without split K."""
         tiles = -(-M // self.tile[0]) * -(-N // self.tile[1])
         return tiles / (cores * self.occupancy.threadgroups)
 
 
 @dataclass(frozen=True)
 class TileTable(RichText):
-    """Every variant and tile shape for one GPU and one dtype of activations; prints as a table.
+    """Every variant and tile shape for one GPU and one activation dtype. Prints as a table.
 
     Attributes:
         gpu: the GPU.
         dtype: dtype of the activations.
-        rows: the tiles.
+        rows: a row for each variant and tile shape.
     """
 
     gpu: AppleSiliconGPU
@@ -93,9 +93,9 @@ def _cells(row: TileRow) -> tuple[str, ...]:
 
 
 def tile_table(gpu: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16) -> TileTable:
-    """Returns the memory and registers of every variant and tile shape, and how many threadgroups fit on a core.
+    """Returns the memory, registers and occupancy of every variant and tile shape.
 
-    Tiles that exceed Metal's 32 KB of threadgroup memory with this dtype are left out.
+    Tiles are omitted if their threadgroup memory exceeds Metal's 32 KB with this dtype.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.
@@ -141,14 +141,14 @@ def _row(
     simdgroups = launch["threads"][0] // SIMD_WIDTH
     held = occupancy_of(launch["threads"][0], registers, memory, gpu)
     M, N, _ = tile
-    loaded = 0.5 * N + M * dtype.itemsize  # bytes of packed codes and of activations, for each k
+    loaded = 0.5 * N + M * dtype.itemsize  # bytes of packed codes and of activations for one k
     return TileRow(variant, tile, simdgroups, memory, registers, held, 2 * M * N / loaded)
 
 
 def occupancy(
     kernel: str, device: AppleSiliconGPU | str | None = None, dtype: torch.dtype = torch.float16
 ) -> dict[tuple[int, int, int], Occupancy]:
-    """Returns how many threadgroups of a kernel a core holds at once, by tile shape.
+    """Returns the occupancy of a kernel by tile shape: the threadgroups that are resident on a core.
 
     Args:
         kernel: a variant: "gemv", "fused", "double_buffered", "single_stage", "striped" or, on a GPU with tensor units,
@@ -173,13 +173,13 @@ def occupancy(
 
 @dataclass(frozen=True)
 class Choice:
-    """The planner's choice for a range of M. Every M of the range was planned.
+    """The planner's choice for a range of M. Each M of the range was planned.
 
     Attributes:
         first: smallest M of the range.
         last: largest M of the range.
         variant: the chosen variant.
-        tile: the tile of the choice.
+        tile: the chosen tile.
     """
 
     first: int
@@ -198,9 +198,9 @@ def selection_guide(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> list[Choice]:
-    """Returns the variant and tile that the planner chooses, for ranges of M.
+    """Returns the planner's choice of variant and tile for ranges of M.
 
-    A range ends when the choice changes. It also ends at a value that `rows` leaves out.
+    A range ends where the choice changes. It also ends before a value that `rows` lacks.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.

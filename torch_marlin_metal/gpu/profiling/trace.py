@@ -1,4 +1,4 @@
-"""Signposts and GPU captures of kernels that run on a Mac, through PyTorch's own profiler."""
+"""Signposts and GPU captures for kernels on a Mac, with PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.mps import profiler
 
 @contextmanager
 def trace(*, capture: str | Path | None = None, wait_until_completed: bool = False) -> Iterator[None]:
-    """Marks every kernel that runs in the `with` block with a signpost, and optionally captures the GPU's work.
+    """Marks each kernel in the `with` block with a signpost. Optionally captures the GPU's work.
 
-    Kernels of this package appear under their own names, such as "gemv_uint4b8_float16". Apple's Instruments shows the
-    signposts in its Logging instrument under "PyTorchMPS"; Xcode opens the capture.
+    The signposts have the kernels' names, such as "gemv_uint4b8_float16". Apple's Instruments shows them in its Logging
+    instrument under "PyTorchMPS". Xcode opens the capture.
 
     Args:
-        capture: a file to make, ending in .gputrace. The process must have been started with MTL_CAPTURE_ENABLED=1.
-        wait_until_completed: run one kernel at a time, so that intervals do not overlap.
+        capture: the file to write, ending in .gputrace. The process must have started with MTL_CAPTURE_ENABLED=1.
+        wait_until_completed: True to run one kernel at a time, so that the intervals do not overlap.
 
     Raises:
         RuntimeError: this machine has no Mac GPU, or captures are not enabled.
-        ValueError: the file's name does not end in .gputrace.
+        ValueError: the name of the file does not end in .gputrace.
         FileExistsError: the file exists.
     """
     if not torch.backends.mps.is_available() or not torch.backends.mps.is_built():

@@ -1,4 +1,4 @@
-"""Times calls on an asynchronous device. Chains of dependent calls take turns and are compared by medians of ratios."""
+"""Times calls on an asynchronous device. Chains of dependent calls run in turn and are compared by median ratios."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 # More than twice the largest system-level cache of an Apple GPU (96 MB, M1 Ultra), so that weights come from memory.
 COLD_BYTES = 256 * 2**20
-CHAIN_SECONDS = 0.01  # the least work of a chain, because a synchronisation costs tens of microseconds
-WARM_SECONDS = 0.2  # work before measuring, because an idle GPU needs tens of milliseconds to reach its full clock
+CHAIN_SECONDS = 0.01  # minimum time of a chain, because a synchronization costs tens of microseconds
+WARM_SECONDS = 0.2  # time of work before measuring: an idle GPU reaches its full clock after tens of milliseconds
 MOST_CALLS = 256
-# A measured chain is one command buffer, and macOS may kill one that takes some tenths of a second. If a call takes
-# longer than this, each measurement has only one.
+# A measured chain is one command buffer, and macOS may kill a command buffer that runs for some tenths of a second. If
+# a call takes longer than this, a measurement consists of one call.
 LONG_SECONDS = 0.05
-# The factor of a product's result in the activations of the next product. It is so small that the sum rounds to the
-# activations. It is not 0: with 0, PyTorch before 2.15 copies the activations on mps instead of reading the result.
+# A product's result is multiplied by this factor and added to the next product's activations. The factor is so small
+# that the sum rounds to the activations. It is not 0: with 0, PyTorch before 2.15 copies the activations on mps instead
+# of reading the result.
 LINK = 1e-30
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of one call of a chain.
+    """The time of one call in a chain.
 
     Attributes:
         seconds: time on the device.
-        host_seconds: time until the call returned; on a GPU, the work of the call may not have begun by then.
-        has_gaps: whether the device's time may include waits for the host.
+        host_seconds: time until the call returned. On a GPU, the call's work may not have started by then.
+        has_gaps: True if the device's time may include waits for the host.
     """
 
     seconds: float
@@ -44,13 +45,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chain:
-    """Repeated calls; each depends on the previous result.
+    """Repeated calls, in which each call depends on the result of the previous call.
 
     Attributes:
-        first: the argument of the first call.
-        step: one call: takes the state and the number of the call, and returns the next state.
+        first: the state before the first call.
+        step: makes one call. Its arguments are the state and the index of the call, its result is the next state.
         finish: waits until the last state is ready.
-        clock: the function that measures a number of calls, such as `wall_clock` or `gpu_clock`.
+        clock: measures a number of calls, for example `wall_clock` or `gpu_clock`.
     """
 
     first: object
@@ -59,18 +60,18 @@ class Chain:
     clock: Callable[[Chain, int], Measured]
 
     def run(self, calls: int, state: object) -> object:
-        """Makes calls without waiting for them; returns the last state."""
+        """Makes calls without waiting for them. Returns the last state."""
         for index in range(calls):
             state = self.step(state, index)
         return state
 
     def measure(self, calls: int) -> Measured:
-        """Returns the mean time of a call, from this number of calls."""
+        """Measures this number of calls and returns the mean time of a call."""
         return self.clock(self, calls)
 
 
 def wall_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls by the host's clock, from the first call until the device has done the work of all calls."""
+    """Measures calls with the host's clock, from the first call until the device has finished all calls."""
     chain.finish(chain.first)
     begin = time.perf_counter()
     state = chain.run(calls, chain.first)
@@ -80,12 +81,12 @@ def wall_clock(chain: Chain, calls: int) -> Measured:
 
 
 def gpu_clock(chain: Chain, calls: int) -> Measured:
-    """Measures calls of PyTorch on mps by the start and the end of their command buffer, as the GPU reports them.
+    """Measures calls of PyTorch on mps by the start and end times that the GPU reports for their command buffer.
 
-    Encoding a call takes PyTorch longer than a small product takes the GPU, so the host's clock would measure the host.
-    A chain that is not measured therefore runs first: the GPU works on it while the host encodes the measured chain. If
-    PyTorch commits inside the measured chain, as its graphs and copies may, the GPU may wait for the host. `has_gaps`
-    is then true.
+    PyTorch takes longer to encode a call than the GPU takes for a small product, so the host's clock would measure the
+    host. An unmeasured chain therefore runs first, and the GPU works on it while the host encodes the measured chain.
+    PyTorch's graphs and copies may commit inside the measured chain. Then the GPU may wait for the host, and `has_gaps`
+    is True.
     """
     timer: Any = torch.ops.torch_marlin_metal
     state = chain.run(calls, chain.first)
@@ -100,13 +101,13 @@ def gpu_clock(chain: Chain, calls: int) -> Measured:
 
 
 def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
-    """Makes a chain of products: the activations of each depend on the result of the one before.
+    """Makes a chain of products. The activations of each product depend on the previous product's result.
 
     The values of the activations do not change, but the device must wait for each result.
 
     Args:
         a: activations of the first product, `[M, K]`.
-        product: takes activations and the number of the call, and returns `[M, N]`; the number selects the weight.
+        product: computes `[M, N]` from activations and the index of the call. The index selects the weight.
     """
 
     def step(state: object, index: int) -> object:
@@ -118,20 +119,20 @@ def product_chain(a: Tensor, product: Callable[[Tensor, int], Tensor]) -> Chain:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has finished all its work."""
+    """Waits until the device has finished all its work."""
     if device.type == "mps":
         torch.mps.synchronize()
 
 
 def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list[list[Tensor]]:
-    """Clones the tensors often enough that cycling through the clones always misses the caches."""
+    """Clones the tensors so many times that a cycle through the clones always misses the caches."""
     size = sum(tensor.nbytes for tensor in tensors)
     copies = max(2, -(-cold_bytes // max(size, 1)))
     return [[tensor.clone() for tensor in tensors] for _ in range(copies)]
 
 
 def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], PackedWeight]:
-    """Returns a function that maps the number of a call to a weight; each call gets another copy of the tensors."""
+    """Returns a function that maps the index of a call to a clone of the weight. Consecutive calls get other clones."""
     tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
     weights = [replace(weight, **dict(zip(tensors, copy, strict=True))) for copy in copies]  # type: ignore[arg-type]
@@ -139,7 +140,7 @@ def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[in
 
 
 def gemm_chain(a: Tensor, weights: Callable[[int], PackedWeight], variant: str = "auto") -> Chain:
-    """Makes a chain of calls of `gemm` with the weights that `rotating` returns."""
+    """Makes a chain of `gemm` calls with the weights from `rotating`."""
 
     def product(state: Tensor, index: int) -> Tensor:
         return gemm(state, weights(index), variant=variant)
@@ -148,9 +149,9 @@ def gemm_chain(a: Tensor, weights: Callable[[int], PackedWeight], variant: str =
 
 
 def measure(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[Measured]]:
-    """Times all chains once per round, in rotating order. Returns the times of a call of each chain, by round.
+    """Times all chains once per round, in rotating order. Returns the time of a call for each chain and round.
 
-    Because the chains take turns, a disturbance of the machine affects all of them alike. Compare two chains by the
+    The chains run in turn, so a disturbance of the machine affects all of them equally. Compare two chains by the
     median of their ratios per round.
     """
     calls = {name: _calls(chain) for name, chain in chains.items()}
@@ -164,12 +165,12 @@ def measure(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[Meas
 
 
 def interleave(chains: Mapping[str, Chain], rounds: int = 9) -> dict[str, list[float]]:
-    """Times the chains in turn, in several rounds. Returns each chain's GPU seconds per call, by round."""
+    """Times the chains in turn for several rounds. Returns the GPU seconds of a call for each chain and round."""
     return {name: [found.seconds for found in times] for name, times in measure(chains, rounds).items()}
 
 
 def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
-    """Returns the median over rounds of the ratio of two times."""
+    """Returns the median, over the rounds, of the ratio of two times."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))
 
 

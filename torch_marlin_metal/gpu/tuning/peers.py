@@ -1,4 +1,4 @@
-"""The alternatives that `bench` compares: PyTorch's dense product, its 4-bit operator, and `two_pass`."""
+"""The alternatives that `bench` measures: PyTorch's dense product, its 4-bit operator, and `two_pass`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ ATEN_GROUP_SIZES = (32, 64, 128, 256)
 
 
 class NoPeer(Exception):
-    """An alternative cannot compute this product on this machine; the text is the reason."""
+    """An alternative cannot compute the product on this machine. The message is the reason."""
 
 
 def rivals(weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> tuple[dict[str, Chain], dict[str, str]]:
-    """Makes a chain of products for this package and for each alternative that supports `a` times the weight.
+    """Makes a chain of products for this package, and for each alternative that supports the product.
 
-    Alternatives get random weights of the same shape and group size, in their own 4-bit format or dense.
+    Alternatives use random weights of the same shape and group size, dense or in their own 4-bit format.
 
     Args:
         weight: a weight on the device of `a`.
         a: activations `[M, K]` on "mps" or "cpu".
-        cold_bytes: total bytes of the weight's clones, which are cycled through.
+        cold_bytes: total bytes of the weight's clones, which the chain uses in turn.
 
     Returns:
-        The chains by name, this package first; and, by name, the reasons why alternatives are missing.
+        The chains by name, with this package first, and the reasons for missing alternatives by name.
     """
     weights = rotating(weight, cold_bytes)
     chains = {OURS: gemm_chain(a, weights)}

@@ -1,4 +1,4 @@
-"""The distinct products of a model, which the tuner measures."""
+"""The distinct products of a model, for which the tuner measures kernels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch_marlin_metal.quantize.weight import quantize_weight
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """The product of activations, with any number of rows, and a weight.
+    """A product of activations and a weight, for any number of activation rows.
 
     Attributes:
         N: columns of the weight.
         K: rows of the weight.
         weight_format: format of the weight.
-        group_size: group size of the weight, as the operators take it.
+        group_size: group size of the weight, as in the operators' arguments.
         dtype: dtype of the activations and of floating scales: "float16", "bfloat16" or "float32".
 
     Examples:
@@ -46,7 +46,7 @@ class Product:
         return dtype
 
     def plan(self, M: int) -> GemmPlan:
-        """Returns the plan for M rows without a tuning table."""
+        """Returns the plan for M rows, without choices from a tuning table."""
         return plan(
             M,
             self.N,
@@ -58,7 +58,7 @@ class Product:
         )
 
     def make_weight(self, device: str) -> PackedWeight:
-        """Makes a weight of random codes on a device."""
+        """Makes a weight with random codes on a device."""
         generator = torch.Generator().manual_seed(0)
         dense = torch.randn(self.N, self.K, generator=generator, device="cpu").to(self.torch_dtype) / self.K**0.5
         row = WEIGHT_FORMATS[self.weight_format]
@@ -68,14 +68,14 @@ class Product:
 
 
 def products_of(path: Path, dtype: str = "float16") -> list[Product]:
-    """Returns the distinct products of a checkpoint, largest weight first.
+    """Returns the distinct products of a checkpoint, with the largest weight first.
 
     Args:
-        path: a checkpoint directory or a .gguf file, as `convert.read_layers` takes it.
+        path: a checkpoint directory or a .gguf file, like the argument of `convert.read_layers`.
         dtype: dtype of the activations when the model runs.
 
     Raises:
-        CheckpointError: the checkpoint is damaged. Layers that cannot be read are left out.
+        CheckpointError: the checkpoint is damaged. Layers that cannot be read are omitted.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")

@@ -1,4 +1,4 @@
-"""The table of measured choices, a small JSON file with one section per machine."""
+"""The table of measured choices, a small JSON file with a section for each machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _was_read = False
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and versions of a measurement. Other machines and versions ignore the measurement.
+    """The machine and the versions of a measurement.
+
+    On other machines or with other versions, the measurement is ignored.
 
     Attributes:
         gpu: the name that the GPU reports, for example "Apple M2 Max".
@@ -59,20 +61,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class TunedRange:
-    """The fastest variant of a product for a range of row counts. `tune` makes ranges of one row count.
+    """The fastest variant of a product for a range of row counts. A range from `tune` has a single row count.
 
     Attributes:
         product: the product.
         first_rows: smallest row count of the range.
         last_rows: largest row count of the range.
-        variant: the fastest variant, a name for `gemm(variant=...)`.
-        seconds: its median time.
-        model_variant: the planner's choice without measurements.
-        speedup: time of the planner's choice divided by that of `variant`, median over rounds. It is 1 if the
-            difference is within the noise; `variant` is then the planner's choice. It is also 1 if the planner's choice
-            is in `faults`.
-        times: median time in seconds of every candidate that was measured, by name.
-        faults: why candidates were not measured, by name: their results were wrong, or they did not run.
+        variant: the fastest variant, as a name for `gemm(variant=...)`.
+        seconds: the median time of `variant`.
+        model_variant: the choice of the planner's model, without measurements.
+        speedup: time of `model_variant` divided by the time of `variant`, the median over the rounds. It is 1 if the
+            difference is within the noise, and `variant` is then `model_variant`. It is also 1 if `model_variant` is in
+            `faults`.
+        times: the median time in seconds of each measured candidate, by name.
+        faults: the reasons why candidates were not measured, by name: wrong results, or an error.
     """
 
     product: Product
@@ -88,7 +90,7 @@ class TunedRange:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """The choices for one machine.
+    """The measured choices for one machine.
 
     Examples:
         >>> import pathlib
@@ -102,14 +104,17 @@ class TuningTable:
     ranges: tuple[TunedRange, ...]
 
     def merged(self, other: TuningTable) -> TuningTable:
-        """Returns this table with the products of `other`, which replace equal products of this table."""
+        """Returns this table with the choices of `other` added.
+
+        They replace this table's choices for equal products.
+        """
         replaced = {entry.product for entry in other.ranges}
         kept = tuple(entry for entry in self.ranges if entry.product not in replaced)
         return TuningTable(self.machine, kept + other.ranges)
 
 
 def table_path() -> Path:
-    """Returns the path of the table: `TORCH_MARLIN_METAL_TUNED`, else `tuned.json` in the user's cache folder.
+    """Returns the path of the table: `TORCH_MARLIN_METAL_TUNED`, or else `tuned.json` in the user's cache folder.
 
     Examples:
         >>> tmm.tuning.table_path().name
@@ -120,10 +125,10 @@ def table_path() -> Path:
 
 
 def load(path: Path | None = None) -> list[TuningTable]:
-    """Returns the tables in a file, one per machine, or an empty list if there is no file.
+    """Returns the tables in a file, one per machine, or an empty list if the file does not exist.
 
     Raises:
-        ValueError: the file is not a table of choices; the message names it.
+        ValueError: the file is not a table of choices. The message names the file.
 
     Examples:
         >>> import pathlib
@@ -149,13 +154,13 @@ def load(path: Path | None = None) -> list[TuningTable]:
 
 
 def save(table: TuningTable, path: Path | None = None) -> Path:
-    """Adds a table to a file and returns the path. Replaces older choices of the same machine for the same products.
+    """Adds a table to a file and returns the path. Replaces older choices for the same machine and products.
 
-    Processes that save at the same time wait for each other, so that no choice is lost.
+    Concurrent calls wait for each other, so no choice is lost.
 
     Raises:
-        ValueError: the file exists and is damaged; it is not changed.
-        OSError: the file cannot be written; it is not changed.
+        ValueError: the file exists but is damaged. It is not changed.
+        OSError: the file cannot be written. It is not changed.
 
     Examples:
         >>> import pathlib
@@ -184,7 +189,7 @@ def save(table: TuningTable, path: Path | None = None) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Waits for other processes and threads that save into the folder. The lock ends with its process."""
+    """Waits for other processes and threads that save into the folder. The lock is released if the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -194,10 +199,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def use(table: TuningTable | None) -> None:
-    """Makes `gemm(variant="auto")` on mps use the choices of a table. With None, the planner chooses again.
+    """Makes `gemm(variant="auto")` on mps use the choices in a table. With None, the planner's model chooses again.
 
     Raises:
-        ValueError: the table belongs to another machine, or names an unknown variant.
+        ValueError: the table belongs to another machine or contains an unknown variant.
 
     Examples:
         >>> tmm.tuning.use(None)  # back to the planner's own choices
@@ -208,9 +213,9 @@ def use(table: TuningTable | None) -> None:
 
 
 def use_saved(path: Path | None = None) -> bool:
-    """Uses the table for this machine from a file. Returns whether the file has one.
+    """Uses the table for this machine from a file. Returns True if the file contains such a table.
 
-    If the file is damaged or cannot be read, this function only warns, and the planner chooses.
+    If the file is damaged or cannot be read, this function warns and the planner's model chooses.
 
     Examples:
         >>> import pathlib
@@ -234,7 +239,7 @@ def use_saved(path: Path | None = None) -> bool:
 def use_saved_once() -> None:
     """Calls `use_saved` once per process. The planner calls this before its first choice for this machine's GPU."""
     global _was_read
-    with _reading:  # waiting for this lock releases Python's GIL, so it cannot deadlock
+    with _reading:  # Python releases the GIL while a thread waits for this lock, so the lock cannot deadlock
         if not _was_read:
             use_saved()
             _was_read = True

@@ -1,4 +1,4 @@
-"""Times the planner's candidates for products, and keeps correct ones that beat the planner's choice."""
+"""Times the planner's candidates for products, and stores correct candidates that beat the planner's choice."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-# The tuner times one tile of every variant, then further tiles in the planner's order, up to this number in all.
+# The tuner times one tile of each variant, then further tiles in the planner's order, up to this total number.
 MOST_CANDIDATES = 8
-# The tuner omits further tiles that the planner estimates to be slower than the best one by this factor.
+# The tuner omits further tiles whose estimated time exceeds the best estimate by more than this factor.
 SLOWEST = 3.0
-# A candidate replaces the planner's choice if it is faster by this factor and if the gain exceeds the rounds' spread.
+# A candidate replaces the planner's choice if it is faster by this factor and the gain exceeds the rounds' spread.
 MARGIN = 1.02
-# From this number of rows on, variants that round the weight are candidates. With fewer rows, as in decoding, they are
-# not.
+# Variants that round the weight are candidates only from this number of rows on, so not in decoding.
 ROUNDING_ROWS = 64
 
-# The tuner compares all rows of this many columns, which it draws at random, with fp64.
+# The tuner compares results with fp64 in all rows and in this many randomly selected columns.
 COMPARED_COLUMNS = 256
 
 Timer = Callable[[Mapping[str, Chain]], dict[str, list[float]]]
@@ -48,25 +47,24 @@ def tune(
     """Measures the candidates for products on this machine's GPU.
 
     For each product and number of rows, the tuner first compares the candidates' results with fp64. A candidate that is
-    wrong or fails is never chosen; a warning names it. Then the tuner times candidates of every variant in turn and
-    compares medians. A candidate runs as a chain of dependent products whose weights are not in the caches. The result
-    for a number of rows is used only for products with exactly this number; for other numbers, the planner's model
-    chooses.
+    wrong or fails is never chosen, and a warning names it. Then the tuner times candidates of all variants in turn and
+    compares their medians. A candidate runs as a chain of dependent products whose weights are not in the caches. A
+    measured choice applies only to exactly the measured number of rows. For other numbers, the planner's model chooses.
 
     Args:
         products: the products to measure.
         rows: the numbers of rows to measure, ascending.
-        timer: takes the chains by candidate and returns one cost per round for each; `interleave` measures times.
-        compare: whether to compare results.
-        cold_bytes: total bytes of a weight's clones, which are cycled through.
-        progress: whether to show a progress bar.
+        timer: measures chains by name, and returns one cost per round for each. `interleave` measures times.
+        compare: True to compare results with fp64.
+        cold_bytes: total bytes of a weight's clones, which a chain uses in turn.
+        progress: True to show a progress bar.
 
     Returns:
         A table for `save` and `use`.
 
     Raises:
         RuntimeError: torch has no mps device here, or all candidates for a product are wrong.
-        ValueError: rows are not ascending positive numbers.
+        ValueError: `rows` are not ascending positive numbers.
     """
     machine = Machine.current()
     if not rows or list(rows) != sorted(set(rows)) or rows[0] < 1:
@@ -93,7 +91,7 @@ def tune(
 
 
 class ExactProduct:
-    """Some columns of the products with a weight, in fp64 on the CPU."""
+    """Some columns of a weight's products, computed in fp64 on the CPU."""
 
     def __init__(self, weight: PackedWeight) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -101,12 +99,12 @@ class ExactProduct:
         self.dense = weight.dequantize()[:, self.columns].double()
 
     def faults(self, a: Tensor, weight: PackedWeight, names: Sequence[str]) -> dict[str, str]:
-        """Returns the errors of wrong results, by the names of their variants.
+        """Returns error messages for wrong results, by variant.
 
         Args:
             a: activations `[M, K]`.
-            weight: on the device of `a`.
-            names: the variants.
+            weight: the weight, on the device of `a`.
+            names: the variants to compare.
         """
         expected = a.cpu().double() @ self.dense
         columns = self.columns.to(a.device)
@@ -155,7 +153,7 @@ def _winner(
 
 
 def _spread(ratios: Sequence[float]) -> float:
-    """Returns the distance between the quartiles of the rounds' ratios."""
+    """Returns the difference between the upper and lower quartile of the rounds' ratios."""
     if len(ratios) < 2:
         return 0.0
     low, _, high = statistics.quantiles(ratios, n=4)

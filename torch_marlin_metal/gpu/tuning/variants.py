@@ -1,4 +1,4 @@
-"""The variants that `bench --variant all` times, and the least time of a product at peak rates."""
+"""The variants that `bench --variant all` times, and the lower bound of a product's time from peak rates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 @dataclass(frozen=True)
 class VariantRow:
-    """One variant of a product, before it is measured.
+    """A variant of a product, before its measurement.
 
     Attributes:
         name: the argument `variant` of `gemm`.
-        chain: products of this variant.
+        chain: a chain of products with this variant.
     """
 
     name: str
@@ -26,7 +26,7 @@ class VariantRow:
 
 
 def planned_variants(product: Product, M: int) -> tuple[GemmPlan, list[PlanCandidate]]:
-    """Returns a product's plan without measurements, and the first candidate of each variant."""
+    """Returns a product's plan without measured choices, and the first candidate of each variant."""
     found = product.plan(M)
     first: dict[str, PlanCandidate] = {}
     for candidate in found.candidates:
@@ -35,13 +35,13 @@ def planned_variants(product: Product, M: int) -> tuple[GemmPlan, list[PlanCandi
 
 
 def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> list[VariantRow]:
-    """Makes a chain of products for one tile of every variant, the planner's choice first.
+    """Makes a chain of products for one tile of each variant, with the planner's choice first.
 
     Args:
         product: the product.
-        weight: its weight, on mps.
+        weight: the weight of the product, on mps.
         a: activations `[M, K]` on mps.
-        cold_bytes: total bytes of the weight's clones, which are cycled through.
+        cold_bytes: total bytes of the weight's clones, which a chain uses in turn.
     """
     weights = rotating(weight, cold_bytes)
     found, planned = planned_variants(product, a.shape[0])
@@ -51,11 +51,11 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
 
 
 def moved_bytes(weight: PackedWeight, a: Tensor) -> float:
-    """Returns the bytes that a product `[M, K]` x `[K, N]` must read and write at least."""
+    """Returns the minimum bytes that a product `[M, K]` x `[K, N]` must read and write."""
     read = sum(tensor.nbytes for tensor in weight.tensors().values()) + a.nbytes
     return float(read + a.shape[0] * weight.N * a.element_size())
 
 
 def roof_seconds(product: Product, M: int, moved: float, peak_bytes: float, peak_flops: float) -> float:
-    """Returns the roof in seconds: the least time for a product that the peak rates of memory and matrix unit allow."""
+    """Returns the minimum seconds of a product, from the peak rates of memory and matrix unit (its roofline)."""
     return max(moved / peak_bytes, 2 * M * product.N * product.K / peak_flops)

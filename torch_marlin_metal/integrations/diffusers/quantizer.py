@@ -1,4 +1,4 @@
-"""The quantizer that diffusers calls while it loads or saves a model with packed layers."""
+"""The quantizer that diffusers calls when it loads or saves a model with packed layers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,10 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` layers into models of diffusers; their `from_pretrained` creates and calls it."""
+    """Puts `MarlinLinear` layers into diffusers models.
+
+    `from_pretrained` creates the quantizer and calls its methods.
+    """
 
     use_keep_in_fp32_modules = True
     quantization_config: MarlinConfig
@@ -51,12 +54,12 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         self._loader: Loader | None = None
         self._saved: nn.Module | None = None
         self._dtype: torch.dtype | None = None
-        self._single: str | None = None  # the single file that is read
+        self._single: str | None = None  # the single file that is being loaded
         self._has_directory = False
         self.op = OP
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuses devices that have no kernels, and fuse="layers", which only models of transformers support."""
+        """Raises an error for devices without kernels, and for options that only transformers models support."""
         require(OP)
         if self.quantization_config.fuse == "layers":
             raise ValueError(f"{OP}: fuse: expected True or False for a model of diffusers, got 'layers'")
@@ -124,20 +127,20 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         self._chosen = {f"{name}.weight" for name in chosen}
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
-        """Notes the dtype of a single file's model, which diffusers makes in fp32, and returns it."""
+        """Stores the dtype for a single file's model, which diffusers creates in fp32, and returns the dtype."""
         self._dtype = torch_dtype
         return torch_dtype
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Finds out whether a single file is packed. Other files are quantized while they are loaded."""
-        if self._has_directory:  # from_pretrained calls this for each shard
+        """Determines if a single file is packed. Other files are quantized while they are loaded."""
+        if self._has_directory:  # `from_pretrained` calls this method for each shard
             return state_dict
         self.pre_quantized, self.op = has_stand_ins(state_dict), "from_single_file"
         self._single = str(ConvertedReader.of(state_dict).path) if self.pre_quantized else "the file"
         return state_dict
 
     def _open_file(self, model: Any, state: dict[str, Any], wide: set[str]) -> Callable[..., bool]:
-        """Leaves only diffusers' own tensors in `state`; returns the function that selects layers to decode."""
+        """Leaves only diffusers' own tensors in `state`. Returns the function that selects the layers to decode."""
         for name, parameter in model.named_parameters():
             dtype = torch.float32 if wide & set(name.split(".")) else self._dtype
             if dtype is not None and parameter.is_floating_point():
@@ -150,7 +153,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         return lambda name, *module: selects(chosen, name) or bool(wide & set(name.split(".")))
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
-        """Refuses a directory that lacks a weight that was to be quantized."""
+        """Raises an error if the directory lacks a weight that was selected for quantization."""
         if lost := sorted(self._chosen.intersection(missing_keys)):
             raise CheckpointError(f"{self.op}: {type(model).__name__}: the directory has no tensor {lost[0]!r}")
         return missing_keys
@@ -158,7 +161,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
     def check_if_quantized_param(
         self, model: Any, param_value: Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
     ) -> bool:
-        """Returns whether `create_quantized_param` takes a tensor."""
+        """Returns True if `create_quantized_param` loads the tensor."""
         return param_name in self._chosen
 
     def create_quantized_param(
@@ -174,7 +177,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         name = param_name.rpartition(".")[0]
         module = model.get_submodule(name)
         packed = self._packed_weight(name, param_value)
-        # The bias may be read later. Until then the layer keeps an empty weight, which diffusers can move to a device.
+        # The bias may be read later. Until then, the layer has an empty weight, which diffusers can move to a device.
         self._made[name] = packed.to(target_device), param_value.dtype
         module.weight = nn.Parameter(packed.scales.new_empty(packed.N, 0, dtype=param_value.dtype), requires_grad=False)
 
@@ -190,7 +193,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         self._made.clear()
         if self._single is not None:
             self._check_complete(model, self._single)
-        model.is_quantized = False  # if true, diffusers refuses .half() and .to(dtype)
+        model.is_quantized = False  # with True, diffusers refuses .half() and .to(dtype)
         if self.quantization_config.fuse:
             fuse_projections(model)
         round_as_diffusers(model)
@@ -199,7 +202,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         return model
 
     def _check_complete(self, model: Any, file: str) -> None:
-        """Refuses a single file that lacks tensors: diffusers would leave them uninitialised."""
+        """Raises an error if a single file lacks tensors. diffusers would leave them uninitialized."""
         lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -210,7 +213,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
 
     @contextmanager
     def saving(self, model: Any) -> Iterator[None]:
-        """Describes the packed layers in the model's configuration, while diffusers writes it and their tensors."""
+        """Inside the block, the model's configuration describes its packed layers, for diffusers to save."""
         exporter = NativeExporter()
         for name, weight in unfused(model):
             exporter.describe(weight, name)
@@ -225,7 +228,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the tensors for `save_pretrained`. Fused layers are split again."""
+        """Returns the tensors for `save_pretrained`. Fused layers are split into the original layers."""
         assert self._saved is not None
         packed, exporter = dict(unfused(self._saved)), NativeExporter()
         inside = tuple(f"{name}." for name in packed)
@@ -250,5 +253,5 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
 
     @property
     def is_trainable(self) -> bool:
-        """Returns False: weights are constant."""
+        """Returns False: the packed weights cannot be trained."""
         return False

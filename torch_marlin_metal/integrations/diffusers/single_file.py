@@ -1,8 +1,9 @@
-"""Makes `from_single_file` of diffusers' models keep the weights of GGUF files and of files of 8-bit floats packed.
+"""Makes diffusers' `from_single_file` keep the weights of GGUF files and of 8-bit float files packed.
 
-diffusers reads a file, converts its names and loads its tensors. Here it gets stand-ins for the packed weights, so that
-its own code converts the names; `MarlinDiffusersQuantizer` reads the weights afterwards. A pipeline's
-`from_single_file` passes the tensors of its file to each model; the transformer is read from the file again, packed.
+diffusers reads a file, converts the names and loads the tensors. This module passes placeholders for the packed weights
+to diffusers, so that diffusers' code converts their names. `MarlinDiffusersQuantizer` then reads the weights. A
+pipeline's `from_single_file` passes the tensors of its file to each model. For the transformer, this module reads the
+file again to keep its weights packed.
 """
 
 import functools
@@ -28,8 +29,8 @@ OP = "from_single_file"
 DOWNLOAD = ("force_download", "cache_dir", "proxies", "local_files_only", "token", "revision")
 THEIRS = (GGUFQuantizationConfig, BFLQuantizationConfig)
 READ = (".gguf", ".safetensors")
-DENOISERS = ("transformer", "transformer_2", "unet")  # the parts of a pipeline that stay packed
-TEXT_ENCODERS = ("text_encoders.", "cond_stage_model.", "conditioner.")  # prefixes of names in a pipeline's file
+DENOISERS = ("transformer", "transformer_2", "unet")  # the pipeline components that stay packed
+TEXT_ENCODERS = ("text_encoders.", "cond_stage_model.", "conditioner.")  # name prefixes in a pipeline's file
 PIPELINE_FILE: ContextVar[str | None] = ContextVar("PIPELINE_FILE", default=None)  # the packed file of a pipeline
 logger = logging.get_logger(__name__)
 
@@ -60,7 +61,7 @@ def take_files() -> None:
         except (UnsupportedFormat, RowError) as error:
             if not isinstance(given, THEIRS):
                 raise
-            refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
+            refusal = error.with_traceback(None)  # the traceback would keep the first attempt's model in memory
         logger.warning(f"{OP}: diffusers loads {source} without torch_marlin_metal, because: {refusal}")
         return original(cls, source, **kwargs)
 
@@ -89,7 +90,7 @@ def _take_pipelines() -> None:
 
 
 def _check_text_encoders(path: str, reader: CheckpointReader) -> None:
-    """Refuses text encoders with scales, because diffusers would load their codes without them."""
+    """Raises an error for text encoders with scales, because diffusers would load their codes without the scales."""
     scales = (name for name in reader.tensor_files() if "weight" in name.rpartition(".")[2] and "scale" in name)
     if lost := next((name for name in scales if name.startswith(TEXT_ENCODERS)), None):
         raise CheckpointError(
@@ -99,7 +100,7 @@ def _check_text_encoders(path: str, reader: CheckpointReader) -> None:
 
 
 def _open(source: str, given: Any, kwargs: dict[str, Any]) -> CheckpointReader | None:
-    """Opens a file, or the copy of one on the Hub. Returns None for files of floats and of other kinds."""
+    """Opens a local file or the downloaded copy of a file on the Hub. Returns None for files without packed weights."""
     if not source.endswith(READ):
         return None
     path = source

@@ -1,4 +1,4 @@
-"""Enters the quantizer into diffusers' tables, and wraps methods and the property `dtype` of diffusers' models."""
+"""Registers the quantizer in diffusers' tables, and wraps methods and the property `dtype` of diffusers' models."""
 
 import functools
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch_marlin_metal.layers.fuse import unfused
 
 
 def install() -> None:
-    """Registers the quantizer and wraps methods of diffusers' models; a second call does nothing."""
+    """Registers the quantizer and wraps methods of diffusers' models. A second call does nothing."""
     if METHOD in tables.AUTO_QUANTIZER_MAPPING:
         return
     tables.AUTO_QUANTIZER_MAPPING[METHOD] = MarlinDiffusersQuantizer
@@ -58,14 +58,14 @@ def install() -> None:
         held, kept = packed_dtype(self), tuple(self._keep_in_fp32_modules or ())
         floats = (name for name, one in self.named_parameters() if one.is_floating_point())
         if held is not None and all(any(part in name for part in kept) for name in floats):
-            return held  # diffusers would take the first buffer's, a packed layer's scales
+            return held  # diffusers would return the dtype of the first buffer, a packed layer's scales
         return first_dtype(self)  # type: ignore[no-any-return]
 
     ModelMixin.dtype = property(dtype, doc=ModelMixin.dtype.__doc__)
 
 
 def _take_arguments() -> None:
-    """Makes diffusers use the arguments of a `MarlinConfig` that a script passes for a packed directory."""
+    """Makes diffusers use the `MarlinConfig` that a script passes for a packed directory."""
     merge = tables.DiffusersAutoQuantizer.merge_quantization_configs.__func__
 
     def merge_quantization_configs(cls: Any, settings: Any, given: Any) -> Any:

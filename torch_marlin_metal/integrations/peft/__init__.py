@@ -1,12 +1,12 @@
-"""Importing this module lets peft put LoRA adapters on `MarlinLinear` layers and on `MarlinExperts`.
+"""Importing this module lets peft add LoRA adapters to `MarlinLinear` layers and to `MarlinExperts`.
 
     import torch_marlin_metal.integrations.peft
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
-peft has no registry for the layers of other packages, but custom layers can be registered in each `LoraConfig`. The
-import therefore wraps methods of `BaseTuner`, which peft calls for every adapter. The wrappers register
-`MarlinLoraLinear` in the config, check all targets before peft changes the model, add adapters to packed experts, and
-compute all merged weights before peft merges a layer.
+peft has no registry for the layers of other packages, but each `LoraConfig` can register custom layers. The import
+therefore wraps methods of `BaseTuner`, which peft calls for each adapter. The wrappers register `MarlinLoraLinear` in
+the config, check all targets before peft changes the model, add adapters to packed experts, and compute all merged
+weights before peft merges a layer.
 """
 
 from torch_marlin_metal.integrations.versions import require

@@ -1,4 +1,4 @@
-"""DoRA on a packed weight."""
+"""DoRA for a layer with a packed weight."""
 
 import weakref
 from dataclasses import replace
@@ -15,15 +15,15 @@ from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.ops.gemm import gemm
 from torch_marlin_metal.packed_weight import PackedWeight
 
-_NORM_BYTES = 64 << 20  # bytes of decoded weights that are in memory at a time while the norms of rows are computed
+_NORM_BYTES = 64 << 20  # bytes of decoded weights in memory at a time while row norms are computed
 
 
-# The tensors of a weight, each with the number of times that it was written.
+# The tensors of a weight, each with its version: the number of times that it was written.
 WeightState = list[tuple["weakref.ref[Tensor]", int]]
 
 
 class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
-    """DoRA's magnitudes, without a copy of the weight in floats.
+    """DoRA's magnitudes without a float copy of the weight.
 
     The squared norm of row n of W + s B A is |w_n|^2 + 2 s b_n . (A w_n) + s^2 b_n (A A^T) b_n^T. The first term is
     constant. The second needs the product A W^T, which has only as many rows as A.
@@ -34,19 +34,19 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         self._squares: tuple[WeightState, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for copies and pickle. A copy has other tensors, whose norms it computes anew."""
+        """Returns the state for copies and pickle. A copy has new tensors, so it computes their norms again."""
         return {**self.__dict__, "_squares": None}
 
     def update_layer(
         self, *, base_layer: MarlinLinear, lora_A: Tensor, lora_B: Tensor, scaling: float, place_on_cpu: bool = False
     ) -> None:
-        """Sets the magnitudes to the norms of the present weight."""
+        """Sets the magnitudes to the row norms of the current weight."""
         norm = self.norm(base_layer, lora_A, lora_B, scaling).to(lora_A.dtype)
         self.weight = nn.Parameter(norm.cpu() if place_on_cpu else norm, requires_grad=True)
 
     @torch.no_grad()
     def norm(self, base: MarlinLinear, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
-        """Returns the norms of the rows of W + scaling B A, float32 `[N]`, under autocast too."""
+        """Returns the norms of the rows of W + scaling B A, float32 `[N]`, also under autocast."""
         if lora_A.is_meta or base.b_packed.is_meta:
             return torch.empty(base.out_features, device="meta")
         A, B = lora_A.float(), lora_B.float()
@@ -58,8 +58,8 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         return squares.clamp_min(0).sqrt()
 
     def _constant(self, packed: PackedWeight) -> Tensor:
-        """Returns the squared norms of the weight alone. They are kept until one of its tensors is written."""
-        if torch.compiler.is_compiling():  # a graph cannot ask whether a tensor was written
+        """Returns the squared row norms of the base weight. They are cached until one of its tensors is written."""
+        if torch.compiler.is_compiling():  # a graph cannot test if a tensor was written
             return _squared_norms(packed)
         if self._squares is None or not _is_state(self._squares[0], packed):
             self._squares = _state(packed), _squared_norms(packed)
@@ -76,9 +76,8 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """Returns DoRA's update, which peft adds to the base layer's result."""
-        # The norm is computed in the dtype of the magnitudes, so that the ratio of an untrained adapter is 1 in every
-        # dtype.
+        """Returns DoRA's update, which peft adds to the result of the base layer."""
+        # In the dtype of the magnitudes, the ratio of an untrained adapter is exactly 1.
         norm = self.norm(base_layer, lora_A.weight, lora_B.weight, scaling).to(self.weight.dtype)
         ratio = (self.weight / norm).view(1, -1)
         if base_result is None:
@@ -90,11 +89,11 @@ class MarlinDoraLayer(DoraLinearLayer):  # type: ignore[misc]
 
 
 class MarlinDoraVariant(DoraLinearVariant):  # type: ignore[misc]
-    """peft's DoRA with `MarlinDoraLayer`; `MarlinLoraLinear` merges it."""
+    """peft's DoRA with `MarlinDoraLayer`. `MarlinLoraLinear` merges it."""
 
     @staticmethod
     def init(module: Linear, adapter_name: str, **kwargs: Any) -> None:
-        """Adds the magnitudes of an adapter to its layer."""
+        """Adds an adapter's magnitudes to its layer."""
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names[:], "lora_magnitude_vector")
         layer = MarlinDoraLayer()
@@ -108,7 +107,10 @@ class MarlinDoraVariant(DoraLinearVariant):  # type: ignore[misc]
 
 
 def _squared_norms(packed: PackedWeight) -> Tensor:
-    """Returns the sum of squares of each column of the weight `[K, N]`, float32 `[N]`, some columns at a time."""
+    """Returns the sum of squares for each column of the weight `[K, N]`, float32 `[N]`.
+
+    Decodes some columns at a time.
+    """
     parts = []
     width = max(1, _NORM_BYTES // (4 * packed.K))
     for start in range(0, packed.N, width):

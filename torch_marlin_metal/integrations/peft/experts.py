@@ -1,4 +1,4 @@
-"""peft's LoRA on the packed experts of a mixture, named by `target_parameters` as for experts in floats."""
+"""peft's LoRA on packed experts of a mixture. `target_parameters` names them like float experts."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -17,32 +17,32 @@ from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.models.experts import ExpertsOfEachToken
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The names of the stacks in transformers' experts, and in MarlinExperts. peft wraps the first before the second.
+# Names of the stacks in transformers' experts -> names in MarlinExperts. peft wraps the first stack first.
 STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}
-# Settings of LoraConfig that peft refuses for stacked parameters, with the value that must not change.
+# Settings of LoraConfig that peft does not support for stacked parameters -> the only allowed value.
 UNSUPPORTED = {"lora_dropout": 0.0, "fan_in_fan_out": False, "lora_bias": False, "use_dora": False}
 
 
 class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ignore[misc]
     """peft's `ParamWrapper` for one of the two stacks of `MarlinExperts`.
 
-    The adapter's tensors have peft's shapes and names for float experts, so an adapter of packed experts loads onto
-    float ones, and the reverse. The wrappers are nested: the base layer of the `down_proj` wrapper is the
+    The adapter's tensors have peft's shapes and names for float experts. An adapter of packed experts therefore loads
+    onto float experts, and the reverse. The wrappers are nested: the base layer of the `down_proj` wrapper is the
     `gate_up_proj` wrapper. The outermost wrapper computes the experts with all adapters and does not call the inner
-    ones.
+    wrappers.
 
-    Each row is multiplied by A and B of all experts, and the products of experts that the row does not use are set to
-    zero. In this way, the host need not know which experts are used and never waits for the device.
+    Each row is multiplied by the A and B of all experts. The products of experts that the row does not use are set to
+    zero. The host therefore need not know which experts are used, and never waits for the device.
     """
 
     def get_param(self) -> Tensor:
-        """Returns a tensor with the shape `[E, N, K]`, device and dtype of the stack, in almost no memory."""
+        """Returns a tensor with the stack's shape `[E, N, K]`, device and dtype, but with the memory of one element."""
         stack = self._weight()
         hollow = torch.empty((), device=stack.place, dtype=stack.dtype)
         return hollow.expand(stack.experts, sum(stack.sizes), stack.in_features)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
-        """Computes the same as `MarlinExperts.forward`, and applies the active adapters of both stacks.
+        """Computes `MarlinExperts.forward` with the active adapters of both stacks.
 
         Raises:
             ValueError: the batch mixes adapters.
@@ -65,7 +65,7 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
         return result
 
     def _active(self) -> list[str]:
-        """Returns the adapters to compute, and unmerges if all are switched off."""
+        """Returns the adapters to compute. Unmerges if the adapters are disabled."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         if self.disable_adapters or self.merged:
@@ -73,13 +73,13 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
         return [name for name in self.active_adapters if name in self.lora_A]
 
     def _rows(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
-        """Returns an adapter's update of the product of each row with its expert, `[T, top_k, N]`."""
+        """Returns an adapter's update of the product of each row with its experts, `[T, top_k, N]`."""
         A, B = self.lora_A[name], self.lora_B[name]
         inner = A(self._cast_input_dtype(x, A.weight.dtype)).unflatten(-1, (self.num_experts, -1))
         inner = inner.unsqueeze(1) if x.dim() == 2 else inner  # [T, 1 or top_k, E, r]
         used = ids.unsqueeze(-1) == torch.arange(self.num_experts, device=ids.device)  # [T, top_k, E]
         inner = torch.where(used.unsqueeze(-1), inner, 0)
-        rows = B(inner.transpose(-1, -2).flatten(-2))  # the columns of B are in the order [r, E]
+        rows = B(inner.transpose(-1, -2).flatten(-2))  # the columns of B are ordered [r, E]
         scaled: Tensor = rows * self.scaling[name]
         return scaled
 
@@ -121,27 +121,27 @@ class MarlinLoraExperts(PackedMerging[ExpertWeights], ParamWrapper):  # type: ig
         )
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Returns A `[E, r, K]` and B `[E, N, r]` of an adapter, in fp32."""
+        """Returns an adapter's A `[E, r, K]` and B `[E, N, r]` in fp32."""
         A, B = self.lora_A[name].weight.float(), self.lora_B[name].weight.float()
         return A.unflatten(0, (self.num_experts, -1)), B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
 
 
 def wrappers(module: nn.Module) -> Iterator[MarlinLoraExperts]:
-    """Yields the wrappers of an experts module, the outermost first."""
+    """Yields the wrappers of an experts module from the outermost to the innermost."""
     while isinstance(module, MarlinLoraExperts):
         yield module
         module = module.base_layer
 
 
 def targeted(name: str, targets: Sequence[str]) -> list[str]:
-    """Returns which parameters of transformers' experts module of this name are targets, by peft's rule."""
+    """Returns the parameters of an experts module in transformers that peft's rule selects as targets."""
     names = [f"{stack}{suffix}" for stack in STACKS for suffix in ("", "_bias")]
     keys = {parameter: f".{name}.{parameter}" for parameter in names}
     return [parameter for parameter, key in keys.items() if any(key.endswith(f".{target}") for target in targets)]
 
 
 def check_experts(name: str, experts: MarlinExperts, config: LoraConfig) -> None:
-    """Raises a ValueError if packed experts cannot get what `target_parameters` of a config asks for."""
+    """Raises a ValueError if packed experts do not support a config's `target_parameters`."""
     where = f"MarlinLoraExperts: layer {name!r}: "
     if isinstance(experts, ExpertsOfEachToken):
         raise ValueError(
@@ -168,7 +168,7 @@ def check_experts(name: str, experts: MarlinExperts, config: LoraConfig) -> None
 def add_to_experts(
     tuner: Any, config: LoraConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
 ) -> list[str]:
-    """Adds an adapter to all packed experts that are targets, and returns the names of the parameters."""
+    """Adds an adapter to all packed experts that are targets. Returns the names of the adapted parameters."""
     added = []
     names = [name for name, module in model.named_modules() if isinstance(module, MarlinExperts)]
     for name in (name.replace(".base_layer", "") for name in names):
@@ -183,7 +183,7 @@ def add_to_experts(
                     found.update_layer(adapter_name, r, alpha, config)
                 else:
                     made = MarlinLoraExperts(outer, adapter_name, parameter, config, r=r, lora_alpha=alpha)
-                    if adapter_name not in tuner.active_adapters:  # a further adapter is not trained until it is active
+                    if adapter_name not in tuner.active_adapters:  # an adapter is not trained before it is active
                         made.lora_A.requires_grad_(False)
                         made.lora_B.requires_grad_(False)
                     model.set_submodule(name, made)

@@ -1,4 +1,4 @@
-"""Wraps peft's methods that add and merge adapters, so that they support packed layers."""
+"""Wraps peft's methods for adding and merging adapters, so that they support packed layers."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ PACKED = (MarlinLinear, FusedLinear, MarlinEmbedding, MarlinExperts, ExpertWeigh
 
 
 def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
-    """Raises a ValueError if an adapter or a trainable copy is for a packed layer that does not support it."""
+    """Raises a ValueError if an adapter or a trainable copy targets a packed layer that does not support it."""
     saved = getattr(config, "modules_to_save", None) or ()
     parameters = [f".{name}".rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
     tokens = getattr(config, "trainable_token_indices", None) or ()
@@ -92,7 +92,7 @@ def _check_tuner(tuner: BaseTuner, config: Any, name: str, layer: nn.Module) -> 
 
 
 def install() -> None:
-    """Makes peft find `MarlinLoraLinear`; a second call does nothing. Importing the package calls it."""
+    """Makes peft use `MarlinLoraLinear`. The import of the package calls this function. A second call does nothing."""
     for owner, name, make in WRAPPERS:
         original = getattr(owner, name)
         if not hasattr(original, "without_marlin"):
@@ -103,7 +103,7 @@ def install() -> None:
 
 
 def restore() -> None:
-    """Undoes `install`; models that have adapters keep them."""
+    """Undoes `install`. Models keep the adapters that they have."""
     for owner, name, _ in WRAPPERS:
         method = getattr(owner, name)
         setattr(owner, name, getattr(method, "without_marlin", method))
@@ -111,7 +111,7 @@ def restore() -> None:
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a constructor to check the targets first, because some tuners look for a float layer among them."""
+    """Wraps a tuner's constructor: checks the targets first, because some constructors search for a float layer."""
 
     def init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
@@ -171,7 +171,7 @@ def _merge_and_unload(original: Callable[..., nn.Module]) -> Callable[..., nn.Mo
 
 
 def _get_device_map(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wraps a function that takes the device of the first parameter: a packed model may have none."""
+    """Wraps a function that needs the device of the first parameter. A packed model may have no parameters."""
 
     def get_device_map(model: Any) -> dict[str, Any]:
         if hasattr(model, "hf_device_map") or next(model.parameters(), None) is not None:
@@ -195,24 +195,27 @@ WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _plan_targets(tuner: Any, model: nn.Module, config: Any) -> Any:
-    """Checks the targets of a config and returns them, "all-linear" as names. The config stays as it was."""
+    """Checks the targets of a config and returns them, with "all-linear" replaced by names.
+
+    Does not change the config.
+    """
     planned = copy.copy(config)
     if any(isinstance(module, PACKED) for module in model.modules()):
         _include_all_linear(model, planned)
-        if getattr(planned, "target_modules", None) is None:  # peft fills in the model family's default
+        if getattr(planned, "target_modules", None) is None:  # peft sets the default of the model family
             planned = tuner._prepare_adapter_config(planned, tuner.get_model_config(model))
         check_targets(tuner, model, planned)
     return getattr(planned, "target_modules", None)
 
 
 def _include_all_linear(model: Any, config: Any) -> None:
-    """Replaces the target "all-linear" by names: peft's own choice, and every packed layer but the output head."""
+    """Replaces the target "all-linear" by names: peft's own selection and all packed layers except the output layer."""
     targets = getattr(config, "target_modules", None)
     if not (isinstance(targets, str) and targets.lower() == "all-linear"):
         return
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inside = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, BaseTunerLayer | FusedLinear))
-    packed = {  # fused projections too, so that check_targets refuses them
+    packed = {  # includes fused projections, so that check_targets refuses them
         name
         for name, module in model.named_modules()
         if isinstance(module, MarlinLinear | FusedLinear) and not isinstance(module, MarlinEmbedding)
@@ -223,7 +226,7 @@ def _include_all_linear(model: Any, config: Any) -> None:
 
 @contextlib.contextmanager
 def _planned_merges(model: nn.Module, adapter_names: list[str] | None, progressbar: bool = False) -> Iterator[None]:
-    """Computes the merged weights of all packed layers, so that peft changes no layer if one of them cannot merge."""
+    """Computes the merged weights of all packed layers first. If a layer cannot merge, peft then changes no layer."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedMerging)]
     try:
         for name, layer in tqdm(layers, desc="Quantizing merged layers", unit="layer", disable=not progressbar):

@@ -13,16 +13,16 @@ from torch_marlin_metal.integrations.peft.merging import PackedMerging, check_fi
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight
 
-# Other initializations read or change the weight of the base layer as a float tensor.
+# Other initializations read or change the base layer's weight as a float tensor.
 INITIALIZATIONS = (True, False, "gaussian")
 
 
 class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[misc]
     """peft's LoRA layer on a `MarlinLinear`: LoRA, rsLoRA and DoRA, with dropout, biases and several adapters.
 
-    peft's own code adds the adapters to the result of the packed layer. Merging adds the adapters to the weight and
-    quantizes the sum in the base layer's format. The layer keeps its original packed weight, so `unmerge` restores the
-    same bits.
+    peft's code adds the adapters' updates to the result of the packed layer. Merging adds the adapters to the weight
+    and quantizes the sum in the base layer's format. The layer stores its original packed weight, so `unmerge` restores
+    the same bits.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
         self.fan_in_fan_out = False  # MarlinLinear has nn.Linear's orientation, even if it replaced a Conv1D
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        """Adds an adapter. If there is one of this name, replaces it.
+        """Adds an adapter, or replaces the adapter with the same name.
 
         Raises:
-            ValueError: the config asks for something that this layer does not support.
+            ValueError: the config has a setting that this layer does not support.
         """
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
@@ -52,7 +52,7 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Returns the variants of LoRA that this layer supports, for peft."""
+        """Returns the LoRA variants that this layer supports."""
         return {(): None, ("use_dora",): MarlinDoraVariant}
 
     def _weight(self) -> PackedWeight:
@@ -81,9 +81,7 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
                 norm = torch.linalg.vector_norm(base + delta.to(device), dim=1).to(magnitude.dtype)
                 ratio = magnitude.float() / norm.float()
                 total = total * ratio.unsqueeze(1)
-                if (
-                    bias is not None
-                ):  # DoRA scales what earlier adapters added to the bias, but not the base layer's bias
+                if bias is not None:  # DoRA scales the bias that earlier adapters added, but not the base layer's bias
                     own = original.bias.float()  # type: ignore[union-attr]
                     bias = own + ratio * (bias - own)
             if self.lora_bias[name]:
@@ -102,7 +100,7 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
 
 
 def check_config(config: LoraConfig) -> None:
-    """Raises a ValueError that names the first setting that `MarlinLoraLinear` does not support."""
+    """Raises a ValueError for the first setting that `MarlinLoraLinear` does not support. The message names it."""
     where = "MarlinLoraLinear: LoraConfig: "
     if config.init_lora_weights not in INITIALIZATIONS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Merging of adapters into packed weights: the sum is quantized again, and the old weight is kept for unmerging."""
+"""Merges adapters into packed weights. The sum is quantized, and the original weight is stored for unmerging."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Weight = TypeVar("Weight")
 
 @dataclass(frozen=True)
 class MergePlan(Generic[Weight]):
-    """The adapters that a call of `merge` adds, and the weight without and with these adapters."""
+    """The adapters to add in a call of `merge`, and the weight without and with these adapters."""
 
     names: list[str]
     original: Weight
@@ -27,36 +27,36 @@ class MergePlan(Generic[Weight]):
 class PackedMerging(Generic[Weight]):
     """The merging methods of peft's layers, for a base layer with a packed weight.
 
-    Each merge starts from the original weight, adds all adapters that are merged by then, and quantizes the sum. The
-    rounding errors of several merges therefore do not add up.
+    Each merge starts from the original weight, adds all merged adapters, and quantizes the sum. Rounding errors of
+    several merges therefore do not accumulate.
     """
 
-    lora_A: Any  # noqa: N815  the name that peft gives it
+    lora_A: Any  # noqa: N815 peft's name
     merged_adapters: list[str]
     planned: MergePlan[Weight] | None = None
-    _last: MergePlan[Weight] | None = None  # of the last merge; in a plan, a module does not become part of the layer
+    _last: MergePlan[Weight] | None = None  # the last merge; inside a plan, a module is not registered as a child
 
     def _weight(self) -> Weight:
-        """Returns the present weight of the base layer."""
+        """Returns the current weight of the base layer."""
         raise NotImplementedError
 
     def _set_weight(self, weight: Weight) -> None:
-        """Gives the base layer another weight with the same sizes and format, on the base layer's device."""
+        """Sets another weight of the same sizes and format on the base layer, on its device."""
         raise NotImplementedError
 
     def _quantized_sum(self, original: Weight, names: list[str]) -> Weight:
-        """Adds adapters to the weight that was never merged, and quantizes the sum in the weight's own format."""
+        """Adds adapters to the original, unmerged weight, and quantizes the sum in the weight's format."""
         raise NotImplementedError
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight and quantizes the sum.
 
         Args:
-            safe_merge: has no effect, because the result is always checked before the layer is changed.
-            adapter_names: the adapters to merge; None means the active ones.
+            safe_merge: no effect, because the result is always checked before the layer changes.
+            adapter_names: the adapters to merge. None means the active adapters.
 
         Raises:
-            ValueError: the sum is not finite, or the format cannot hold it. The layer is unchanged.
+            ValueError: the sum is not finite, or the format cannot represent it. The layer does not change.
         """
         if self.planned is None:
             self.plan_merge(adapter_names)
@@ -68,10 +68,10 @@ class PackedMerging(Generic[Weight]):
         self.merged_adapters.extend(plan.names)
 
     def plan_merge(self, adapter_names: list[str] | None = None) -> None:
-        """Computes the weight that the next call of `merge` sets, and changes nothing else.
+        """Computes the weight that the next call of `merge` will set. The layer does not change.
 
         Raises:
-            ValueError: as `merge`.
+            ValueError: see `merge`.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         original = self._weight() if self._last is None else self._last.original
@@ -90,7 +90,7 @@ class PackedMerging(Generic[Weight]):
 
 
 def check_finite(name: str, *tensors: Tensor | None) -> None:
-    """Raises a ValueError if a sum with the adapter of this name is not finite."""
+    """Raises a ValueError if the sum with adapter `name` is not finite."""
     if not all(tensor is None or bool(torch.isfinite(tensor).all()) for tensor in tensors):
         raise ValueError(
             f"merge: NaNs detected in the merged weights. The adapter {name} seems to be broken: expected finite values"
@@ -98,10 +98,10 @@ def check_finite(name: str, *tensors: Tensor | None) -> None:
 
 
 def quantize_sum(total: Tensor, original: PackedWeight, names: Sequence[str]) -> PackedWeight:
-    """Quantizes the sum of a weight and adapters, float32 `[N, K]`, in the format and act-order of `original`.
+    """Quantizes the sum of a weight and adapters, float32 `[N, K]`, with the format and act-order of `original`.
 
     Raises:
-        ValueError: the format cannot hold the sum.
+        ValueError: the format cannot represent the sum.
     """
     if original.perm is not None:
         total = total[:, original.perm]

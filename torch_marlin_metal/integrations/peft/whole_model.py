@@ -1,4 +1,4 @@
-"""Wraps peft's functions that count, freeze or search the parameters of a model, because packed weights are buffers."""
+"""Wraps peft's functions that count, freeze or search a model's parameters. Packed weights are buffers."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ PREPARE = "prepare_model_for_kbit_training"
 
 
 def get_nb_trainable_parameters(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-    """Makes peft's count of parameters include packed weights."""
+    """Makes peft's parameter count include packed weights."""
 
     def count(self: nn.Module) -> tuple[int, int]:
         trainable, total = original(self)
@@ -28,7 +28,7 @@ def get_nb_trainable_parameters(original: Callable[..., tuple[int, int]]) -> Cal
 
 
 def setup_prompt_encoder(original: Callable[..., None]) -> Callable[..., None]:
-    """Lets prompt tuning find a packed vocabulary table: peft itself looks for the first parameter of that size."""
+    """Lets prompt tuning find a packed vocabulary table. peft searches for the first parameter of the table's size."""
 
     def setup(self: nn.Module, adapter_name: str) -> None:
         with _shown_tables(self):
@@ -39,7 +39,7 @@ def setup_prompt_encoder(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _shown_tables(model: nn.Module) -> Iterator[None]:
-    """Gives packed embeddings, inside the block, a parameter of their weight's size without values."""
+    """Inside the block, packed embeddings have a parameter with the shape of their weight but without values."""
     tables = [module for module in model.modules() if isinstance(module, MarlinEmbedding)]
     for table in tables:
         hollow = torch.empty((), dtype=table.dtype, device=table.b_packed.device).expand(table.weight.shape)
@@ -52,9 +52,9 @@ def _shown_tables(model: nn.Module) -> Iterator[None]:
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes peft's preparation treat packed models like HQQ's: neither has its weights as parameters.
+    """Makes `prepare_model_for_kbit_training` handle packed models like HQQ models: weights are not parameters.
 
-    It then freezes the model, leaves the dtypes of its other parameters, and switches gradient checkpointing on.
+    peft then freezes the model, keeps the dtypes of its other parameters, and enables gradient checkpointing.
     """
 
     @functools.wraps(original)
@@ -72,7 +72,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Wraps `prepare_model_for_kbit_training`, also in modules that have imported it already."""
+    """Wraps `prepare_model_for_kbit_training`, also in modules that have already imported it."""
     original = getattr(other, PREPARE)
     if not hasattr(original, "without_marlin"):
         _replace(original, _prepare(original))

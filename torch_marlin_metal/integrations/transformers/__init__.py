@@ -3,11 +3,11 @@
     import torch_marlin_metal.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained("a GPTQ, AWQ, compressed-tensors, ... directory")
 
-`take_over.py` wraps what chooses the loader of a checkpoint, and `config.py` defines `MarlinConfig`. `quantizer.py`
-loads and saves directories; for it, `packed_checkpoint.py` loads packed layers, `while_loading.py` quantizes floats,
-and `stored.py` lists the layers that a directory holds. `saving.py` wraps the models' `save_pretrained`, `counting.py`
-their `num_parameters`, `vocabulary.py` their `tie_weights`, and `trainer.py` a check of `Trainer`. `gguf.py` reads GGUF
-files. When peft is imported, `integrations/with_peft.py` lets it add adapters.
+`take_over.py` wraps the functions that select the loader of a checkpoint, and `config.py` defines `MarlinConfig`.
+`quantizer.py` loads and saves directories: `packed_checkpoint.py` loads packed layers, `while_loading.py` quantizes
+floats, and `stored.py` lists the layers in a directory. `saving.py` wraps the models' `save_pretrained`, `counting.py`
+their `num_parameters`, `vocabulary.py` their `tie_weights`, and `trainer.py` a check in `Trainer`. `gguf.py` reads GGUF
+files. When peft is imported, `integrations/with_peft.py` lets peft add adapters.
 """
 
 from torch_marlin_metal.integrations.versions import require

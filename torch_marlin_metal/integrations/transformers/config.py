@@ -1,4 +1,4 @@
-"""The `quantization_config` of models that are loaded, quantized and saved by this package."""
+"""The `quantization_config` of models that this package loads, quantizes and saves."""
 
 import copy
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from torch_marlin_metal.patterns import parts_of_names
 from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.repack import ZerosRule
 
-# Arguments for quantized checkpoints. Those of `READING` are of `ReadOptions`.
+# Arguments for quantized checkpoints. `READING` are the arguments that `ReadOptions` has too.
 READING = ("on_unsupported", "allow_pickle", "gptq_version", "gptq_zeros_rule")
 LOADING = ("modules_to_not_convert", "ignore", "fuse", "prepare", *READING)
 
 
 class Method(str, Enum):
-    """The `quant_method` of this package; diffusers asks for its `.value`."""
+    """The `quant_method` of this package. It is an enumeration because diffusers reads its `.value`."""
 
     NATIVE = METHOD
 
@@ -29,45 +29,45 @@ class Method(str, Enum):
 
 
 class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Tells `from_pretrained` how to load packed checkpoints, or how to quantize float checkpoints.
+    """Options of `from_pretrained` for loading packed checkpoints and for quantizing float checkpoints.
 
-    Models of transformers take it, and models of diffusers after `import torch_marlin_metal.integrations.diffusers`.
+    Supported are models of transformers and, after `import torch_marlin_metal.integrations.diffusers`, of diffusers.
 
-    If the checkpoint is already quantized, only `modules_to_not_convert`, `ignore`, `fuse`, `prepare` and the arguments
-    after them have an effect. Otherwise it is quantized while it is loaded, one layer at a time.
+    For a quantized checkpoint, only `modules_to_not_convert`, `ignore`, `fuse`, `prepare` and the arguments after
+    `ignore` have an effect. A float checkpoint is quantized during loading, one layer at a time.
 
     Args:
-        weight_format: the format to quantize to, as in `quantize_weight`.
+        weight_format: the target format, as in `quantize_weight`.
         group_size: see `quantize_weight`.
         method: "rtn" or "mse".
-        modules_to_not_convert: a pattern or a list of patterns for full names of layers ("*.o_proj"), like `exclude` of
-            `quantize_model`. These layers stay floats or, in a quantized checkpoint, become floats. A name without
-            wildcards stands for every layer that has it as a part ("o_proj", "layers.0"), as in transformers' configs.
-            A pattern that matches no layer is an error.
-        vocabulary_format: the format of embeddings and output layers, as in `quantize_model`; "none" keeps them in
+        modules_to_not_convert: a pattern or a list of patterns for full layer names ("*.o_proj"), like `exclude` of
+            `quantize_model`. The selected layers stay in floats or, in a quantized checkpoint, are decoded to floats. A
+            name without wildcards selects every layer whose name contains it as a part ("o_proj", "layers.0"), as in
+            transformers' configs. A pattern that matches no layer is an error.
+        vocabulary_format: the format of embeddings and output layers, as in `quantize_model`. "none" keeps them in
             floats.
-        memory: as in `quantize_model`; only in models of transformers. It reads the weights twice.
-        like: as in `quantize_model`; only in models of transformers.
-        quantize_head: whether the head of a classifier is quantized, too.
-        fuse: True computes q, k and v projections in one call, and gate and up projections in another; see
-            `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
-        prepare: compile the Metal kernels of layers that are loaded to mps; see `prepare`.
-        ignore: a pattern or a list of patterns: full names of a checkpoint's layers that the model may lack, such as a
-            block for multi-token prediction ("model.layers.61.*"). They are left out. Also keys of a GGUF file that the
-            model's config may contradict ("llama.rope.*").
-        on_unsupported: the treatment of layers that no weight format can represent, such as E5M2. By default they
-            become floats, and one warning tells how many bytes they are; "error" raises an error.
-        allow_pickle: whether to read PyTorch pickles, too; see `ReadOptions`.
-        gptq_version: the version of a GPTQ checkpoint whose settings are wrong about it; see `ReadOptions`.
-        gptq_zeros_rule: how some zero points of GPTQ's version 1 are read; see `ReadOptions`.
-        layers: the layers of a saved model, by name; `save_pretrained` writes it.
+        memory: as in `quantize_model`, for transformers models only. The weights are read twice.
+        like: as in `quantize_model`, for transformers models only.
+        quantize_head: True to quantize a classifier's head too.
+        fuse: True to compute the q, k and v projections in one call, and the gate and up projections in another; see
+            `fuse_projections`. "layers" to fuse also the operations between the products; see `fuse_layers`.
+        prepare: True to compile the Metal kernels of layers that are loaded to mps; see `prepare`.
+        ignore: a pattern or a list of patterns for full names of checkpoint layers that the model may lack, for example
+            a block for multi-token prediction ("model.layers.61.*"). These layers are not loaded. The patterns also
+            select keys of a GGUF file that may contradict the model's config ("llama.rope.*").
+        on_unsupported: the action for layers that no weight format can represent, for example E5M2. By default they are
+            decoded to floats, and one warning states their total bytes. "error" raises an error.
+        allow_pickle: True to read PyTorch pickles too; see `ReadOptions`.
+        gptq_version: the version of a GPTQ checkpoint, if its settings state the wrong version; see `ReadOptions`.
+        gptq_zeros_rule: the rule for some zero points of GPTQ version 1; see `ReadOptions`.
+        layers: the layers of a saved model, by name. `save_pretrained` sets this argument.
         quantize_options: `scale_dtype`, `lut`, `mx_rounding` of `quantize_weight`.
 
     Raises:
-        ValueError: an argument is wrong; the message names it.
+        ValueError: an argument is invalid. The message names the argument.
     """
 
-    bits = 4  # programs print it, like other methods' attribute
+    bits = 4  # other methods' configs have this attribute, and programs print it
 
     def __init__(
         self,
@@ -119,29 +119,29 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Makes a config from the settings of a checkpoint of any method; the checkpoint's reader interprets them."""
+        """Makes a config from the settings of any checkpoint. The checkpoint's reader interprets these settings."""
         config = cls(**loading_defaults())
         config.source = copy.deepcopy(dict(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Returns the arguments that have an effect on quantized checkpoints."""
+        """Returns the arguments that apply to quantized checkpoints."""
         return {name: copy.deepcopy(getattr(self, name)) for name in LOADING}
 
     def read_options(self) -> ReadOptions:
-        """Returns how the reader of a quantized checkpoint is to read it.
+        """Returns the options for the reader of a quantized checkpoint.
 
         Raises:
-            ValueError: an argument is wrong.
+            ValueError: an argument is invalid.
         """
         fields = {name: getattr(self, name) for name in READING if getattr(self, name) is not None}
         return ReadOptions.of(None, fields)
 
     def recipe(self) -> Recipe:
-        """Returns the formats to which the layers of a model of floats are quantized.
+        """Returns the recipe for quantizing a model of floats.
 
         Raises:
-            ValueError: an argument is wrong.
+            ValueError: an argument is invalid.
         """
         options = self.quantize_options
         try:
@@ -150,7 +150,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise ValueError(f"MarlinConfig: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings of docs/formats/formats.md, or the checkpoint's settings if no layers are known."""
+        """Returns the settings of docs/formats/formats.md or, if no layers are known, the checkpoint's own settings."""
         if self.layers is not None:
             return NativeExporter(copy.deepcopy(self.layers)).settings()
         if self.source:
@@ -176,7 +176,7 @@ _defaults: dict[str, Any] = {}
 
 
 def loading_defaults() -> dict[str, Any]:
-    """Returns the arguments used for checkpoints that are loaded without a `MarlinConfig`; see `take_over`."""
+    """Returns the arguments for checkpoints that are loaded without a `MarlinConfig`; see `take_over`."""
     return copy.deepcopy(_defaults)
 
 
@@ -188,5 +188,5 @@ def set_loading_defaults(values: dict[str, Any]) -> None:
 
 
 def as_config(option: str, value: object) -> str:
-    """Returns the text that a user types for an option of `from_pretrained` in transformers and diffusers."""
+    """Formats an option as an argument of `from_pretrained` in transformers and diffusers."""
     return f"quantization_config=MarlinConfig({option if value is None else f'{option}={value!r}'})"

@@ -1,4 +1,4 @@
-"""Makes `num_parameters`, `dtype` and `device` of transformers models know packed weights, which are no parameters."""
+"""Makes `num_parameters`, `dtype` and `device` of transformers models include packed weights, which are buffers."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch_marlin_metal.layers.packed_layer import model_device
 
 
 def install() -> None:
-    """Wraps a method and two properties of `PreTrainedModel`; a second call does nothing."""
+    """Wraps a method and two properties of `PreTrainedModel`. A second call does nothing."""
     original = PreTrainedModel.num_parameters
     if getattr(original, "counts_packed_weights", False):
         return
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def _or_packed(original: property, of_packed: Callable[[Any], Any]) -> property:
-    """Returns a property that asks the packed layers if the model has no parameter."""
+    """Returns a property that uses the packed layers if the model has no parameter."""
     first: Any = original.fget
 
     def value(self: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Packs the experts of a checkpoint of floats while transformers loads it, one expert at a time.
+"""Packs the experts of an unquantized checkpoint while transformers loads it, one expert at a time.
 
-While loading, transformers merges the tensors of single experts into stacked parameters. `MergedOneByOne` replaces this
-step, so that the floats of all experts of a layer never exist at the same time.
+During loading, transformers merges the tensors of single experts into stacked parameters. `MergedOneByOne` replaces
+this step, so the floats of all experts of a layer are never in memory at the same time.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,13 +24,13 @@ Quantize = Callable[[str, Tensor], PackedWeight]
 
 
 class FloatExperts:
-    """The experts modules of a model that are packed while it is loaded.
+    """The experts modules of a model that are packed during loading.
 
     Args:
-        op: the caller's name, for errors.
-        model: the empty model.
+        op: the caller's name for error messages.
+        model: the model without values.
         names: the names of the experts modules.
-        quantize: packs the weight `[N, K]` of the layer with a name.
+        quantize: packs the weight `[N, K]` of the layer with the given name.
     """
 
     def __init__(self, op: str, model: nn.Module, names: Iterable[str], quantize: Quantize) -> None:
@@ -45,16 +45,16 @@ class FloatExperts:
     def pack(self, model: nn.Module, parameter: str, experts: Iterable[Tensor]) -> None:
         """Packs one of the stacked parameters.
 
-        Until the end of the load, an empty parameter stays in the model in its place.
+        Until loading ends, an empty parameter replaces the packed parameter in the model.
 
         Args:
             model: the model that transformers loads.
             parameter: the parameter's name.
-            experts: the part of each expert, as the parameter has it.
+            experts: the slice of the parameter for each expert.
 
         Raises:
             CheckpointError: the model has another number or shape of experts.
-            ValueError: an expert cannot be stored in the format.
+            ValueError: the format cannot represent an expert.
         """
         owner, _, kind = parameter.rpartition(".")
         layers, module = self._layers[owner], model.get_submodule(owner)
@@ -68,7 +68,7 @@ class FloatExperts:
                     break
                 matrix = expert.T.contiguous() if transposed else expert
                 weight = self._quantize(f"{parameter}.{count - 1}", matrix)
-                # `install` writes the biases, which transformers loads by itself.
+                # transformers loads the biases separately. `install` writes them.
                 empty = None if bias is None else bias.new_zeros(bias.shape, device=matrix.device)
                 yield [replace(weight, bias=empty)]
             else:
@@ -88,7 +88,7 @@ class FloatExperts:
         )
 
     def install(self, model: nn.Module) -> None:
-        """Puts the packed experts into the loaded model. Experts that the checkpoint lacks stay in floats.
+        """Puts the packed experts into the loaded model. Experts that are not in the checkpoint stay in floats.
 
         Raises:
             CheckpointError: the checkpoint has only one of the two parameters of an experts module.
@@ -119,16 +119,17 @@ class FloatExperts:
 class MergedOneByOne(WeightConverter):  # type: ignore[misc]
     """Replaces a conversion of transformers that merges the tensors of experts.
 
-    If the quantizer packs the result, the tensors are quantized instead, one expert at a time.
+    If the quantizer packs the merged parameter, the conversion quantizes the tensors instead, one expert at a time.
 
-    While a model is quantized, transformers passes functions instead of tensors, and reads one tensor at a time.
+    During quantization, transformers passes functions that read tensors, not the tensors, so one tensor is read at a
+    time.
     """
 
     __slots__ = ()
 
     @classmethod
     def instead_of(cls, conversion: Any) -> Any:
-        """Returns the replacement for a conversion, or the conversion itself if it does something else."""
+        """Returns the replacement for a conversion that merges experts. Returns any other conversion unchanged."""
         if type(conversion) is not WeightConverter or len(conversion.target_patterns) != 1:
             return conversion
         merge, *join = conversion.operations
@@ -147,7 +148,7 @@ class MergedOneByOne(WeightConverter):  # type: ignore[misc]
         return made
 
     def convert(self, layer_name: str, model: Any = None, hf_quantizer: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        """Merges the tensors, or packs them and returns nothing."""
+        """Merges the tensors, or packs them and returns an empty dict."""
         experts = getattr(hf_quantizer, "float_experts", None)
         if experts is None or layer_name not in experts.parameters():
             merged: dict[str, Tensor] = super().convert(layer_name, model=model, hf_quantizer=hf_quantizer, **kwargs)

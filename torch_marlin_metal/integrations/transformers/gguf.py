@@ -27,8 +27,8 @@ from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.models.linear_layers import COMPUTED
 from torch_marlin_metal.patterns import selects
 
-# Architectures whose configs are made here. transformers has no table for Llama 4's text model, and makes the configs
-# of `GGUF_CONFIG_ARCHS` itself.
+# Architectures whose configs this module makes. transformers itself makes the configs of `GGUF_CONFIG_ARCHS`, and has
+# no table for Llama 4's text model.
 MODEL_TYPES = {
     name: known.model_type
     for name, known in ARCHITECTURES.items()
@@ -37,18 +37,18 @@ MODEL_TYPES = {
 
 
 class MarlinGgufQuantizer(MarlinQuantizer):
-    """`MarlinQuantizer` for one GGUF file."""
+    """`MarlinQuantizer` for a single GGUF file."""
 
     def __init__(self, quantization_config: "GgufConfig | MarlinConfig", **kwargs: Any) -> None:
         given = quantization_config if isinstance(quantization_config, MarlinConfig) else None
         config = MarlinConfig(**(loading_defaults() if given is None else given.get_loading_attributes()))
         if given is None and quantization_config.dequantize:
             config.modules_to_not_convert = ["*"]
-        config.quant_method = QuantizationMethod.GGUF  # transformers checks for it until the model is loaded
+        config.quant_method = QuantizationMethod.GGUF  # transformers compares the method with this one during loading
         super().__init__(config, **kwargs | {"pre_quantized": True})
 
     def read_header(self, gguf_file: str) -> None:
-        """Opens the file; transformers calls this once it has found it."""
+        """Opens the file. transformers calls this method after it has found the file."""
         reader = open_reader(gguf_file, self.quantization_config.read_options(), gguf_names="hf")
         self._packed = PackedCheckpoint(reader, self.quantization_config)
 
@@ -57,7 +57,7 @@ class MarlinGgufQuantizer(MarlinQuantizer):
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
-        """Returns the tensors that transformers loads itself: all except those of layers and of experts."""
+        """Returns the tensors that transformers loads itself: all tensors outside the layers and experts."""
         assert self._packed is not None
         others = self._packed.reader.others()
         return {name: read() for name, read, _ in others if not (selects(COMPUTED, name) or _is_of_expert(name))}
@@ -76,11 +76,11 @@ def _is_of_expert(name: str) -> bool:
 
 
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
-    """Wraps transformers' `load_gguf_checkpoint`, so that its config has every setting of the file.
+    """Wraps transformers' `load_gguf_checkpoint`, so that the config contains all settings of the file.
 
     Args:
         original: the function to wrap.
-        active: returns whether this package loads checkpoints at present.
+        active: returns True while this package loads checkpoints.
     """
 
     @functools.wraps(original)
@@ -100,7 +100,7 @@ def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
 
 
 def _settings(path: Path) -> dict[str, Any] | None:
-    """Returns a file's settings as transformers' config.json has them; None for other architectures."""
+    """Returns a file's settings in the form of transformers' config.json, or None for other architectures."""
     metadata, tensors = read_gguf(path)
     architecture = str(metadata.get("general.architecture", ""))
     kind = MODEL_TYPES.get(architecture)
@@ -110,7 +110,7 @@ def _settings(path: Path) -> dict[str, Any] | None:
     settings: dict[str, Any] = {"model_type": kind}
     for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
         settings[name] = metadata.get(f"tokenizer.{key}")
-    # What the settings of layers and rotary embeddings must be depends on the numbers, so the numbers come first.
+    # Numbers come first, because the settings of layers and rotary embeddings depend on them.
     numbers = corrected(CONFIG_MAPPING[kind](), metadata, tensors)
     settings |= {name: value for name, value in numbers.items() if isinstance(value, bool | int | float)}
     return settings | corrected(CONFIG_MAPPING[kind](**settings), metadata, tensors)

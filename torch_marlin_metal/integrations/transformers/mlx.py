@@ -1,4 +1,4 @@
-"""Tells transformers how to undo mlx-lm's changes of names and values."""
+"""Makes transformers undo mlx-lm's changes of names and values."""
 
 from typing import Any
 
@@ -17,13 +17,15 @@ class _Shift(ConversionOps):  # type: ignore[misc]
         self._by = by
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
-        """Returns the tensors under their names."""
         named = {name: held[0] if isinstance(held, list) else held for name, held in input_dict.items()}
         return {name: value - self._by if value.dim() == 1 else value for name, value in named.items()}
 
 
 def changes_back(reader: CheckpointReader) -> list[Any]:
-    """Returns transformers' conversions for a directory of mlx-lm, and none for another one."""
+    """Returns transformers' conversions for a directory that mlx-lm wrote.
+
+    Returns an empty list for other checkpoints.
+    """
     if not isinstance(reader, DirectoryReader) or reader.format.hf_name is not mlx_names.hf_name:
         return []
     names = [name for name in reader.tensor_files() if name.endswith(".weight")]

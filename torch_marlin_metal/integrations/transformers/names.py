@@ -1,4 +1,4 @@
-"""Finds the names of layers in the original checkpoint, which transformers may rename for the model."""
+"""Finds the names of layers in the original checkpoint, because transformers may rename layers for the model."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from torch_marlin_metal.layers.packed_layer import GUARD
 
 
 def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
-    """Returns transformers' tied modules: name -> name of the module that owns the weight."""
+    """Returns transformers' tied modules: name of a module -> name of the module that owns the weight."""
     return {
         name.removesuffix(".weight"): source.removesuffix(".weight")
         for name, source in keys.items()
@@ -25,11 +25,11 @@ def tied_modules(keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def loaded_names(names: Iterable[str], conversions: Iterable[Any]) -> set[str]:
-    """Returns the names that transformers gives to tensors of a checkpoint before it looks for them in the model.
+    """Returns the names under which transformers searches a model for a checkpoint's tensors.
 
-    If a conversion splits the tensor, there are several names. transformers adds or removes the prefix of a base model
-    only for tensors that the model has. Models have no tensors of packed layers, so for these the prefix stays as it
-    is.
+    If a conversion splits a tensor, the tensor has several names. transformers adds or removes a base model's prefix
+    only for tensors that the model has. A model has no tensors for packed layers, so the prefix of these names does not
+    change.
     """
     conversions = list(conversions)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -43,7 +43,7 @@ def loaded_names(names: Iterable[str], conversions: Iterable[Any]) -> set[str]:
 
 
 def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
-    """Yields the model tensors from the same checkpoint tensor as `name`, such as k and v for a stored qkv."""
+    """Yields the model tensors made from the same checkpoint tensor as `name`, for example k and v of a stored qkv."""
     for entry in conversions:
         if isinstance(entry, WeightConverter) and entry.target_patterns[0] in name:
             for pattern in entry.target_patterns[1:]:
@@ -51,10 +51,11 @@ def siblings(name: str, conversions: Iterable[Any]) -> Iterator[str]:
 
 
 def rearranges(model: Any, layers: Iterable[str]) -> bool:
-    """Returns whether transformers would join, split or permute a weight of these layers when it saves the model.
+    """Returns True if transformers would join, split or permute weights of these layers when it saves the model.
 
-    transformers does this if checkpoint and model have different tensors: one for q, k and v, or a bias under another
-    name. Packed words cannot be rearranged in this way, so such a model is saved under its own names.
+    transformers does this if checkpoint and model have different tensors, for example one tensor for q, k and v, or a
+    bias under another name. Packed words cannot be rearranged in this way, so such a model is saved under the model's
+    names.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:

@@ -1,7 +1,8 @@
-"""Connects the loader with transformers, which supplies names and devices and loads all but the packed layers.
+"""Connects the loader with transformers, which supplies names and devices and loads all other tensors.
 
-`place` puts placeholders into the model before transformers loads, so that transformers neither reports a missing
-weight nor makes one. When transformers has loaded everything else, `fill` puts the packed layers into their places.
+`place` puts placeholders into the model before transformers loads tensors, so that transformers does not report or
+initialize the packed weights as missing. After transformers has loaded all other tensors, `fill` replaces the
+placeholders by packed layers.
 """
 
 import re
@@ -34,8 +35,8 @@ class PackedCheckpoint:
     """A checkpoint with packed layers that `from_pretrained` loads.
 
     Args:
-        reader: reads the packed layers.
-        config: the settings of the load.
+        reader: the reader of the packed layers.
+        config: the options of the load.
         parts: see `Caller`.
     """
 
@@ -47,7 +48,7 @@ class PackedCheckpoint:
         self._added: list[Any] = []
 
     def read_ahead(self) -> None:
-        """Starts to read whole layers in threads while transformers prepares the model."""
+        """Starts threads that read complete layers while transformers prepares the model."""
         if not self._parts:
             read_ahead(self.reader)
 
@@ -56,11 +57,11 @@ class PackedCheckpoint:
 
         Args:
             model: changed in place.
-            conversions: transformers' changes of names between the checkpoint and the model.
+            conversions: transformers' conversions of names between the checkpoint and the model.
             reinitializes: see `Caller`.
 
         Returns:
-            The changes of names that transformers must make.
+            The conversions that transformers must apply.
 
         Raises:
             ModelMismatchError: the plan of the load fails.
@@ -105,8 +106,8 @@ class PackedCheckpoint:
             keys.pop(f"{name}.weight", None)
         dense = {name for name, _, _ in self.reader.others()}
         kept = {name.removeprefix(plan.prefix) for name in self.reader.tensor_files().keys() - dense}
-        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns take any number
-        # transformers merges experts' floats, which the loader reads itself.
+        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns match any number
+        # transformers would merge the floats of these experts. The loader reads them instead.
         packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
         packed |= {name.removeprefix(plan.prefix) for name in plan.unused}
         reported = packed | loaded_names(packed, conversions)
@@ -116,7 +117,7 @@ class PackedCheckpoint:
         return conversions
 
     def fill(self, model: Any, device_map: dict[str, Any] | None) -> None:
-        """Reads the packed layers, one at a time, and puts each in the place of its placeholder."""
+        """Reads the packed layers one at a time, and replaces each placeholder by its layer."""
         assert self._loader is not None
         self._device_map = device_map
         model._weight_conversions = [
@@ -124,7 +125,7 @@ class PackedCheckpoint:
         ]
         split = split_of(OP, model)
         if split is not None:
-            for place in self._loader.plan.places:  # hooks of the style "replicate", which do nothing
+            for place in self._loader.plan.places:  # drop the hooks of the style "replicate", which do nothing
                 for spot in place.spots():
                     spot.target.module.__dict__.pop("forward", None)
         try:
@@ -134,7 +135,7 @@ class PackedCheckpoint:
 
 
 def check_files(reader: CheckpointReader, asked: Iterable[str]) -> None:
-    """Refuses a directory in which the host library has found other files than the reader."""
+    """Raises an error if transformers or diffusers found other files in a directory than the reader."""
     files, names = {file.name for file in reader.tensor_files().values()}, set(asked)
     if files != names:
         raise UnsupportedFormat(
@@ -143,7 +144,7 @@ def check_files(reader: CheckpointReader, asked: Iterable[str]) -> None:
 
 
 def check_devices(op: str, device_map: dict[str, Any]) -> None:
-    """Refuses a device map with the disk or with devices that have no kernels."""
+    """Raises an error for a device map with the disk or with devices that have no kernels."""
     for module, place in device_map.items():
         kind = place if isinstance(place, str) and place == "disk" else torch.device(place).type
         if kind not in DEVICES:
@@ -153,10 +154,10 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 
 
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
-    """Returns the device on which to load a layer.
+    """Returns the device for a layer.
 
-    If a map contains both mps and cpu, accelerate also runs the modules of the CPU on mps. It copies their parameters
-    to mps for each call, but keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps at once.
+    If a map contains both mps and cpu, accelerate also runs the CPU's modules on mps. For each call, it copies their
+    parameters to mps, but it keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps directly.
     """
     if device_map is None:
         return torch.device("cpu")

@@ -1,8 +1,7 @@
-"""Follows the tensor-parallel plan of transformers: each process loads its part of the packed layers.
+"""Applies transformers' tensor-parallel plan: each process loads its part of the packed layers.
 
-transformers adds its hooks to the placeholders of packed layers, as it does to float layers. These hooks disappear with
-the placeholders. The layers that replace the placeholders are those of `torch_marlin_metal.parallel`, which need no
-hooks.
+transformers adds its hooks to the placeholders of packed layers, like to float layers. The hooks disappear when the
+placeholders are replaced. Their replacements are the layers of `torch_marlin_metal.parallel`, which need no hooks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch_marlin_metal.models.linear_layers import LinearShape
 if TYPE_CHECKING:
     from torch_marlin_metal.parallel.styles import LinearStyle
 
-WHOLE = "replicate"  # transformers' style of a layer that every process holds
+WHOLE = "replicate"  # transformers' style for a layer that each process stores in full
 _STYLES: dict[str, dict[str, Any]] = {
     "colwise": {},
     "colwise_gather_output": {"gather": True},
@@ -30,13 +29,13 @@ _SIZES = ("ep_size", "dp_size", "pp_size")
 
 
 def check_sizes(op: str, model: Any, pre_quantized: bool) -> bool:
-    """Refuses the ways to distribute a model in which packed layers would stay whole or be lost.
+    """Raises an error for distributed configurations in which packed layers would not be split or would be lost.
 
     Returns:
-        Whether each process loads only its parts of the layers.
+        True if each process loads only its parts of the layers.
 
     Raises:
-        NotImplementedError: the config of `from_pretrained` asks for such a way.
+        NotImplementedError: the config of `from_pretrained` requests such a configuration.
     """
     config = getattr(model.config, "distributed_config", None)
     asked = [name for name in _SIZES if (getattr(config, name, 1) or 1) > 1]
@@ -55,11 +54,11 @@ def check_sizes(op: str, model: Any, pre_quantized: bool) -> bool:
 
 
 class TransformersSplit:
-    """The plan by which transformers splits a model.
+    """transformers' plan for splitting a model.
 
     Args:
-        op: the caller's name, for errors.
-        model: a model of `from_pretrained` with a `tp_size` above 1.
+        op: the caller's name for error messages.
+        model: a model from `from_pretrained` with a `tp_size` above 1.
     """
 
     def __init__(self, op: str, model: Any) -> None:
@@ -75,11 +74,11 @@ class TransformersSplit:
         whole: Collection[str],
         reader: CheckpointReader,
     ) -> None:
-        """Finds the styles of packed layers, and refuses processes with another package or checkpoint; see `Split`.
+        """Finds the styles of packed layers, and compares the processes' packages and checkpoints; see `Split`.
 
         Raises:
-            NotImplementedError: the plan has a style that this package does not have for the layer, or the plan splits
-                a layer of `whole`.
+            NotImplementedError: the plan has a style that this package lacks for the layer, or the plan splits a layer
+                in `whole`.
         """
         from torch_marlin_metal.parallel.agreement import check_checkpoint
         from torch_marlin_metal.parallel.styles import MarlinColwiseParallel, MarlinRowwiseParallel
@@ -130,5 +129,5 @@ class TransformersSplit:
 
 
 def split_of(op: str, model: Any) -> TransformersSplit | None:
-    """Returns the plan by which transformers splits a model, or None if it does not."""
+    """Returns transformers' plan for splitting a model, or None if the model is not split."""
     return TransformersSplit(op, model) if getattr(model, "_tp_size", None) not in (None, 1) else None

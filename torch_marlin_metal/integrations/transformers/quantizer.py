@@ -1,6 +1,6 @@
 """transformers' `HfQuantizer` for this package: loads packed checkpoints, quantizes float checkpoints, and saves.
 
-`packed_checkpoint.py` loads the packed layers, `while_loading.py` quantizes floats.
+`packed_checkpoint.py` loads the packed layers, and `while_loading.py` quantizes floats.
 """
 
 from pathlib import Path
@@ -49,7 +49,10 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` layers into transformers models; `from_pretrained` creates and calls it."""
+    """Puts `MarlinLinear` layers into transformers models.
+
+    `from_pretrained` creates the quantizer and calls its methods.
+    """
 
     requires_calibration = False
     op = OP
@@ -62,16 +65,16 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         self._conversions: list[Any] = []
         self._failure: Exception | None = None
         self.float_experts: FloatExperts | None = None
-        self.reinitializes = False  # `ignore_mismatched_sizes` of from_pretrained
+        self.reinitializes = False  # the argument `ignore_mismatched_sizes` of from_pretrained
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuses devices that have no kernels, and every device without the compiled extension."""
+        """Raises an error for devices without kernels, and for any device if the compiled extension is missing."""
         require(OP)
         if isinstance(device_map, dict):
             check_devices(OP, device_map)
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Leaves a plan unchanged. `PackedCheckpoint.fill` finds the rules of packed layers by their modules."""
+        """Does not change the plan. `PackedCheckpoint.fill` finds the rules of packed layers by their modules."""
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -95,13 +98,16 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             reader = open_reader(directory, self.quantization_config.read_options())
         except NotQuantized:
             if names_no_layer(self.quantization_config.source):
-                return  # transformers loads the floats
+                return  # all weights are floats, and transformers loads them
             raise
         self._packed = PackedCheckpoint(reader, self.quantization_config, has_parts)
         check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Finds the modules of packed layers by transformers' renamings; `MergedOneByOne` replaces some conversions."""
+        """Finds the modules of packed layers with transformers' renamings.
+
+        `MergedOneByOne` replaces some conversions.
+        """
         self._conversions = weight_conversions
         if self._packed is not None:
             self._conversions = self._packed.place(model, weight_conversions, self.reinitializes)
@@ -110,7 +116,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         return self._conversions
 
     def _choose(self, model: Any, checkpoint_files: list[str] | None = None) -> None:
-        """Finds the layers to quantize, and refuses wrong arguments before anything is read."""
+        """Selects the layers to quantize, and raises errors for invalid arguments before any tensor is read."""
         config = self.quantization_config
         words = set().union(*vocabulary_of(model, config.vocabulary_format))
         kept = [] if config.quantize_head else self.get_modules_to_not_convert(model)
@@ -131,7 +137,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         self._chosen = {f"{name}.weight" for name in chosen if name not in experts} | self.float_experts.parameters()
 
     def quantize_empty(self, model: Any) -> None:
-        """Replaces the layers of a model on the meta device by the packed ones that a load of floats would make."""
+        """Replaces layers of a model on the meta device by the packed layers that loading floats would make."""
         self._choose(model)
         for name in sorted(self._chosen):
             self._quantize(model, name.removesuffix(".weight"), model.get_parameter(name))
@@ -139,25 +145,24 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         model.tie_weights()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Returns whether a weight is quantized while loading.
+        """Returns True if a weight is quantized during loading.
 
-        If transformers splits one tensor into several weights, returns whether any of them is quantized.
-
-        transformers asks only for the first weight of such a tensor.
+        If transformers splits a tensor into several weights, it calls this method only for the first weight. The result
+        is then True if any of these weights is quantized.
         """
         if self.pre_quantized:
             return False
         return any(name in self._chosen for name in (param_name, *siblings(param_name, self._conversions)))
 
     def get_quantize_ops(self) -> "QuantizeWhileLoading":
-        """Returns the operation that transformers applies to each weight to quantize."""
+        """Returns the operation that transformers applies to each weight that is quantized."""
         return QuantizeWhileLoading(self._quantize, self._chosen)
 
     def _quantize(self, model: Any, name: str, weight: Tensor) -> bool:
-        """Quantizes the weight of a Linear or stacked experts. Stores an error, which is raised at the end of the load.
+        """Quantizes the weight of a Linear or of stacked experts. Stores an error, and `_install` raises it.
 
-        The packed layer enters the model only when everything is loaded. Until then the Linear keeps an empty weight,
-        because models initialize tensors that they miss, and some do this with tensors of their children.
+        The packed layer replaces the Linear only after all tensors are loaded. Until then, the Linear has an empty
+        weight, because models initialize missing tensors, and some models use tensors of their children for this.
         """
         if self._failure is not None:
             return False
@@ -171,8 +176,8 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             self._failure = error
             return False
         self._made[name] = packed, weight.dtype
-        # The empty weight has its sizes for two reasons. Some models divide by the size of the last dimension when they
-        # initialize a weight. transformers takes the number of an embedding's rows for a layer that is tied to it.
+        # The empty weight has sizes for two reasons. Some models divide by the last dimension when they initialize a
+        # weight. For a layer tied to an embedding, transformers reads the number of rows from the embedding's weight.
         empty = weight.new_empty(0, weight.shape[1])
         if isinstance(linear, nn.Embedding):
             empty = weight.new_zeros(1).expand(weight.shape)
@@ -181,7 +186,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         return True
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # If true, transformers would refuse .half() and .float(), which convert only the bias of a packed layer.
+        # With True, transformers refuses .half() and .float(). These convert only the bias of a packed layer.
         model.is_quantized = False
         self._install(model)
         if self.quantization_config.fuse:
@@ -190,7 +195,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             for name, reason in fuse_layers(model).left:
                 logger.info(f"fuse_layers: {name}: {reason}")
         exporter = NativeExporter()
-        if split_of(OP, model) is None:  # parts are never saved
+        if split_of(OP, model) is None:  # a process's parts of a split model are never saved
             for name, weight in stored_layers(model, copy=False):
                 exporter.describe(weight, name)
         self.quantization_config.layers = exporter.layers
@@ -200,7 +205,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         return model
 
     def _install(self, model: Any) -> None:
-        """Puts the packed layers into the model, or raises the error that a weight has caused."""
+        """Puts the packed layers into the model, or raises the error of a weight that could not be quantized."""
         if self._failure is not None:
             raise self._failure
         if self._packed is not None:
@@ -212,13 +217,13 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             self.float_experts = None
 
     def forget_floats(self, model: Any) -> None:
-        """Removes the quantizer from a model without packed layers, so that its saved directory loads everywhere."""
+        """Removes the quantizer of a model without packed layers, so that its directory loads without this package."""
         if not any(isinstance(module, PackedLayer) for module in model.modules()):
             logger.info(f"{OP}: {type(model).__name__}: no layer is packed, the model is one of floats")
             self.remove_quantization_config(model)
 
     def _place_made(self, model: Any) -> None:
-        """Puts the quantized layers into the model, and shares them where weights are tied."""
+        """Puts the quantized layers into the model. Modules whose weights are tied share one layer's tensors."""
         users: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in model.named_modules():
             if module._parameters.get("weight") is not None:
@@ -241,7 +246,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns the tensors for `save_pretrained`, and updates the settings.
 
-        Fused layers are split again, so a saved model does not depend on `fuse`.
+        Fused layers are split into the original layers, so a saved model does not depend on `fuse`.
         """
         packed, exporter = dict(stored_layers(model)), NativeExporter()
         everywhere = [name for name, _ in unfused(model)]
@@ -268,8 +273,8 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         original = empty_model(model)
         floats = _dtype(dtype) or torch.float32
         decode_stacks(model, floats)
-        weights: dict[tuple[int, int], nn.Parameter] = {}  # layers that share words share the decoded weight
-        biases: dict[nn.Parameter, nn.Parameter] = {}  # a bias may also be a tensor of other modules
+        weights: dict[tuple[int, int], nn.Parameter] = {}  # layers that share words also share the decoded weight
+        biases: dict[nn.Parameter, nn.Parameter] = {}  # other modules may use the same bias tensor
         for name, packed in list(unfused(model)):
             key = (id(packed.b_packed), id(packed.scales))
             held = model.get_submodule(name)
@@ -289,12 +294,12 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Returns True: weights are constant, but adapters can be trained, because `gemm` passes gradients through."""
+        """Returns True: packed weights are constant, but `gemm` propagates gradients, so adapters can be trained."""
         return True
 
 
 def _dtype(stated: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns a dtype that a caller or a config states. `save_pretrained` makes the config's dtype a string."""
+    """Converts the dtype of a caller or a config. `save_pretrained` turns the config's dtype into a string."""
     if not isinstance(stated, str):
         return stated
     found = getattr(torch, stated.removeprefix("torch."), None)

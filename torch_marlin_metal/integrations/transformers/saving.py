@@ -1,8 +1,8 @@
-"""Makes `save_pretrained` work for every model with packed layers, whether it was loaded or quantized in memory.
+"""Makes `save_pretrained` work for every model with packed layers, both loaded models and models quantized in memory.
 
-A model that `from_pretrained` loaded has a quantizer, which transformers asks for the tensors. Without one, as after
-`quantize_model`, transformers would write tensors that no loader finds. This module therefore wraps `save_pretrained`:
-the wrapper first gives such a model a quantizer, and afterwards writes the directory's README.
+A model from `from_pretrained` has a quantizer, and transformers saves the tensors that it returns. Without a quantizer,
+for example after `quantize_model`, transformers would write tensors that no loader can read. The wrapper of
+`save_pretrained` therefore first attaches a quantizer to such a model. After saving, it writes the directory's README.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch_marlin_metal.replace.detect import is_packed_linear
 
 
 def install() -> None:
-    """Wraps `PreTrainedModel.save_pretrained`; a second call does nothing."""
+    """Wraps `PreTrainedModel.save_pretrained`. A second call does nothing."""
     original = PreTrainedModel.save_pretrained
     if getattr(original, "saves_packed_layers", False):
         return
@@ -40,10 +40,10 @@ def install() -> None:
 
 
 def attach(model: Any) -> None:
-    """Gives a model with packed layers the quantizer that saves them, and takes it from a model without any.
+    """Attaches the quantizer that saves packed layers to a model. Removes it from a model without packed layers.
 
     Raises:
-        ValueError: the model has packed layers of another package, which no format stores together with packed layers.
+        ValueError: the model also has packed layers of another package, and no format can store both.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, MarlinQuantizer):

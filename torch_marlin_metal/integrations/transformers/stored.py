@@ -1,4 +1,4 @@
-"""Lists the packed layers that `save_pretrained` writes; layers that transformers ties are left out."""
+"""Lists the packed layers that `save_pretrained` writes. Layers that transformers ties are omitted."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +16,13 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 
 def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields (name, weight) of the packed layers that `save_pretrained` writes; `copy` as in `ExpertWeights.to_packed`.
+    """Yields (name, weight) for the packed layers that `save_pretrained` writes.
 
-    A layer that transformers ties to another one after loading is left out. If layers share a weight for another
-    reason, each is yielded with a copy, because safetensors refuses tensors that share memory.
+    `copy` is the argument of `ExpertWeights.to_packed`. A layer is omitted if transformers ties it to another layer
+    after loading. Layers that share a weight for another reason are yielded as copies, because safetensors refuses
+    tensors that share memory.
     """
-    # Each column part of a fused layer is a new tensor, which may get the id of an earlier tensor that was freed.
+    # Each column part of a fused layer is a new tensor, which may get the id of a tensor that was freed.
     held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None
@@ -43,7 +44,7 @@ def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, Packe
 
 
 def packed_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every packed layer of a model, as checkpoints have them.
+    """Yields (name, weight) for each packed layer of a model, with the names that checkpoints use.
 
     Args:
         model: the model.
@@ -54,7 +55,7 @@ def packed_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str,
 
 
 def expert_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
-    """Yields the name and weight of every layer of a model's stacked experts, as `packed_layers` does."""
+    """Yields (name, weight) for each layer in a model's stacked experts, like `packed_layers`."""
     for name, module in model.named_modules():
         if isinstance(module, NamedExperts):
             for inner, weight in module.named_layers(copy=copy):
@@ -62,7 +63,7 @@ def expert_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str,
 
 
 def decode_stacks(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces each stack of experts of a model by transformers' module with floats."""
+    """Replaces each stack of packed experts in a model by transformers' module with floats."""
     for name, module in list(model.named_modules()):
         if isinstance(module, NamedExperts):
             experts = module.to_floats(dtype)
@@ -71,6 +72,6 @@ def decode_stacks(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def empty_model(model: Any) -> Any:
-    """Returns the model as transformers makes it before it reads a checkpoint."""
+    """Makes the model on the meta device, as transformers does before it reads a checkpoint."""
     with torch.device("meta"):
         return type(model)._from_config(model.config)

@@ -1,16 +1,16 @@
-"""Makes transformers' `from_pretrained` use this package for packed checkpoints, and leaves all others to transformers.
+"""Makes transformers' `from_pretrained` load packed checkpoints with this package, and others as before.
 
-`from_pretrained` asks the function `get_hf_quantizer` who loads a quantized checkpoint. The import wraps this function.
-For the methods in `known_formats.py` and for GGUF files the wrapper returns this package's quantizer. transformers'
-tables of methods stay as they are, except for one entry for this package's own directories.
+`from_pretrained` calls the function `get_hf_quantizer` to select the loader of a quantized checkpoint. The import wraps
+this function. For the methods in `known_formats.py` and for GGUF files, the wrapper returns this package's quantizer.
+transformers' tables of methods do not change, except for one entry for this package's own directories.
 
-If this package refuses a checkpoint, transformers loads it as it does without the import, unless the script asked for
-this package with a `MarlinConfig`. `from_pretrained` is wrapped for this second attempt. A GGUF file has no second
-attempt, because transformers ignores settings of the file for whose sake this package refuses it.
+If this package refuses a checkpoint, transformers loads it in a second attempt, as without the import. If the script
+passed a `MarlinConfig`, there is no second attempt. `from_pretrained` is wrapped for the second attempt. GGUF files
+have no second attempt: this package refuses them because of settings that transformers ignores.
 
-transformers looks for the settings of a checkpoint only in the configuration that a model class takes. The wrapper asks
-`find_settings` if they are not there: the class may take the configuration of a sub-model, and old GPTQ and AWQ
-directories have the settings in a file beside config.json.
+transformers searches the settings of a checkpoint only in the configuration of the model class. If they are not there,
+the wrapper calls `find_settings`. The class may use the configuration of a sub-model, and old GPTQ and AWQ directories
+have the settings in a separate file next to config.json.
 """
 
 import functools
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# `as` also finds a submodule that was imported before its package, and is not yet an attribute of it.
+# `as` also imports a submodule that is not yet an attribute of its package.
 import transformers.modeling_gguf_pytorch_utils as gguf
 import transformers.modeling_utils as models
 import transformers.quantizers.auto as tables
@@ -52,28 +52,28 @@ from torch_marlin_metal.integrations.transformers.packed_checkpoint import OP
 from torch_marlin_metal.integrations.transformers.quantizer import MarlinQuantizer
 
 logger = logging.get_logger(__name__)
-# The table entry that transformers looks up for directories in this package's format; see `NativeExporter.settings`.
+# transformers looks up this table entry for directories in this package's format; see `NativeExporter.settings`.
 STOPS = "bitsandbytes_4bit"
 GGUF = "gguf"
 METHODS = {method for fmt in DIRECTORY_FORMATS for method in fmt.methods}
-ONLY_WIDE = ("fp8", "bitsandbytes_8bit")  # methods without a layer of 4 bit
-# Config classes that a script may pass, with the other methods that transformers reads by them.
+ONLY_WIDE = ("fp8", "bitsandbytes_8bit")  # methods that have no 4-bit layers
+# Config classes that a script may pass -> the methods that transformers also reads with this class.
 READ_BY: Mapping[type, tuple[str, ...]] = {AutoRoundConfig: ("gptq", "awq")}
 
 
 @dataclass
 class _Load:
-    """One call of `from_pretrained`.
+    """The state of one call of `from_pretrained`.
 
     Attributes:
-        path: the directory, or the name on the Hub, of the model's files.
-        download: arguments for the download of files.
-        by_transformers: whether this is the second attempt, without this package.
-        config: the config of this package's quantizer, or None if it does not load the checkpoint.
-        insists: whether this package must load the checkpoint or raise its error.
-        settings: the checkpoint's settings, if the class's configuration lacks them.
-        floats: whether all weights of the checkpoint are floats; then its settings do not count.
-        reinitializes: whether the caller passes `ignore_mismatched_sizes=True`.
+        path: the directory of the model's files, or the model's name on the Hub.
+        download: arguments for downloading files.
+        by_transformers: True in the second attempt, which does not use this package.
+        config: the config of this package's quantizer, or None if this package does not load the checkpoint.
+        insists: True if this package must load the checkpoint or raise its error, without a second attempt.
+        settings: the checkpoint's settings, if the model class's configuration lacks them.
+        floats: True if all weights of the checkpoint are floats, so that its settings are ignored.
+        reinitializes: True if the caller passes `ignore_mismatched_sizes=True`.
     """
 
     path: Any = None
@@ -91,12 +91,12 @@ _load: ContextVar[_Load | None] = ContextVar("load", default=None)
 
 
 def takes_own(theirs: Any) -> Any:
-    """Returns a subclass of a library's config class for bitsandbytes that also accepts this package's directories."""
+    """Returns a subclass of a bitsandbytes config class that also accepts this package's directories."""
 
     class Own(theirs):  # type: ignore[misc]
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            """Makes the config of a directory."""
+            """Makes the config of a directory with this package's class or the original class."""
             owner = MarlinConfig if config_dict.get("quant_method") == METHOD else theirs
             return owner.from_dict(config_dict, *args, **kwargs)
 
@@ -105,7 +105,7 @@ def takes_own(theirs: Any) -> Any:
 
 
 def taken_over() -> list[str]:
-    """Returns the `quant_method` values (and "gguf") of the checkpoints that this package loads at present."""
+    """Returns the `quant_method` values (and "gguf") of the checkpoints that this package currently loads."""
     return [*sorted(METHODS - {METHOD}), GGUF] if _active else []
 
 
@@ -115,8 +115,8 @@ def take_over(**defaults: Any) -> None:
     Importing the package calls this function. Calling it again only changes the defaults.
 
     Args:
-        **defaults: arguments of `MarlinConfig` for checkpoints that are loaded without a config. These arguments have
-            an effect on quantized checkpoints.
+        **defaults: arguments of `MarlinConfig` for checkpoints that are loaded without a config. Only arguments for
+            quantized checkpoints have an effect.
     """
     global _active
     set_loading_defaults(defaults)
@@ -129,14 +129,14 @@ def take_over(**defaults: Any) -> None:
 
 
 def restore() -> None:
-    """Leaves every checkpoint to transformers. `MarlinConfig` and directories in this package's format still work."""
+    """Lets transformers load all checkpoints. `MarlinConfig` and directories in this package's format still work."""
     global _active
     _active = False
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Leaves every checkpoint to transformers within the `with` block."""
+    """Lets transformers load all checkpoints inside the `with` block."""
     defaults, active = loading_defaults(), _active
     restore()
     try:
@@ -155,7 +155,7 @@ def _wrap() -> None:
 
 
 def _tries_twice(original: Any) -> Any:
-    """Wraps `from_pretrained`: a checkpoint that this package refuses is loaded again, by transformers alone."""
+    """Wraps `from_pretrained`: if this package refuses a checkpoint, transformers loads it without this package."""
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +171,8 @@ def _tries_twice(original: Any) -> Any:
                 if insists and not _is_theirs(error, kwargs):
                     raise
                 if isinstance(error, UnsupportedFormat) and load.config is not None and _is_ignored(load.config.source):
-                    raise  # transformers would take codes of 8 bits for the weights
-                refusal = error.with_traceback(None)  # a traceback would keep the model of the first attempt
+                    raise  # transformers would use 8-bit codes as weights
+                refusal = error.with_traceback(None)  # the traceback would keep the first attempt's model in memory
             load.config, load.by_transformers = None, True
             logger.warning(f"{OP}: transformers loads {load.path} without torch_marlin_metal, because: {refusal}")
             if load.floats:
@@ -189,12 +189,12 @@ def _tries_twice(original: Any) -> Any:
 
 
 def _is_theirs(error: Exception, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a GGUF file has an architecture that only transformers may read, and nobody asked for Marlin."""
+    """Returns True if only transformers supports a GGUF file's architecture and the script passed no `MarlinConfig`."""
     return isinstance(error, UnknownArchitecture) and not isinstance(kwargs.get("quantization_config"), MarlinConfig)
 
 
 def _notes_path(original: Any) -> Any:
-    """Wraps `maybe_load_adapters`, which knows the model's path and how to download files, also for an adapter."""
+    """Wraps `maybe_load_adapters` to record the model's path and download arguments, also for an adapter."""
 
     @functools.wraps(original)
     def maybe_load_adapters(path: Any, download_kwargs: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,10 @@ def _notes_path(original: Any) -> Any:
 
 
 def _chooses(original: Any) -> Any:
-    """Wraps `get_hf_quantizer`: for checkpoints of this package's formats, it returns this package's quantizer."""
+    """Wraps `get_hf_quantizer`.
+
+    For checkpoints in this package's formats, the wrapper returns this package's quantizer.
+    """
 
     @functools.wraps(original)
     def get_hf_quantizer(
@@ -244,7 +247,10 @@ def _chooses(original: Any) -> Any:
 
 
 def _of_weights(original: Any) -> Any:
-    """Wraps `get_state_dict_dtype`: the first tensor of floats, whose dtype it takes, may be the scales of a layer."""
+    """Wraps `get_state_dict_dtype`.
+
+    It returns the first float tensor's dtype, but that tensor may be a layer's scales.
+    """
 
     @functools.wraps(original)
     def get_state_dict_dtype(state_dict: Mapping[str, Any]) -> Any:
@@ -257,7 +263,7 @@ def _of_weights(original: Any) -> Any:
 
 
 def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | None:
-    """Returns the quantizer of a directory that this package reads, or None."""
+    """Returns the quantizer for a directory that this package reads, or None."""
     settings = _settings_in(config)
     if settings is None and (beside := _settings_of(load)) is not None:
         settings = load.settings = beside
@@ -289,11 +295,11 @@ def _for_directory(load: _Load, config: Any, passed: Any) -> MarlinQuantizer | N
 
 
 def _settings_in(config: Any) -> dict[str, Any] | None:
-    """Returns the settings in a configuration of transformers, as transformers and mlx-lm store them there."""
+    """Returns the settings that transformers or mlx-lm stored in a transformers configuration, or None."""
     for owner in (config, config.get_text_config(decoder=True)):
         for key in CONFIG_KEYS:
             found = vars(owner).get(key)
-            if hasattr(found, "to_dict"):  # the configuration of a loaded model
+            if hasattr(found, "to_dict"):  # a config object, as in a loaded model
                 found = found.to_dict()
             if isinstance(found, dict) and (key != "quantization" or "bits" in found):
                 return found
@@ -301,7 +307,7 @@ def _settings_in(config: Any) -> dict[str, Any] | None:
 
 
 def _settings_of(load: _Load) -> dict[str, Any] | None:
-    """Returns the settings of a checkpoint whose class's configuration has none, or None."""
+    """Searches the settings of a checkpoint outside its class's configuration. Returns None if there are none."""
     if load.path is None:
         return None
     quiet = dict.fromkeys(("gated_repo", "missing_entries", "connection_errors"), False)
@@ -319,7 +325,7 @@ def _settings_of(load: _Load) -> dict[str, Any] | None:
 
 
 def _is_ignored(settings: Mapping[str, Any] | None) -> bool:
-    """Returns whether transformers has no quantizer for a checkpoint, so that it takes codes for values."""
+    """Returns True if transformers has no quantizer for a checkpoint and would use its codes as values."""
     method = "" if settings is None else _method(settings)
     return method not in {*tables.AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", ""}
 
@@ -332,6 +338,6 @@ def _method(settings: Mapping[str, Any]) -> str:
 
 
 def _same_method(passed: Any, method: str) -> bool:
-    """Returns whether a config of transformers is for the method of a checkpoint."""
+    """Returns True if transformers can read a checkpoint of the given method with the config `passed`."""
     names = {str(getattr(passed.quant_method, "value", passed.quant_method)), *READ_BY.get(type(passed), ())}
     return method.removesuffix("_4bit") in names

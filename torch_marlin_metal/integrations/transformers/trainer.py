@@ -1,7 +1,7 @@
-"""Makes transformers' `Trainer` say which weights stay as they are, if a model with packed layers has no adapters.
+"""Makes transformers' `Trainer` log which weights cannot be trained, if a packed model has no adapters.
 
-For its own quantizers, transformers refuses such a model. Here it is trained, because a new head or other float layers
-beside packed ones can be trained.
+With its own quantizers, transformers refuses such a model. A packed model is accepted, because a new head or other
+float layers can be trained.
 """
 
 import functools
@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 
 def install() -> None:
-    """Wraps the check that `Trainer` makes of its model; a second call does nothing."""
+    """Wraps the check that `Trainer` applies to its model. A second call does nothing."""
     original = getattr(trainer_utils, CHECK)
     if getattr(original, "names_packed_weights", False):
         return
@@ -30,7 +30,7 @@ def install() -> None:
             say_what_stays(model)
 
     validate_quantization_for_training.names_packed_weights = True  # type: ignore[attr-defined]
-    for name in ("transformers.trainer_utils", "transformers.trainer"):  # the second imports the function by its name
+    for name in ("transformers.trainer_utils", "transformers.trainer"):  # the second has imported the function by name
         if (module := sys.modules.get(name)) is not None:
             setattr(module, CHECK, validate_quantization_for_training)
 
@@ -39,7 +39,7 @@ def say_what_stays(model: Any) -> None:
     """Logs a warning with the numbers of packed weights and of trained parameters.
 
     Raises:
-        ValueError: the model has packed weights, and no parameter can be trained.
+        ValueError: the model has packed weights but no parameter that can be trained.
     """
     packed = packed_weights(model.modules())
     if not packed:

@@ -1,4 +1,4 @@
-"""Makes `tie_weights` and `resize_token_embeddings` of transformers models know packed tables."""
+"""Makes `tie_weights` and `resize_token_embeddings` of transformers models support packed vocabulary tables."""
 
 import functools
 import warnings
@@ -14,7 +14,7 @@ from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
 
 def install() -> None:
-    """Wraps the two methods of `PreTrainedModel`; a second call does nothing."""
+    """Wraps the two methods of `PreTrainedModel`. A second call does nothing."""
     tie, resize = PreTrainedModel.tie_weights, PreTrainedModel.resize_token_embeddings
     if getattr(tie, "knows_packed_layers", False):
         return
@@ -54,10 +54,10 @@ def install() -> None:
 
 
 def _tied_keys(model: Any) -> dict[str, str]:
-    """Returns the keys of tied tensors by the model's current config.
+    """Returns the keys of tied tensors according to the model's current config.
 
-    For a head with a tied bias, transformers looks for the names among the model's tensors, where a packed weight has
-    none. Then a model of floats on the meta device has them.
+    For a head with a tied bias, transformers searches the model's tensors, and packed weights are not among them. In
+    this case, the search uses a float model on the meta device.
     """
     try:
         keys: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -69,10 +69,8 @@ def _tied_keys(model: Any) -> dict[str, str]:
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
     """Makes tied packed layers share one set of tensors.
 
-    Returns the keys of the layers that are not packed.
-
-    Layers with different weights stay separate, like float weights in transformers: otherwise one weight would be lost,
-    for example a merged adapter's.
+    Returns the keys of the tied layers that are not packed. Layers with different weights are not tied, like float
+    weights in transformers. Otherwise a weight would be lost, for example the weight of a merged adapter.
     """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():
@@ -99,7 +97,10 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
 
 
 def _differ(one: MarlinLinear, other: MarlinLinear) -> bool:
-    """Returns whether two packed layers have different weights. Tensors on the meta device have no values."""
+    """Returns True if two packed layers have different weights.
+
+    Tensors on the meta device have no values to compare.
+    """
     if one.b_packed is other.b_packed or one.b_packed.is_meta or other.b_packed.is_meta:
         return False
     if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):

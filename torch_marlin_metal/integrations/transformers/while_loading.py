@@ -1,4 +1,4 @@
-"""The operation by which transformers quantizes weights while it loads a checkpoint of floats."""
+"""The operation with which transformers quantizes weights while it loads a float checkpoint."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch_marlin_metal.quantize.fit import sample
 
 
 class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
-    """A transformers conversion that turns weights into packed layers of the model instead of parameters."""
+    """A transformers conversion that turns weights into packed layers instead of parameters of the model."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], bool], chosen: set[str]) -> None:
         self._quantize = quantize
@@ -31,23 +31,23 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Quantizes the chosen weights. Returns the other tensors, which transformers makes parameters of the model.
+        """Quantizes the selected weights. Returns the other tensors, which become parameters of the model.
 
-        `input_dict` has several weights if transformers has split a tensor of the checkpoint, for example one that
-        joins q, k and v.
+        `input_dict` has several weights if transformers has split a tensor of the checkpoint, for example a joint q, k
+        and v.
         """
         named = input_dict if len(input_dict) > 1 else dict.fromkeys([full_layer_name], *input_dict.values())
         weights = {name: held[0] if isinstance(held, list) else held for name, held in named.items()}
         misfits = {
             name: expected
             for name, weight in weights.items()
-            # Stacked experts have three dimensions, and a separate check.
+            # Stacked experts have three dimensions and are checked separately.
             if weight.dim() < 3 and weight.shape != (expected := model.get_parameter_or_buffer(name).shape)
         }
-        self._chosen.difference_update(misfits)  # transformers refuses or initializes what may not be quantized
+        self._chosen.difference_update(misfits)  # not quantized: transformers raises an error or initializes them
         others = {}
         for name, weight in weights.items():
-            if name in misfits and not self._chosen.isdisjoint(weights):  # then transformers compares no shapes
+            if name in misfits and not self._chosen.isdisjoint(weights):  # transformers does not compare these shapes
                 shapes = f"expected {list(misfits[name])}, got {list(weight.shape)}"
                 raise ValueError(f"from_pretrained: {name}: {shapes}")
             if name not in self._chosen:
@@ -58,7 +58,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
 
 
 def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: bool) -> Samples:
-    """Returns a function that reads rows of the model's weights from its files.
+    """Returns a function that reads rows of the model's weights from the checkpoint's files.
 
     Args:
         model: the model on the meta device.
@@ -66,7 +66,7 @@ def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: boo
         allow_pickle: see `MarlinConfig`.
 
     Raises:
-        ValueError: there are no files. The function raises it for a layer that has no tensor in the files.
+        ValueError: there are no files. The returned function raises it for a layer that has no tensor in the files.
     """
     if not checkpoint_files:
         raise ValueError(f"{OP}: memory: expected files, from which the weights are read twice, got a state_dict")

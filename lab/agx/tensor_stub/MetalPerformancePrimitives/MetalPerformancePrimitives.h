@@ -1,6 +1,6 @@
-// Takes the place of Apple's matmul2d when the instructions around matmul2d are counted, because no offline compiler
-// knows the tensor units. A product of 16 x 32 x 16 becomes 8 ffma and 8 fadd, which use all 24 elements of the
-// operands that a lane holds. These 16 instructions per call are subtracted from the counts.
+// Replaces Apple's matmul2d when the instructions around matmul2d are counted, because no offline compiler supports the
+// tensor units. A product of 16 x 32 x 16 becomes 8 ffma and 8 fadd, which use all 24 elements of the operands that a
+// lane holds. These 16 instructions per call are subtracted from the counts.
 #pragma once
 
 #include <metal_stdlib>

@@ -1,6 +1,6 @@
 """Compares our declarations and calls of the Metal API with Apple's SDK metadata (`api_metadata`).
 
-Our headers are compiled for arm64 macOS, so that the compiler produces selectors, encodings and enum values. The same
+The compiler translates our headers for arm64 macOS, and thereby produces selectors, encodings and enum values. The same
 Mach-O reader then reads our object file and Apple's binary.
 """
 
@@ -20,9 +20,10 @@ from .macho import MachO, Method, Protocol
 
 INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
-# Selectors that Apple's documentation lists for frameworks whose metadata this check does not read.
+# Selectors in Apple's documentation of frameworks whose metadata this check does not read.
 OTHER_FRAMEWORKS = {"rootCommandBuffer"}  # MPSCommandBuffer, MetalPerformanceShaders
-INTERFACE_PREFIX = "Interface_"  # an @interface is compiled as a protocol, so that its methods are listed
+# prefix of the protocol as which an @interface is compiled, so that the object file lists its methods
+INTERFACE_PREFIX = "Interface_"
 
 # The declarations of Apple's <objc/objc.h>, for a compile without an SDK.
 _OBJC_H = """#pragma once
@@ -57,7 +58,7 @@ class Report:
 
 
 def declarations(include: Path = INCLUDE, headers: Sequence[str] = HEADERS) -> Declarations:
-    """Compiles the headers for arm64 macOS and reads what they declare.
+    """Compiles the headers for arm64 macOS and reads their declarations.
 
     Raises:
         RuntimeError: the headers do not compile.
@@ -126,8 +127,9 @@ def check_declarations(declared: Declarations, apple: Metadata) -> Report:
 
 
 def check_sent(objects: Sequence[Path], declared: Declarations) -> Report:
-    """Compares the selectors sent by compiled macOS objects with the declarations that `check_declarations`
-    accepted."""
+    """Compares the selectors that compiled macOS objects send with the declarations that `check_declarations`
+    accepted.
+    """
     report = Report()
     known = declared.selectors()
     classes = {name.removeprefix(INTERFACE_PREFIX) for name in declared.protocols if name.startswith(INTERFACE_PREFIX)}
@@ -155,8 +157,8 @@ def _check_method(owner: str, method: Method, apple: Metadata, report: Report) -
     mismatches = [list(_mismatches(method, candidate)) for candidate in candidates]
     if any(not found for found in mismatches):
         return
-    # Two protocols may declare the same selector with different types. PyObjC records the selector once, perhaps with
-    # the types of the protocol that is not meant here.
+    # Two protocols may declare the same selector with different types. PyObjC records a selector only once, perhaps
+    # with the types of the other protocol.
     others = [p.methods.get((method.selector, method.is_class_method)) for p in apple.protocols.values()]
     is_theirs = any(not list(_mismatches(m, r)) for m in others if m is not None for r in candidates)
     if not candidates or is_theirs:
@@ -212,7 +214,7 @@ def _bare(kind: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks our headers and the calls of arm64 macOS objects; returns 1 if a check fails.
+    """Checks our headers and the calls of arm64 macOS objects. Returns 1 if a check fails.
 
     The command is `python -m softmetal.apple.api_check OBJECT...`.
     """

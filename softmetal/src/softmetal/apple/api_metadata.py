@@ -1,6 +1,6 @@
 """Reads Apple's SDK metadata for Metal and Foundation from PyObjC's macOS wheels.
 
-Two files of each wheel are read, and none of their code runs. `_Metal.cpython-311-darwin.so` contains protocols:
+It reads two files of each wheel and runs none of their code. `_Metal.cpython-311-darwin.so` contains protocols:
 selectors with full type encodings. `_metadata.py` contains calls that list argument types by selector, enum values and
 names of constants.
 """
@@ -19,17 +19,20 @@ FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framewor
 
 @dataclass
 class Registration:
-    """One `registerMetaDataForSelector` call. `types` has the known types by argument position; None is the result."""
+    """One `registerMetaDataForSelector` call.
+
+    `types` maps argument positions to types, as far as known; None is the result.
+    """
 
     owner: str  # a class, or NSObject for methods of protocols
     selector: str
     types: dict[int | None, str]
-    is_complete: bool  # every type is recorded, because the method belongs to a protocol
+    is_complete: bool  # true if every type is recorded, because the method belongs to a protocol
 
 
 @dataclass
 class Metadata:
-    """The metadata of all wheels, by name."""
+    """The metadata of all wheels. Each field is indexed by name."""
 
     protocols: dict[str, Protocol] = field(default_factory=dict)
     registrations: dict[str, list[Registration]] = field(default_factory=dict)
@@ -75,7 +78,7 @@ def _read_table(name: str, text: str, metadata: Metadata) -> None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Evaluates a literal. `sel32or64(a, b)` is b and `selAorI(a, b)` is a, as on a 64-bit Apple-silicon Mac."""
+    """Evaluates a literal. As on 64-bit Apple silicon, `sel32or64(a, b)` is b and `selAorI(a, b)` is a."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _literal(node.args[1 if node.func.id == "sel32or64" else 0])
     if isinstance(node, ast.Dict):

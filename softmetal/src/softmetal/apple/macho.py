@@ -17,7 +17,7 @@ CPU_TYPES = {"x86_64": 0x01000007, "arm64": 0x0100000C}
 LC_SYMTAB, LC_SEGMENT_64, LC_DYLD_CHAINED_FIXUPS = 0x2, 0x19, 0x80000034
 MH_OBJECT = 1
 N_EXT, N_TYPE, N_UNDF = 0x01, 0x0E, 0x00
-ABSOLUTE_METHODS_FLAG = 0x80000000  # set in the entsize of a method list whose entries are 32-bit relative offsets
+ABSOLUTE_METHODS_FLAG = 0x80000000  # flag in the entsize of a method list: entries are 32-bit relative offsets
 
 
 class MachOError(ValueError):
@@ -26,7 +26,7 @@ class MachOError(ValueError):
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a protocol: its selector and its Objective-C type encoding, which still contains stack offsets."""
+    """One method of a protocol: its selector and its Objective-C type encoding, including stack offsets."""
 
     selector: str
     types: str
@@ -70,8 +70,8 @@ class MachO:
         self._data = _thin(path.read_bytes(), CPU_TYPES[architecture], path)
         self._sections: list[_Section] = []
         self._segments: list[tuple[int, int, int]] = []  # address, size, file offset
-        self._pointers: dict[int, int] = {}  # address of each pointer that a relocation sets -> the pointer's value
-        self._external: dict[int, str] = {}  # address of a pointer -> name of the external symbol it will point to
+        self._pointers: dict[int, int] = {}  # address of each pointer that a relocation sets -> value of the pointer
+        self._external: dict[int, str] = {}  # address of each pointer to an external symbol -> name of the symbol
         self._symbols: list[tuple[str, int, int]] = []  # name, type, value
         filetype, self._chained = self._read_load_commands()
         if filetype == MH_OBJECT:

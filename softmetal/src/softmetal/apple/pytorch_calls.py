@@ -1,11 +1,12 @@
-"""Checks for each supported torch that functions of its Mac library make the same calls as before.
+"""Checks that functions of torch's Mac library make the same calls as before, for each supported version.
 
     python -m softmetal.apple.pytorch_calls                  # the pinned torch, in a second
     python -m softmetal.apple.pytorch_calls --all            # every supported torch: fetches 130 MB for each
     python -m softmetal.apple.pytorch_calls --all --write    # store the lists after reading what changed
 
-The device imitates these functions, and extensions depend on how they change the encoder and the command buffer. The program reads their calls from the disassembly of `libtorch_cpu.dylib` and compares them with
-`recorded_pytorch_calls.json`, which --write makes. Any difference is an error, which a person must look at.
+The device imitates these functions, and extensions depend on how they change the encoder and the command buffer. The
+program reads the functions' calls from the disassembly of `libtorch_cpu.dylib`. It compares the calls with
+`recorded_pytorch_calls.json`, which --write makes. Any difference is an error, and a person must examine it.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from . import wheels
 STORED = Path(__file__).with_name("recorded_pytorch_calls.json")
 PINNED = "2.13.0"
 WHEEL_OF = {"2.13.0": "torch-macos", "2.14.1": "torch-macos-2.14.1", "2.15.0": "torch-macos-2.15.0"}
-# Mangled names without parameters: parameters differ between versions, and so all overloads and blocks match.
+# Mangled names without parameters. Parameters differ between versions, and without them all overloads and blocks match.
 FREE_FUNCTIONS = (
     "14getMPSProfiler",
     "17getStreamFromPool",
@@ -52,8 +53,8 @@ MEMBERS = {
         "27addProfilerCompletedHandler",
         "27addProfilerScheduledHandler",
     ),
-    # Extensions that keep memory for each stream rely on this: PyTorch's allocator keeps the memory of different streams
-    # apart.
+    # PyTorch's allocator keeps the memory of different streams apart. Extensions with separate memory for each stream
+    # rely on it.
     "13HeapAllocator20MPSHeapAllocatorImpl": (
         "11free_buffer",
         "15get_free_buffer",
@@ -65,7 +66,7 @@ MEMBERS = {
 }
 _NAMES = "|".join([*FREE_FUNCTIONS, *(f"{owner}(?:{'|'.join(names)})" for owner, names in MEMBERS.items())])
 MANGLED = re.compile(rf"_+ZNK?2at3mps(?:{_NAMES})E\w*")
-# Calls that the lists leave out: those for memory, strings and exceptions depend on the compiler, not on PyTorch's
+# Calls that the lists leave out. Calls for memory, strings and exceptions depend on the compiler, not on PyTorch's
 # source.
 HOUSEKEEPING = re.compile(r"std::|operator (new|delete)|__Unwind_Resume|___cxa_(?!throw)|___clang_|fmt::|.*\(\.cold\.")
 STRING = re.compile(r"std::__1::basic_string<char, [^<>]*<char>, [^<>]*<char>\s?>")
@@ -87,7 +88,7 @@ def _demangled(names: list[str]) -> list[str]:
 
 
 def _stubs(dylib: Path) -> dict[int, str]:
-    """Returns the names of imported functions by the address of their stub."""
+    """Returns stub addresses -> names of imported functions."""
     printed = _run("llvm-objdump-19", "--macho", "--indirect-symbols", str(dylib))
     return {int(at, 16): name for at, name in re.findall(r"^(0x[0-9a-f]+)\s+\d+ (\S+)$", printed, re.MULTILINE)}
 
@@ -95,12 +96,12 @@ def _stubs(dylib: Path) -> dict[int, str]:
 def calls_in(disassembly: str, stubs: dict[int, str]) -> CallLists:
     """Returns the calls of each function in the order of the code, from the output of `llvm-objdump -d`.
 
-    The name of a message is its selector, `-[commit]`. A jump out of the function is also a call. A branch through a
-    register has the name "(indirect)".
+    A message is recorded with its selector, for example `-[commit]`. A jump out of the function is also a call. A
+    branch through a register is recorded as "(indirect)".
 
     Args:
-        disassembly: some functions, with mangled names.
-        stubs: names of imported functions by the address of their stub.
+        disassembly: the disassembly of some functions, with mangled names.
+        stubs: stub addresses -> names of imported functions.
     """
     found: CallLists = {}
     function = ""
@@ -126,7 +127,7 @@ def call_lists(dylib: Path) -> CallLists:
     """Returns the calls of the functions that we rely on, sorted by demangled name.
 
     Raises:
-        CallsChanged: the library defines none of them.
+        CallsChanged: the library defines none of these functions.
     """
     symbols = _run("llvm-nm-19", "--defined-only", "--format=just-symbols", str(dylib)).split()
     wanted = [name for name in symbols if MANGLED.fullmatch(name) and ".cold" not in name]
@@ -145,7 +146,7 @@ def call_lists(dylib: Path) -> CallLists:
 
 
 def lines(lists: CallLists) -> list[str]:
-    """Returns call lists as text, for people and for comparison."""
+    """Returns call lists as lines of text, for messages and for comparison."""
     return [line for function, calls in lists.items() for line in (function, *(f"    {call}" for call in calls))]
 
 
@@ -153,7 +154,7 @@ def compare(version: str, found: CallLists, stored: CallLists) -> None:
     """Compares the calls of one torch with the stored ones.
 
     Raises:
-        CallsChanged: they differ.
+        CallsChanged: the calls differ.
     """
     if found == stored:
         return
@@ -169,16 +170,15 @@ def compare(version: str, found: CallLists, stored: CallLists) -> None:
 
 
 def stored_lists() -> dict[str, CallLists]:
-    """Returns the stored lists by torch version."""
     content: dict[str, CallLists] = json.loads(STORED.read_text())["versions"]
     return content
 
 
 def check(version: str = PINNED) -> str:
-    """Compares the calls of one torch's library with the stored ones. Returns a line of text for success.
+    """Compares the calls of one torch's library with the stored calls. Returns a message of success.
 
     Raises:
-        CallsChanged: they differ, or nothing is stored for that torch.
+        CallsChanged: the calls differ, or none are stored for that torch.
         wheels.WheelUnavailable: its wheel is not available.
     """
     stored = stored_lists()
@@ -191,7 +191,6 @@ def check(version: str = PINNED) -> str:
 
 
 def write(versions: list[str]) -> None:
-    """Stores the call lists of some versions of torch."""
     found = {
         version: call_lists(wheels.unpack(WHEEL_OF[version]) / "torch" / "lib" / "libtorch_cpu.dylib")
         for version in versions

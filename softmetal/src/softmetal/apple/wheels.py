@@ -1,4 +1,4 @@
-"""Wheels of other projects that checks read. They are pinned by version and hash, and kept in `CACHE`.
+"""Downloads wheels of other projects, for the checks. The wheels are pinned by version and hash, and stored in `CACHE`.
 
 `python -m softmetal.apple.wheels torch-macos` prints the path of the verified wheel.
 """
@@ -31,14 +31,14 @@ class Wheel:
 
 
 WHEELS = {
-    # The PyTorch that checks take by default (PINNED of pytorch_calls.py): its headers and its dylibs.
+    # The PyTorch that checks use by default (PINNED of pytorch_calls.py): its headers and its dylibs.
     "torch-macos": Wheel(
         "torch==2.13.0",
         "macosx_14_0_arm64",
         "torch-2.13.0-cp311-cp311-macosx_14_0_arm64.whl",
         "e76f9bcecc52b8ff711239a2f7547d5353df95878ab232f0773c1d95928b92f8",
     ),
-    # The other versions that the device supports, for pytorch_calls.py.
+    # The other supported versions, for pytorch_calls.py.
     "torch-macos-2.14.1": Wheel(
         "torch==2.14.1",
         "macosx_14_0_arm64",
@@ -122,9 +122,9 @@ def fetch(name: str) -> Path:
     return path
 
 
-@functools.cache  # without a network, pip takes about 20 seconds to give up
+@functools.cache  # the cache avoids repeated failures: without a network, pip takes about 20 seconds to give up
 def _download(wheel: Wheel) -> str:
-    """Downloads a wheel into the cache, and returns pip's message if that fails, otherwise ""."""
+    """Downloads a wheel into the cache. Returns "", or pip's message if the download fails."""
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp"]
@@ -134,7 +134,7 @@ def _download(wheel: Wheel) -> str:
 
 
 def is_cached(name: str) -> bool:
-    """Returns true if a pinned wheel is in the cache and has the right hash."""
+    """Returns whether a pinned wheel is in the cache and has the right hash."""
     wheel = WHEELS[name]
     return _verified(CACHE / wheel.filename, wheel)
 

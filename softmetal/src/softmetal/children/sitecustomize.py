@@ -1,6 +1,7 @@
 """Loads the software Metal device in the Python processes that a script under `python -m softmetal` starts.
 
-Python imports a module of this name at its start. `softmetal/__main__.py` puts this folder on the processes' path.
+Python imports a module of this name when it starts. `softmetal/__main__.py` adds this folder to the path of the
+processes.
 """
 
 import sys

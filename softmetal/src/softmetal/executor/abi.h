@@ -1,11 +1,12 @@
-// The interface between the executor, our metal_stdlib (msl/include) and compiled Metal libraries: shared objects made
-// by msl/compiler.py. Plain C: the executor defines the sm_* functions and compiled libraries import them.
+// The interface between the executor, our metal_stdlib (msl/include) and compiled Metal libraries, which are shared
+// objects made by msl/compiler.py. The interface is plain C: the executor defines the sm_* functions, and compiled
+// libraries import them.
 #pragma once
 
 #include <stdint.h>
 
 #ifdef __clang__
-// Marks functions at which the lanes of a simdgroup meet. The lanes recognise each other by their call site, so the
+// Marks functions at which the lanes of a simdgroup meet. The executor matches the lanes by their call site, so the
 // compiler must not duplicate the calls.
 #define SM_CONVERGENT __attribute__((convergent))
 #else
@@ -42,13 +43,14 @@ void sm_threadgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 void sm_simdgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 
 // Exchanges values between the lanes of a simdgroup that take part. Waits until these lanes have reached the same call
-// site; the call's return address identifies the site. Each lane deposits `bytes` bytes, at most 64. *slots points to
-// 32 deposits, one every `bytes` bytes. The deposits stay valid until the lane's next call into the executor. Slots of
-// inactive lanes hold poison. Returns the mask of active lanes. A function that calls sm_simd_exchange must be
-// always_inline: otherwise all uses of that function would share one call site.
+// site, which the executor identifies by the call's return address. Each lane deposits `bytes` bytes, at most 64.
+// *slots points to 32 deposits, one every `bytes` bytes. The deposits are valid until the lane's next call into the
+// executor. Slots of inactive lanes hold poison. Returns the mask of active lanes. A function that calls
+// sm_simd_exchange must be always_inline: otherwise all uses of that function would share one call site.
 uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots) SM_CONVERGENT;
 
-// Called if a shuffle reads an inactive lane. Checked mode reports the read; in fast mode the read gives fixed poison.
+// Called if a shuffle reads an inactive lane. Checked mode reports the read. In fast mode the read returns a fixed
+// poison value.
 void sm_report_inactive_lane(uint32_t lane);
 
 // Computes d = a * b + c for 8x8 matrices spread over the simdgroup. Each lane holds two elements of each operand, in
@@ -61,8 +63,8 @@ void sm_mma(void* d, uint32_t d_type, const void* a, uint32_t a_type, const void
 void sm_mma_sync(void) SM_CONVERGENT;
 void sm_mma_sync_if(const void* d) SM_CONVERGENT;
 
-// Returns the memory of a variable that a kernel declares (`threadgroup T x[N];`). All threads of a threadgroup get one
-// address. `site` numbers the declarations of one kernel from 0.
+// Returns the memory of a variable that a kernel declares (`threadgroup T x[N];`). All threads of a threadgroup get the
+// same address. `site` numbers the declarations of one kernel from 0.
 void* sm_threadgroup_variable(uint32_t site, uint32_t bytes, uint32_t align);
 
 // Changes x, the result of an inexact function, by up to `ulps` units in the last place: the error that Metal allows
@@ -73,7 +75,7 @@ enum { SM_ATOMIC_LOAD = 0, SM_ATOMIC_STORE = 1, SM_ATOMIC_UPDATE = 2 };
 
 // Kernels call this function before each __atomic builtin (relaxed, on device or threadgroup memory), because the
 // compiler does not instrument these builtins. The function counts and checks the operation, and lets other threads run
-// first. `operation` is SM_ATOMIC_*.
+// before the operation. `operation` is SM_ATOMIC_*.
 void sm_note_atomic(const volatile void* address, uint32_t bytes, int operation);
 
 // Called in checked mode before a simdgroup loads or stores a matrix. Every lane must reach this call.
@@ -91,7 +93,7 @@ typedef struct {
   uint32_t kind;          // SM_ARGUMENT_*
   uint32_t index;         // [[buffer(n)]] or [[threadgroup(n)]]
   uint32_t is_const;      // const device, or constant
-  uint32_t is_reference;  // the kernel reads one element of element_bytes at most
+  uint32_t is_reference;  // the kernel reads at most one element, of element_bytes bytes
   uint32_t element_bytes;
   uint32_t element_align;
 } sm_argument;
@@ -107,7 +109,7 @@ typedef struct {
   const sm_argument* arguments;
   uint32_t argument_count;
   uint32_t max_total_threads;         // [[max_total_threads_per_threadgroup(n)]], 0: none
-  uint32_t static_threadgroup_bytes;  // 0 in the library's file; sm_library_kernel fills in the real number
+  uint32_t static_threadgroup_bytes;  // 0 in the library's file; sm_library_kernel sets the real number
 } sm_kernel;
 
 typedef struct {

@@ -1,4 +1,4 @@
-"""The structures and functions of executor.h for ctypes."""
+"""Declares the structures and functions of executor.h for ctypes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Result(c.Structure):
 
 @functools.cache
 def executor() -> c.CDLL:
-    """Builds the executor's library if it is stale, loads it and declares the types of its functions.
+    """Builds the executor's library if it is outdated, loads it and declares the types of its functions.
 
     Raises:
         RuntimeError: the library does not build, or its structures differ from the declarations in this file.

@@ -1,6 +1,6 @@
-// The functions that the device and the Python module call: compile Metal source, open the compiled library, launch
-// its kernels. The interface is plain C, so that ctypes can call it. No function throws. The
-// caller frees each returned text or result with sm_free_*.
+// The functions for the device and the Python module: they compile Metal source, open the compiled library and launch
+// its kernels. The interface is plain C, so that ctypes can call it. No function throws. The caller frees each returned
+// text or result with sm_free_*.
 #pragma once
 
 #include <stddef.h>
@@ -34,11 +34,11 @@ typedef struct {
   uint32_t constant_count;
   uint32_t checked;            // instruments the code for checked mode
   uint32_t math;               // SM_MATH_*
-  uint32_t fast_functions;     // if true, exp is fast::exp and not precise::exp
+  uint32_t fast_functions;     // true: exp means fast::exp; false: precise::exp
   const char* const* defines;  // "NAME" or "NAME=VALUE"
   uint32_t define_count;
-  const char* kernel;         // host name of the only kernel to compile; NULL: all; "": none, just names and arguments
-  uint32_t language_version;  // the number in __METAL_VERSION__: 310 is MSL 3.1, and 0 stands for 310
+  const char* kernel;         // host name of the only kernel to compile; NULL: all; "": none, only names and arguments
+  uint32_t language_version;  // the number in __METAL_VERSION__: 310 is MSL 3.1; 0 means 310
 } sm_compile_request;
 
 // Returns 0 and the path of the shared object, or 1 and the compiler's messages. A repeated request needs no compiler.
@@ -62,12 +62,13 @@ const sm_function_constant* sm_library_constant(const sm_library* library, uint3
 // ---- launch --------------------------------------------------------------------------------------------------------
 
 typedef struct {
-  void* base;            // NULL: slot not bound
-  uint64_t length;       // bytes of the whole buffer, from base
-  uint64_t offset;       // the kernel's pointer is base + offset; memory before it is out of bounds
-  uint32_t read_only;    // any store is a fault, as with setBytes
-  const char* label;     // for reports; may be NULL
-  uint8_t* initialised;  // a flag for each byte: non-zero if written; the launch updates it. NULL: all are written.
+  void* base;          // NULL: slot not bound
+  uint64_t length;     // bytes of the whole buffer, from base
+  uint64_t offset;     // the kernel gets base + offset; memory before this address is out of bounds
+  uint32_t read_only;  // every store is a fault, as with setBytes
+  const char* label;   // for reports; may be NULL
+  // a flag for each byte: nonzero if written; the launch updates it. NULL: all bytes are written.
+  uint8_t* initialised;
 } sm_buffer;
 
 typedef struct {
@@ -80,10 +81,10 @@ typedef struct {
   uint64_t seed;          // seed of the interleaving in checked mode
   uint64_t perturb_seed;  // seed of sm_perturb; 0: no perturbation
   uint32_t os_threads;    // OS threads in fast mode; 0: SOFTMETAL_THREADS or the number of cores
-  uint32_t max_faults;    // 0: 16. A fault is reported once for each source line.
-  double watchdog;        // seconds of processor time; 0: SOFTMETAL_WATCHDOG or 120; below 0: none
-  // Buffers that the kernel reaches through addresses in other buffers. Checked mode reports an access to a buffer that
-  // is neither in a slot nor in this list.
+  uint32_t max_faults;    // 0 means 16. A fault is reported once for each source line.
+  double watchdog;        // seconds of processor time; 0: SOFTMETAL_WATCHDOG or 120; negative: no limit
+  // Buffers that the kernel reaches through addresses in other buffers. If a buffer is neither in a slot nor in this
+  // list, checked mode reports every access to it.
   const sm_buffer* resident;
   uint32_t resident_count;
 } sm_dispatch;
@@ -98,13 +99,13 @@ typedef enum {
   SM_FAULT_WEAK_BARRIER,    // race between simdgroups: only a simdgroup_barrier separates the accesses
   SM_FAULT_BARRIER,         // some threads do not reach a barrier
   SM_FAULT_SIMD,            // some lanes do not reach a simdgroup operation
-  SM_FAULT_INACTIVE_LANE,   // a value is read from a lane that does not take part
+  SM_FAULT_INACTIVE_LANE,   // a read of a value from a lane that does not take part
   SM_FAULT_CONST_STORE,     // a store to const device or constant memory
   SM_FAULT_CONSTANT_VALUE,  // a function constant has no value
-  SM_FAULT_RESOURCE,        // the launch is wrong: its threadgroup memory or arguments
+  SM_FAULT_RESOURCE,        // the launch itself is wrong: its threadgroup memory or its arguments
   SM_FAULT_SIGNAL,          // the processor stopped the kernel
   SM_FAULT_ENDLESS,         // the dispatch took longer than the watchdog allows
-  // The kinds from here on are warnings. Metal allows these operations, but most of them are mistakes.
+  // The kinds from here on are warnings. Metal allows these operations, but they are usually mistakes.
   SM_WARNING_DIVISION,  // an integer division by zero
   SM_WARNING_SHIFT,     // a shift by the width or more
   SM_WARNING_EQUAL      // a race in which the write stores the value that the memory already held
@@ -115,7 +116,7 @@ enum { SM_FIRST_WARNING = SM_WARNING_DIVISION };
 typedef struct {
   uint32_t kind;
   uint32_t is_fatal;    // the dispatch ended here
-  const char* message;  // the whole report in one line: the fields below and the seed
+  const char* message;  // the full report in one line: the fields below and the seed
   const char* kernel;
   const char* file;  // file of the user's source
   uint32_t line;     // 0: unknown
@@ -128,7 +129,7 @@ typedef struct {
 
 typedef struct {
   uint64_t threads, threadgroups;
-  uint64_t threadgroup_barriers, simdgroup_barriers;  // per threadgroup / per simdgroup, not per thread
+  uint64_t threadgroup_barriers, simdgroup_barriers;  // per threadgroup or per simdgroup, not per thread
   uint64_t simd_operations;                           // exchanges, per simdgroup
   uint64_t mmas;                                      // 8x8x8 products, per simdgroup
   uint64_t atomics;                                   // per thread
@@ -153,8 +154,8 @@ typedef struct {
 sm_result* sm_launch(const sm_dispatch* dispatch);
 void sm_free_result(sm_result* result);
 
-// Writes the sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result. A caller that
-// declares these structures itself compares the sizes.
+// Writes the sizes of sm_compile_request, sm_buffer, sm_dispatch, sm_fault, sm_counters and sm_result. A caller with
+// its own declarations of these structures compares the sizes.
 void sm_struct_sizes(uint32_t sizes[6]);
 
 #ifdef __cplusplus

@@ -71,7 +71,8 @@ void* FibrePool::start(size_t index) {
   for (; guarded_ <= index; ++guarded_)
     mprotect(stacks_ + guarded_ * kStackBytes, kGuard, PROT_NONE);
   char* top = stacks_ + (index + 1) * kStackBytes - (index % kColours) * kColourBytes;
-  auto* frame = reinterpret_cast<void**>(top) - 7;  // r15 r14 r13 r12 rbx rbp and the return address, aligned to 16
+  // 7 words: r15 r14 r13 r12 rbx rbp and the return address, which is aligned to 16
+  auto* frame = reinterpret_cast<void**>(top) - 7;
   frame[2] = reinterpret_cast<void*>(main_);
   frame[3] = argument_;
   frame[6] = reinterpret_cast<void*>(&sm_fibre_start);

@@ -20,15 +20,15 @@ class FibrePool {
   FibrePool(const FibrePool&) = delete;
   FibrePool& operator=(const FibrePool&) = delete;
 
-  // Returns the stack pointer of an idle or new fibre, to switch to.
+  // Returns the stack pointer of an idle or new fibre, as the target of a switch.
   void* take();
-  // Returns a finished fibre to the pool. The switch away from the fibre saves the fibre's state in *context.
+  // Returns a finished fibre to the pool. The switch away from the fibre saves its state in *context.
   void put_back(void** context) { idle_.push_back(context); }
   // Resets all fibres: each starts again from main.
   void restart();
   // Returns the top of the stack that contains an address, or null.
   char* top_of(const void* address) const;
-  // Returns true if the address is in a stack's guard page. An access there means that the stack has overflowed.
+  // Returns whether the address is in a stack's guard page. An access there means that the stack has overflowed.
   bool is_guard(const void* address) const;
   bool contains(const void* address) const { return address >= stacks_ && address < stacks_ + capacity_ * kStackBytes; }
 

@@ -19,7 +19,7 @@ struct Result : sm_result {
   std::vector<sm_fault> list;
 };
 
-// OS threads that wait for launches. The thread that calls sm_launch runs threadgroups too.
+// OS threads that wait for launches. The thread that calls sm_launch also runs threadgroups.
 class Workers {
  public:
   ~Workers() {
@@ -157,8 +157,8 @@ void run_checked(Launch& launch) {
     launch.order[j] = i;
   }
   // Metal promises neither that threadgroups run at the same time nor that the lanes of a simdgroup take turns. The
-  // seed therefore chooses the number of threadgroups that run at once, and whether lanes are preempted. A kernel that
-  // relies on one of these fails for some seeds.
+  // seed therefore chooses the number of threadgroups that run at once, and whether lanes are preempted. If a kernel
+  // relies on one of these, it fails for some seeds.
   const uint32_t concurrent = 1 + random.below(kMaxConcurrentGroups);
   launch.preempts = random.below(4) != 0;
   machine.prepare(kMaxConcurrentGroups);

@@ -13,8 +13,9 @@ __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"))) = n
 namespace softmetal {
 namespace {
 
-constexpr unsigned kFlushSubnormals = 0x8040;  // FTZ and DAZ: flush fp32 subnormals, as the GPU does, and keep half's
-constexpr int kUnwritten = 0xFF;               // NaN in every floating type
+// FTZ and DAZ: fp32 subnormals are flushed, as on the GPU, and half subnormals are kept
+constexpr unsigned kFlushSubnormals = 0x8040;
+constexpr int kUnwritten = 0xFF;  // NaN in every floating type
 
 }  // namespace
 
@@ -161,7 +162,8 @@ void Machine::fibre_main(void* machine) {
     --simdgroup.group->alive;
     if (self.checked_ && simdgroup.alive == 0) report_missed_matrix_accesses(simdgroup);
     lane = self.pick(&simdgroup);
-    if (lane != nullptr && lane->context == nullptr) continue;  // a new thread can run on this stack
+    // the picked thread has not started: it runs on this stack
+    if (lane != nullptr && lane->context == nullptr) continue;
     self.fibres_.put_back(&context);
     if (lane != nullptr) {
       self.go_to(*lane, &context);
@@ -274,9 +276,9 @@ void Machine::wake_matrix_lanes(Simdgroup& simdgroup) {
   release(simdgroup, lanes);
 }
 
-// Called when no lane of the simdgroup can run. Releases lanes that have met at a call. If lanes wait at different
-// calls, the lanes at the call with the lowest address go first. The other lanes join later, as after a branch on the
-// GPU.
+// Called when no lane of the simdgroup can run. Releases the lanes that have met at a call. If lanes wait at different
+// calls, the lanes at the call with the lowest address continue first. The other lanes join later, as after a branch on
+// the GPU.
 bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   const void* first = nullptr;
   uint32_t at_first = 0;
@@ -312,7 +314,7 @@ bool Machine::release_simdgroup(Simdgroup& simdgroup) {
   }
   if (at_barrier == 0) return false;
   uint32_t everyone = simdgroup.size == 32 ? ~0u : (1u << simdgroup.size) - 1;
-  if (at_barrier != everyone) return false;  // report_stuck reports this when no other thread can run
+  if (at_barrier != everyone) return false;  // reported by report_stuck when no other thread can run
   uint32_t flags = simdgroup.lanes[0].mem_flags;
   ++simdgroup.barriers;
   if (flags & 1) simdgroup.ordered[0] = simdgroup.barriers;
@@ -334,7 +336,7 @@ void Machine::release_exchange(Simdgroup& simdgroup, uint32_t lanes) {
   release(simdgroup, lanes);
 }
 
-// Called when all remaining threads wait. If all threads wait at one threadgroup barrier, opens it and returns true.
+// Called when all remaining threads wait. If all wait at the same threadgroup barrier, opens it and returns true.
 bool Machine::release_barrier(Group& group) {
   if (group.alive != group.thread_count) return false;
   const Lane& first = group.lanes[0];

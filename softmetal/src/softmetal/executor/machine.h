@@ -28,7 +28,7 @@ constexpr uint32_t kMaxConcurrentGroups = 4;  // threadgroups that checked mode 
 
 enum class State : uint8_t {
   kRunnable,     // fresh, released or preempted
-  kExchange,     // waits at a simd operation in which any set of lanes may take part
+  kExchange,     // waits at a simd operation in which any subset of the lanes may take part
   kSimdBarrier,  // waits at an operation that the whole simdgroup must reach
   kMatrix,       // waits for other lanes' operands of a matrix product
   kBarrier,      // waits at a threadgroup barrier
@@ -37,14 +37,14 @@ enum class State : uint8_t {
 
 // One GPU thread.
 struct Lane {
-  sm_thread self;  // must be first, because sm_self points to it
+  sm_thread self;  // first member, because sm_self points to it
   Simdgroup* simdgroup;
   void* context;              // where to continue; null: not started
   const void* site;           // return address of the call in which the lane waits
   const void* latest;         // return address of the lane's latest call into the executor
   uint64_t pending_matrices;  // Bloom filter of the matrices that deferred products will write
   uint64_t products;          // number of products that the lane has deposited
-  uint64_t tensor_products;   // number of products of tensor units that the lane has taken part in
+  uint64_t tensor_products;   // number of products of tensor units in which the lane has taken part
   uint32_t matrix_accesses;   // matrix loads and stores, counted in checked mode
   State state;
   uint32_t deposit_bytes;
@@ -56,13 +56,13 @@ struct Simdgroup {
   Group* group;
   Lane* lanes;
   uint32_t size;
-  uint32_t runnable;                   // lanes that can continue, without the running one
-  uint32_t alive;                      // lanes that have not returned
-  uint32_t active;                     // lanes of the latest exchange
-  uint32_t barriers;                   // simdgroup barriers passed
-  uint32_t ordered[2];                 // number of the latest barrier with the flag of device / threadgroup memory
+  uint32_t runnable;    // lanes that can continue, without the running lane
+  uint32_t alive;       // lanes that have not returned
+  uint32_t active;      // lanes of the latest exchange
+  uint32_t barriers;    // simdgroup barriers passed
+  uint32_t ordered[2];  // numbers of the latest barriers with the flags of device memory and of threadgroup memory
   uint32_t barriers_at_group_barrier;  // barriers passed at the latest threadgroup barrier
-  uint32_t matrix_accesses;            // the largest count of any lane, in checked mode
+  uint32_t matrix_accesses;            // the largest count of all lanes, in checked mode
   const void* matrix_sites[64];        // call sites of the latest matrix accesses
   alignas(64) unsigned char slots[SM_SIMD_WIDTH * 64];
   MatrixQueue matrices;
@@ -78,7 +78,7 @@ struct Group {
   uint32_t at_barrier;
   uint32_t busy;        // simdgroups that may have runnable lanes
   uint32_t barriers;    // threadgroup barriers passed
-  uint32_t ordered[2];  // number of the latest barrier with the flag of device / threadgroup memory
+  uint32_t ordered[2];  // numbers of the latest barriers with the flags of device memory and of threadgroup memory
   std::unique_ptr<Lane[]> lanes;
   std::unique_ptr<Simdgroup[]> simdgroups;
   sm_bindings bindings;
@@ -136,7 +136,7 @@ class Machine {
   bool next_group(Group& group);
   void set_up(Group& group, uint64_t index);
   void place_threadgroup_memory(Group& group);
-  // Returns the next thread to run, or null if none is left. Stops the launch if threads wait for ever.
+  // Returns the next thread to run, or null if none is left. Stops the launch if threads wait forever.
   Lane* pick(Simdgroup* last);
   Lane* pick_in(Group& group, Simdgroup* last);
   void switch_from(Lane& lane);
@@ -151,7 +151,7 @@ class Machine {
   FibrePool fibres_;
   SignalStack signal_stack_;
   void* main_context_ = nullptr;
-  Lane* starting_ = nullptr;  // the first lane to run on the next fibre
+  Lane* starting_ = nullptr;  // the first lane that the next fibre runs
   Random random_;
   std::vector<std::unique_ptr<Group>> groups_;
   std::vector<Group*> running_;

@@ -97,7 +97,7 @@ const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t
   uint32_t place = matrix_place(index);
   Product& product = products_[lane.products % kCapacity];
   int32_t pending;
-  if (lane.products == deposited_) {  // the first lane to reach this product chooses the result for all lanes
+  if (lane.products == deposited_) {  // the first lane that reaches this product chooses the result for all lanes
     ++deposited_;
     product.site = site;
     product.arrived = 0;
@@ -112,7 +112,7 @@ const void* MatrixQueue::deposit(Lane& lane, const void* site, void* d, uint32_t
     }
   } else if (product.addend >= 0 && results_[product.addend].destination[index] == c.elements &&
              (lane.pending_matrices & bloom_bit(c.elements)) != 0) {
-    pending = product.addend;  // this lane's c is the addend that the first lane found
+    pending = product.addend;  // this lane's c is pending, too: its value is the addend that the first lane found
   } else {
     pending = find(lane, c.elements);
   }

@@ -28,14 +28,14 @@ class MatrixQueue {
 
   void reset() { first_ = complete_ = deposited_ = result_count_ = 0; }
 
-  // Returns true if the lane may deposit another product now. Otherwise the lane must wait until done() reaches the
+  // Returns whether the lane may deposit another product now. If not, the lane must wait until done() reaches the
   // number of products that the lane has deposited.
   bool has_room(const Lane& lane) const;
   // Stores a lane's operands. The product is complete when all 32 lanes have stored operands. Returns the call site of
-  // the lane that came first.
+  // the first lane.
   const void* deposit(Lane& lane, const void* site, void* d, uint32_t d_type, MatrixOperand a, MatrixOperand b,
                       MatrixOperand c);
-  // Returns true if d is the destination of a product that has not been computed.
+  // Returns whether d is the destination of a product that has not been computed.
   bool is_pending(const Lane& lane, const void* d) const;
   // Computes all complete products and writes the results to the memory of all lanes.
   uint64_t compute(Lane* lanes);
@@ -48,7 +48,7 @@ class MatrixQueue {
     const void* site;
     uint32_t arrived;
     uint32_t result;
-    int32_t addend;  // index of the pending result that c names; -1: the lanes have copied c into `result`
+    int32_t addend;  // index of the pending result that c refers to; -1: the lanes have copied c into `result`
     alignas(32) float a[64], b[64];
   };
   struct Result {

@@ -8,7 +8,7 @@
 namespace softmetal {
 namespace {
 
-// Waits until all matrix products that this lane deposited have been computed.
+// Waits until all matrix products of this lane have been computed.
 void finish_products(Lane& lane, const void* site) {
   Simdgroup& simdgroup = *lane.simdgroup;
   while (simdgroup.matrices.done() < lane.products) {
@@ -98,12 +98,12 @@ void* sm_threadgroup_variable(uint32_t site, uint32_t, uint32_t) {
 }
 
 float sm_perturb(float x, float ulps) {
-  if (sm_self == nullptr) return x;  // no GPU thread: the library is being loaded
+  if (sm_self == nullptr) return x;  // outside GPU threads, while the library is loaded
   uint64_t seed = machine_of(Machine::current()).launch().dispatch->perturb_seed;
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   uint32_t magnitude = bits & 0x7FFFFFFF;
-  // Zero, subnormals, infinities and NaN are not perturbed, and neither are results close to zero or infinity.
+  // Zero, subnormals, infinities and NaN are not perturbed, nor are results close to zero or infinity.
   if (seed == 0 || ulps < 1.0f || magnitude < 0x00800100 || magnitude > 0x7F7FFF00) return x;
   auto reach = static_cast<int32_t>(ulps);
   uint64_t hash = softmetal::mix(seed ^ (static_cast<uint64_t>(bits) << 8) ^ static_cast<uint64_t>(reach));
@@ -141,7 +141,7 @@ void sm_note_matrix_access(void) {
 }
 
 void sm_undefined_function_constant(const char* name) {
-  if (sm_self == nullptr) return;  // no GPU thread: the library is being loaded
+  if (sm_self == nullptr) return;  // outside GPU threads, while the library is loaded
   Lane& lane = Machine::current();
   softmetal::Fault fault{SM_FAULT_CONSTANT_VALUE, true, __builtin_return_address(0), ""};
   fault.text = std::string("function constant '") + name + "' has no value in this specialisation";

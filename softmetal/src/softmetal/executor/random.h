@@ -1,4 +1,4 @@
-// The random numbers of schedules. A seed always gives the same schedule.
+// The random numbers of schedules. The same seed always gives the same schedule.
 #pragma once
 
 #include <cstdint>

@@ -107,8 +107,8 @@ void report_missed_matrix_accesses(Simdgroup& simdgroup) {
 }
 
 void report_stuck(Launch& launch, Group& group) {
-  // If a thread waits at a simd operation, the report names that thread. Threads at the barrier may be waiting for this
-  // thread.
+  // If a thread waits at a simd operation, the report names that thread, because threads at the barrier may be waiting
+  // for it.
   const Lane* lane = nullptr;
   for (uint32_t i = 0; i < group.thread_count; ++i) {
     const Lane& candidate = group.lanes[i];

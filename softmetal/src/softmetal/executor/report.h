@@ -28,7 +28,7 @@ void report_later(Launch& launch, const sm_thread& thread, const Fault& fault);
 // Records a fault of the launch itself, before any thread runs.
 void report_launch(Launch& launch, const std::string& text);
 
-// Records that the watchdog's time is over while `lane` runs, and stops the launch.
+// Records that `lane` was running when the watchdog's time ended, and stops the launch.
 void report_expired(Launch& launch, Lane& lane, const void* code);
 
 // Called when all lanes have returned. Reports matrix loads and stores that some lanes did not reach.

@@ -12,8 +12,8 @@ namespace {
 
 constexpr uint64_t kForeign = 5 | 1 << 5;  // exchanges lanes and elements of SM_TENSOR_FOREIGN
 
-// Returns the seed of the choices that Apple does not document; 0 stands for the simplest choices. If the launch has
-// no seed, as in fast mode under PyTorch, the environment variable SOFTMETAL_VARY gives one.
+// Returns the seed of the choices that Apple does not document. 0 means the simplest choices. If the launch has no
+// seed, as in fast mode under PyTorch, the environment variable SOFTMETAL_VARY supplies one.
 uint64_t seed_of(Lane& lane) {
   static const char* const vary = std::getenv("SOFTMETAL_VARY");
   static const uint64_t everywhere = vary != nullptr && *vary != 0 ? std::strtoull(vary, nullptr, 10) + 1 : 0;

@@ -1,5 +1,6 @@
-// The products of Metal 4's tensor units. Kernels get their declarations by including the
-// headers of msl/tensor. They are not declared in abi.h, because every compiled kernel depends on that file.
+// The products of Metal 4's tensor units. Kernels that include the headers of msl/tensor get these declarations from
+// there. They are not in abi.h, because every compiled kernel depends on that file and would be compiled again after
+// each change.
 #pragma once
 
 #include <cstdint>
@@ -16,36 +17,36 @@ struct TensorOperands {
 
 extern "C" {
 
-// A matrix is cut into blocks of 16 x 16. A lane holds 8 elements of a block, in row
-// ((lane >> 2) & 4) | ((lane >> 1) & 3) and in the row 8 below. Elements 4 to 7 are in the lower row. Which columns
-// they have depends on the layout; with c = ((lane >> 2) & 2) | (lane & 1):
+// A matrix is divided into blocks of 16 x 16. A lane holds 8 elements of a block: elements 0 to 3 in row ((lane >> 2) &
+// 4) | ((lane >> 1) & 3), and elements 4 to 7 in the row 8 below. Their columns depend on the layout, with c = ((lane
+// >> 2) & 2) | (lane & 1):
 enum {
-  SM_TENSOR_SEEDED = 0,   // as SM_TENSOR_QUADS, but the launch's seed exchanges lanes, elements and blocks
+  SM_TENSOR_SEEDED = 0,   // like SM_TENSOR_QUADS, but the launch's seed permutes lanes, elements and blocks
   SM_TENSOR_QUADS = 1,    // four neighbours from column 4 c
-  SM_TENSOR_PAIRS = 2,    // two neighbours from column 2 c, and two from column 2 c + 8
+  SM_TENSOR_PAIRS = 2,    // two neighbors from column 2 c on, and two from column 2 c + 8 on
   SM_TENSOR_FOREIGN = 3,  // another fixed layout, which no known GPU has
 };
 
 // Returns 16 * row + column of an element of the calling lane, 0 <= element < 8.
 uint32_t sm_tensor_place(uint32_t element, uint32_t layout);
 
-// Returns which block of a matrix the calling simdgroup holds; `index` counts the simdgroup's own blocks from 0. The
-// matrix has `blocks` blocks and is spread over `groups` simdgroups. A result >= blocks means that the simdgroup has no
-// such block.
+// Returns the block of a matrix that the calling simdgroup holds at `index`, which counts the simdgroup's own blocks
+// from 0. The matrix has `blocks` blocks and is spread over `groups` simdgroups. A result >= blocks means that the
+// simdgroup has no such block.
 uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t layout);
 
 enum {
   SM_TENSOR_TRANSPOSE_A = 1,
   SM_TENSOR_TRANSPOSE_B = 2,
   SM_TENSOR_RELAXED = 4,   // the operands are float, and the unit may round them
-  SM_TENSOR_LAYOUT_A = 3,  // the bit from which on the operand's layout stands, in two bits
+  SM_TENSOR_LAYOUT_A = 3,  // position of the two bits that store the operand's layout
   SM_TENSOR_LAYOUT_B = 5,
   SM_TENSOR_LAYOUT_SUM = 7,
 };
 
 // Adds the product of two blocks to `sum`. Each argument holds the calling lane's 8 elements of a block. All lanes of
 // the simdgroup must reach the call. Without a seed, a sum is fp32 and adds its 16 products in the order of k, each by
-// one fma. A seed chooses another order, and for SM_TENSOR_RELAXED also operands of 11 significant bits.
+// one fma. A seed chooses another order. For SM_TENSOR_RELAXED, it may also round the operands to 11 significant bits.
 void sm_tensor_product(const float* a, const float* b, float* sum, uint32_t options);
 
 }  // extern "C"

@@ -93,7 +93,8 @@ bool is_on_fibre(const ucontext_t* context) {
 void on_fault(int signal, siginfo_t* info, void* data) {
   auto* context = static_cast<ucontext_t*>(data);
   if (!is_on_fibre(context)) {
-    // The signal does not come from a kernel. The instruction runs again and reaches the handler installed before.
+    // The signal does not come from a kernel. The instruction runs again, and the previously installed handler gets the
+    // signal.
     sigaction(signal, &before[signal], nullptr);
     return;
   }
@@ -104,8 +105,8 @@ void on_fault(int signal, siginfo_t* info, void* data) {
   continue_at(context, &report_trap, trap.overflow ? fibres.top_of(info->si_addr) : stack);
 }
 
-// Called when the watchdog's time is over. If a kernel's own code is running, the handler leaves it at any instruction.
-// All other code checks `expired` when it is safe to stop.
+// Called when the watchdog's time is over. If a kernel's own code is running, the handler leaves it at the current
+// instruction. All other code checks `expired` when it is safe to stop.
 void on_time(int, siginfo_t*, void* data) {
   auto* context = static_cast<ucontext_t*>(data);
   if (machine_here == nullptr) return;
@@ -136,7 +137,7 @@ void uninstall() {
   if (--scopes != 0) return;
   for (int signal : kSignals)
     sigaction(signal, &before[signal], nullptr);
-  // The watchdog's handler stays installed, because without it a late signal would end the process.
+  // The watchdog's handler is not removed, because without it a late signal would end the process.
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Turns signals inside a kernel into reports: accesses that the processor refuses, and the watchdog's signal.
+// Turns signals inside a kernel into reports: refused memory accesses, and the watchdog's signal.
 #pragma once
 
 #include <csignal>
@@ -20,8 +20,8 @@ class SignalStack {
   std::unique_ptr<char[]> bytes_;
 };
 
-// While an object of this class lives, a signal on a fibre of this machine ends the launch with a report. Any other
-// signal goes to the handler that was installed before.
+// While an object of this class exists, a signal on a fibre of this machine ends the launch with a report. Any other
+// signal is passed to the previously installed handler.
 class TrapScope {
  public:
   TrapScope(Machine& machine, const SignalStack& stack);

@@ -34,7 +34,7 @@ _PLAIN_CPP = {"maybe_unused", "nodiscard", "fallthrough", "likely", "unlikely", 
 
 @dataclass(slots=True)
 class Attribute:
-    """One attribute: `buffer(0)` is name "buffer", argument "0"."""
+    """One attribute. For example, `buffer(0)` has the name "buffer" and the argument "0"."""
 
     name: str
     argument: str
@@ -42,7 +42,7 @@ class Attribute:
 
 
 def attribute_end(tokens: list[Token], start: int) -> int:
-    """Returns the index of the last `]` of the attribute list that begins at `start`, or -1 if none begins there."""
+    """Returns the index of the last `]` of the attribute list that begins at `start`, or -1 if no list begins there."""
     if start + 2 >= len(tokens) or tokens[start].text != "[" or tokens[start + 1].text != "[":
         return -1
     if tokens[start + 2].kind != "word" or (start and tokens[start - 1].text == "operator"):
@@ -52,7 +52,7 @@ def attribute_end(tokens: list[Token], start: int) -> int:
 
 
 def take_attributes(tokens: list[Token]) -> list[Attribute]:
-    """Reads all attribute lists among `tokens`, and removes the lists that C++ does not know."""
+    """Reads all attribute lists among `tokens`, and removes the lists that C++ does not accept."""
     found = []
     i = 0
     while i < len(tokens):
@@ -89,7 +89,10 @@ class Parameter:
 
 
 def placed_indices(parameters: list[Parameter], source: str) -> list[str]:
-    """Returns the indices that Metal source gives to buffers or to threadgroup memory; `source` is one of the two."""
+    """Returns the indices that Metal source gives to buffers or to threadgroup memory.
+
+    `source` is "buffer" or "threadgroup".
+    """
     return [p.index for p in parameters if p.source == source and p.index and not p.index.startswith("sm::")]
 
 

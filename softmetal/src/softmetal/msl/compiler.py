@@ -1,7 +1,8 @@
 """Compiles Metal Shading Language text to a shared object for the executor: clang -E, translate.py, clang.
 
-Results are cached by content. The executor's sm_compile calls `main` through server.py. `python -m msl.compiler` does the
-same: source on standard input; it prints the library's path and the files that it was made from, one per line.
+Results are cached by content. The executor's sm_compile calls `main` through server.py. `python -m msl.compiler` does
+the same: it reads source from standard input, and prints the path of the library and of each file that it was made
+from, one per line.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from .translate import Translator
 
 _INCLUDE = HERE / "include"
 DEFAULT_FILE_NAME = "program_source.metal"
-DEFAULT_VERSION = 310  # the language version MSL 3.1, in the form of __METAL_VERSION__
+DEFAULT_VERSION = 310  # MSL 3.1, in the form of __METAL_VERSION__
 
-# Metal source sees the macros of its language version and none of the host's.
+# Metal source gets the macros of its language version, and none of the host's.
 _PREPROCESS = [
     *("-x", "c++", "-std=c++17", "-E", "-nostdinc", "-ffreestanding", "-w"),
     *(f"-U{m}" for m in ("__linux__", "__linux", "linux", "__gnu_linux__", "__unix__", "__unix", "unix", "__x86_64__")),
     *("-D__METAL__=1", "-D__METAL_MACOS__=1"),
 ]
-# AVX512-FP16 is switched off: with it, LLVM 19 converts a half NaN to the short -32768. Metal gives 0, and so does LLVM
-# without this instruction set.
+# With AVX512-FP16, LLVM 19 converts a half NaN to the short -32768. Metal's result is 0, and so is LLVM's without this
+# instruction set.
 _MACHINE = ("-march=native", "-mno-avx512fp16")
-# Lanes that take part in the same barrier or simdgroup function must wait for each other. The executor recognises them
-# by the call site, so no pass may merge, copy or reorder the calls.
+# Lanes that take part in the same barrier or simdgroup function must wait for each other. The executor matches the
+# lanes by the call site, so no pass may merge, copy or reorder the calls.
 _CODE = [
     *(*_MACHINE, "-fPIC", "-fno-optimize-sibling-calls", "-mllvm", "-enable-tail-merge=false"),
     *("-mllvm", "-disable-branch-fold", "-mllvm", "-disable-tail-duplicate"),
@@ -58,12 +59,12 @@ _COMPILE = [
     *("-w", "-ferror-limit=20", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-stack-protector"),
     *("-fno-math-errno", "-fno-strict-aliasing", "-fno-finite-loops", "-fstack-clash-protection"),
     "-fno-strict-float-cast-overflow",  # float to integer saturates, NaN becomes 0
-    # These options do what Metal's compiler does: it contracts a*b+c inside one expression, and rounds half and bfloat
-    # after each operation.
+    # These options make clang behave like Metal's compiler, which contracts a*b+c inside one expression, and rounds
+    # half and bfloat after each operation.
     *("-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
 FAST = ["-O2"]
-# No vectoriser, because accesses of more than 16 bytes would not be instrumented.
+# Vectorization is off, because accesses of more than 16 bytes would not be instrumented.
 _CHECKED = [
     *("-fno-vectorize", "-fno-slp-vectorize"),
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
@@ -72,10 +73,10 @@ _NOT_YET = (
     "memory-accesses",
     "memintrinsics",
     "atomics",
-)  # instrumented later, after llvm/alignment.py has read the text
+)  # These accesses are instrumented later, after llvm/alignment.py has read the text.
 _BEFORE_CHECKS = [
     "-O2",
-    # This pass takes a third of the optimiser's time for products, and saves almost no load.
+    # For products, this pass takes a third of the optimizer's time, and removes almost no loads.
     *("-mllvm", "-enable-load-pre=false"),
     *(*_CHECKED, *(f for x in _NOT_YET for f in ("-mllvm", f"-tsan-instrument-{x}=0"))),
     # The first three checks call functions of the executor. local-bounds executes a trap instead of a call.
@@ -84,7 +85,7 @@ _BEFORE_CHECKS = [
     "-ftrivial-auto-var-init=pattern",
 ]
 _AFTER_CHECKS = [
-    "-O0",  # the library's text is optimised already; more passes would cost a test more time than they save
+    "-O0",  # The library's text is already optimized. More passes would cost a test more time than they save.
     *(*_CHECKED, "-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),  # sm_note_atomic reports atomics
 ]
@@ -92,7 +93,7 @@ _AFTER_CHECKS = [
 
 @dataclass(frozen=True)
 class Compiled:
-    """A shared object and the user's files that it was made from."""
+    """A shared object and the user's files from which it was made."""
 
     path: Path
     dependencies: tuple[str, ...]
@@ -107,15 +108,15 @@ def library_files() -> list[Path]:
 
 
 def own_files() -> list[Path]:
-    """Returns the files that the result of `main` depends on, beside the source and its includes."""
+    """Returns the files, other than the source and its includes, on which the result of `main` depends."""
     return [*library_files(), *check.files()]
 
 
 def _predefined_macros() -> bytes:
     """Returns macros that identify the compiler's version and target instruction sets.
 
-    A file keeps the macros, because each compile of a kernel is a separate process and asks for them again. The file's
-    name changes with the compiler's file and with the processor.
+    The macros are cached in a file, because each compile of a kernel is a separate process and asks for them again. The
+    file's name depends on the compiler's file and on the processor.
     """
     compiler = Path(shutil.which(CLANG) or CLANG).resolve()
     file = compiler.stat() if compiler.exists() else None
@@ -151,7 +152,9 @@ def cached(name: str, suffix: str, *parts: object) -> Path:
 
 @functools.cache
 def _stubs() -> Path:
-    """Makes a folder with an empty file for each of our headers, so that Metal source expands without their text."""
+    """Makes a folder with an empty file for each of our headers, so that preprocessed Metal source does not contain
+    their text.
+    """
     names = sorted(str(p.relative_to(_INCLUDE)) for p in _INCLUDE.rglob("*") if p.is_file() and p.suffix != ".md")
     folder = cache_folder() / ("stubs-" + hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
     for name in names:
@@ -162,12 +165,12 @@ def _stubs() -> Path:
 
 
 def precompiled(checked: bool, math: Math = PLAIN) -> Path:
-    # A precompiled header holds the paths of its sources, so each checkout needs a precompiled header of its own.
+    # A precompiled header contains the paths of its sources, so each checkout needs its own.
     digest = hashlib.sha256(f"{HERE} {toolchain_digest()}".encode()).hexdigest()
     path = cache_folder() / f"prelude-{'checked' if checked else 'fast'}-{'-'.join(math)}-{digest[:16]}.pch"
     if not path.exists():
         flags = [*_COMPILE, *math.flags, *(_BEFORE_CHECKS if checked else FAST), "-I", str(_INCLUDE)]
-        # A fault inside a function of the library has the line of the user's call, if the function is inlined.
+        # If a library function with a fault is inlined, the fault is reported at the line of the user's call.
         library = _inlined("#include <metal_stdlib>\n#pragma clang attribute pop\n")
         prelude = f'{library}#include "{HERE / "thunk.h"}"\n'
         install(path, [CLANG, "-x", "c++-header", "-", *flags, "-Xclang", "-emit-pch", "-o"], prelude)
@@ -184,7 +187,7 @@ def _inlined(cpp: str) -> str:
 
 
 def _to_llvm(cpp: str, checked: bool, math: Math) -> str:
-    """Compiles C++ with our headers to LLVM text before any pass, with Metal's integer arithmetic."""
+    """Compiles C++ with our headers to LLVM text before any pass. Adds Metal's integer arithmetic to the text."""
     command = [*from_cpp(checked, math), "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
     text = add_metal_arithmetic(run(command, _inlined(cpp)))
     text = flush_half(text) if math.mode in FLUSHING else text
@@ -197,24 +200,27 @@ def _optimise(checked: bool) -> list[str]:
 
 
 def install_llvm(path: Path, cpp: str, checked: bool) -> None:
-    """Compiles C++ that uses our headers to optimised LLVM text in a file. Every function is inlined into its callers."""
+    """Compiles C++ that uses our headers to a file of optimized LLVM text.
+
+    Every function is inlined into its callers.
+    """
     install(path, _optimise(checked), _to_llvm(cpp, checked, PLAIN))
 
 
 def optimised(llvm: str, checked: bool) -> str:
-    """Runs the compiler's passes on LLVM text. In checked mode, link_library adds the checker's calls afterwards."""
+    """Runs the compiler's passes on LLVM text. In checked mode, link_library later adds the checker's calls."""
     return run([*_optimise(checked), "-"], llvm)
 
 
 def link_library(llvm: str, checked: bool, path: Path) -> None:
-    """Compiles optimised LLVM text to a shared object at `path`. In checked mode, adds the calls of the checker."""
+    """Compiles optimized LLVM text to a shared object at `path`. In checked mode, adds the calls of the checker."""
     flags = [*_CODE, *_AFTER_CHECKS] if checked else [*_CODE, *FAST]
     text = add_value_checks(add_alignment_checks(llvm)) if checked else llvm
     linker.link(path, [CLANG, "-x", "ir", "-", *flags, "-w"], text)
 
 
 def _front_end(translation: Translator, checked: bool, math: Math) -> FrontEnd:
-    """Compiles translated text to LLVM text, in which integer function constants have no value yet."""
+    """Compiles translated text to LLVM text, in which integer function constants have no values yet."""
     llvm = _to_llvm(translation.text, checked, math)
     if translation.wanted is not None:
         unset = [c.name for c in translation.constants if not c.is_defined]
@@ -227,17 +233,17 @@ def _front_end(translation: Translator, checked: bool, math: Math) -> FrontEnd:
 def preprocess(
     source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str], version: int = DEFAULT_VERSION
 ) -> str:
-    """Expands the user's macros and includes. The library's own headers count as empty.
+    """Expands the user's macros and includes. Our own headers are replaced by empty files.
 
     Raises:
-        CompileError: a missing header, an #error, a malformed macro.
+        CompileError: a header is missing, a macro is malformed, or the source contains an #error.
     """
     macros = [f"__METAL_VERSION__={version}", *(["__HAVE_BFLOAT__=1"] if version >= 310 else []), *defines]
     flags = [*(f"-D{d}" for d in macros), *(f for p in include_paths for f in ("-I", p))]
     text = f'#line 1 "{file_name}"\n{source}\n'
     expanded = run([CLANG, *_PREPROCESS, "-isystem", str(_stubs()), *flags, "-"], text)
-    # clang -E does not expand a macro in a pragma, and the compile of the expanded text does not know the macro. A
-    # count that contains a macro is therefore removed. Without a count, clang unrolls the whole loop.
+    # clang -E does not expand a macro in a pragma, and the compile of the expanded text does not define the macro. A
+    # count that contains a macro is therefore removed. Without a count, clang unrolls the loop completely.
     return re.sub(r"^([ \t]*#pragma unroll)[ \t]*\([^\n]*[A-Za-z_][^\n]*\)", r"\1", expanded, flags=re.MULTILINE)
 
 
@@ -251,9 +257,9 @@ def _dependencies(text: str, file_name: str) -> tuple[str, ...]:
 def _expanded(
     source: str, file_name: str, include_paths: Sequence[str], defines: Sequence[str], version: int
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns preprocessed text and the user's files in it.
+    """Returns preprocessed text and the list of the user's files in it.
 
-    The text is remembered, except if the source asks whether a file exists.
+    The text is cached, unless the source asks whether a file exists.
     """
     names = (tuple(include_paths), tuple(defines), version, os.getcwd(), str(_stubs()))
     path = cached("", ".expanded", source, file_name, *names)
@@ -270,7 +276,7 @@ def _expanded(
 def _check_types(text: str, version: int, accepted: Path) -> None:
     """Raises CompileError if the check of address spaces, overloads and types finds an error.
 
-    Text that passes is remembered.
+    The check remembers text that passes.
     """
     if errors := check.findings(text, version):
         raise CompileError("\n".join(errors))
@@ -299,11 +305,11 @@ def compile_source(
         include_paths: folders for the source's own includes.
         defines: macros, "NAME" or "NAME=VALUE".
         checked: instruments the code for checked mode.
-        kernel: the only kernel to compile, "" for none. Without function constants in the source, each kernel has only
-            one version. All kernels are then compiled, and this argument is ignored.
-        math: the math mode, which can be a varied one (fast_math.py), and whether functions such as `exp` are the
-            precise or the fast ones. Metal's default is fast for both.
-        version: the language version as `__METAL_VERSION__` gives it: 310 is MSL 3.1.
+        kernel: the only kernel to compile, or "" for none. If the source has no function constants, all kernels are
+            compiled and this argument is ignored.
+        math: the math mode, which can be a varied mode (fast_math.py), and whether functions such as `exp` are precise
+            or fast. Metal's default is fast for both.
+        version: the language version as in `__METAL_VERSION__`: 310 is MSL 3.1.
 
     Raises:
         CompileError: the source does not compile, or `kernel` uses a function constant without a value, even in a
@@ -344,11 +350,13 @@ def compile_source(
 def answer(
     parser: argparse.ArgumentParser, compiled: Callable[[argparse.Namespace], Compiled], files: Sequence[Path]
 ) -> int:
-    """Runs a compiler for the executor's sm_compile; prints the library's path and the files that it was made from.
+    """Runs a compiler for the executor's sm_compile.
+
+    Prints the path of the library and of each file that it was made from.
 
     Args:
-        parser: a parser with the compiler's own options. This function adds constants, mode and kernel.
-        compiled: compiles for the parsed options.
+        parser: a parser with the compiler's own options. This function adds the options for constants, mode and kernel.
+        compiled: a function that compiles with the parsed options.
         files: the files of the compiler itself.
     """
     parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE")

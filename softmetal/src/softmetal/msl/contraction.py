@@ -1,10 +1,10 @@
-"""Marks products inside sums, so that vectors get fused multiply-adds like scalars.
+"""Marks products inside sums, so that vector products are fused into multiply-adds like scalar products.
 
-Clang contracts `a * b + c` to a fused multiply-add only within one expression, and only if the types are its own. Our
+Clang contracts `a * b + c` to a fused multiply-add only within one expression, and only for its built-in types. Our
 vectors are classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) *
-sm::fuse(b) + c`. For vectors the sum then sees both factors (include/softmetal/contraction.h); for other types sm::fuse
-changes nothing. If both operands of a sum are products, the first one is contracted, as by clang: in `a * b + c * d`,
-this is `a * b`.
+sm::fuse(b) + c`. For vectors, the operator of the sum then gets both factors (include/softmetal/contraction.h); for
+other types sm::fuse changes nothing. If both operands of a sum are products, the first product is contracted, as in
+clang: in `a * b + c * d`, this is `a * b`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _IN_TEMPLATE_ARGUMENTS = {"::", ",", "*", "&", "<", ">", "+", "-", "/", ".", "!"
 
 @dataclass(frozen=True)
 class Product:
-    """The factors of one product, each as its first and last token."""
+    """The two factors of a product. Each is a pair: its first and its last token."""
 
     left: tuple[Token, Token]
     right: tuple[Token, Token]
 
     def mark(self) -> None:
-        """Rewrites the factors, unless the translation has dropped or moved the expression."""
+        """Rewrites the factors, unless the translation has removed or moved the expression."""
         ends = (*self.left, *self.right)
         if all(t.text for t in ends):
             for first, last in (self.left, self.right):
@@ -42,7 +42,7 @@ class Product:
 
 @dataclass
 class _Term:
-    """Factors and the operators between them; `before` is the operator on the term's left."""
+    """A term: factors and the operators between them. `before` is the operator to the left of the term."""
 
     before: str
     factors: list[list[int]] = field(default_factory=lambda: [[]])
@@ -50,11 +50,11 @@ class _Term:
 
 
 def fused_products(tokens: list[Token], code: list[Token]) -> list[Product]:
-    """Returns the products that are operands of a sum, in the parts of the text where contraction is on.
+    """Returns the products that are operands of a sum, in those parts of the text in which contraction is on.
 
     Args:
         tokens: preprocessed text in which clang's pragmas have replaced Metal's.
-        code: the subset of the tokens that `significant` returns.
+        code: the tokens that `significant` returns, a subset of `tokens`.
     """
     off = _uncontracted(tokens)
     scan = _Scan(code)
@@ -84,7 +84,7 @@ def _uncontracted(tokens: list[Token]) -> set[int]:
 
 
 def _template_end(code: list[Token], start: int, end: int) -> int:
-    """Returns the index of the `>` of the template arguments that the `<` at `start` opens, or -1 for a comparison."""
+    """Returns the index of the `>` that closes the template arguments at `start`, or -1 if the `<` is a comparison."""
     if start == 0 or code[start - 1].kind != "word":
         return -1
     depth, i = 0, start
@@ -111,10 +111,11 @@ class _Scan:
     def __init__(self, code: list[Token]) -> None:
         self.code = code
         self.found: list[Product] = []
-        self._inside: dict[int, list[_Term]] = {}  # the sum inside a bracket that holds nothing else
+        # opening bracket -> the terms of the sum inside, if the bracket contains nothing else
+        self._inside: dict[int, list[_Term]] = {}
 
     def region(self, start: int, end: int) -> list[_Term]:
-        """Finds the products in code[start:end]. Returns the terms of its only sum, or none if there are more sums."""
+        """Finds the products in code[start:end]. Returns the terms if there is exactly one sum, and otherwise none."""
         code, sums = self.code, 1
         terms = [_Term("")]
         i = start
@@ -147,14 +148,14 @@ class _Scan:
         return terms if sums == 1 else []
 
     def _is_value(self, factor: list[int], opening: int, closing: int) -> bool:
-        """Returns True if these braces belong to an operand, as in `float2{x, y}`."""
+        """Returns whether these braces belong to an operand, as in `float2{x, y}`."""
         if not factor or factor[-1] != opening - 1 or any(t.text == ";" for t in self.code[opening:closing]):
             return False
         last = self.code[opening - 1]
         return last.text == ">" or (last.kind == "word" and last.text not in _BEFORE_BODY)
 
     def _ends_operand(self, factor: list[int]) -> bool:
-        """Returns True if an operator after these tokens is binary."""
+        """Returns whether an operator after these tokens is binary."""
         while factor and self.code[factor[-1]].text in ("++", "--"):
             factor = factor[:-1]
         if not factor:
@@ -184,5 +185,5 @@ class _Scan:
 
 
 def _continues(text: str, is_binary: bool) -> bool:
-    """Returns True if this mark belongs to an operand."""
+    """Returns whether the operator or punctuation `text` belongs to an operand."""
     return text in ("::", ".", "->", "++", "--") or (not is_binary and text in _UNARY)

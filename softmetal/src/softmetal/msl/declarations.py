@@ -21,7 +21,7 @@ def index(texts: list[str], wanted: str) -> int:
 
 
 def top(tokens: list[Token]) -> list[str]:
-    """Returns the texts outside all brackets, including template brackets."""
+    """Returns the texts of the tokens outside all brackets, including template brackets."""
     texts: list[str] = []
     depth = angle = 0
     for i, token in enumerate(tokens):
@@ -51,7 +51,10 @@ def without_attributes(tokens: list[Token]) -> list[Token]:
 
 
 def take_templates(tokens: list[Token]) -> tuple[list[Token], frozenset[str]]:
-    """Returns a declaration without its `template <...>` parts, and the names of their parameters."""
+    """Removes the `template <...>` parts of a declaration.
+
+    Returns the other tokens and the names of the template parameters.
+    """
     names: set[str] = set()
     while len(tokens) > 1 and tokens[0].text == "template" and tokens[1].text == "<":
         end = match_angle(tokens, 1)
@@ -64,7 +67,10 @@ def take_templates(tokens: list[Token]) -> tuple[list[Token], frozenset[str]]:
 
 
 def after_type(tokens: list[Token], i: int) -> int:
-    """Returns the index after the type that begins at `i`: words joined by `::`, template arguments, specifiers."""
+    """Returns the index after the type that begins at `i`.
+
+    A type has words joined by `::`, template arguments and specifiers.
+    """
     leading = SPECIFIERS | SPACES
     while i < len(tokens):
         token = tokens[i]
@@ -94,7 +100,7 @@ def declared_name(declarator: list[Token]) -> str:
 
 
 def function_name(tokens: list[Token]) -> int:
-    """Returns the index of the name before a function's parameter list in a declaration, or -1."""
+    """Returns the index of a function's name before its parameter list, or -1."""
     i = 0
     while i < len(tokens):
         text = tokens[i].text
@@ -163,7 +169,8 @@ def threadgroup_variables(code: list[Token], start: int, keyword: int) -> Thread
     """
     texts = [t.text for t in code[start:keyword]]
     before = set(texts)
-    if texts.count("<") > texts.count(">"):  # an argument of a template: `tensor<threadgroup half, ...> x(...)`
+    # inside the arguments of a template: `tensor<threadgroup half, ...> x(...)`
+    if texts.count("<") > texts.count(">"):
         return None
     if before & {*CLOSING, ")", "*", "&", "="} and "alignas" not in before:
         return None
@@ -210,7 +217,7 @@ def _declarators(tokens: list[Token]) -> list[list[Token]]:
 def _without_zeros(declarator: list[Token]) -> list[Token]:
     """Returns `x[N]` of `x[N] = {0}`.
 
-    Apple's compiler takes this list (MLX's layer_norm.metal has it). MLX sets the elements itself afterwards, so their
+    Apple's compiler accepts this list, for example in MLX's layer_norm.metal. MLX then sets the elements itself, so the
     values after such a declaration do not matter.
     """
     texts = [t.text for t in declarator]

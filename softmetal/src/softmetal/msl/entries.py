@@ -1,4 +1,6 @@
-"""The text that the translation adds for the executor: one entry for each kernel, and the tables of the entries."""
+"""Writes the text that the translation adds for the executor: one entry for each kernel, and the tables of the
+entries.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class FunctionConstant:
     type: str
     index: int
     value: str | None  # C text, or None if the constant has no value
-    number: int  # counts the constants in the order of the source
+    number: int  # position of the constant in the order of the source
 
     @property
     def is_defined(self) -> bool:
@@ -37,12 +39,12 @@ class FunctionConstant:
 
     @property
     def is_late(self) -> bool:
-        """True if the value enters the LLVM text (llvm/specialise.py), not the C++ text."""
+        """Whether the value is inserted into the LLVM text (llvm/specialise.py), not into the C++ text."""
         literal = r"true|false|[-+]?(?:0|[1-9]\d*)[uUlL]*"
         return self.type in _INTEGERS and self.value is not None and re.fullmatch(literal, self.value) is not None
 
     def definition(self) -> str:
-        """Returns the C++ that replaces the declaration."""
+        """Returns the C++ text that replaces the declaration."""
         if self.value is None:
             return f'static const sm::UndefinedConstant<{self.type}> {self.name}{{"{self.name}"}}'
         if self.is_late:
@@ -57,10 +59,10 @@ class Entry:
 
     number: int
     host_name: str
-    function: str  # "f" or "f<half, 4>", as written where the entry stands
+    function: str  # "f" or "f<half, 4>", as the entry calls it
     kernel: KernelSignature
-    limit: str  # largest number of threads, as a constant expression
-    path: str  # "ns::" of the namespace that the entry stands in
+    limit: str  # largest number of threads of a threadgroup, as a constant expression
+    path: str  # the namespace of the entry, in the form "ns::"
     has_code: bool
 
     def text(self) -> str:
@@ -80,7 +82,7 @@ class Entry:
         return " " + " ".join(parts)
 
     def row(self) -> str:
-        """Returns the kernel's line in the table of the library."""
+        """Returns the kernel's line in the library's table."""
         n, count = self.number, len(self._arguments())
         entry = f"{self.path}sm_entry_{n}" if self.has_code else "nullptr"
         arguments = f"{self.path}sm_arguments_{n}" if count else "nullptr"
@@ -106,7 +108,7 @@ def _source(parameter: Parameter) -> str:
 
 
 def tables(entries: Sequence[Entry], constants: Sequence[FunctionConstant]) -> str:
-    """Returns the end of the file, which holds the tables that the library exports."""
+    """Returns the end of the file: the tables that the library exports."""
     rows = [f'{{"{c.name}", "{c.type}", {c.index}, {int(c.is_defined)}}}' for c in constants]
     return (
         "\n#pragma clang attribute pop\n"

@@ -1,4 +1,4 @@
-"""Caches the output of clang -E for a source, until an included file changes."""
+"""Caches the output of clang -E for a source. If an included file changes, the cached output is no longer used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _stamps(files: Sequence[str]) -> list[list[int]]:
 
 
 def load(path: Path) -> str | None:
-    """Returns the text of a cache file, or None if there is none or if an included file has changed."""
+    """Returns the text of a cache file. Returns None if there is no file, or if an included file has changed."""
     try:
         files, stamps, text = json.loads(zlib.decompress(path.read_bytes()))
         return str(text) if _stamps(files) == stamps else None
@@ -25,5 +25,5 @@ def load(path: Path) -> str | None:
 
 
 def save(path: Path, text: str, files: Sequence[str]) -> None:
-    """Writes a cache file. `files` are those that the source includes."""
+    """Writes a cache file. `files` are the files that the source includes."""
     store(path, zlib.compress(json.dumps([files, _stamps(files), text]).encode(), 1))

@@ -1,12 +1,13 @@
-"""Compiles in math modes other than safe, and with functions other than precise. Metal's default is fast for both.
+"""Selects math modes other than safe, and functions other than precise. Metal's default is fast for both.
 
 A varied mode is safe mode with a seed for the choices that Metal leaves open: the contraction of sums and products, and
-the order of a reduction's lanes. If a kernel relies on one of these choices, its result differs in some varied mode.
+the order in which a reduction adds its lanes. If a kernel relies on one of these choices, its result differs in some
+varied mode.
 
-The mode decides clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
+The mode determines clang's flags. In fast and relaxed mode, half subnormals become zero, because a GPU may treat half
 subnormals as zero in these modes. (The executor flushes fp32 subnormals in every mode.)
 
-The functions are a setting of their own: they decide whether `exp` is `precise::exp` or `fast::exp`.
+The functions are a separate setting: it determines whether `exp` is `precise::exp` or `fast::exp`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .tokens import SourceError
 SAFE, RELAXED, FAST = MODES = ("safe", "relaxed", "fast")
 
 _RELAXED_FLAGS = ["-funsafe-math-optimizations", "-ffp-contract=fast"]
-# (contraction, order of a reduction as metal_simdgroup numbers it). Safe mode is ("on", 0).
+# (contraction, order of a reduction as numbered in metal_simdgroup). Safe mode is ("on", 0).
 _CHOICES = [(contract, order) for contract in ("on", "off", "fast") for order in (0, 1, 2)][1:]
 _VARIED = {
     f"varied-{contract}-{order}": [f"-ffp-contract={contract}", f"-DSM_REDUCTION_ORDER={order}"]
@@ -32,7 +33,7 @@ _FUNCTION_FLAGS = {PRECISE: [], FAST: ["-DSM_FAST_FUNCTIONS"]}  # read by metal_
 
 
 class Math(NamedTuple):
-    """The math mode and the functions with which a library is compiled.
+    """The math mode and the setting of functions for compiling a library.
 
     Attributes:
         mode: one of MODES, or a varied mode (see the top of this file).
@@ -91,7 +92,7 @@ _PRAGMAS = {
 
 
 def replace_pragmas(text: str) -> str:
-    """Replaces `#pragma METAL fp ...` in preprocessed text by clang's pragmas.
+    """Replaces `#pragma METAL fp ...` in preprocessed text with clang's pragmas.
 
     Raises:
         SourceError: an unknown setting.

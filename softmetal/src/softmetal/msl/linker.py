@@ -1,4 +1,4 @@
-"""Makes shared objects of compiled kernels. The linker is called directly, because the compiler's driver adds 20 ms."""
+"""Links compiled kernels to shared objects. Calls the linker directly, because the compiler's driver adds 20 ms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from .tools import CLANG, CompileError, install, output_of, run
 
 OPTIONS = ["-shared", "-nostdlib", "-fno-sanitize-link-runtime", "-lm", "-lc", "-lgcc"]
-_OBJECT, _OUTPUT = os.devnull, "out.so"  # placeholders for the driver, which wants an object file that exists
+_OBJECT, _OUTPUT = os.devnull, "out.so"  # placeholders for the driver, which needs the path of an existing object file
 
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    """Returns the linker's command as the compiler's driver would run it, without the object file and the output."""
+    """Returns the linker command that the compiler's driver would run, without the object file and the output."""
     _, _, messages = output_of([CLANG, "-###", *OPTIONS, "-x", "none", _OBJECT, "-o", _OUTPUT], "")
     words = shlex.split(messages.rstrip().split("\n")[-1])
     own = ["-o", _OUTPUT, _OBJECT]
@@ -26,7 +26,7 @@ def command() -> tuple[str, ...]:
 
 
 def link(path: Path, compiler: list[str], llvm: str) -> None:
-    """Compiles LLVM text with `compiler`, a command that lacks "-c" and "-o", to a shared object at `path`."""
+    """Compiles LLVM text to a shared object at `path`. `compiler` is a command without "-c" and "-o"."""
     with tempfile.TemporaryDirectory(prefix="softmetal-") as folder:
         compiled = f"{folder}/kernel.o"
         run([*compiler, "-c", "-o", compiled], llvm)

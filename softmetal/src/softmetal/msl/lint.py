@@ -1,7 +1,7 @@
-"""Finds code that Apple's Metal compiler refuses, but C++ accepts once address spaces are removed.
+"""Finds code that Apple's Metal compiler refuses, but that C++ accepts after address spaces are removed.
 
-The rules read the tokens of preprocessed text before the translation. A rule applies only if the text shows the error.
-Types that depend on a template argument are skipped, because the argument may carry the address space.
+The rules read the tokens of preprocessed text before the translation. A rule is applied only if the text shows the
+error. Types that depend on a template argument are skipped, because the argument may contain the address space.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Function:
 @dataclass(slots=True)
 class _Scope:
     kind: str  # namespace, type, function, block
-    open_names: frozenset[str]  # template parameters and types that may carry an address space
+    open_names: frozenset[str]  # template parameters and types that may contain an address space
     function: _Function | None = None
     is_kernel: bool = False
 
@@ -98,7 +98,7 @@ class _Linter:
                 self._cast(i + 1, ")")
 
     def _cast(self, start: int, closing: str) -> None:
-        """Checks `(T*)` and `x_cast<T*>` if the type is known to have no address space."""
+        """Checks `(T*)` and `x_cast<T*>` if the type is known to contain no address space."""
         i = start
         while i < len(self.code) and (self.code[i].text in ("const", "volatile") or self.code[i].text in _BUILTIN):
             i += 1
@@ -114,7 +114,7 @@ class _Linter:
     # ---- structure -------------------------------------------------------------------------------------------------
 
     def _scope(self, i: int, scope: _Scope) -> int:
-        """Reads statements up to the `}` that closes `scope`; returns the index after the `}`."""
+        """Reads statements up to the `}` that closes `scope`. Returns the index after the `}`."""
         code = self.code
         start = i
         while i < len(code):
@@ -149,7 +149,7 @@ class _Linter:
         return first in ("case", "default") and scope.kind in ("function", "block")
 
     def _open(self, header: list[Token], scope: _Scope) -> _Scope | None:
-        """Returns the scope that a `{` opens after `header`, or None for an initialiser."""
+        """Returns the scope that the `{` after `header` opens, or None if it opens an initializer."""
         is_kernel = _is_kernel(header)
         header = without_attributes(header)
         texts = [t.text for t in header]
@@ -237,7 +237,7 @@ class _Linter:
                 self._refuse(part[0], f"{message} without an address space")
 
     def _lacks_space(self, tokens: list[Token], open_names: frozenset[str]) -> bool:
-        """Returns True if the declaration has `*` or `&` on a known type and no address space."""
+        """Returns whether the declaration has `*` or `&` on a known type and no address space."""
         texts = top(tokens)
         if not any(t in _MARKS for t in texts):
             return False
@@ -282,7 +282,7 @@ class _Linter:
             self._threadgroup_variable(statement, scope)
 
     def _variable(self, statement: list[Token], open_names: frozenset[str], what: str) -> None:
-        """Checks `T* x` and `T& x` if the text cannot be an expression."""
+        """Checks `T* x` and `T& x`, unless the text can be an expression."""
         i = 0
         while i < len(statement) and statement[i].text in SPECIFIERS | SPACES:
             i += 1
@@ -300,7 +300,7 @@ class _Linter:
         if follows not in ("=", ";", ",", "[", ":", "{"):
             return
         if follows in (";", ",") and not {t.text for t in statement[:first_mark]} & self.types:
-            return  # may be a product whose value is not used
+            return  # the statement may be a product with an unused value
         if self._lacks_space(statement[:i], open_names):
             self._refuse(
                 statement[i], f"{what} '{statement[i].text}' is a pointer or reference without an address space"
@@ -319,7 +319,7 @@ class _Linter:
     # ---- recursion -------------------------------------------------------------------------------------------------
 
     def _recursion(self) -> None:
-        """Finds cycles among functions whose names are not overloaded."""
+        """Finds recursion among functions without overloads."""
         counts: dict[str, int] = {}
         for function in self.functions:
             counts[function.name] = counts.get(function.name, 0) + 1
@@ -354,9 +354,9 @@ def lint(code: list[Token]) -> Iterator[SourceError]:
     """Finds code that Metal refuses.
 
     Args:
-        code: the significant tokens of preprocessed text, as `tokens.significant(tokens.tokenize(text))` gives them.
+        code: the significant tokens of preprocessed text: `tokens.significant(tokens.tokenize(text))`.
 
     Yields:
-        One error for each finding, in the order of the lines of that text.
+        One error for each finding, in the order of the lines.
     """
     yield from sorted([*_Linter(code).run(), *taken_names(code)], key=lambda e: e.line)

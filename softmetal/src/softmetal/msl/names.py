@@ -1,7 +1,7 @@
 """Metal's reserved names: keywords, macros, and types in the global namespace of Apple's headers.
 
-SPIRV-Cross and naga write Metal source. The lists hold the names that these two tools rename, because Apple's compiler
-refuses such names.
+SPIRV-Cross and naga generate Metal source. The lists contain the names that these two tools rename, because Apple's
+compiler refuses such names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MACROS = {
     *(f"METAL_{m}" for m in ("IMPLICIT", "INTERNAL", "NON_NULL_RETURN", "NORETURN", "NOTHROW", "PURE", "UNAVAILABLE")),
     *(f"METAL_{m}" for m in ("ARG_UNIFORM", "ZERO_ARG", "VALID_LOD_ARG", "VALID_LEVEL_ARG", "VALID_RENDER_TARGET")),
 }
-# Words that precede a name without declaring it.
+# Words that are no types: a name after one of these words is not declared there.
 _NO_TYPE = {
     *("return", "case", "else", "do", "goto", "sizeof", "alignof", "typename", "operator", "and", "or", "not", "xor"),
     *("bitand", "bitor", "using", "in", "throw", "new", "delete"),
@@ -60,7 +60,7 @@ _TYPE_WORDS = {"struct", "class", "union", "enum"}
 
 
 def taken_names(code: list[Token]) -> Iterator[SourceError]:
-    """Finds declarations of names that Metal has taken.
+    """Finds declarations of names that Metal reserves.
 
     Args:
         code: the significant tokens of preprocessed text.
@@ -94,7 +94,8 @@ def _keyword(code: list[Token], i: int, in_brackets: bool) -> Iterator[SourceErr
     follows_word = i + 1 < len(code) and code[i + 1].kind == "word"
     refused = False
     if word in _FUNCTION_WORDS:
-        # After a function specifier comes a type or another attribute. Anything else means that the word is a name.
+        # After a function specifier, a type or another attribute follows. Anything else means that the word is used as
+        # a name.
         goes_on = follows_word or after == "::" or attribute_end(code, i + 1) >= 0
         refused = in_brackets or not goes_on or before in (".", "->", "::", "*", "&")
     elif word in _SPACE_WORDS:
@@ -122,7 +123,7 @@ def _macro(code: list[Token], i: int) -> Iterator[SourceError]:
 
 
 def _global_names(code: list[Token]) -> Iterator[Token]:
-    """Yields the names that are declared outside of all namespaces. Inside a namespace, a name may hide Metal's."""
+    """Yields the names that are declared outside all namespaces. Inside a namespace, a name may hide Metal's name."""
     i = start = 0
     while i < len(code):
         text = code[i].text
@@ -150,7 +151,7 @@ def _global_names(code: list[Token]) -> Iterator[Token]:
 
 
 def _declared(statement: list[Token], body: list[Token]) -> Iterator[Token]:
-    """Yields the names that a declaration outside all namespaces declares; `body` is the text between its braces."""
+    """Yields the names in a declaration outside all namespaces. `body` is the text between its braces."""
     statement, _ = take_templates(statement)
     texts = [t.text for t in statement]
     if not statement or texts[0] in ("namespace", "template", "static_assert") or texts[:2] == ["inline", "namespace"]:

@@ -28,7 +28,7 @@ using Main = int (*)(int, char**, char**);
 using Start = int (*)(Main, int, char**, void (*)(), void (*)(), void (*)(), void*);
 
 constexpr int kChannel = 3, kDescriptors = 4;
-constexpr size_t kLongestRequest = 1 << 20;  // bytes; resident.py sets the socket's buffer by it
+constexpr size_t kLongestRequest = 1 << 20;  // in bytes; resident.py sets the socket's buffer to the same size
 
 Main compiler_main = nullptr;
 
@@ -37,7 +37,7 @@ void tell_status(int pipe, int status) {
   if (write(pipe, &byte, 1) != 1) return;  // whoever asked has ended
 }
 
-// Receives a request. Returns the number of bytes, 0 at the end.
+// Receives a request. Returns the number of bytes, or 0 if the socket is closed.
 ssize_t receive(char* text, int (&descriptors)[kDescriptors]) {
   iovec part = {text, kLongestRequest};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof descriptors)] = {};
@@ -73,10 +73,10 @@ ssize_t receive(char* text, int (&descriptors)[kDescriptors]) {
   lseek(0, 0, SEEK_SET);
   if (chdir(words[0]) != 0) exit(1);
   const auto first_entry = words.begin() + 2 + std::atoi(words[1]);
-  // never freed, because the process ends with them
+  // never freed, because the process needs them until it ends
   auto& arguments = *new std::vector<char*>;
   auto& entries = *new std::vector<char*>(first_entry, words.end());
-  while (*own != nullptr)  // a compiler that is a script has its interpreter before its own name
+  while (*own != nullptr)  // if the compiler is a script, its interpreter comes before its own name
     arguments.push_back(*own++);
   arguments.insert(arguments.end(), words.begin() + 2, first_entry);
   arguments.push_back(nullptr);
@@ -85,7 +85,7 @@ ssize_t receive(char* text, int (&descriptors)[kDescriptors]) {
   exit(compiler_main(static_cast<int>(arguments.size()) - 1, arguments.data(), environ));
 }
 
-// Tells the statuses of the processes that have ended. `pipes` has the pipe of each process.
+// Reports the statuses of the processes that have ended. `pipes` has the pipe of each process.
 void tell_ended(std::map<pid_t, int>& pipes) {
   int status = 0;
   for (pid_t child; (child = waitpid(-1, &status, WNOHANG)) > 0;) {
@@ -98,10 +98,11 @@ void tell_ended(std::map<pid_t, int>& pipes) {
 }
 
 int serve(int, char** own, char**) {
-  close_range(kChannel + 1, ~0U, 0);  // whoever reads an inherited pipe waits until every copy of its end is closed
-  signal(SIGINT, SIG_IGN);            // an interrupt from the terminal ends the process that asks, and then this one
+  close_range(kChannel + 1, ~0U, 0);  // the reader of an inherited pipe would wait until this process closes its copy
+  // an interrupt from the terminal ends the requesting process, and this process ends after it
+  signal(SIGINT, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGCHLD, SIG_DFL);  // if SIGCHLD is inherited as ignored, no child's status is kept
+  signal(SIGCHLD, SIG_DFL);  // if SIGCHLD is inherited as ignored, the statuses of children are lost
   sigset_t ends = {};
   sigaddset(&ends, SIGCHLD);
   sigprocmask(SIG_BLOCK, &ends, nullptr);

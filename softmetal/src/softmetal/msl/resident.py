@@ -1,4 +1,4 @@
-"""Runs a compiler whose process stays loaded: resident.cpp forks a process for each request."""
+"""Runs a compiler that stays loaded in a process: resident.cpp forks this process for each request."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-_SEND_BUFFER = 1 << 19  # bytes. Linux doubles it, which is kLongestRequest of resident.cpp; a longer message fails.
+# in bytes. Linux doubles the number, so it becomes kLongestRequest of resident.cpp. A longer message fails.
+_SEND_BUFFER = 1 << 19
 
 
 def _reap(process: int) -> None:
-    """Waits for a process that ends. It may be another process's child, or SIGCHLD may be ignored."""
+    """Waits until a process ends. Ignores errors: it may be another process's child, or SIGCHLD may be ignored."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
 
 
 def _start(compiler: str, library: Path) -> tuple[int, socket.socket | None]:
-    """Starts the compiler with the library of resident.cpp. Returns its process id and the socket that takes requests.
+    """Starts the compiler with the library of resident.cpp. Returns its process id and the socket for requests.
 
-    There is no socket if the compiler ends instead, because it does not load the library: a launcher such as ccache can
-    be a static program.
+    Returns no socket if the compiler does not load the library and ends. For example, a launcher such as ccache can be
+    a static program.
 
     Raises:
-        FileNotFoundError: there is no such compiler.
+        FileNotFoundError: the compiler does not exist.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
@@ -51,7 +52,7 @@ def _folder() -> str:
 
 
 class Resident:
-    """A compiler's process. It ends when no process has the socket any more. Threads may share it.
+    """The process of a compiler. It ends when all copies of the socket are closed. Several threads may use it.
 
     Args:
         compiler: the compiler's name or path.
@@ -64,7 +65,7 @@ class Resident:
         self._process, self._channel = _start(compiler, library)
 
     def _send(self, request: bytes, files: Sequence[int]) -> bool:
-        """Sends a request. Returns False if the socket cannot take it, because there is none or the request is too long."""
+        """Sends a request. Returns False if there is no socket, or if the request is too long for it."""
         with self._lock:
             while self._channel is not None:
                 try:
@@ -81,7 +82,7 @@ class Resident:
         return False
 
     def _run_resident(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes] | None:
-        """Returns what `run` returns, or None if the compiler's process does not take the request or is killed."""
+        """Returns the result of `run`, or None if the compiler's process does not accept the request or is killed."""
         entries = [f"{name}={value}" for name, value in os.environ.items()]
         texts = [_folder(), str(len(arguments)), *arguments, *entries]
         request = b"".join(os.fsencode(text) + b"\0" for text in texts)
@@ -103,7 +104,10 @@ class Resident:
         return (status[0], output, messages) if status else None
 
     def run(self, arguments: Sequence[str], data: bytes) -> tuple[int, bytes, bytes]:
-        """Runs the compiler on `data`. Returns its status (128 + the signal if a signal ended it), output and messages."""
+        """Runs the compiler on `data`.
+
+        Returns its status (128 + the signal if a signal ended it), output and messages.
+        """
         answer = self._run_resident(arguments, data)
         if answer is not None:
             return answer

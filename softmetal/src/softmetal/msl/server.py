@@ -22,7 +22,7 @@ from . import compiler, linker
 from .dialect import check
 from .tools import CompileError
 
-_LONGEST_REQUEST = 1 << 20  # bytes; the kernel's own limit for a message is lower
+_LONGEST_REQUEST = 1 << 20  # in bytes; the kernel's own limit for a message is lower
 
 
 def _stamps() -> list[tuple[str, int, int]]:
@@ -31,7 +31,7 @@ def _stamps() -> list[tuple[str, int, int]]:
 
 def _status(arguments: Sequence[str], is_current: bool) -> int:
     name, *options = arguments
-    # the files have changed since this process imported them, so another process runs their new code
+    # the files have changed since this process imported them, so a new process runs the new code
     if not is_current:
         return subprocess.run([sys.executable, "-S", "-m", name, *options]).returncode
     sys.argv = [name, *options]
@@ -49,7 +49,7 @@ def _status(arguments: Sequence[str], is_current: bool) -> int:
 
 def _answer(request: str, descriptors: Sequence[int], is_current: bool) -> None:
     """Answers one request in a child process."""
-    gc.disable()  # a request ends before the collector is worth its time
+    gc.disable()  # a request ends before garbage collection would save memory
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count, *texts = request.split("\0")
     arguments, entries = texts[: int(count)], texts[int(count) : -1]
@@ -62,13 +62,13 @@ def _answer(request: str, descriptors: Sequence[int], is_current: bool) -> None:
 
 
 def main() -> None:
-    # An interrupt from the terminal also reaches this process. The executor's process decides whether this one ends.
+    # An interrupt from the terminal also reaches this process. It ends only if the executor's process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The user's process may ignore it. Python then takes the status of every tool for 0.
+    # The user's process may ignore SIGCHLD. Python would then report status 0 for every tool.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     channel = socket.socket(fileno=3)
     stamps = _stamps()
-    with contextlib.suppress(CompileError):  # if there is no compiler, each request reports the error
+    with contextlib.suppress(CompileError):  # if there is no compiler, each request reports this error itself
         compiler.toolchain_digest(), check.digest(), linker.command()  # kept in memory, for all requests
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST_REQUEST, 4)

@@ -1,5 +1,5 @@
-// Calls a kernel with its arguments. C++ deduces the arguments' types from the kernel. This file is compiled with the
-// translated source of every Metal library, after metal_stdlib.
+// Calls a kernel with its arguments. C++ deduces the arguments' types from the kernel. This file is compiled together
+// with the translated source of every Metal library, after metal_stdlib.
 #pragma once
 
 #include "../executor/abi.h"
@@ -58,7 +58,7 @@ inline T place(void* address) {
   }
 }
 
-// Returns the buffer index of the n-th argument that states no index. Indices that other arguments state are skipped.
+// Returns the buffer index of the n-th argument without a stated index. Skips the indices that other arguments state.
 template <unsigned N, auto... Used>
 constexpr unsigned free_index() {
   unsigned left = N;
@@ -171,12 +171,12 @@ template <auto F, class... S>
 struct Call;
 template <class... A, void (*F)(A...), class... S>
 struct Call<F, S...> {
-  // The kernel is inlined into its entry, so that declarations of threadgroup variables lie within the entry.
+  // The kernel is inlined into its entry, so that the declarations of threadgroup variables are inside the entry.
   __attribute__((always_inline)) static void run(const sm_bindings* bindings) { F(S::template get<A>(bindings)...); }
 };
 
-// The section sm_sites lists each threadgroup variable with the address of the code that declares the variable. Before
-// a kernel's first run, the executor adds up the kernel's static threadgroup memory from this list.
+// The section sm_sites lists each threadgroup variable with the address of the code that declares it. Before a kernel's
+// first run, the executor computes the kernel's static threadgroup memory from this list.
 template <class T, unsigned Site, unsigned Align>
 __attribute__((always_inline)) inline T& threadgroup_variable() {
   constexpr uint32_t align = Align > alignof(T) ? Align : alignof(T);
@@ -191,8 +191,8 @@ inline T constant_value(V... values) {
   return T(values...);
 }
 
-// A function constant without a value. Using the constant is a fault. The use of one member of a vector cannot be
-// detected, so the members of a vector have poison values instead.
+// A function constant without a value. Its use is a fault. For a vector, the use of one member cannot be detected, so
+// the members have poison values instead.
 template <class T, bool IsVector = __is_class(T)>
 struct UndefinedConstant {
   const char* name;

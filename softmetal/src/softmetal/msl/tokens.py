@@ -1,4 +1,4 @@
-"""Metal Shading Language text as a list of tokens that join back to the same text."""
+"""Splits Metal Shading Language text into a list of tokens. Joined, the tokens are the same text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(slots=True)
 class Token:
-    """One token. `text` may be rewritten in place; `kind` stays as in the source."""
+    """One token. A rewrite may change `text`, but not `kind`."""
 
     kind: str
     text: str
@@ -33,7 +33,7 @@ class Token:
 
 
 class SourceError(Exception):
-    """Raised for text that Metal's compiler would refuse, or that needs an unsupported feature."""
+    """Metal's compiler would refuse the text, or the text needs an unsupported feature."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -42,12 +42,12 @@ class SourceError(Exception):
 
 
 def message(text: str, error: SourceError, file_name: str) -> str:
-    """Returns an error in preprocessed text with the file and line of the user's source.
+    """Returns an error in preprocessed text as a message with the file and line of the user's source.
 
     Args:
         text: preprocessed text with line markers.
         error: the error, with its line in `text`.
-        file_name: the file for lines before the first marker.
+        file_name: the name of the file for lines before the first marker.
     """
     file, number = file_name, 0
     for current, content in enumerate(text.split("\n"), 1):
@@ -69,23 +69,23 @@ def tokenize(text: str) -> list[Token]:
         kind, part = match.lastgroup or "mark", match[0]
         tokens.append(Token(kind, part, line, spaced))
         spaced = kind == "space" or kind == "directive"
-        if part == "\n":  # no token has other text beside a line's end
+        if part == "\n":  # a line's end is always a token of its own
             line += 1
     return tokens
 
 
 def significant(tokens: list[Token]) -> list[Token]:
-    """Returns the tokens without spaces, preprocessor lines and tokens that a rewrite has emptied."""
+    """Returns the tokens without spaces, preprocessor lines and tokens whose text a rewrite has removed."""
     return [t for t in tokens if t.kind not in ("space", "directive") and t.text]
 
 
 def join(tokens: list[Token]) -> str:
-    """Joins the tokens of one construct to text on one line."""
+    """Joins the tokens of a construct to a single line of text."""
     return "".join((" " if t.spaced else "") + t.text for t in significant(tokens)).strip()
 
 
 def rewrite_literals(tokens: list[Token]) -> None:
-    """Gives each literal its MSL type: float without a suffix, half for `h`, bfloat for `bf`."""
+    """Gives each literal its type in MSL: float without a suffix, half for `h`, bfloat for `bf`."""
     for token in tokens:
         if token.kind != "number":
             continue
@@ -101,7 +101,10 @@ def rewrite_literals(tokens: list[Token]) -> None:
 
 
 def match_closing(tokens: list[Token], start: int) -> int:
-    """Returns the index of the bracket that closes the one at `start`. All three kinds may be nested."""
+    """Returns the index of the bracket that closes the bracket at `start`.
+
+    All three kinds of brackets may be nested.
+    """
     depth = 0
     for i in range(start, len(tokens)):
         if tokens[i].text in CLOSING:
@@ -116,7 +119,7 @@ def match_closing(tokens: list[Token], start: int) -> int:
 def match_angle(tokens: list[Token], start: int) -> int:
     """Returns the index of the `>` that closes the template bracket `<` at `start`.
 
-    A `>` inside other brackets does not count. A `<` that does not follow a name is a comparison.
+    A `>` inside other brackets is ignored. A `<` that does not follow a name is a comparison.
     """
     depth = 0
     i = start
@@ -137,7 +140,7 @@ def match_angle(tokens: list[Token], start: int) -> int:
 
 
 def split_commas(tokens: list[Token]) -> list[list[Token]]:
-    """Splits at commas outside all brackets, template brackets included."""
+    """Splits at commas outside all brackets, including template brackets."""
     parts: list[list[Token]] = []
     part: list[Token] = []
     depth = angle = 0

@@ -1,4 +1,4 @@
-"""Runs the tools of the compiler and keeps the results."""
+"""Runs the tools of the compiler and stores the results."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ HERE = Path(__file__).resolve().parent
 _PROJECT = HERE.parents[2]
 _IS_CHECKOUT = (_PROJECT / "pyproject.toml").exists()
 _USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "softmetal"
-#: The folders for built and for downloaded files: below a checkout of this project, or in the user's cache.
+# : The folders for built and for downloaded files: below a checkout of this project, or in the user's cache.
 OUTPUT = _PROJECT / "build" if _IS_CHECKOUT else _USER_CACHE
 DOWNLOADS = _PROJECT / ".cache" if _IS_CHECKOUT else _USER_CACHE
 _CACHES = ("ccache", "sccache")
 
 
 def _behind_cache(name: str) -> str:
-    """Returns `name`, or the next program of this name on PATH if the first is a link to a compiler cache.
+    """Returns `name`. If the first program of this name on PATH is a compiler cache, returns the next program.
 
-    A cache keeps no result of text on standard input. It would load clang anew for each kernel, and hide from us when
-    clang changes.
+    A compiler cache stores no results for text on standard input. It would load clang again for each kernel, and hide a
+    change of clang from us.
     """
     found = [path for folder in os.get_exec_path() if (path := shutil.which(name, path=folder))]
     behind = [path for path in found if Path(path).resolve().name not in _CACHES]
@@ -38,7 +38,7 @@ CLANG = _behind_cache(os.environ.get("SOFTMETAL_CXX", "clang++-19"))
 
 
 class CompileError(Exception):
-    """Raised for Metal source that does not compile. The text is the compiler's messages."""
+    """Metal source does not compile. The message contains the compiler's messages."""
 
 
 def cache_folder() -> Path:
@@ -63,7 +63,7 @@ def output_of(command: Sequence[str], data: str | bytes) -> tuple[int, str, str]
 
 @functools.cache
 def _compiler() -> Resident:
-    """Returns the compiler's process. The processes that this one forks use it, too."""
+    """Returns the compiler's process. Processes that this process forks also use it."""
     source = HERE / "resident.cpp"
     command = (CLANG, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-x", "c++", "-")
     digest = hashlib.sha256(repr(command).encode() + source.read_bytes()).hexdigest()[:16]
@@ -88,7 +88,7 @@ def run(command: Sequence[str], data: str | bytes) -> str:
 
 
 def store(path: Path, content: bytes) -> None:
-    """Writes a file of the cache. Another process sees either the complete file or none."""
+    """Writes a file of the cache. Another process sees either the complete file or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     with os.fdopen(handle, "wb") as file:
@@ -97,7 +97,7 @@ def store(path: Path, content: bytes) -> None:
 
 
 def install(path: Path, make: list[str], text: str) -> None:
-    """Runs a command on a temporary path, which is its last argument, and moves the finished file to `path`."""
+    """Runs a command whose last argument is a temporary path, and moves the finished file to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)

@@ -1,4 +1,4 @@
-"""Translates Metal Shading Language to C++: drops or rewrites text that C++ cannot parse, and adds an entry per kernel.
+"""Translates Metal Shading Language to C++: removes or rewrites text that C++ cannot parse, and adds kernel entries.
 
 The translation reads the tokens of preprocessed text. C++ deduces the *types* of parameters (thunk.h). Each line keeps
 its number, so that messages and reports name the lines of the user's source.
@@ -31,22 +31,22 @@ _ADDRESS_SPACES = {"device", "constant", "thread", "threadgroup"}
 class _Scope:
     kind: str  # namespace, type, function, block
     name: str = ""
-    start: int = 0  # index of the first token of the statement that is being read
+    start: int = 0  # index of the current statement's first token
     after: str = ""  # text that follows the closing brace
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    drop_from: int = -1  # at the closing brace, the definition is dropped from this token on
+    drop_from: int = -1  # at the closing brace, the definition is removed from this token on
 
 
 class Translator:
-    """One translation. `text` and `constants` hold the result after construction.
+    """Translates a text. After construction, `text` and `constants` hold the result.
 
     Args:
-        tokens: preprocessed text with line markers. The tokens are rewritten in place.
+        tokens: preprocessed text with line markers. The constructor changes the tokens.
         values: function constants as C text, by name or by index (as text).
         wanted: host name of the kernel to compile. None compiles all kernels.
 
     Raises:
-        SourceError: a construct cannot be translated. The error names the first one.
+        SourceError: a construct cannot be translated. The error names the first such construct.
     """
 
     def __init__(self, tokens: list[Token], values: Mapping[str, str], wanted: str | None = None) -> None:
@@ -82,7 +82,7 @@ class Translator:
                 continue
             if text == "{":
                 inner = self._open(scopes, i)
-                if inner is None:  # an initialiser, which is part of the statement
+                if inner is None:  # an initializer, which is part of the statement
                     i = match_closing(code, i) + 1
                     continue
                 scopes.append(inner)
@@ -117,7 +117,7 @@ class Translator:
             token.text = ""
 
     def _open(self, scopes: list[_Scope], brace: int) -> _Scope | None:
-        """Returns the scope that the `{` at `brace` opens, or None for an initialiser outside of functions."""
+        """Returns the scope that the `{` at `brace` opens, or None for an initializer outside of functions."""
         scope = scopes[-1]
         header = self._code[scope.start : brace]
         texts = [t.text for t in header]
@@ -160,12 +160,12 @@ class Translator:
         return inner
 
     def _is_repeated(self, scopes: list[_Scope], header: list[Token], kind: str) -> bool:
-        """Returns True if an earlier declaration differs only in address spaces. C++ would see it declared twice."""
+        """Returns whether an earlier declaration differs only in address spaces, and would be a duplicate in C++."""
         words = [t.text for t in header if t.text]
         spaces = tuple(t for t in words if t in _ADDRESS_SPACES)
         path = "::".join(s.name for s in scopes[:-1]) if scopes[-1].kind == "namespace" else ""
         # `constant float*` and `device const float*` both become `const float*`. An address space after the parameters
-        # belongs to the object of a member function, and is dropped.
+        # belongs to the object of a member function, and is removed.
         objects = {i for i, t in enumerate(words) if t == "constant" and words[i - 1 : i] == [")"]}
         plain = ["const" if t == "constant" and i not in objects else t for i, t in enumerate(words)]
         plain = [t for t in plain if t not in _ADDRESS_SPACES]
@@ -175,7 +175,7 @@ class Translator:
         return bool(spaces) and others != spaces
 
     def _statement(self, scopes: list[_Scope], end: int) -> None:
-        """Handles the statement that ends with the `;` at `end`."""
+        """Translates the statement that ends with the `;` at `end`."""
         scope = scopes[-1]
         tokens = self._code[scope.start : end]
         if not tokens:
@@ -200,7 +200,7 @@ class Translator:
             if "host_name" in names:
                 self._instance(scopes, tokens, attributes)
         elif "kernel" in names or any(t.text == "kernel" for t in tokens):
-            _make_static(tokens)  # only declares the kernel; the definition follows later
+            _make_static(tokens)  # This only declares the kernel. The definition follows later.
         elif "function_constant" in names and function_name(tokens) < 0:
             self._function_constant(tokens, attributes)
 
@@ -218,8 +218,8 @@ class Translator:
         template = ""
         if header[0].text == "template":
             template = join(header[: match_angle(header, 1) + 1])
-            # A template parameter may be a function with pointer parameters, so address spaces are removed from the
-            # template's header, too.
+            # A template parameter may be a function with pointer parameters, so address spaces are also removed from
+            # the template's header.
             template = re.sub(r"\b(device|threadgroup|thread) ?", "", template).replace("constant ", "const ")
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
@@ -228,8 +228,8 @@ class Translator:
             self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            # A function template returns the kernel's limit of threads, not a variable template: several templates of
-            # kernels may have the same name, and only functions may be overloaded.
+            # A function template returns the kernel's limit of threads. A variable template would not suffice: several
+            # templates of kernels may have the same name, and only functions can be overloaded.
             inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)
@@ -237,7 +237,9 @@ class Translator:
             inner.after = self._entry(scopes, host, word, kernel, limit)
 
     def _instance(self, scopes: list[_Scope], tokens: list[Token], attributes: list[Attribute]) -> None:
-        """Handles `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;`, and the form `... void f<T>(...);`."""
+        """Translates `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;`, and the form `... void
+        f<T>(...);`.
+        """
         host = next(_string(a.argument) for a in attributes if a.name == "host_name")
         target = instance_target(tokens, self._kernels)
         expression = join(target)
@@ -271,7 +273,8 @@ class Translator:
         code = [t for t in tokens if t.text]
         name = code[-1]
         kind = join([t for t in code[:-1] if t.text not in ("constant", "const", "static", "constexpr")])
-        if re.fullmatch(r"\(?\d+(\s*\+\s*\d+)*\)?", index):  # an enumeration's start and an offset, as macros
+        # macros can expand to a sum, for example an enumeration's first value plus an offset
+        if re.fullmatch(r"\(?\d+(\s*\+\s*\d+)*\)?", index):
             index = str(sum(int(part) for part in index.strip("()").split("+")))
         if not index.isdigit() or "=" in [t.text for t in code]:
             message = f"function constant '{name.text}': expected [[function_constant(n)]] and no value"
@@ -284,11 +287,11 @@ class Translator:
         code[0].text = constant.definition()
 
     def _threadgroup_variable(self, start: int, keyword: int) -> int:
-        """Rewrites `threadgroup T x[N], y;` at statement level; returns the index at which to continue."""
+        """Rewrites `threadgroup T x[N], y;` as a statement. Returns the index at which to continue."""
         code = self._code
         found = threadgroup_variables(code, start, keyword)
         if found is None:
-            return keyword + 1  # a pointer, reference, cast or parameter, whose keyword is dropped later
+            return keyword + 1  # a pointer, reference, cast or parameter, whose keyword is removed later
         kind = join(found.type)
         text = ""
         for part in found.declarators:
@@ -328,13 +331,13 @@ class Translator:
 
 
 def _signature(header: list[Token], closing: int) -> list[Token]:
-    """Returns the tokens that identify a function: those up to the parameters' end, and the qualifiers after it."""
+    """Returns the tokens that identify a function: all up to the end of the parameters, and the qualifiers after it."""
     end = next((i for i in range(closing, len(header)) if header[i].text in (":", "=")), len(header))
     return header[:end]
 
 
 def _outside_template(texts: list[str]) -> list[str]:
-    """Returns a declaration's words after its `template <...>`."""
+    """Returns the words of a declaration after its `template <...>`."""
     depth = 0
     for i, text in enumerate(texts):
         if i == 0 and text != "template":
@@ -346,24 +349,24 @@ def _outside_template(texts: list[str]) -> list[str]:
 
 
 def _places(parameters: list[Parameter]) -> list[tuple[str, ...]]:
-    """Returns where the arguments come from, without their names."""
+    """Returns the sources of the arguments, without the parameters' names."""
     return [(p.source, p.index, str(p.is_constant), p.gate) for p in parameters]
 
 
 def _make_static(declaration: list[Token]) -> None:
     """Gives a kernel internal linkage, so that its only copy is inlined into its entry.
 
-    A second copy would list the kernel's threadgroup variables a second time.
+    With a second copy, the kernel's threadgroup variables would be listed twice.
     """
     if declaration[0].text != "template" and all(t.text != "static" for t in declaration):
         declaration[0].text = f"static {declaration[0].text}"
 
 
 def _string(argument: str) -> str:
-    """Returns the value of adjacent string literals."""
+    """Returns the joined value of adjacent string literals."""
     return "".join(re.findall(r'"((?:\\.|[^"])*)"', argument))
 
 
 def _starts(code: list[Token], i: int) -> bool:
-    """Returns True if the word at `i` can be a declaration specifier, because part of a type follows."""
+    """Returns whether the word at `i` can be a declaration specifier, because part of a type follows."""
     return i + 1 < len(code) and (code[i + 1].kind == "word" or code[i + 1].text in ("[", "::"))

@@ -33,12 +33,12 @@ def all_cases() -> list[Case]:
 
 
 def all_references() -> list[references.Reference]:
-    """Returns the kernels without source, of all families."""
+    """Returns the kernels without public source, of all families."""
     return [*references.references(), *torch_products.references()]
 
 
 def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> Iterator[Outcome]:
-    """Compares Apple's and our form of each case and yields the outcomes."""
+    """Compares the two compiled forms of each case, Apple's and ours, and yields the outcomes."""
     chosen = list(cases)
     together = sources(chosen)
     for case in chosen:
@@ -95,7 +95,7 @@ def _check_references(chosen: list[references.Reference], seed: int, checked: bo
 
 
 def _check_racing() -> int:
-    """Runs kernels with known races in checked mode; returns the number of kernels without a report."""
+    """Runs kernels with known races in checked mode. Returns the number of kernels without a report."""
     missed = 0
     for reference in references.racing():
         messages = references.check(reference, checked=True)
@@ -107,7 +107,7 @@ def _check_racing() -> int:
 
 
 def table() -> str:
-    """Returns the comparisons as a Markdown table: each family, its number of kernels, and its reference."""
+    """Returns the comparisons as a Markdown table. Each row has a family, its number of kernels, and its reference."""
     rows = [(Counter(c.family for c in all_cases()), "our compile, bit for bit"),
             (Counter(r.family for r in all_references()), "torch on the CPU, within a bound")]  # fmt: skip
     lines = ["| compared with | kernels | families |", "|---|---|---|"]

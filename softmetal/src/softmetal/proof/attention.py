@@ -1,4 +1,4 @@
-"""MLX's attention kernels: one pass and two passes for few queries, tiles for many."""
+"""Cases of MLX's attention kernels: one pass and two passes for few queries, tiles for many."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _WORDS = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
 _OFF: dict[str, bool | int] = dict.fromkeys(
     ("has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks", "do_causal"), False
 )
-# The number of query heads that one simdgroup computes if 8 heads share a key head. The mangled names of the kernel's
-# variables contain this number.
+# The number of query heads that one simdgroup computes if 8 heads share a key head. This number is part of the mangled
+# names of the kernel's variables.
 _HEADS_PER_SIMDGROUP = 8
 
 
@@ -74,7 +74,10 @@ def _attention() -> Iterator[Case]:
 
 def _first_pass_launches(name: str, size: int, queries: int, shared: int, blocks: int, masked: bool
                          ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches that leave a partial result for each block of keys. `shared` query heads read one key head."""
+    """Returns launches that compute a partial result for each block of keys.
+
+    `shared` query heads use the same key head.
+    """
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -133,6 +136,5 @@ def _two_passes() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _attention()
     yield from _two_passes()

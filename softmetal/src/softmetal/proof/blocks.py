@@ -1,4 +1,4 @@
-"""MLX's products with masked blocks, and products of segments of the inner dimension."""
+"""Cases of MLX's products with masked blocks, and of products of segments of the inner dimension."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def segments(
     bounds: tuple[int, ...] = (0, 37, 37, 90),
     segments_first: bool = False,
 ) -> Launches:
-    """Returns launches of M x N products, one for each pair of neighbours in `bounds`, which are positions along K.
+    """Returns launches of M x N products, one for each segment of K between two neighboring numbers of `bounds`.
 
-    The grid's axes are columns, rows and segments, or, with `segments_first`, segments, columns and rows.
+    The grid's axes are columns, rows and segments. With `segments_first` they are segments, columns and rows.
     """
     (M, N), K = shape, bounds[-1]
 
@@ -152,7 +152,6 @@ def _segmented() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _gemms()
     yield from _gemvs()
     yield from _segmented()

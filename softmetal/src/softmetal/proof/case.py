@@ -1,4 +1,4 @@
-"""A kernel in two compiled forms, Apple's and ours, the kernel's launches, and the comparison of the output bits."""
+"""Describes a kernel, its two compiled forms (Apple's and ours) and its launches, and compares the output bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .mistakes import Mistake, mistaken
 Array = npt.NDArray[Any]
 KERNELS = "mlx/backend/metal/kernels"
 _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
-# Number of template instances compiled together. A larger batch parses the headers less often. But a single case then
-# compiles more instances that it does not need.
+# Number of template instances that are compiled together. A larger batch parses the headers less often, but if only one
+# case is needed, more instances are compiled in vain.
 _BATCH = 10
 
-# Element types: MLX's name in a kernel's name, Metal's name, NumPy's type (the bits of a bfloat).
+# MLX's name of each element type -> Metal's name (FLOATS), or NumPy's type (STORAGE; for bfloat, the type of its bits).
 FLOATS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 STORAGE: dict[str, type] = {
     **{"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "bool_": np.bool_},
@@ -37,13 +37,13 @@ def to_bfloat(x: Array) -> Array:
 
 
 def stored(x: Array, name: str) -> Array:
-    """Converts numbers to an array of the named type."""
+    """Converts numbers to an array of the type with this name."""
     with np.errstate(over="ignore"):
         return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
 
 
 def numbers(array: Array, name: str) -> Array:
-    """Converts an array of the named type to double precision."""
+    """Converts an array of the type with this name to double precision."""
     if name == "bfloat16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64)
@@ -51,7 +51,7 @@ def numbers(array: Array, name: str) -> Array:
 
 @dataclass
 class Launch:
-    """One run of a kernel. The run works on copies of the arrays. None in `buffers` leaves an argument unbound."""
+    """One run of a kernel, on copies of the arrays. A None in `buffers` means an unbound argument."""
 
     label: str
     buffers: list[Any]
@@ -63,9 +63,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of MLX: the kernel's name in the metallib, and the template instance in the source.
+    """A kernel of MLX: its name in the metallib, and its template instance in the source.
 
-    `verify` compares what Apple's form wrote with fp64. It returns what is wrong, or "".
+    `verify` compares the output of Apple's form with fp64. It returns an error message, or "".
     """
 
     family: str
@@ -110,17 +110,17 @@ class Outcome:
 
     @property
     def is_equal(self) -> bool:
-        """True if both forms ran, and in every run both forms wrote equal bits."""
+        """Whether both forms ran, and both wrote equal bits in every run."""
         return not self.error and not self.differences
 
     @property
     def is_right(self) -> bool:
-        """True if the results were compared with fp64, and all of them are inside their bounds."""
+        """Whether the results were compared with fp64, and all are inside their bounds."""
         return self.case.verify is not None and not self.error and not self.wrong
 
 
 def numbered(value: Any) -> Any:
-    """Converts a number to constant bytes: an int is an int32, a float a float32, a NumPy scalar keeps its type."""
+    """Converts a number to constant bytes: an int to int32, a float to float32. A NumPy scalar keeps its type."""
     if isinstance(value, bool | int):
         return np.int32(value).tobytes()
     if isinstance(value, float):
@@ -129,12 +129,12 @@ def numbered(value: Any) -> Any:
 
 
 def run(library: device.Library, kernel: str, launch: Launch) -> list[Any]:
-    """Runs a kernel on copies of a launch's buffers; returns the copies."""
+    """Runs a kernel on copies of a launch's buffers. Returns the copies."""
     return counted(library, kernel, launch)[0]
 
 
 def counted(library: device.Library, kernel: str, launch: Launch) -> tuple[list[Any], device.Counters]:
-    """Runs a kernel on copies of a launch's buffers; returns the copies and the counters."""
+    """Runs a kernel on copies of a launch's buffers. Returns the copies and the counters."""
     bound = [b.copy() if isinstance(b, np.ndarray) else numbered(b) for b in launch.buffers]
     counters = library.kernel(kernel).launch(
         group=launch.group,
@@ -159,7 +159,7 @@ def _compiled(
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(
-        # The cache finds a compiled library by its source text. A deliberate mistake changes only a header or the
+        # The cache identifies a compiled library by its source text. A deliberate mistake changes only a header or the
         # flags, so its name is added to the text.
         _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
@@ -170,7 +170,7 @@ def _compiled(
 
 
 def sources(cases: Iterable[Case]) -> dict[Case, tuple[str, ...]]:
-    """Returns for each case the instances to compile together. The case's own instance is one of these."""
+    """Returns, for each case, the instances that are compiled together, including the case's own instance."""
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.headers, case.constants, case.wheel), []).append(case)
@@ -190,9 +190,9 @@ def compare(
 
     Args:
         case: the kernel.
-        instances: the template instances to compile together. The case's own instance is one of these.
+        instances: the template instances that are compiled together, including the case's own instance.
         seed: the seed of the random inputs.
-        checked: runs in checked mode, so that each form must also keep Metal's rules.
+        checked: whether to run in checked mode, so that each form must also obey Metal's rules.
         mistake: the mistake to make in our compile.
     """
     outcome = Outcome(case)

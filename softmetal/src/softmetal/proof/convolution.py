@@ -1,4 +1,4 @@
-"""MLX's convolutions as products of matrices, in two and three dimensions."""
+"""Cases of MLX's convolutions as products of matrices, in two and three dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = 16  # BK of every tile
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution over N x space x C inputs with O x window x C weights.
+    """A convolution of inputs N x space x C with weights O x window x C.
 
     Sizes and steps have one number per dimension.
     """
@@ -41,7 +41,7 @@ class Convolution:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """The size of the output's space."""
+        """The spatial sizes of the output."""
         sizes = zip(self.size, self.window, self.stride, self.padding, self.dilation, self.spread, strict=True)
         return tuple(((s - 1) * i + 1 + 2 * p - d * (w - 1) - 1) // t + 1 for s, w, t, p, d, i in sizes)
 
@@ -60,10 +60,10 @@ class Convolution:
         return packed + struct.pack(f"{len(strides)}qi?3x", *strides, 1, self.flip)
 
     def jumps(self) -> list[int]:
-        """Returns how far the input pointer moves, in elements, each time that the kernel needs another input.
+        """Returns the distances, in elements, by which the kernel moves the input pointer to get the next input.
 
-        The first entries move it along the dimensions of the window, last dimension first. The last entry moves it to
-        the next block of channels.
+        The first distances move it along the dimensions of the window, last dimension first. The last distance moves it
+        to the next block of channels.
         """
         sign = -1 if self.flip else 1
         strides = _strides(self.shapes()[0])[1:-1]
@@ -148,7 +148,7 @@ def _flat_case(
 
 
 def _general_launches(name: str, conv: Convolution, tile: tuple[int, ...]) -> Callable[[Generator], list[Launch]]:
-    """Returns launches of the kernel for transposed strided convolutions, which also spreads its input."""
+    """Returns launches of the kernel for transposed strided convolutions, which also dilates its input."""
 
     def launches(rng: Generator) -> list[Launch]:
         lanes = list(zip(conv.spread, conv.dilation, conv.stride, strict=True))
@@ -169,7 +169,9 @@ def _general_launches(name: str, conv: Convolution, tile: tuple[int, ...]) -> Ca
 
 
 def _bases(conv: Convolution, dimension: int, weight_jump: int, out_jump: int) -> Array:
-    """For each output position modulo the stride: the first weight tap that hits an input, and the number of taps."""
+    """For each output position modulo the stride, returns the first weight tap that meets an input, and the number of
+    taps.
+    """
     stride, dilation, width = conv.stride[dimension], conv.dilation[dimension], conv.window[dimension]
     spread, step = conv.spread[dimension], -dilation if conv.flip else dilation
     found = []
@@ -192,6 +194,5 @@ def _general() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _direct()
     yield from _general()

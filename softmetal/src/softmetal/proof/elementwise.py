@@ -1,4 +1,4 @@
-"""MLX's elementwise kernels: conversions and functions of one, two and three arguments."""
+"""Cases of MLX's elementwise kernels: conversions and functions of one, two and three arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _per_thread(name: str) -> int:
 
 
 def _word(base: str, name: str) -> str:
-    """Returns MLX's name for the form with several elements per thread, or the plain name if the type has none."""
+    """Returns MLX's name of the kernel with several elements per thread, or `base` if the type has no such kernel."""
     return base + "n" if _per_thread(name) > 1 else base
 
 
@@ -94,7 +94,6 @@ def _binary() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _copies()
     yield from _unary()
     yield from _binary()

@@ -1,4 +1,4 @@
-"""MLX's products that choose their matrices by index: gathered and sorted rows of a mixture of experts."""
+"""Cases of MLX's products that choose their matrices by index: gathered and sorted rows of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _experts(form: Format, rng: Generator, rows: int, columns: int, name: str) -
 def gathered_products(
     form: Format, name: str, shape: tuple[int, int, int], base: str, tile: tuple[int, int] = (32, 32)
 ) -> Launches:
-    """Returns launches of a gathered product. A shape is (M, N, K). Products of matrices have tiles of BM x BN."""
+    """Returns launches of a gathered product of the shape (M, N, K). Products of matrices have tiles of BM x BN."""
     M, N, K = shape
 
     def launches(rng: Generator) -> list[Launch]:
@@ -100,13 +100,13 @@ def _quantized_cases() -> Iterator[Case]:
 
 def sorted_products(form: Format, name: str, turned: bool, rows: tuple[int, int], tile: tuple[int, int],
                     simdgroups: tuple[int, int]) -> Launches:  # fmt: skip
-    """Returns launches whose rows are sorted by expert. The second expert has no row.
+    """Returns launches whose rows are sorted by expert. The second expert has no rows.
 
     Args:
-        form: the form of the weights.
+        form: the storage format of the weights.
         name: the name of the element type.
         turned: whether the weights are N x K.
-        rows: the rows of all experts together, and the rows of the first expert.
+        rows: the number of rows of all experts together, and of the first expert.
         tile: rows and columns that a threadgroup computes.
         simdgroups: the simdgroups of a threadgroup, across and down.
     """
@@ -124,7 +124,7 @@ def sorted_products(form: Format, name: str, turned: bool, rows: tuple[int, int]
 
 
 def sorted_steel(name: str, turned: bool, rows: tuple[int, int], columns: int, tile: tuple[int, ...]) -> Launches:
-    """Returns launches of a product of floats, as `sorted_products` does. A tile is (BM, BN, BK, WM, WN)."""
+    """Like `sorted_products`, but with a product of floats. A tile is (BM, BN, BK, WM, WN)."""
     (M, first), N, K = rows, columns, 50
     starts = _i32(0, first, first)
 
@@ -209,7 +209,6 @@ def _gemv() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _quantized_cases()
     yield from _sorted_and_steel()
     yield from _gemv()

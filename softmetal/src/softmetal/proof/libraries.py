@@ -1,4 +1,4 @@
-"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. The wheels and libraries stay in `apple.wheels.CACHE`."""
+"""Finds the Metal libraries in the macOS wheels of MLX and PyTorch. The files are stored in `apple.wheels.CACHE`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..apple import wheels
 from ..apple.macho import MachO
 
 _DYLIB = "torch/lib/libtorch_cpu.dylib"
-TORCH_SECTION = "metal_basic"  # the kernels for macOS 14; the section metal_40 holds these kernels for macOS 26
+TORCH_SECTION = "metal_basic"  # the kernels for macOS 14; the section metal_40 contains the same kernels for macOS 26
 
 
 MLX = "mlx-metal"
@@ -35,7 +35,7 @@ def mlx_include(wheel: str = MLX) -> Path:
 
 
 def torch_library() -> Path:
-    """Copies PyTorch's metallib out of a section of PyTorch's dylib; returns the path of the copy.
+    """Copies PyTorch's metallib out of a section of PyTorch's dylib. Returns the path of the copy.
 
     Raises:
         WheelUnavailable: the wheel is not cached and cannot be downloaded.
@@ -44,7 +44,7 @@ def torch_library() -> Path:
 
 
 def newest_torch_library() -> Path:
-    """Returns the metallib of the newest PyTorch that the mps backend supports, as `torch_library` does."""
+    """Like `torch_library`, but for the newest PyTorch that the mps backend supports."""
     return _torch_library("torch-macos-2.15.0")
 
 

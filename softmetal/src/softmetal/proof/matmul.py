@@ -1,4 +1,4 @@
-"""MLX's gemv and steel GEMM (fused and split over K) kernels."""
+"""Cases of MLX's kernels gemv and steel GEMM (fused, and split over K)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
                    sizes: list[tuple[int, int]]) -> Callable[[Generator], list[Launch]]:  # fmt: skip
     """Returns launches of gemv. `sizes` has pairs (outputs, inputs).
 
-    A threadgroup has BM x BN simdgroups of SM x SN threads, and a thread takes TM x TN elements of the matrix at a time.
-    So a threadgroup computes BM * SM * TM outputs, or BN * SN * TN outputs of a transposed matrix (`turned`).
+    A threadgroup has BM x BN simdgroups of SM x SN threads, and a thread multiplies TM x TN elements of the matrix at a
+    time. A threadgroup thus computes BM * SM * TM outputs, or BN * SN * TN outputs of a transposed matrix (`turned`).
     """
     BM, BN, SM, SN, TM, TN = tile
     made = BN * SN * TN if turned else BM * SM * TM
@@ -48,7 +48,7 @@ def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
 
 
 def _gemv() -> Iterator[Case]:
-    # BN > 1 is left out, because MLX then has a barrier in a branch that some lanes of a simdgroup do not take.
+    # BN > 1 is left out, because MLX then has a barrier in a branch that some lanes of a simdgroup do not execute.
     straight = [(4, 1, 1, 32, 4, 4), (8, 1, 1, 32, 4, 4), (1, 1, 8, 4, 4, 4), (4, 1, 1, 32, 1, 4)]
     turned = [(1, 2, 8, 4, 4, 1), (1, 2, 8, 4, 4, 4), (1, 4, 8, 4, 4, 4), (1, 16, 4, 8, 4, 4)]
     for name, metal in FLOATS.items():
@@ -58,7 +58,7 @@ def _gemv() -> Iterator[Case]:
                     if axpby and tile != tiles[0]:
                         continue
                     short = "_".join(f"{k}{v}" for k, v in zip(("bm", "bn", "sm", "sn", "tm", "tn"), tile, strict=True))
-                    # gemv_t gets whole tiles, because threads beyond the last column return before the barrier.
+                    # gemv_t gets only full tiles, because threads beyond the last column return before the barrier.
                     whole = tile[1] * tile[3] * tile[5]
                     sizes = [(50, 130), (33, 1041)] if base == "gemv" else [(2 * whole, 130), (whole, 67)]
                     yield Case(
@@ -80,7 +80,7 @@ def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
 
 
 def steel_constants(tile: tuple[int, ...], shape: tuple[int, int, int], source: bool) -> tuple[tuple[str, bool], ...]:
-    """Returns the function constants of one product: which sizes the tile divides, and whether C is added."""
+    """Returns the function constants of a product: which sizes are multiples of the tile's, and whether C is added."""
     aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
     return tuple({"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}.items())
 
@@ -103,7 +103,7 @@ def steel_products(name: str, tile: tuple[int, ...], turned: str, shape: tuple[i
 
 
 def _steel() -> Iterator[Case]:
-    # Ragged and whole sizes. One case of each type adds a third matrix.
+    # Sizes that are multiples of the tile's, and other sizes. One case of each type adds a third matrix.
     shapes = {"nn": (100, 72, 50), "nt": (64, 128, 64), "tn": (45, 33, 40), "tt": (70, 40, 100)}
     for name, metal in FLOATS.items():
         for turned, shape in shapes.items():
@@ -123,7 +123,10 @@ def _steel() -> Iterator[Case]:
 def split_products(
     name: str, turned: str, shape: tuple[int, int, int], tile: int, size: int
 ) -> Callable[[Generator], list[Launch]]:
-    """Returns launches of a product in two parts, of `size` k and of the rest. A threadgroup has tile x tile outputs."""
+    """Returns launches of a product in two parts: `size` k, and the remaining k.
+
+    A threadgroup computes tile x tile outputs.
+    """
 
     def launches(rng: Generator) -> list[Launch]:
         M, N, K = shape
@@ -152,7 +155,6 @@ def _split() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _gemv()
     yield from _steel()
     yield from _split()

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in our MSL headers and compiler flags. Each must make a kernel differ from Apple's form."""
+"""Deliberate mistakes in our MSL headers and compiler flags. With each, some kernel must differ from Apple's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..msl import compiler
 
 @dataclass(frozen=True)
 class Mistake:
-    """One change of a header or of the compiler's flags, and a kernel that must show it."""
+    """One change of a header or of the compiler's flags, and a kernel that must show the change."""
 
     name: str
     kernel: str
@@ -43,7 +43,7 @@ MISTAKES = (
 
 @contextlib.contextmanager
 def mistaken(mistake: Mistake | None) -> Iterator[None]:
-    """Makes the mistake in every compile of Metal source in a `with` block. None makes no mistake.
+    """Makes the mistake in every compile of Metal source in a `with` block. None means no mistake.
 
     Raises:
         ValueError: the text that the mistake replaces does not exist.

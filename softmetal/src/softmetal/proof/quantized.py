@@ -1,4 +1,4 @@
-"""MLX's 1 to 8 bit kernels: affine (a scale and a bias for each group) and floating (mxfp4, mxfp8, nvfp4)."""
+"""Cases of MLX's 1 to 8 bit kernels: affine (a scale and a bias for each group) and floating (mxfp4, mxfp8, nvfp4)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Format:
         return self.mode == "affine"
 
     def weights(self, rng: Generator, rows: int, columns: int, name: str) -> list[Any]:
-        """Returns a random matrix whose groups lie along its rows: [words, scales, biases or the global scale]."""
+        """Returns a random matrix with groups along its rows: [words, scales, biases or the global scale]."""
         words = rng.integers(0, 1 << 32, (rows, columns * self.bits // 32), np.uint32)
         groups = (rows, columns // self.group)
         if self.is_affine:
@@ -38,13 +38,13 @@ class Format:
             return [words, scales, stored(rng.uniform(-0.5, 0.5, groups), name)]
         if self.mode == "mxfp8":
             words = words & np.uint32(0x77777777)  # leaves out the codes that are NaN
-        middle = 56 if self.group == 16 else 127  # the code of 1.0, as e4m3 or as e8m0
+        middle = 56 if self.group == 16 else 127  # the code of 1.0 in e4m3, or in e8m0
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
     def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
-        """Decodes the result of `weights`: returns exact values, and the magnitude of the rounded intermediate numbers.
+        """Decodes the result of `weights`. Returns exact values, and the magnitude of the rounded intermediate numbers.
 
-        `biases` may hold a global scale. Kernels without a global scale do not read it.
+        `biases` may be a global scale. Kernels without a global scale do not read it.
         """
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(words.shape[0], -1, self.bits)
         codes = bits @ (1 << np.arange(self.bits))
@@ -58,7 +58,7 @@ class Format:
 
 
 def _floating(codes: Array, exponent: int, mantissa: int) -> Array:
-    """Decodes floats of a sign, `exponent` bits with bias 2^(exponent - 1) - 1, and `mantissa` bits. None is NaN."""
+    """Decodes floats: a sign, `exponent` bits with bias 2^(exponent - 1) - 1, and `mantissa` bits. No code is a NaN."""
     e, m = codes >> mantissa & (1 << exponent) - 1, codes & (1 << mantissa) - 1
     size = np.ldexp(m + (e > 0) * 2.0**mantissa, np.maximum(e, 1) - mantissa - (1 << exponent - 1) + 1)
     return np.where(codes >> exponent + mantissa != 0, -size, size)
@@ -74,7 +74,7 @@ def _batch(form: Format) -> list[Any]:
 
 def vector_products(form: Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
              turned: bool = False) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches of a product with few rows. A shape is (M, N, K). A threadgroup computes `columns` outputs."""
+    """Returns launches of products with few rows. A shape is (M, N, K). A threadgroup computes `columns` outputs."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -103,7 +103,7 @@ def _quads(form: Format, name: str, K: int) -> Callable[[Generator], list[Launch
 
 def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: list[tuple[int, int, int]]
                   ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches of a product whose threadgroups compute `vectors` rows each. A shape is (M, N, K)."""
+    """Returns launches of products in which a threadgroup computes `vectors` rows. A shape is (M, N, K)."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -121,7 +121,7 @@ def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: lis
 def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
               has_global: bool = True, tile: tuple[int, int] = (32, 32)
               ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
-    """Returns launches of a product by tiles of BM x BN. The weight is N x K if `turned`."""
+    """Returns launches of a product by tiles of BM x BN. If `turned`, the weight is N x K."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -155,7 +155,7 @@ def _split(form: Format, name: str) -> Callable[[Generator], list[Launch]]:
 
 
 def _conversions(form: Format, name: str, rows: int, *, back: bool) -> Callable[[Generator], list[Launch]]:
-    """Returns launches that quantize, or dequantize if `back`."""
+    """Returns launches that quantize, or that dequantize if `back` is true."""
 
     def launches(rng: Generator) -> list[Launch]:
         columns = 4 * form.group
@@ -239,7 +239,6 @@ def _converting(form: Format, name: str) -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     for name in TYPES:
         for form in _FORMATS:
             yield from _products(form, name)

@@ -1,7 +1,7 @@
-"""Compares Apple's compiled form of kernels that have no public source with torch's results on the CPU.
+"""Compares kernels without public source, in Apple's compiled form, with torch's results on the CPU.
 
-These are PyTorch's kernels, and MLX's norms and rope. The CPU results have double precision. The bound of each element
-follows from the roundings in the kernel.
+These are PyTorch's kernels, and MLX's norms and rope. The CPU computes in double precision. The error bound of each
+element follows from the roundings in the kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_BIAS = np.zeros(4, np.float32)
 
 @dataclass(frozen=True)
 class Expected:
-    """One launch, the buffer slot of the result, and for each element the expected value and the bound of the error."""
+    """One launch, the buffer slot of its result, and each element's expected value and error bound."""
 
     launch: Launch
     slot: int
@@ -63,7 +63,7 @@ def error_of(expected: Expected, results: Sequence[Any]) -> str:
 
 
 def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list[str]:
-    """Runs a kernel; returns a message for each launch whose error exceeds the bound."""
+    """Runs a kernel. Returns a message for each launch whose error exceeds the bound."""
     found = []
     try:
         library = load(reference.library(), reference.kernel, constants=dict(reference.constants), checked=checked)
@@ -76,7 +76,7 @@ def check(reference: Reference, *, seed: int = 0, checked: bool = False) -> list
 
 
 def product_bound(name: str, wanted: Array, x: Array, w: Array, extra: Array | float = 0.0) -> Array:
-    """Returns the error bound of a product: the result is rounded once, and |x| |w| is summed in single precision."""
+    """Returns the error bound of a product. The result is rounded once, and |x| |w| is summed in single precision."""
     return UNIT[name] * np.abs(wanted) + 64 * EPS * (np.abs(x) @ np.abs(w)) + extra + 1e-7
 
 
@@ -266,7 +266,7 @@ def _rope(name: str, traditional: bool) -> Callable[[Generator], list[Expected]]
 
 
 def racing() -> Iterator[Reference]:
-    """Yields kernels of PyTorch whose results depend on the order of threads, for lack of barriers.
+    """Yields kernels of PyTorch that lack barriers, so that their results depend on the order of threads.
 
     The int8 product of many rows reads a tile of weights, then writes scales into the tile's memory, and then copies
     the result out. A threadgroup barrier is missing before the writes and again before the copy. Checked mode must

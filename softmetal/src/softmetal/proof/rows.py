@@ -1,4 +1,4 @@
-"""MLX's kernels along an axis: softmax, log-sum-exp, cross entropy, scan, sort, search and reduce."""
+"""Cases of MLX's kernels along an axis: softmax, log-sum-exp, cross entropy, scan, sort, search and reduce."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _values(rng: Generator, shape: int | tuple[int, ...], name: str) -> Array:
 
 
 def _row_launches(name: str, out: str, sizes: tuple[int, ...], looped: bool, width: int) -> Launches:
-    """Returns launches of one threadgroup per row with `width` outputs per row (0: one for each element)."""
+    """Returns launches with one threadgroup and `width` outputs per row. Width 0 means one output for each element."""
 
     def launches(rng: Generator) -> list[Launch]:
         found = []
@@ -137,7 +137,7 @@ def _sorts() -> Iterator[Case]:
 
 
 def _spread(rng: Generator, shape: tuple[int, ...], name: str, op: str) -> Array:
-    """Returns values whose product stays in range."""
+    """Returns values whose product neither overflows nor underflows."""
     if op == "prod" and name in FLOATS:
         return stored(rng.uniform(0.9, 1.1, shape), name)
     return _values(rng, shape, name)
@@ -215,7 +215,6 @@ def _reductions() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _softmax()
     yield from _scans()
     yield from _sorts()

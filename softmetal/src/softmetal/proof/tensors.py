@@ -1,8 +1,8 @@
-"""MLX's kernels for the tensor units of the M5 ("NAX"): quantized, gathered and dense products by matmul2d.
+"""Cases of MLX's kernels for the tensor units of the M5 ("NAX"): quantized, gathered and dense products by matmul2d.
 
-In some simdgroups all rows are inside the matrix, and in others some rows are outside. The two kinds take different
-branches, and both branches have barriers. Metal forbids this within a threadgroup, and the software device reports
-it. M and N are therefore chosen so that no threadgroup has simdgroups of both kinds.
+Simdgroups in which all rows are inside the matrix take another branch than simdgroups with rows outside, and both
+branches have barriers. Metal forbids this within a threadgroup, and the software device reports it. M and N are
+therefore chosen so that no threadgroup has simdgroups of both kinds.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _dense_parts() -> Iterator[Case]:
 
 
 def _segmented() -> Iterator[Case]:
-    """With 64 k in a step, a grid's first axis is the segments. The second of three segments is empty."""
+    """With 64 k in a step, the grid's first axis has the segments. The second of three segments is empty."""
     bounds = (0, 256, 256, 328)
     for name, metal in FLOATS.items():
         for turned, k, whole, contiguous in (("nn", 64, True, True), ("nt", 64, False, False), ("tn", 128, False, True),
@@ -178,7 +178,7 @@ def _verify(exact: Callable[..., Expected], *arguments: Any) -> str:
 
 
 def _matrix(form: Format, name: str, parts: list[Any], turned: bool, count: int = 1) -> tuple[Array, Array]:
-    """Returns `count` weights as K x N matrices, and what rounding each of them to the type can change."""
+    """Returns `count` weights as K x N matrices, and by how much rounding to the type can change each element."""
     values, sizes = form.values(*parts, name)
     split = [part.reshape(count, -1, part.shape[1]) for part in (values, 2 * UNIT[name] * sizes)]
     first, second = ([p.swapaxes(1, 2) for p in split]) if turned else split
@@ -254,7 +254,6 @@ def _sorted_dense_product(name: str, turned: bool, launch: Launch) -> Expected:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _quantized()
     yield from _gathered()
     yield from _sorted()

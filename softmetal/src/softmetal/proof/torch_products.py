@@ -1,4 +1,4 @@
-"""PyTorch 2.15's products of grouped rows and of integers, as Apple compiled them, against torch's results on the CPU."""
+"""Compares PyTorch 2.15's products of grouped rows and of integers, as Apple compiled them, with torch on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _product(a: Array, b: Array) -> Array:
 def _rows(
     name: str, rows: int, *, is_few: bool = False, is_wide: bool = False
 ) -> Callable[[Generator], list[Expected]]:
-    """Returns launches that multiply each group of rows with another matrix. The second group has no row."""
+    """Returns launches that multiply each group of rows with a different matrix. The second group has no rows."""
 
     def launches(rng: Generator) -> list[Expected]:
         m, n, k, ends = (3, 45, 200, (1, 1, 3)) if is_few else (61, 100, 50, (20, 20, 61))
@@ -51,7 +51,7 @@ def _rows(
 
 
 def _inner(name: str, rows: int) -> Callable[[Generator], list[Expected]]:
-    """Returns launches whose inner dimension is cut into groups."""
+    """Returns launches whose inner dimension is divided into groups."""
 
     def launches(rng: Generator) -> list[Expected]:
         m, n, k, ends = 33, 70, 90, (37, 37, 90)
@@ -84,7 +84,6 @@ def _integers(type_name: str) -> Callable[[Generator], list[Expected]]:
 
 
 def references() -> Iterator[Reference]:
-    """Yields all references of this file."""
     library = libraries.newest_torch_library
     for name, word in TORCH_NAMES.items():
         for rows in (16, 32):

@@ -1,4 +1,4 @@
-"""MLX's kernels whose sums take products of vectors: the dot product and the Fourier transform."""
+"""Cases of MLX's kernels that add products of vectors: the dot product and the Fourier transform."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .case import FLOATS, Case, Launch, outputs, stored
 Generator = np.random.Generator
 _SIZES = (16384 + 4099, 77)
 _RADICES = (13, 11, 8, 7, 6, 5, 4, 3, 2)
-# For each size of a transform: how many steps of each radix it takes, and how many elements one thread computes.
+# Size of a transform -> (radix -> number of steps, elements that one thread computes).
 _TRANSFORMS = {63: ({7: 1, 3: 2}, 7), 90: ({5: 1, 3: 2, 2: 1}, 5), 256: ({4: 4}, 4), 143: ({13: 1, 11: 1}, 11)}
 
 
@@ -52,6 +52,5 @@ def _transforms() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all cases of this file."""
     yield from _dots()
     yield from _transforms()

@@ -1,4 +1,4 @@
-// Command queues and buffers. A command buffer records work, and runs the work when the host waits for it.
+// Command queues and command buffers. A command buffer records work, and executes the work when the host waits for it.
 #include <Block.h>
 
 #include <algorithm>
@@ -84,7 +84,7 @@ void Command::run() {
   }
   Device::get().add_record({dispatch.kernel->name, dispatch.seed, result});
   if (checked) return;
-  // Fast mode does not observe stores. So all memory that the kernel can write counts as written.
+  // Fast mode does not observe stores, so all memory that the kernel can write is marked as written.
   const auto count_as_written = [this](const void* base) {
     for (id object : retained) {
       if (![object isKindOfClass:[SoftMetalBuffer class]]) continue;

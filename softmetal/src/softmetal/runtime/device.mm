@@ -13,7 +13,8 @@
 namespace softmetal {
 namespace {
 
-constexpr size_t kCanaryBytes = 64;  // known bytes after every buffer, which show stores past its end in fast mode
+// bytes with known values after every buffer; fast mode uses them to find stores past the buffer's end
+constexpr size_t kCanaryBytes = 64;
 constexpr uint8_t kCanary = 0xA5;
 constexpr size_t kQuarantineBytes = 64u << 20;
 constexpr size_t kQuarantineObjects = 4096;
@@ -227,8 +228,8 @@ void Device::clear() {
 }
 @end
 
-// dealloc does not call [super dealloc], because the object of a freed buffer stays for a while. The object's class
-// becomes SoftMetalFreedObject, which reports any use.
+// dealloc does not call [super dealloc], because the object of a freed buffer is kept for a while. Its class becomes
+// SoftMetalFreedObject, which reports any use.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wobjc-missing-super-calls"
 @implementation SoftMetalBuffer
@@ -255,7 +256,7 @@ void Device::clear() {
 }
 - (void*)contents {
   if (storage == MTLStorageModePrivate) return nullptr;  // only the GPU can reach private memory
-  memory->mark_all_written();                            // the host's writes through the pointer cannot be observed
+  memory->mark_all_written();  // the device cannot observe the host's writes through the pointer
   return memory->bytes();
 }
 - (NSUInteger)allocatedSize {

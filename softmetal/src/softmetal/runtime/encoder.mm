@@ -86,7 +86,7 @@ sm_uint3 narrow(MTLSize size) {
   [super dealloc];
 }
 
-// An era is the work of one operator with one pipeline. Each block of the queue starts a new era, and so does a
+// An era is the work of one operator with one pipeline. A new era starts with each block of the queue, and with each
 // pipeline that is set after a dispatch. Bindings of an earlier era are stale: another operator made them, or they were
 // made for another pipeline.
 - (uint64_t)currentEra {
@@ -198,7 +198,7 @@ sm_uint3 narrow(MTLSize size) {
   }
   if (binding.kind == Binding::Kind::bytes) {
     const std::vector<uint8_t>& copy = command.bytes.emplace_back(binding.bytes);
-    slot.base = const_cast<uint8_t*>(copy.data());  // the executor reports any store, because the slot is read_only
+    slot.base = const_cast<uint8_t*>(copy.data());  // the slot is read_only, so the executor reports any store
     slot.length = copy.size();
     slot.read_only = 1;
   } else {

@@ -25,7 +25,7 @@ Objects& objects_of(NSArray* array) {
   return *static_cast<Objects*>(array->_state);
 }
 using Entries =
-    std::map<std::string, std::pair<id, id>>;  // maps the key's text to (key, value); all keys here are strings
+    std::map<std::string, std::pair<id, id>>;  // maps a key's text to (key, value), because all keys here are strings
 Entries& entries_of(NSDictionary* dictionary) {
   return *static_cast<Entries*>(dictionary->_state);
 }
@@ -108,7 +108,7 @@ struct Failure {
 }
 @end
 
-// The layout that the compiler gives to @"..." literals.
+// The compiler uses this layout for @"..." literals.
 @interface NSConstantString : NSString {
   const char* _characters;
   unsigned int _length;

@@ -10,7 +10,7 @@ namespace softmetal {
 
 const std::vector<Program::Constant>& constants_of(MTLFunctionConstantValues* values);
 
-// Returns the error in the values' types, or an empty string.
+// Returns an error message if a value has the wrong type, or an empty string.
 std::string wrong_type(const sm_library* library, const std::vector<Program::Constant>& values);
 
 }  // namespace softmetal

@@ -70,7 +70,7 @@ void set_error(NSError** error, MTLLibraryError code, const std::string& message
   if (error != nullptr) *error = softmetal::make_error(MTLLibraryErrorDomain, code, message);
 }
 
-// Asks the compile hook, which a test may set. Returns false and the hook's error if the compile shall fail.
+// Calls the compile hook, if a test has set one. Returns false and the hook's error if the compile must fail.
 bool may_compile(bool is_pipeline, const std::string& text, NSError** error) {
   const auto hook = Device::get().compile_hook.load();
   if (hook == nullptr) return true;
@@ -248,8 +248,8 @@ id<MTLLibrary> softmetal_new_library(NSString* source, MTLCompileOptions* option
     program.fast_functions = settings(options).functions == MTLMathFloatingPointFunctionsFast;
     const auto version = static_cast<uint32_t>(settings(options).version);
     program.language_version = (version >> 16) * 100 + (version & 0xffff) * 10;
-    // Only language 4.0 and later has tensors. Earlier versions do not get the macro, because every macro changes a
-    // library's identity and so causes a new compile.
+    // Only language 4.0 and later has tensors. Earlier versions do not get the macro, because every macro changes the
+    // identity of a library and would cause a new compile.
     if (program.language_version >= 400 && softmetal::apple_family() < MTLGPUFamilyApple10) {
       program.defines.emplace_back("__SOFTMETAL_CHIP_WITHOUT_TENSORS__=1");
     }

@@ -1,4 +1,4 @@
-// The C++ behind the Metal objects: buffers with a record of written bytes, encoded commands and the queue.
+// The C++ behind the Metal objects: buffers with flags of written bytes, encoded commands and the queue.
 #pragma once
 
 #include <Metal/Metal.h>
@@ -20,16 +20,16 @@ namespace softmetal {
 
 inline constexpr NSUInteger kSetBytesLimit = 4096;
 inline constexpr NSUInteger kThreadgroupLengthMultiple = 16;
-inline constexpr uint8_t kFreshPoison = 0xFF;  // NaN as half, bfloat and float, -1 as an integer
-inline constexpr uint8_t kFreedPoison = 0xFB;  // NaN or huge as half and bfloat; differs from kFreshPoison
+inline constexpr uint8_t kFreshPoison = 0xFF;  // a NaN as half, bfloat and float; -1 as an integer
+inline constexpr uint8_t kFreedPoison = 0xFB;  // a NaN or a huge number as half and bfloat; differs from kFreshPoison
 
-// The result of a PyTorch operator, which a command of the stream writes to memory. `write` becomes empty when the
-// command has run or the memory was freed.
+// The result of a PyTorch operator, which a command of the stream writes to memory. When the command has run or the
+// memory has been freed, `write` is empty.
 struct DeferredWrite {
   std::function<void()> write;
 };
 
-// Memory of one MTLBuffer. `initialised` holds a flag for each byte, non-zero if the byte was written. A null pointer
+// Memory of one MTLBuffer. `initialised` holds a flag for each byte, nonzero if the byte was written. A null pointer
 // means that all bytes were written.
 class Memory {
  public:
@@ -43,7 +43,7 @@ class Memory {
   uint8_t* initialised() const { return initialised_; }
   void mark_written(size_t offset, size_t length);
   void mark_all_written();
-  // Drops the write if this memory is freed before the write's command runs.
+  // Registers a deferred write. If this memory is freed before the write's command runs, the write is canceled.
   void expect(const std::shared_ptr<DeferredWrite>& write);
 
  private:
@@ -55,8 +55,8 @@ class Memory {
 
 // Bytes of live MTLBuffers.
 size_t allocated_bytes();
-// Returns the GPU's family. The default is MTLGPUFamilyApple7 (M1), so that no code comes to depend on newer families.
-// The environment variable SOFTMETAL_FAMILY=n makes it Apple<n>. MTLGPUFamilyApple10 (M5) has tensor units.
+// Returns the GPU's family. The default is MTLGPUFamilyApple7 (M1), so that code does not come to depend on newer
+// families. The environment variable SOFTMETAL_FAMILY=n selects Apple<n>. MTLGPUFamilyApple10 (M5) has tensor units.
 NSInteger apple_family();
 
 struct Binding {
@@ -64,10 +64,11 @@ struct Binding {
   id<MTLBuffer> buffer = nil;  // not retained here: each command retains the buffers that it uses
   NSUInteger offset = 0;
   std::vector<uint8_t> bytes;
-  uint64_t era = 0;  // the era (see currentEra in encoder.mm) in which the binding was made
+  uint64_t era = 0;  // the era in which the binding was made (currentEra in encoder.mm)
 };
 
-// A buffer that the host named in useResource. The binding does not retain the buffer; the encoder and its commands do.
+// A buffer that the host passed to useResource. This struct does not retain the buffer, but the encoder and its
+// commands do.
 struct Resident {
   id<MTLBuffer> buffer = nil;
   bool is_read_only = false;
@@ -76,7 +77,7 @@ struct Resident {
 // Metal source, with macros and function constants.
 struct Program {
   struct Constant {
-    std::string name;  // empty: the constant is identified by its index
+    std::string name;  // if empty, `index` identifies the constant
     uint32_t index;
     std::string value;
     std::string type;  // as in MSL
@@ -89,11 +90,12 @@ struct Program {
   uint32_t language_version = 0;  // the number in __METAL_VERSION__; 0: the default
 
   // Compiles and opens the library. Throws std::runtime_error with the compiler's messages. If the source has function
-  // constants, only `kernel` is compiled. "" compiles no kernel, and the library has only names and arguments.
+  // constants, only `kernel` is compiled. If `kernel` is "", no kernel is compiled, and the library has only names and
+  // arguments.
   const sm_library* open(bool checked, const char* kernel) const;
 };
 
-// A specialised kernel. The first use in each mode, fast or checked, compiles the kernel for that mode.
+// A specialized kernel. Its first use in each mode, fast or checked, compiles it for that mode.
 class Kernel {
  public:
   Kernel(Program program, std::string name) : program_(std::move(program)), name_(std::move(name)) {}
@@ -148,14 +150,16 @@ class Device {
 
   std::atomic<bool> checked;
   std::atomic<bool> validates;  // enforces the rules that only Metal's validation layer (MTL_DEBUG_LAYER) enforces
-  std::atomic<bool> compiles_concurrently = false;  // as the host asked; the device itself compiles alike in both cases
-  // A test's hook sees every compile and can make it fail: softmetal_compile_hook.
+  // the value that the host set; it does not affect the device's compiles
+  std::atomic<bool> compiles_concurrently = false;
+  // A hook of a test sees every compile and can make it fail (softmetal_compile_hook).
   std::atomic<void (*)(int, const char*, char*, size_t)> compile_hook = nullptr;
-  // Allocations of mps memory that succeed before one fails; negative: none fails.
+  // The number of mps allocations that succeed before one fails. If negative, none fails.
   std::atomic<int64_t> allocations_left = -1;
   void fail_command_buffer(int64_t code, std::string message);  // softmetal_fail_command_buffer in python_api.h
   NSError* take_command_buffer_failure();                       // nil: the command buffer runs
-  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;  // threads per threadgroup of every pipeline; tests lower it
+  // maximum threads per threadgroup of every pipeline; tests lower it
+  std::atomic<uint32_t> thread_limit = SM_MAX_THREADS;
   void set_seed(uint64_t seed);
   uint64_t next_seed();
   void add_record(Record record);
@@ -181,7 +185,7 @@ class Device {
 bool on_queue();
 // Returns the number of the current or latest block. Bindings from an earlier block belong to another operator.
 uint64_t queue_block();
-// Returns the label of the operator that is encoding, from MPSProfiler.
+// Returns the label of the operator that is being encoded, from MPSProfiler.
 std::string& operator_label();
 
 }  // namespace softmetal
@@ -189,7 +193,7 @@ std::string& operator_label();
 @interface SoftMetalDevice : NSObject <MTLDevice>
 @end
 
-// The base of the objects that a device makes.
+// The base class of the objects that a device makes.
 @interface SoftMetalObject : NSObject {
   NSString* ownLabel;
 }

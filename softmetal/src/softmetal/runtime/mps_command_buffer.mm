@@ -25,7 +25,7 @@ SoftMetalCommandBuffer*& root(MPSCommandBuffer* buffer) {
 }
 - (void)commitAndContinue {
   id<MTLCommandQueue> queue = [root(self) commandQueue];
-  root(self)->needsQueue = NO;  // a block may commit here, because the wrapper continues with a new buffer
+  root(self)->needsQueue = NO;  // a block may commit here, because the wrapper then continues with a new buffer
   [root(self) commit];
   [root(self) release];
   root(self) = [static_cast<SoftMetalCommandBuffer*>([queue commandBuffer]) retain];

@@ -9,11 +9,12 @@
 
 namespace softmetal {
 
-// Allocates a zeroed object with one reference. The reference count precedes the object.
+// Allocates a zeroed object with one reference. The reference count is stored before the object.
 id create_instance(Class cls);
 void free_instance(id object);
 
-// A mistake for which Metal's API validation aborts the process on a Mac. Python sees this exception as RuntimeError.
+// A mistake for which Metal's API validation aborts the process on a Mac. In Python, the exception becomes
+// RuntimeError.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

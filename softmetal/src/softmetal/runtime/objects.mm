@@ -14,7 +14,7 @@
 extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class, _Unwind_Exception*,
                                                     _Unwind_Context*);
 // C++ exceptions can pass through Objective-C++ frames of host code only with the C++ personality function. This
-// definition overrides the one in libobjc, because this library is loaded globally, before libobjc.
+// library is loaded globally before libobjc, so this definition overrides the one in libobjc.
 extern "C" __attribute__((visibility("default"))) _Unwind_Reason_Code
 __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception_Class kind,
                           _Unwind_Exception* exception, _Unwind_Context* context) {
@@ -23,7 +23,7 @@ __gnu_objc_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception
 
 namespace {
 
-// Lies in memory before every object, because GNU libobjc's objects have no place for a reference count.
+// Stored in memory before every object, because GNU libobjc's objects have no field for a reference count.
 struct Header {
   std::atomic<NSUInteger> references;
   NSUInteger padding;
@@ -129,7 +129,7 @@ size_t softmetal_autorelease_pools() {
   return self;
 }
 - (void)drain {
-  // An exception skips the drain of inner pools, so the outer pool drains the inner pools too.
+  // An exception skips the drain of inner pools, so the outer pool also drains the inner pools.
   while (pools.stack.size() >= reinterpret_cast<size_t>(_state)) {
     const std::vector<id> objects = std::move(pools.stack.back());
     pools.stack.back().clear();

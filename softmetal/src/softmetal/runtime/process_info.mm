@@ -12,7 +12,7 @@
   return instance;
 }
 // Returns macOS 26.2, the first version for which MLX builds kernels for tensor units. The environment variable
-// SOFTMETAL_MACOS names another version.
+// SOFTMETAL_MACOS selects another version.
 - (NSOperatingSystemVersion)operatingSystemVersion {
   const char* set = std::getenv("SOFTMETAL_MACOS");
   if (set == nullptr || *set == 0) return {26, 2, 0};

@@ -1,5 +1,5 @@
-// The C functions that `import softmetal` calls. The caller frees returned texts with softmetal_free. A returned error
-// is null if the call succeeded.
+// The C functions that `import softmetal` calls. The caller frees returned texts with softmetal_free. If a call
+// succeeds, the returned error is null.
 #pragma once
 
 #include <stddef.h>
@@ -11,7 +11,7 @@
 
 SOFTMETAL_EXPORT void softmetal_free(void* memory);
 
-SOFTMETAL_EXPORT size_t softmetal_autorelease_pools(void);  // how many pools of this thread are not drained
+SOFTMETAL_EXPORT size_t softmetal_autorelease_pools(void);  // number of this thread's pools that are not yet drained
 
 SOFTMETAL_EXPORT void softmetal_set_checked(int checked);
 SOFTMETAL_EXPORT int softmetal_is_checked(void);
@@ -20,7 +20,7 @@ SOFTMETAL_EXPORT int softmetal_compiles_concurrently(void);   // the device's sh
 SOFTMETAL_EXPORT void softmetal_set_seed(uint64_t seed);
 SOFTMETAL_EXPORT uint32_t
 softmetal_set_thread_limit(uint32_t limit);  // threads per threadgroup; returns the previous limit
-// The number of the stream that this thread encodes to: 0 is the default stream, 1 to 32 are PyTorch's pool.
+// The number of the stream to which this thread encodes: 0 is the default stream, 1 to 32 are PyTorch's pool.
 SOFTMETAL_EXPORT int64_t softmetal_stream(void);
 SOFTMETAL_EXPORT char* softmetal_set_stream(int64_t number);
 // Writes the fields of softmetal::StreamCounts, in the order of their declaration.
@@ -32,12 +32,12 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
 // that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
-// Makes one mps allocation fail, after the next `count` allocations have succeeded. A negative `count` makes none fail.
-// Returns the remaining `count` of the previous call. A negative result means that the failure of the previous call has
-// happened.
+// Makes one mps allocation fail, after the next `count` allocations have succeeded. A negative `count` means that none
+// fails. Returns the remaining `count` of the previous call. A negative result means that the failure of the previous
+// call has happened.
 SOFTMETAL_EXPORT int64_t softmetal_fail_allocation(int64_t count);
-// Makes the next command buffer that has commands end with an error of MTLCommandBufferErrorDomain instead of running.
-// An empty message cancels this.
+// Makes the next command buffer with commands end with an error of MTLCommandBufferErrorDomain instead of running. An
+// empty message cancels this.
 SOFTMETAL_EXPORT void softmetal_fail_command_buffer(int64_t code, const char* message);
 SOFTMETAL_EXPORT size_t softmetal_record_count(void);
 // Returns the i-th of the latest dispatches. The result is valid until the next dispatch.
@@ -48,7 +48,7 @@ SOFTMETAL_EXPORT void* softmetal_new_shader_library(const char* source, char** e
 SOFTMETAL_EXPORT char* softmetal_function_names(void* library);  // one a line
 SOFTMETAL_EXPORT void* softmetal_new_pipeline_named(void* library, const char* name, char** error);
 SOFTMETAL_EXPORT void softmetal_release(void* object);
-// Returns the maximum threads per threadgroup, the threads per simdgroup, and the bytes of threadgroup memory that the
+// Writes the maximum threads per threadgroup, the threads per simdgroup, and the bytes of threadgroup memory that the
 // kernel declares.
 SOFTMETAL_EXPORT void softmetal_pipeline_limits(void* pipeline, uint64_t* limits);
 
@@ -64,4 +64,4 @@ SOFTMETAL_EXPORT char* softmetal_dispatch(void* pipeline, const softmetal_argume
                                           const uint64_t* threads, const uint64_t* group);
 SOFTMETAL_EXPORT uint64_t softmetal_gpu_address(void* buffer);
 SOFTMETAL_EXPORT void* softmetal_contents(void* buffer);  // for the host to read and write
-SOFTMETAL_EXPORT void* softmetal_error_buffer(void);      // the stream's buffer for kernels that report errors
+SOFTMETAL_EXPORT void* softmetal_error_buffer(void);      // the stream's buffer to which kernels report errors

@@ -63,7 +63,7 @@ void Checker::access(const void* pointer, uint64_t bytes, bool is_write, Kind ki
     report_expired(launch_, lane, code);
     machine_.give_up();
   }
-  // An unsettled write must happen before another thread runs.
+  // An unsettled write must be executed before another thread runs.
   if (!launch_.preempts || !unsettled_.empty()) return;
   if (--until_preemption_ == 0 || (is_atomic && machine_.random().below(2) == 0)) {
     until_preemption_ = 1 + machine_.random().below(2 * kMeanAccessesBetweenPreemptions);

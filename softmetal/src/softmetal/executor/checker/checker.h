@@ -11,8 +11,8 @@
 
 namespace softmetal {
 
-// Gives each buffer, and each array of threadgroup memory, an address range far from every other range. So even an
-// address far out of bounds identifies its buffer or array.
+// Gives each buffer, and each array of threadgroup memory, an address range far from every other range. Even an address
+// far out of bounds therefore identifies its buffer or array.
 class Checker {
  public:
   Checker(Launch& launch, Machine& machine, uint32_t concurrent);
@@ -32,10 +32,9 @@ class Checker {
   void unset_value(const void* address, const void* code);
   void misaligned(const void* address, uint32_t alignment, const void* code);
 
-  // Reports the races of the latest access, which was a write, now that the write has happened.
+  // If the latest access was a write, it is now executed: reports its races.
   void settle();
-  // Called after the launch: copies the contents back to the host's buffers, and the record of which bytes are
-  // initialised.
+  // Called after the launch. Copies the contents back to the host's buffers, with the flags of initialized bytes.
   void write_back();
   void count(sm_counters& counters) const;
 
@@ -55,7 +54,7 @@ class Checker {
   struct Range {
     uintptr_t start, bytes;
   };
-  // A racing write that has not happened yet. The checker sees an access before it happens, so it stores the old
+  // A racing write that is not executed yet. The checker sees an access before it is executed, so it stores the old
   // contents of the memory. If the write does not change these contents, the race is only a warning.
   struct Unsettled {
     sm_thread thread;
@@ -68,7 +67,7 @@ class Checker {
   Machine& machine_;
   std::vector<std::unique_ptr<Region>> device_;       // by slot; null if nothing is bound
   std::vector<std::unique_ptr<Region>> threadgroup_;  // by place (memory.cpp)
-  std::vector<std::unique_ptr<Region>> resident_;     // those of `resident` that are in no slot
+  std::vector<std::unique_ptr<Region>> resident_;     // regions of those buffers in `resident` that are in no slot
   std::vector<Region*> in_place_;                     // regions at the host's addresses
   std::vector<Unsettled> unsettled_;                  // the unsettled writes of the latest access
   std::vector<Range> executor_memory_;

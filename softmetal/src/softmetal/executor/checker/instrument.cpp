@@ -74,8 +74,8 @@ void sm_check_value(const void* address, uint64_t value, uint32_t element, uint3
   if (element == 0) {
     unset = static_cast<uint32_t>(value) == kUnsetInteger;
   } else {
-    // A number that was never set has all bits set. Only its upper 16 bits are compared, because a half or bfloat that
-    // was converted to float has zeros in the lower 16.
+    // A number that was never set has all bits set. The loop compares only its upper 16 bits, because a half or bfloat
+    // that was converted to float has zeros in the lower 16.
     for (uint32_t high = element - 16; high < bits; high += element)
       unset = unset || ((value >> high) & 0xFFFF) == 0xFFFF;
   }

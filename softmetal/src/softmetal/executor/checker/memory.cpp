@@ -1,4 +1,4 @@
-// The memory of a kernel in checked mode: lays out address ranges, copies the buffers in and out, and finds the region
+// The memory of a kernel in checked mode. Lays out address ranges, copies the buffers in and out, and finds the region
 // of an address.
 #include <sys/mman.h>
 
@@ -15,7 +15,7 @@ namespace softmetal {
 namespace {
 
 // The checker reserves address space once: 2^38 bytes for each buffer and 2^33 bytes for each threadgroup array. The
-// memory lies in the middle of its range. An address out of bounds therefore still falls into the right range.
+// memory is in the middle of its range, so an address out of bounds still falls into the right range.
 constexpr uint32_t kDeviceShift = 38, kThreadgroupShift = 33;
 constexpr uint32_t kVariables = 64;  // declarations in one source file
 constexpr uint32_t kArraysPerGroup = SM_BUFFER_SLOTS + kVariables;
@@ -40,7 +40,7 @@ uintptr_t middle(uintptr_t base, uint32_t shift, uint32_t place) {
   return base + (static_cast<uintptr_t>(place) << shift) + (static_cast<uintptr_t>(1) << (shift - 1));
 }
 
-// Makes the whole pages around [start, start + bytes) usable, or returns them to the system.
+// Makes the pages around [start, start + bytes) usable, or returns them to the system.
 void set_usable(const char* start, uint64_t bytes, bool usable) {
   uintptr_t low = reinterpret_cast<uintptr_t>(start) & ~(kPage - 1);
   uintptr_t high = (reinterpret_cast<uintptr_t>(start) + bytes + kPage) & ~(kPage - 1);
@@ -147,12 +147,12 @@ void Checker::bind_buffers() {
       place = std::max(place, bound[end].slot);
     }
     uint64_t bytes = static_cast<uint64_t>(high - bound[i].low);
-    // Two kinds of buffers stay in place: the kernel already has the address of a resident buffer, and a sparse buffer
-    // is too large to copy.
+    // Two kinds of buffers are not copied: the kernel already has the address of a resident buffer, and a sparse buffer
+    // is too large.
     const bool is_in_place = is_resident || bytes >= kSparseBytes;
     char* start = bound[i].low;
     if (!is_in_place) {
-      // The low bits of the copy's address equal those of the original, so the copy has the original's alignment.
+      // The low bits of the copy's address equal those of the original, so that both have the same alignment.
       start = reinterpret_cast<char*>(middle(device_base, kDeviceShift, static_cast<uint32_t>(place))) +
               (reinterpret_cast<uintptr_t>(bound[i].low) & (kPage - 1));
       set_usable(start, bytes, true);

@@ -22,24 +22,24 @@ struct Access {
 };
 static_assert(sizeof(Access) == 16);
 
-// Earlier accesses that do not conflict with each other. Four are enough to find any conflict with a later access: the
-// last access, and the last accesses by a different thread, a different simdgroup and a different threadgroup.
+// Earlier accesses that do not conflict with each other. Four accesses are enough to find any conflict with a later
+// access: the last access, and the last accesses by a different thread, a different simdgroup and a different
+// threadgroup.
 struct History {
   Access last[4];
 
   void add(const Access& access);
 };
 
-// The plain accesses of a granule, which is a block of a few bytes. One write is enough, because a conflict with an
-// earlier write was already reported.
+// The plain accesses of a granule. One write is enough, because a conflict with an earlier write was already reported.
 struct Cell {
   Access write;
   History reads;
 };
 
-// The atomic accesses of a granule, which are kept apart from its plain accesses. If both shared one history, a
-// thread's atomic access would replace the same thread's plain store. A conflict of that store with another thread's
-// atomic would be missed.
+// The atomic accesses of a granule. Plain accesses have a separate history: in a shared history, a thread's atomic
+// access would replace the same thread's plain store, and a conflict of that store with another thread's atomic would
+// be missed.
 struct AtomicCell {
   History writes, reads;
 };
@@ -63,28 +63,28 @@ class Pages {
 
 struct Binding {
   int32_t buffer;   // slot
-  uint64_t offset;  // where the kernel's pointer points in the region
+  uint64_t offset;  // bytes from the region's start to the address that the kernel gets
 };
 
-// A region of this size and more is sparse: the checker neither copies it nor visits bytes that no thread touches.
+// A region of at least this size is sparse: the checker neither copies it nor visits bytes that no thread touches.
 inline constexpr uint64_t kSparseBytes = 1u << 28;
 
 struct Region {
   Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked, uint32_t first_granule);
 
-  // Returns the cells of [offset, offset + bytes): one cell for each granule, which is a block of a few bytes. If the
-  // access is smaller than a granule or lies across its border, the granules are made smaller first.
+  // Returns the cells of [offset, offset + bytes), one cell for each granule. If the access is smaller than a granule
+  // or crosses its border, the granules are made smaller first.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  // Returns the cells of the atomic accesses to the granules from this offset on. These cells exist from the first
-  // atomic access on. Before it, the function makes them if `make` is true, and otherwise returns null.
+  // Returns the cells of the atomic accesses to the granules from this offset on. These cells exist only after the
+  // first atomic access. If they do not exist, the function makes them if `make` is true, and otherwise returns null.
   AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
-  // Sets bits in the flags of a range of bytes. Returns true if all bytes were written before.
+  // Sets bits in the flags of a range of bytes. Returns whether all bytes were written before.
   bool mark(uint64_t offset, uint64_t bytes, uint8_t bits);
-  // Returns the last binding whose begin is not after the offset, else the first binding. The region of a resident
-  // buffer has no bindings, so it must not be asked.
+  // Returns the last binding that does not begin after the offset, or else the first binding. Do not call this for a
+  // resident buffer, whose region has no bindings.
   const Binding& binding_at(uint64_t offset) const;
-  // Calls visit(first, end) for the ranges of bytes that may have been touched.
+  // Calls visit(first, end) for the ranges of bytes that threads may have touched.
   template <class Visit>
   void for_each_touched(Visit visit) const {
     if (!is_sparse()) return visit(uint64_t{0}, bytes);
@@ -101,7 +101,7 @@ struct Region {
   bool is_written = false;        // in this launch
   uint32_t granule;               // bytes per cell
   std::vector<Binding> bindings;  // buffer slots that are bound to this region of device memory
-  char* host = nullptr;           // the host's copy; `start` for a region at the host's addresses
+  char* host = nullptr;  // the host's memory of this region; equal to `start` if the kernel uses the host's addresses
   // The host's flags of written bytes, starting at `host`. Null means that all bytes are written.
   uint8_t* host_initialised = nullptr;
   int32_t argument = -1;  // index of a threadgroup argument, or -1 for a variable

@@ -1,5 +1,5 @@
-// Functions that compiled kernels call if clang's undefined-behaviour sanitizers find an integer division by zero, a
-// bad shift count or a bad array index. clang emits these structures (compiler-rt, ubsan_value.h, ubsan_handlers.h).
+// Functions that compiled kernels call if clang's undefined-behavior sanitizers find an integer division by zero, a bad
+// shift count or a bad array index. clang emits the structures below (compiler-rt, ubsan_value.h, ubsan_handlers.h).
 #include "report.h"
 
 using softmetal::Fault;
@@ -9,7 +9,7 @@ namespace {
 
 struct Type {
   uint16_t kind;  // 0: integer
-  uint16_t info;  // for an integer type: bit 0 is set if it is signed, and the bits above hold log2 of its width
+  uint16_t info;  // For an integer type: bit 0 is set if the type is signed, and the other bits hold log2 of its width.
   char name[1];   // with quotation marks
 };
 struct Location {
@@ -25,7 +25,7 @@ struct IndexData {
   const Type *array, *index;
 };
 
-// A value of at most 64 bits is passed in `value` and not by address.
+// A value of at most 64 bits is passed in `value` itself, a longer value by its address.
 std::string text(uintptr_t value, const Type& type) {
   const uint32_t bits = 1u << (type.info >> 1);
   if ((type.info & 1) == 0 || bits > 64) return std::to_string(value);
@@ -34,7 +34,7 @@ std::string text(uintptr_t value, const Type& type) {
 }
 
 void report_here(uint32_t kind, bool is_fatal, const void* code, const std::string& what) {
-  if (sm_self == nullptr) return;  // no GPU thread: the library is being loaded
+  if (sm_self == nullptr) return;  // outside GPU threads, while the library is loaded
   softmetal::report(Machine::current(), Fault{kind, is_fatal, code, what});
 }
 

@@ -1,5 +1,5 @@
-// sm_compile: asks the Metal compiler (msl/, written in Python) and remembers the result in a file of the
-// cache folder, the memo. A repeated request reads the memo.
+// sm_compile: calls the Metal compiler (msl/, written in Python) and stores the result in a file of the cache folder,
+// the memo. A repeated request reads the memo.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -32,8 +32,8 @@ std::string identity(const std::string& input, const std::string& python, const 
   return text;
 }
 
-// Returns a 128-bit hash of the text. The hash need not be cryptographic: the memos are the user's own files, so nobody
-// else can plant a collision.
+// Returns a 128-bit hash of the text. It need not be cryptographic: the memos are the user's own files, so nobody else
+// can cause a collision.
 std::string fingerprint(const std::string& text) {
   uint64_t a = 1, b = 2;
   for (size_t i = 0; i < text.size(); i += 8) {
@@ -48,7 +48,7 @@ std::string fingerprint(const std::string& text) {
   return hex;
 }
 
-// Returns the folder softmetal/, which holds the compiler (the package msl). The environment variable SOFTMETAL_HOME
+// Returns the folder softmetal/, which contains the compiler (the package msl). The environment variable SOFTMETAL_HOME
 // replaces the path that the build defines.
 std::string home() {
   const char* set = std::getenv("SOFTMETAL_HOME");
@@ -87,7 +87,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 // Reads a memo. The first line is the path of the compiled library. Each further line has the stamp and the path of a
-// file that the library was built from. The memo is valid if no stamp has changed.
+// file from which the library was built. If no stamp has changed, the memo is valid.
 bool recall(const std::string& memo, std::string* path) {
   std::string text;
   if (!read_file(memo, &text)) return false;
@@ -105,7 +105,8 @@ void remember(const std::string& memo, const std::vector<std::string>& answer) {
   std::string text = answer[0] + "\n";
   for (size_t i = 1; i < answer.size(); ++i)
     text += stamp_of(answer[i]) + " " + answer[i] + "\n";
-  static std::atomic<uint64_t> written{0};  // two threads may write one memo, so each write has a file of its own
+  // two threads may write the same memo, so each write has its own temporary file
+  static std::atomic<uint64_t> written{0};
   std::string temporary = memo + "." + std::to_string(getpid()) + "." + std::to_string(++written);
   FILE* file = std::fopen(temporary.c_str(), "wb");
   if (file == nullptr) return;
@@ -152,8 +153,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     *path_or_error = strdup(path.c_str());
     return 0;
   }
-  // Adds the folder with the headers of tensors. It is not part of the memo's name, because the memo itself lists each
-  // of these headers that the source includes. A changed header therefore makes the memo invalid.
+  // Adds the folder with the headers of tensors. The folder is not part of the memo's name. Instead, the memo lists
+  // each of these headers that the source includes, so a changed header makes the memo invalid.
   arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
   Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);

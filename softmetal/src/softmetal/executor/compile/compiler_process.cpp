@@ -1,5 +1,5 @@
 // The compiler's imports take as long as a small kernel. One process (msl/server.py) therefore imports the compiler
-// once, and forks for each request. It ends with the process that started it.
+// once, and forks for each request. It ends together with the process that started it.
 #include "compile/compiler_process.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@ extern char** environ;
 namespace softmetal {
 namespace {
 
-// A file descriptor that is closed at the end.
+// Owns a file descriptor and closes it.
 class Descriptor {
  public:
   explicit Descriptor(int number = -1) : number_(number) {}
@@ -60,13 +60,13 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 
 class Server {
  public:
-  // Sends a request with descriptors: the compiler's input, output and messages, and a pipe for its status. Returns an
-  // error, or "".
+  // Sends a request with four descriptors: the compiler's input, output and messages, and a pipe for its status.
+  // Returns an error, or "".
   std::string send(const CompilerPlace& place, const std::string& request, const int (&descriptors)[4]) {
     const std::lock_guard lock(mutex_);
     const char* set = std::getenv("SOFTMETAL_CXX");
     const std::string compiler = set != nullptr ? set : "";
-    // A forked process starts a server of its own, because the parent's server ends with the parent.
+    // A forked process starts its own server, because the parent's server ends with the parent.
     const bool fits = channel_.get() >= 0 && process_ == getpid() && place_ == place && compiler_ == compiler;
     if (fits && send_now(request, descriptors)) return "";
     place_ = place;
@@ -87,7 +87,8 @@ class Server {
     posix_spawn_file_actions_adddup2(&files, other.get(), 3);
     posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
     posix_spawn_file_actions_addopen(&files, 1, "/dev/null", O_WRONLY, 0);
-    // Closes inherited descriptors: if one is the writing end of a pipe, its reader waits until every copy is closed.
+    // Closes inherited descriptors. Otherwise, if one is the writing end of a pipe, the pipe's reader would wait for
+    // this process.
     posix_spawn_file_actions_addclosefrom_np(&files, 4);
     // -S skips the start-up files of site-packages, which can take as long as the compiler's own imports. The compiler
     // needs only the standard library.
@@ -122,7 +123,7 @@ class Server {
   std::mutex mutex_;
   Descriptor channel_;
   CompilerPlace place_;
-  std::string compiler_;  // the value of SOFTMETAL_CXX, which the compiler reads when it is imported
+  std::string compiler_;  // the value of SOFTMETAL_CXX when the compiler was imported
   pid_t process_ = -1;
 };
 
@@ -134,7 +135,7 @@ std::string content(int file) {
   return text;
 }
 
-// Returns the status that the compiler writes, or -1 if the compiler ends without writing it.
+// Returns the status that the compiler writes to the pipe, or -1 if it ends without writing a status.
 int wait_for_status(int pipe) {
   unsigned char status;
   ssize_t n;

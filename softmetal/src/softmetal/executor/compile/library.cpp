@@ -38,8 +38,8 @@ int find_range(dl_phdr_info* info, size_t, void* data) {
   return 1;
 }
 
-// Finds the kernel of each threadgroup variable. All code is inlined into the kernels' entries, so the variable belongs
-// to the last entry at or below the address of the code that declares it.
+// Finds the kernel of each threadgroup variable. All code is inlined into the kernels' entries. A variable therefore
+// belongs to the last entry at or below the address of the code that declares it.
 void place_sites(sm_library& library) {
   library.sites.resize(library.kernels.size());
   for (const sm_threadgroup_site* site = library.table->sites_begin; site != library.table->sites_end; ++site) {

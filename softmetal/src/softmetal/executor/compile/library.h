@@ -1,4 +1,4 @@
-// A loaded Metal library, and the source lines of the library's code.
+// A loaded Metal library, and the source lines of its code.
 #pragma once
 
 #include <map>

@@ -1,6 +1,6 @@
 """Checks Metal source with clang's "C++ for OpenCL": address spaces, overloads, and types of the library.
 
-The check gives messages and no code. include/metal.h declares Metal's library in that dialect.
+The check produces messages and no code. include/metal.h declares Metal's library in that dialect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .signatures import check_signatures
 
 _HERE = Path(__file__).resolve().parent
 _INCLUDE = _HERE / "include"
-# Features of OpenCL that are switched off because Metal lacks them. With the first one switched off, a variable at
-# program scope must be constant, as in Metal. The generic address space stays on: without it, clang finds no
-# constructor that copies a struct.
+# Features of OpenCL that are disabled because Metal lacks them. Without the first feature, a variable at program scope
+# must be constant, as in Metal. The generic address space is enabled, because without it clang finds no constructor
+# that copies a struct.
 _LEFT_OUT = ("__opencl_c_program_scope_global_variables", "__opencl_c_device_enqueue", "__opencl_c_fp64", "cl_khr_fp64")
 _FLAGS = (
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-ferror-limit=0", "-fno-caret-diagnostics"),
-    # The dialect is C++17 and Metal is C++14, so C++17 is an error. messages.py drops the error if clang accepts the
-    # construct in C++14 too.
+    # The dialect is C++17 and Metal is C++14, so C++17 is an error. messages.py drops the error if clang also accepts
+    # the construct in C++14.
     "-Werror=pre-c++17-compat",
     *("-fno-color-diagnostics", "-ftemplate-backtrace-limit=0", "-ffreestanding", "-flax-vector-conversions=none"),
     *("-Xclang", "-cl-ext=" + ",".join("-" + name for name in _LEFT_OUT)),
@@ -32,7 +32,7 @@ _FLAGS = (
 
 
 def files() -> list[Path]:
-    """Returns the files that the check depends on."""
+    """Returns the files on which the check depends."""
     return sorted([*_HERE.glob("*.py"), *_INCLUDE.glob("*.h")])
 
 
@@ -47,8 +47,8 @@ def digest() -> str:
 
 @functools.cache
 def _declarations(version: int) -> Path:
-    """Precompiles the declarations of Metal's library that one language version has."""
-    # The precompiled form holds the paths of its sources, so each checkout needs a precompiled form of its own.
+    """Precompiles the declarations of Metal's library for one language version."""
+    # The precompiled file contains the paths of its sources, so each checkout needs its own.
     key = hashlib.sha256(f"{_HERE} {digest()} {CLANG}".encode()).hexdigest()[:16]
     path = cache_folder() / f"dialect-{version}-{key}.pch"
     if not path.exists():
@@ -59,26 +59,26 @@ def _declarations(version: int) -> Path:
 
 
 def refused(code: list[Token]) -> list[SourceError]:
-    """Returns the errors that the text alone shows: wrong types or slots of the arguments of kernels."""
+    """Finds errors that need no compile: wrong types or slots of kernel arguments."""
     return sorted(check_signatures(code), key=lambda error: error.line)
 
 
 def findings(text: str, version: int) -> list[str]:
-    """Compiles preprocessed Metal source with clang, to get the error messages.
+    """Compiles preprocessed Metal source with clang and returns the error messages.
 
     Args:
         text: the source with line markers.
-        version: the language version as `__METAL_VERSION__` gives it, 310 for MSL 3.1.
+        version: the language version as in `__METAL_VERSION__`, 310 for MSL 3.1.
 
     Returns:
-        One `file:line: error: message` for each error of clang that Metal's compiler reports, too.
+        `file:line: error: message` for each error of clang that Metal's compiler also reports.
 
     Raises:
         SourceError: brackets do not match.
         CompileError: clang failed for a reason other than the source.
     """
     command = [CLANG, *_FLAGS, f"-DSM_METAL_VERSION={version}", "-include-pch", str(_declarations(version))]
-    # The name of the precompiled file has a digest of its sources, so clang need not compare their times.
+    # The name of the precompiled file contains a digest of its sources, so clang need not compare their times.
     command += ["-Xclang", "-fno-validate-pch"]
     status, _, output = output_of([*command, "-fsyntax-only", "-"], to_opencl(tokenize(text)))
     found = read_messages(output)

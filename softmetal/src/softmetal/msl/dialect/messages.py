@@ -1,4 +1,4 @@
-"""Reads clang's messages about the dialect, as messages about Metal source."""
+"""Translates clang's messages about the dialect into messages about Metal source."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ _WARNING = re.compile(r"^.*?:\d+:\d+: warning: ")
 _NOTE = re.compile(r"^(?P<place>.*?:\d+):\d+: note: (?P<text>.*)$")
 _LIBRARY = str(Path(__file__).resolve().parent / "include")
 
-# Errors of the dialect for code that Metal accepts: (pattern of the error, pattern that a note of the error must
-# match).
+# Errors of the dialect in code that Metal accepts: (pattern of the error, pattern that a note of the error must match).
 _OF_THE_DIALECT = (
-    # Metal can copy a struct out of `constant`. In C++ for OpenCL, the copy constructor takes the generic space, which
-    # does not include `constant`.
+    # Metal can copy a struct out of `constant`. In C++ for OpenCL, the copy constructor takes an object in the generic
+    # space, which does not include `constant`.
     (r"no matching constructor|no viable conversion|no viable overloaded '='", r"__constant .*implicit|implicit copy"),
-    # A temporary is in `thread` memory in Metal. In C++ for OpenCL it is in no address space, so it has no member
-    # functions of `thread`.
+    # In Metal, a temporary is in `thread` memory. In C++ for OpenCL it is in no address space, so member functions of
+    # `thread` objects do not accept it.
     (r"", r"'this' object is in default address space, but method expects .* '__private'"),
-    # The compile to code deduces template arguments, too. The dialect does not deduce an argument whose type is const in
-    # one place and not in another.
+    # Template arguments are checked again when the source is compiled to code. The dialect does not deduce an argument
+    # if its type is const in one place and not in another.
     (r"", r"deduced conflicting types for parameter '\w+' \('const (\w+)' vs\. '\1'\)"),
-    # The compile to code checks template arguments, too. In C++ for OpenCL, clang refuses functions here whose
-    # parameters depend on a template parameter (MLX's fft.h).
+    # Template arguments are checked again when the source is compiled to code. In C++ for OpenCL, clang refuses
+    # functions whose parameters depend on a template parameter (MLX's fft.h).
     (r"^no matching function", r"candidate template ignored: invalid explicitly-specified argument"),
-    # The compile to code evaluates constant expressions, too, and it has the right layout of types.
+    # Constant expressions are evaluated again when the source is compiled to code, with the right layout of types.
     (r"^static assertion failed", ""),
     (r"not an? (integral )?constant expression", r"undefined function|non-constexpr|non-literal"),
     # The dialect cannot copy a struct out of `constant` in a constant expression.
     (r"constexpr variable '[^']*' must be initialized by a constant expression", ""),
-    # Metal chooses between two structs in different spaces as between two values.
+    # In a conditional expression, Metal copies two structs in different address spaces, as if both were values.
     (
         r"^(?:incompatible operand types \('|conditional expression is ambiguous; ')(?:const |volatile |__\w+ )*"
         r"(?P<struct>[^'*&]+)'(?: \(aka '[^']*'\))? and '(?:const |volatile |__\w+ )*(?P=struct)'",
         "",
     ),
-    # A list in braces can be a vector argument in Metal. It cannot in C++ for OpenCL.
+    # In Metal, a list in braces can be the argument for a vector parameter. In C++ for OpenCL it cannot.
     (r"^no matching", r"cannot convert initializer list argument to '[^'*&]*\b(?:vec<|[a-z]+[234]\b)"),
     (r"scalar operand type has greater rank than the type of the vector element", ""),
     (r"excess elements in scalar initializer", ""),  # T(x, y) where T is a vector
@@ -50,13 +49,14 @@ _OF_THE_DIALECT = (
     (r"invalid vector element type 'bool'|'bool[234]'|'bool' \(vector", ""),
     # Metal can index a matrix that is the value of an expression and not a variable.
     (r"use of overloaded operator '\[\]' is ambiguous \(with operand types '(metal::)?matrix<", ""),
-    # Metal can add a pointer and an object that converts to an integer. The compile to code checks all sums of pointers
-    # except sums of two pointers.
+    # Metal can add a pointer and an object that converts to an integer. The later compile to code checks all sums of
+    # pointers except sums of two pointers.
     (
         r"^invalid operands to binary expression \('[^']*\*[^']*'(?: \(aka '[^']*'\))? and '[^'*]*'(?: \(aka '[^'*]*'\))?\)",
         "",
     ),
-    # Clang accepts some C++17 in C++14, with a warning. It does not accept deduced class arguments and auto parameters.
+    # In C++14, clang accepts some C++17 constructs with a warning. It does not accept deduced class arguments and auto
+    # parameters.
     (r"^(?!class template argument|non-type template).* incompatible with C\+\+ standards before C\+\+17", ""),
 )
 _SPACES = (
@@ -85,14 +85,17 @@ _ADVICE = (
 )  # fmt: skip
 
 
-# C++ for OpenCL has no vectors of bool. One such vector causes further errors, which say nothing about the source.
+# C++ for OpenCL has no vectors of bool. One such vector causes further errors, which do not concern the source.
 _NO_BOOL_VECTOR = "invalid vector element type 'bool'"
 _FOLLOWS = r"subscripted value is not an array|substitution failure"
 
 
 @dataclass(slots=True)
 class Messages:
-    """Clang's messages. `errors` holds the errors that Metal's compiler has too. `all` counts every error of clang."""
+    """Clang's messages.
+
+    `errors` holds the errors that Metal's compiler also reports. `all` counts every error of clang.
+    """
 
     errors: list[str] = field(default_factory=list)
     all: int = 0
@@ -104,7 +107,7 @@ class _Group:
     place: str
     text: str
     notes: list[str] = field(default_factory=list)
-    is_ours: bool = False  # the error's place is in our declarations, in a template instance that the source needs
+    is_ours: bool = False  # the error is reported in our declarations, in a template instance that the source needs
 
 
 def _groups(output: str) -> list[_Group]:
@@ -125,7 +128,7 @@ def _groups(output: str) -> list[_Group]:
 
 
 def read_messages(output: str) -> Messages:
-    """Sorts clang's messages, and replaces the dialect's names of types and address spaces by Metal's names."""
+    """Filters clang's messages, and replaces the dialect's names of types and address spaces with Metal's names."""
     result = Messages()
     groups = _groups(output)
     lacks_bool = any(_NO_BOOL_VECTOR in group.text for group in groups)

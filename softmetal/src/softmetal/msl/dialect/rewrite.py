@@ -1,6 +1,6 @@
 """Rewrites Metal Shading Language to clang's "C++ for OpenCL", which has Metal's address spaces under other names.
 
-The text serves only to check types and address spaces. It is not compiled to code. Each line keeps its number.
+The text is only used to check types and address spaces. No code is generated from it. Each line keeps its number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from ..tokens import Token, significant
 from .structure import Structure
 from .vectors import rewrite_vectors
 
-# Metal's words in the dialect. `constant` gets a const, because it implies one in Metal but not in the dialect.
+# Metal's words and their form in the dialect. `constant` also becomes const, because it implies const in Metal but not
+# in the dialect.
 _WORDS = {
     "device": "__global",
     "threadgroup": "__local",
@@ -23,7 +24,7 @@ _WORDS = {
     "ray_data": "__private",
     **dict.fromkeys(("kernel", "vertex", "fragment"), ""),
 }
-# Words and types of the dialect that are names in Metal.
+# Words and types of the dialect that are ordinary names in Metal.
 _FOREIGN = {
     *("global", "local", "private", "generic", "pipe", "read_only", "write_only", "read_write"),
     *("event_t", "queue_t", "sampler_t", "clk_event_t", "reserve_id_t", "ndrange_t", "atomic_flag"),
@@ -36,7 +37,7 @@ _HALF = re.compile(r"(?P<value>\d+)[hH]$")
 
 
 def to_opencl(tokens: list[Token]) -> str:
-    """Returns the text in the dialect. The tokens, of preprocessed text, are rewritten in place."""
+    """Returns the text in the dialect. Changes the tokens, which are preprocessed text, in place."""
     _literals(tokens)
     code = significant(tokens)
     structure = Structure(code)
@@ -49,10 +50,10 @@ def to_opencl(tokens: list[Token]) -> str:
 
 
 def _literals(tokens: list[Token]) -> None:
-    """Gives each literal its MSL type. A floating literal without a suffix is float.
+    """Gives each literal its type in MSL, where a floating literal without a suffix is float.
 
-    Clang's -cl-single-precision-constant is no help: in a template, a literal beside a value of a dependent type stays
-    double (clang 19).
+    Clang's -cl-single-precision-constant does not suffice: in a template, a literal next to a value of a dependent type
+    remains double (clang 19).
     """
     for token in tokens:
         if token.kind != "number":

@@ -1,6 +1,6 @@
 """Metal's rules for kernels: the types of a kernel's arguments, and the slots to which the arguments are bound.
 
-A rule applies only if the text alone shows the error. Types that are template parameters are skipped.
+A rule is applied only if the text alone shows the error. Types that are template parameters are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _NUMBERS = {
 }
 _SCALARS = {"uint", "ushort", "uint32_t", "uint16_t"}
 _VECTORS = {f"{t}{n}" for t in ("uint", "ushort") for n in (2, 3)}
-# Types that are certainly not in _SCALARS or _VECTORS. For any other name, the text alone does not show the type.
+# Type names that are known not to be in _SCALARS or _VECTORS. For any other name, the text alone does not show the
+# type.
 _OTHERS = {
     *("float", "half", "bfloat", "bool", "char", "uchar", "short", "int", "long", "ulong", "size_t", "int32_t"),
     *(f"{t}{n}" for t in ("float", "half", "int", "short", "long", "ulong", "char", "uchar") for n in (2, 3, 4)),
@@ -47,7 +48,7 @@ def check_signatures(code: list[Token]) -> Iterator[SourceError]:
     """
     constants: dict[str, str] = {}
     structs: set[str] = set()
-    at_run_time: dict[str, bool] = {}  # for each function, whether no overload is constexpr
+    at_run_time: dict[str, bool] = {}  # function -> whether no overload is constexpr
     kernels: set[str] = set()
     others: set[str] = set()
     bodies: list[tuple[int, int]] = []
@@ -177,7 +178,7 @@ def _host_name(statement: list[Token]) -> Iterator[SourceError]:
 
 
 def _constant(statement: list[Token], constants: dict[str, str], at_run_time: dict[str, bool]) -> Iterator[SourceError]:
-    """Finds a global constant whose value comes from a call of a function that is not constexpr."""
+    """Finds a global constant whose initializer calls a function that is not constexpr."""
     texts = [t.text for t in statement]
     head = texts[: texts.index("=")] if "=" in texts else []
     if "constant" not in head or {"(", "{"} & set(head) or set(constants.values()) & set(texts):

@@ -1,4 +1,4 @@
-"""Rewrites declarations whose structure differs in the dialect: member functions, variables, function arguments."""
+"""Rewrites declarations that need another structure in the dialect: member functions, variables, function arguments."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _NO_MEMBER = {"static", "friend", "typedef", "using"}
 class _Scope:
     kind: str  # namespace, type, function
     name: str = ""
-    start: int = 0  # index of the first token of the statement that is being read
+    start: int = 0  # index of the current statement's first token
 
 
 class Structure:
-    """Rewrites declarations in place. `in_function` tells for each token whether the token is inside a function.
+    """Rewrites declarations in place. `in_function` says for each token whether it is inside a function.
 
-    - A member function gets `__private`, because Metal's `this` is `thread` and the dialect's has no address space.
+    - A member function gets `__private`, because Metal's `this` is `thread` and the dialect's `this` has no address
+      space.
     - A threadgroup variable becomes a reference, because the dialect allows such variables only in kernels, and a
       kernel of the dialect cannot be a template.
-    - A function constant becomes extern: its value is unknown when Metal compiles, so it must not be a constant
+    - A function constant becomes extern, because its value is unknown when Metal compiles, so it must not be a constant
       expression.
-    - A template parameter that is a function gets its type through an alias, because the alias adds no address space.
+    - A template parameter that is a function gets its type through an alias, so that the dialect adds no address space.
 
     Args:
         code: the significant tokens of preprocessed text.
@@ -123,7 +124,10 @@ class Structure:
 
     @staticmethod
     def _drop_definition_of_member(tokens: list[Token]) -> None:
-        """Drops `constant constexpr T S::x[2];`. C++14 needs such a definition. The dialect wants a value in it."""
+        """Removes `constant constexpr T S::x[2];`.
+
+        C++14 needs such a definition, but the dialect demands an initializer.
+        """
         texts = [t.text for t in tokens]
         if {"constexpr", "constant", "::"} <= set(texts) and not {"=", "(", "{"} & set(texts):
             for token in tokens:
@@ -159,7 +163,7 @@ class Structure:
 
     @staticmethod
     def _constructor(header: list[Token], i: int) -> None:
-        """Drops `thread` after a constructor, because with it the dialect does not find the constructors of members."""
+        """Removes `thread` after a constructor. With it, the dialect does not find the constructors of members."""
         while i < len(header) and header[i].text in _AFTER_PARAMETERS:
             i += 1
         if i < len(header) and header[i].text in ("thread", "constant"):
@@ -186,7 +190,7 @@ class Structure:
         return found.end + 1
 
     def _template(self, angle: int) -> int:
-        """Rewrites the function parameters of a template; returns the index after the template's parameters."""
+        """Rewrites the function parameters of a template. Returns the index after the template's parameters."""
         end = match_angle(self._code, angle)
         for part in split_commas(self._code[angle + 1 : end]):
             texts = [t.text for t in part]
@@ -197,7 +201,8 @@ class Structure:
                     for token in part[i : i + 4]:
                         token.text = ""
                     part[0].text = f"metal::sm_function<{part[0].text}"
-                    # The closing bracket's token gets other text, so this token must not count as a bracket: "( ".
+                    # The text of the closing bracket's token changes. This token must therefore not be counted as a
+                    # bracket: "( ".
                     part[i + 4].text = "( "
                     part[closing].text = f")>& {name}"
                     break
@@ -217,7 +222,7 @@ def _type_name(header: list[Token]) -> str:
 
 
 def _owner(header: list[Token], name: int) -> str:
-    """Returns the class of a member function that is defined outside the class, or ""."""
+    """Returns the class if a member function is defined outside of its class, and otherwise ""."""
     i = name - 1
     while i >= 0 and header[i].text == "operator":
         i -= 1

@@ -1,4 +1,4 @@
-"""Constructors of vectors, which in the dialect are calls of sm_make: `float4(x, y)` is `sm_make<float4>(x, y)`."""
+"""Rewrites constructors of vectors as calls of sm_make: `float4(x, y)` becomes `sm_make<float4>(x, y)`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rewrite_vectors(code: list[Token], in_function: list[bool]) -> None:
 
 
 def _aliases(code: list[Token]) -> set[str]:
-    """Returns the names that the text gives to vectors: `using V = vec<T, 4>`, `typedef float4 V`."""
+    """Returns the names that the text defines for vector types: `using V = vec<T, 4>`, `typedef float4 V`."""
     found: set[str] = set()
     for i, token in enumerate(code[:-4]):
         if token.text == "using" and code[i + 2].text == "=":
@@ -60,7 +60,7 @@ def _aliases(code: list[Token]) -> set[str]:
 
 
 def _vector_end(code: list[Token], i: int, names: set[str]) -> int:
-    """Returns the index of the last token of the vector's name that begins at `i`, or -1."""
+    """Returns the index of the last token of the vector type that begins at `i`, or -1."""
     if code[i].text in names:
         return i
     if code[i].text == "vec" and i + 1 < len(code) and code[i + 1].text == "<":
@@ -72,7 +72,7 @@ def _vector_end(code: list[Token], i: int, names: set[str]) -> int:
 
 
 def _is_declarator(code: list[Token], opening: int) -> bool:
-    """Returns True for `(&x)[N]` and `(*f)(...)`."""
+    """Returns whether the bracket opens a declarator such as `(&x)[N]` or `(*f)(...)`."""
     if code[opening + 1].text not in ("&", "*"):
         return False
     closing = match_closing(code, opening)

@@ -1,8 +1,8 @@
-"""Adds alignment checks for checked mode to LLVM's text form of a compiled library.
+"""Adds alignment checks for checked mode to the LLVM text of a compiled library.
 
-The compiler turns the copy of a vector into loads of the elements. Only the first load keeps the vector's alignment,
-and the thread-sanitizer instrumentation does not pass that alignment on. So a load or store whose alignment exceeds its
-size gets a separate call.
+The compiler splits the copy of a vector into loads of the elements. Only the first load keeps the vector's alignment,
+and the thread-sanitizer instrumentation does not pass that alignment on. If the alignment of a load or store exceeds
+its size, the check therefore gets its own call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gives integer divisions and shifts in LLVM text the results that Metal allows, before any optimisation.
+"""Gives integer divisions and shifts in LLVM text the results that Metal specifies, before any optimization.
 
 In LLVM, a division by zero is undefined, and so is a shift by the width or more. On x86 a division by zero stops the
 process. In Metal, a quotient by zero is an unspecified value, and a shift uses only the low bits of the count.
@@ -22,7 +22,7 @@ def add_metal_arithmetic(text: str) -> str:
 
 
 def _all(match: re.Match[str], value: int) -> str:
-    """Returns the constant of the operation's type with this value in each element."""
+    """Returns the constant of the operation's type in which each element is `value`."""
     if match["count"] is None:
         return str(value)
     return "<" + ", ".join([f"i{match['bits']} {value}"] * int(match["count"])) + ">"

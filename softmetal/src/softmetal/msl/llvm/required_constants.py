@@ -1,7 +1,7 @@
-"""Finds function constants that a kernel needs but that have no value. Metal makes no pipeline of such a kernel.
+"""Finds function constants without a value that a kernel needs. Metal makes no pipeline of such a kernel.
 
-The search reads the LLVM text of clang's front end. No pass has removed code from that text, so it has all reachable
-functions, also in branches that this specialisation never takes.
+The search reads the LLVM text of clang's front end. No pass has removed code from that text, so it contains all
+reachable functions, including branches that this specialization never executes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NAME = r'@(?:[\w.$]+|"[^"]+")'
 _FUNCTION = re.compile(rf"^define [^@\n]*({_NAME})\(.*?^\}}", re.MULTILINE | re.DOTALL)
 _GLOBAL = re.compile(rf"^({_NAME}) = (.*)$", re.MULTILINE)
 _TEXT = re.compile(r' c"([^"\\]*)\\00"')
-# The targets of an initialiser that runs at load time: a store, or the object of a constructor.
+# The targets of an initializer that runs at load time: a store, or the object of a constructor.
 _TARGET = re.compile(rf"^  (?:store [^,\n]+, ptr|call void @\w+\(ptr [^@\n]*)\s*({_NAME})", re.MULTILINE)
 
 
@@ -21,8 +21,8 @@ def missing_values(llvm: str, unset: Iterable[str]) -> list[str]:
     """Returns the names of the constants in `unset` that the kernel's entry or its arguments use.
 
     Args:
-        llvm: LLVM text of the translation's only entry, without any optimisation.
-        unset: the names of the function constants that have no value.
+        llvm: LLVM text of the translation's only entry, without any optimization.
+        unset: the names of the function constants without a value.
     """
     uses: dict[str, set[str]] = {}
     texts: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Runs the compiler's front end once for all specialisations of a kernel.
+"""Reuses one run of the compiler's front end for all specializations of a kernel.
 
-Metal's compiler reads the source once, and a pipeline gives the function constants their values later. Here, the front
-end's LLVM text has an external variable for each function constant of an integer type, and a specialisation defines the
-variable. Constants of other types have their values in the C++ text, so their specialisations share nothing.
+Metal's compiler reads the source once, and a pipeline sets the values of the function constants later. Here, the front
+end's LLVM text has an external variable for each function constant of an integer type, and a specialization defines the
+variable. Constants of other types have their values in the C++ text, so their specializations share nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FrontEnd:
     constants: tuple[tuple[str, int], ...]
 
     def with_values(self, values: Mapping[str, str]) -> str:
-        """Returns the LLVM text with the values of function constants, which are C text by name or by index."""
+        """Inserts the values of function constants into the LLVM text. The values are C text, by name or by index."""
 
         def define(match: re.Match[str]) -> str:
             name, index = self.constants[int(match[1])]

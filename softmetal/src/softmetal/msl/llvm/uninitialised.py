@@ -1,8 +1,8 @@
-"""Changes LLVM text so that checked mode finds stores of uninitialised variables.
+"""Changes LLVM text so that checked mode finds stores of uninitialized variables.
 
-clang fills such variables with a pattern. In a floating type the pattern is a NaN of all ones. Arithmetic keeps these
-bits, so a store of these bits is a fault. In a 32-bit integer, clang's pattern occurs as ordinary data, so a rarer
-pattern replaces it.
+clang fills such variables with a pattern. For a floating type, the pattern is a NaN of all ones. Arithmetic keeps these
+bits, so a store of these bits is a fault. For a 32-bit integer, clang's pattern also occurs in ordinary data, so a
+rarer pattern replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mark_integers(text: str) -> str:
 
 
 def add_value_checks(text: str) -> str:
-    """Adds a call of sm_check_value before each store of a value from a possibly uninitialised variable."""
+    """Adds a call of sm_check_value before each store of a value that may come from an uninitialized variable."""
     count = 0
 
     def with_check(match: re.Match[str]) -> str:

@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-# A kernel finds the headers in this folder as its own includes. They are not part of the prelude of every kernel.
+# Kernels find the headers in this folder as if they were their own includes. The headers are not part of the prelude.
 INCLUDE = Path(__file__).resolve().parent / "include"

@@ -60,17 +60,17 @@ def _assemble(translation: Translation, checked: bool, path: Path) -> None:
 def load(
     path: str | Path, kernel: str, *, constants: device.Constants | None = None, checked: bool = False
 ) -> device.Library:
-    """Loads one kernel of a metallib, which holds the output of Apple's compiler.
+    """Loads one kernel of a metallib, which contains the output of Apple's compiler.
 
     Args:
         path: path of the metallib.
         kernel: the kernel's name in the metallib.
         constants: function constants by name or index. Constants that the kernel does not have are ignored.
-        checked: compiles for checked mode.
+        checked: whether to compile for checked mode.
 
     Raises:
         CompileError: the library cannot be read, it has no kernel of this name, or the kernel needs a function that
-            this device lacks.
+            this device does not support.
     """
     try:
         return _load(Path(path), kernel, device.constant_texts(constants), checked)

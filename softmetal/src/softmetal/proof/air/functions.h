@@ -1,9 +1,10 @@
-// The air.* functions that Apple's Metal compiler calls, on clang's own types. Kernels compiled by Apple call these
-// functions, and kernels compiled by us call msl/include. Comparing the two compiled forms of a kernel therefore also
-// compares these two libraries. For this reason the two libraries are written independently: conversions, integer
-// functions, shuffles and folds share no code. Functions without an exact result are shared (metal_math), because a
-// comparison of their last bits would show nothing: Apple's back end chooses these bits. The executor's exchange
-// between lanes and its matrix product are shared, too. Include this file after metal_stdlib and thunk.h.
+// The air.* functions that Apple's Metal compiler calls, on clang's built-in types. Kernels compiled by Apple call
+// these functions, and kernels compiled by us call msl/include. A comparison of the two compiled forms of a kernel
+// therefore also compares these two libraries. For this reason the two libraries are written independently:
+// conversions, integer functions, shuffles and folds share no code. Functions without an exact result are shared
+// (metal_math), because a comparison of their last bits would show nothing: Apple's back end chooses these bits. The
+// executor's exchange between lanes and its matrix product are also shared. Include this file after metal_stdlib and
+// thunk.h.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))
@@ -43,8 +44,8 @@ constexpr bool is_real = __is_same(T, f16) || __is_same(T, bf16) || __is_same(T,
 
 }  // namespace air
 
-// Rounds to the nearest bfloat, ties to even. On processors without AVX512-BF16, clang calls this function where a
-// module converts float to bfloat. Libraries of GCC 12 and older do not have it.
+// Rounds to the nearest bfloat, ties to even. On processors without AVX512-BF16, clang calls this function to convert
+// float to bfloat. Libraries of GCC 12 and older do not contain it.
 extern "C" AIR_UNCHECKED __attribute__((used, visibility("hidden"))) inline __bf16 __truncsfbf2(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t rounded = value != value ? bits | 0x400000 : bits + 0x7FFF + (bits >> 16 & 1);
@@ -113,7 +114,7 @@ AIR_EACH_1(trunc, __builtin_truncf(float(a)))
 AIR_EACH_1(fract, __builtin_fminf(float(a) - __builtin_floorf(float(a)), 0x1.fffffep-1f))
 AIR_EACH_2(fmod, __builtin_fmodf(float(a), float(b)))
 AIR_EACH_2(copysign, __builtin_copysignf(float(a), float(b)))
-// The result of a NaN and a number is the number.
+// If one operand is a NaN, the result is the other operand.
 AIR_EACH_2(fmin, b < a || a != a ? b : a)
 AIR_EACH_2(fmax, a < b || a != a ? b : a)
 
@@ -124,7 +125,7 @@ AIR_FUNCTION T clamp(T x, T low, T high) {
 }
 AIR_FUNCTION f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 // The product of two halves is exact in double, and the sum has 53 bits. The conversion to half therefore rounds
-// correctly, with one exception: if these 53 bits lie exactly between two halves, a lost bit could have decided the
+// correctly, with one exception: if these 53 bits are exactly between two halves, a lost bit could have determined the
 // direction.
 AIR_FUNCTION f16 fma(f16 a, f16 b, f16 c) { return static_cast<f16>(double(a) * double(b) + double(c)); }
 template <class T, int N>
@@ -181,7 +182,7 @@ AIR_FUNCTION T atomic_exchange(void* p, T value) {
   __atomic_exchange(static_cast<T*>(p), &value, &old, __ATOMIC_RELAXED);
   return old;
 }
-// `expected` points to the expected value. The actual value is stored there, and it is the result as well.
+// `expected` points to the expected value. The function stores the actual value there, and also returns it.
 template <class T>
 AIR_FUNCTION T atomic_compare_exchange(void* p, void* expected, T value) {
   sm_note_atomic(p, sizeof(T), SM_ATOMIC_UPDATE);

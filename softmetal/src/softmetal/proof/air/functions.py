@@ -1,7 +1,7 @@
 """Generates the `air.*` functions of Metal's bitcode: C++ that calls functions.h, and LLVM text that calls the C++.
 
 A name ends in the operand types, for example `air.simd_sum.f32`, `air.convert.f.f32.s.i32`, `air.max.u.v2i32`. Only the
-name tells the sign of integers. An unknown function is an error, whose message has the function's name.
+name says whether integers are signed. An unknown function is an error, and the message contains the function's name.
 
 The LLVM text passes values to the C++ by address, because the C ABI passes short vectors in other registers.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 class UnknownFunction(ValueError):
-    """Raised for an `air.*` function that this device does not have."""
+    """A module calls an `air.*` function that this device does not support."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Declaration:
 
 _TYPE = re.compile(r"(?:v(\d+))?(bf|f|i)(\d+)")
 
-# The C++ of each function. "@" stands for the operands, R for the result's type. T0, T1, ... are the types in the name.
+# The C++ of each function. "@" stands for the operands, and R for the result's type. T0, T1, ... are the types in the
+# name.
 _MODAL = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "atan2", "cos", "cosh", "cospi", "exp", "exp2", "exp10"),
     *("log", "log2", "log10", "sin", "sinh", "sinpi", "sqrt", "rsqrt", "tan", "tanh", "tanpi", "pow", "powr", "divide"),
@@ -67,7 +68,7 @@ _VALUES = {
     "get_thread_index_in_simdgroup": "static_cast<R>(air::lane())",
     "tensor_cooperative_tensor_data_size": "air::tensor_bytes(@)",
     "tensor_cooperative_tensor_get_element_pointer": "air::tensor_element(@)",
-    # Always true, because Metal's code passes the result to llvm.assume. To assume false is undefined behaviour.
+    # Always true, because Metal's code passes the result to llvm.assume, and assuming false is undefined behavior.
     "is_uniform": "true",
     "normalize_function_constant_predicate": "a0 != 0",
     "simdgroup_matrix_8x8_init_filled": "R(a0)",
@@ -99,7 +100,7 @@ for _name, _operation in _UPDATES.items():
 
 
 def parse_name(name: str) -> tuple[str, list[Type]]:
-    """Splits a name such as "convert.f.f32.s.i32" into function and operand types. Leaves out the types of pointers."""
+    """Splits a name such as "convert.f.f32.s.i32" into function and operand types, without the types of pointers."""
     base: list[str] = []
     types: list[Type] = []
     sign = "u"
@@ -115,7 +116,7 @@ def parse_name(name: str) -> tuple[str, list[Type]]:
 
 
 def _split(llvm: str) -> tuple[str, int]:
-    """Returns the element type and the length (0: a scalar) of an LLVM type."""
+    """Returns the element type and the length of an LLVM type. The length of a scalar is 0."""
     match = re.fullmatch(r"<(\d+) x (\w+)>", llvm)
     return (match[2], int(match[1])) if match else (llvm, 0)
 
@@ -134,7 +135,7 @@ def _cpp(llvm: str, types: Sequence[Type]) -> str:
 
 
 def _memory(llvm: str) -> str:
-    """Returns the type of a value in memory, where each boolean takes a byte."""
+    """Returns the type of a value in memory, where each boolean is a byte."""
     element, length = _split(llvm)
     if element != "i1":
         return llvm
@@ -145,15 +146,15 @@ def cpp_function(declaration: Declaration) -> str:
     """Returns the C++ of a function, under the name that `llvm_wrapper` calls.
 
     Raises:
-        UnknownFunction: the device does not have this function.
+        UnknownFunction: the device does not support this function.
     """
     base, types = parse_name(declaration.name)
     has_result = declaration.result != "void"
     text = (_VALUES if has_result else _EFFECTS).get(base)
     if text is None:
         raise UnknownFunction(f"air.{declaration.name} is not known to the software device")
-    # The name of a conversion has the result's type first and the operand's type second. The types are told apart by
-    # this order, because they may have the same width.
+    # The name of a conversion has the result's type first and the operand's type second. This order distinguishes the
+    # types, because they may have the same width.
     own = [[types[0]], [types[1]]] if base == "convert" else [types, types]
     parameters, lines = [], []
     if has_result:
@@ -173,7 +174,7 @@ def cpp_function(declaration: Declaration) -> str:
 
 
 def cpp_builtin(name: str) -> str:
-    """Returns the C++ that writes the three numbers of a position."""
+    """Returns the C++ that stores the three numbers of a position."""
     return f'extern "C" void sm_builtin_{name}(uint32_t* place) {{ air::builtin<sm::{name}>(place); }}'
 
 

@@ -1,4 +1,4 @@
-// Operations between the lanes of a simdgroup: folds, scans, shuffles and matrices. Part of functions.h.
+// Operations between the lanes of a simdgroup: folds, scans, shuffles and matrices. functions.h includes this file.
 #pragma once
 
 namespace air {
@@ -21,8 +21,8 @@ struct exchange {
   }
 };
 
-// Combines the values of `width` lanes. The order of Apple's back end is not known. This function first combines lanes
-// that are half the width apart, as msl/include/metal_simdgroup does.
+// Combines the values of `width` lanes. The order of Apple's back end is not known. Like msl/include/metal_simdgroup,
+// this function first combines lanes that are half the width apart.
 template <class T, class F>
 AIR_UNCHECKED T folded(const exchange<T>& all, uint32_t first, uint32_t width, F combine) {
   T part[32];
@@ -152,8 +152,8 @@ template <class T>
 struct pair {
   T data, fill;
 };
-// The lanes form runs of `modulo` lanes. If the source lane is outside the caller's run, the result is the fill value
-// of the lane that is one run (`modulo` lanes) away from the source lane, in the caller's run.
+// A run is `modulo` neighboring lanes. If the source lane is in the caller's run, the result is its data. Otherwise it
+// is the fill value of the lane in the caller's run that is one run away from the source lane.
 template <class T>
 AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_up(T data, T fill, u16 delta, u16 modulo) {
   const uint32_t me = lane(), place = me % modulo;

@@ -19,7 +19,7 @@ THREADGROUP_SPACE = 3
 
 
 class MetadataError(ValueError):
-    """Raised for metadata in a form that this device does not know."""
+    """The metadata have a form that this reader does not support."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Constant:
-    """A function constant, and the global variable that holds the constant's value."""
+    """A function constant, and the global variable that holds its value."""
 
     symbol: str
     type: str

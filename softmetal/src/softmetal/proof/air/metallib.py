@@ -1,6 +1,7 @@
-"""Reads Metal libraries. A metallib holds functions, each a module of LLVM bitcode.
+"""Reads Metal libraries. A metallib contains functions, each as a module of LLVM bitcode.
 
-Apple does not document the layout. This reader follows the libraries in public wheels (MLX 0.32.4, PyTorch 2.13.0).
+Apple does not document the layout. This reader supports the layout of the libraries in public wheels (MLX 0.32.4,
+PyTorch 2.13.0).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _HEADER = struct.Struct("<4s3H2B2HQ8Q")
 
 
 class MetallibError(ValueError):
-    """Raised for data that are not a metallib, or not of a known form."""
+    """The data are no metallib, or have an unknown form."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the library: the function's name and kind, and the place and hash of the bitcode."""
+    """A function of the library: its name and kind, and the place and hash of its bitcode."""
 
     name: str
     kind: int
@@ -40,7 +41,7 @@ class Metallib:
 
     Args:
         data: the whole file.
-        where: the library's name in errors.
+        where: the library's name in error messages.
 
     Attributes:
         functions: by name.
@@ -115,7 +116,7 @@ def _open(path: Path, stamp: tuple[int, int]) -> Metallib:
 
 
 def open_metallib(path: str | Path) -> Metallib:
-    """Reads the library in a file. An unchanged file is read only once.
+    """Reads the library in a file. If the file is unchanged, a second call does not read it again.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,6 +1,6 @@
-// Metal 4's matmul2d on operands in registers, as kernels compiled by Apple call it. `kind` is 0 for the left
-// operand, 1 for the right operand and 2 for the destination. The low 16 bits of a type are its width. As in
-// msl/tensor, the executor computes the product and knows the layout.
+// Metal 4's matmul2d on operands in registers, in the form that kernels compiled by Apple call. `kind` is 0 for the
+// left operand, 1 for the right operand and 2 for the destination. The low 16 bits of a type are its width. As in
+// msl/tensor, the executor computes the product and determines the layout.
 #pragma once
 
 extern "C" uint32_t sm_tensor_block(uint32_t index, uint32_t groups, uint32_t blocks, uint32_t layout);
@@ -40,8 +40,8 @@ AIR_FUNCTION u64 tensor_bytes(u32 kind, u32 m, u32 n, u32 k, u8 left, u8 right, 
   const u32 type = kind == 0 ? a : kind == 1 ? b : c;
   return shape_of(kind, m, n, k, left, right).blocks() * 8 * (type & 0xffff) / 8;
 }
-// Returns the address of an element, or of all elements if the index is -1. For an index past the end, returns the
-// null pointer, so that an access is a fault in both modes.
+// Returns the address of an element, or of all elements if the index is -1. For an index past the end, returns the null
+// pointer, so that an access is a fault in both modes.
 AIR_FUNCTION void* tensor_element(u32 kind, u32 m, u32 n, u32 k, u8 left, u8 right, u8 relaxed, u32 mode, void* all,
                                   u16 index, u32 a, u32 b, u32 c) {
   const u64 bytes = ((kind == 0 ? a : kind == 1 ? b : c) & 0xffff) / 8;

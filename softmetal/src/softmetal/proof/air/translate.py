@@ -1,8 +1,8 @@
-"""Translates a kernel that Metal's compiler made to code for this device. Both are modules in LLVM's text form.
+"""Translates a kernel that Metal's compiler compiled to code for this device. Both are modules in LLVM's text form.
 
-Address spaces are removed. Simdgroup matrices become the two elements that a thread holds. Threadgroup variables come
-from the executor. Function constants get their values. The translation adds an entry that fetches the arguments, and
-the library's tables.
+The translation removes address spaces. Simdgroup matrices become the two elements that a thread holds. Threadgroup
+variables become memory from the executor. Function constants get their values. The translation adds an entry that loads
+the arguments, and the library's tables.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Translation:
         text: the module, from llvm-dis.
         name: the kernel's name in its library.
         values: function constants as C text, by name, or by index as text.
-        checked: translates for checked mode.
+        checked: whether to translate for checked mode.
 
     Attributes:
         llvm: the translated module.
@@ -91,7 +91,10 @@ class Translation:
         )
 
     def _with_threadgroup_variables(self, body: str) -> tuple[str, list[tuple[str, int]]]:
-        """Replaces threadgroup variables by memory from the executor. Returns the type and alignment of each variable."""
+        """Replaces threadgroup variables with memory from the executor.
+
+        Returns the type and alignment of each variable.
+        """
         found = list(_THREADGROUP.finditer(body))
         body = _THREADGROUP.sub("", body)
         sites = [(m["type"], int(m["align"] or 16)) for m in found]
@@ -160,7 +163,7 @@ class Translation:
         return [a for a in self._info.arguments if not a.builtin]
 
     def _gates(self, initialisers: list[str]) -> str:
-        """After the module's initialisers, adds code to drop arguments whose function constant is false."""
+        """Adds code after the module's initializers: it removes arguments whose function constant is false."""
         lines = [f"define internal void @sm_gates() #{_OURS} {{"]
         for i, a in enumerate(self._memory_arguments()):
             if a.gate:
@@ -179,11 +182,11 @@ class Translation:
         return "\n".join(lines)
 
 
-_OURS, _OURS_INLINE = 9000, 9001  # numbers of attribute groups, beyond the module's own
+_OURS, _OURS_INLINE = 9000, 9001  # numbers of attribute groups that the module itself does not use
 
 
 def _with_tensor_names(body: str) -> str:
-    """Gives the functions of matmul2d names like those of other functions, with operand types at the end."""
+    """Renames the functions of matmul2d like other functions, with operand types at the end."""
 
     def renamed(match: re.Match[str]) -> str:
         name = re.sub(r"(?:_(?:b?f?\d+|[df]v|tg|i\d+|ui\d+))+$", lambda m: m[0].replace("_", "."), match[1])
@@ -193,7 +196,7 @@ def _with_tensor_names(body: str) -> str:
 
 
 def _narrowed(body: str) -> str:
-    """Replaces <64 x T> by <2 x T>, because a thread holds two elements of a simdgroup's matrix."""
+    """Replaces <64 x T> with <2 x T>, because a thread holds two elements of a simdgroup's matrix."""
 
     def shuffle(match: re.Match[str]) -> str:
         lanes = [x.strip().removeprefix("i32 ") for x in match[1].split(",")]
@@ -208,7 +211,7 @@ def _narrowed(body: str) -> str:
         raise TranslateError("copies of structures that hold simdgroup matrices are not known to the software device")
     for line in body.split("\n"):
         if has_structs and "@llvm.lifetime." in line:
-            continue  # this call states the size of whole matrices, but here a thread holds only two elements
+            continue  # the argument of this call is the size of the full matrix, but a thread holds only two elements
         if "<64 x " in line:
             if re.match(r"\s+(?:%[\w.]+ = load|store) ", line):
                 line = re.sub(r", align \d+", "", line)
@@ -246,7 +249,7 @@ def _plain(body: str) -> str:
 
 
 def _find_kernel(body: str, symbol: str) -> tuple[int, int]:
-    """Returns where the kernel's definition starts, and where the first line of the definition ends."""
+    """Returns the start of the kernel's definition, and the end of the definition's first line."""
     match = re.search(rf"^define [^\n]*?{re.escape(symbol)}\([^\n]*\{{$", body, re.MULTILINE)
     if match is None:
         raise MetadataError(f"the kernel {symbol} has no definition")
@@ -282,7 +285,7 @@ def _bare(text: str) -> str:
 
 
 def _hoisted(code: str, names: Sequence[str]) -> tuple[str, list[str]]:
-    """Moves constant expressions over threadgroup variables to instructions at the kernel's start."""
+    """Converts constant expressions with threadgroup variables to instructions at the kernel's start."""
     hoisted: list[str] = []
     if not names:
         return code, hoisted

@@ -1,4 +1,4 @@
-"""Puts the values of function constants, which are C text, into a module in LLVM's form."""
+"""Inserts the values of function constants, which are C text, into a module in LLVM's text form."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAMES_OF_INTEGERS = {"i8", "i16", "i32", "i64"}
 
 
 class TranslateError(ValueError):
-    """Raised for a module that cannot be translated for this device. The message names the part that cannot."""
+    """A module cannot be translated for this device. The message names the part that cannot."""
 
 
 def with_value(body: str, constant: Constant, value: str) -> str:
-    """Writes the value of a function constant into the global variable of that constant."""
+    """Sets the global variable of a function constant to the constant's value."""
     pattern = re.compile(rf"^({re.escape(constant.symbol)} = [^\n]*? (?:constant|global) \S+?|{re.escape(constant.symbol)}"
                          rf" = [^\n]*? (?:constant|global) <\d+ x \w+>) undef", re.MULTILINE)  # fmt: skip
     text = _constant_value(constant, value)

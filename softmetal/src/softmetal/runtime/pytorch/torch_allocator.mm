@@ -101,7 +101,7 @@ class Allocator final : public at::mps::IMPSAllocator {
   c10::Storage getHostAliasStorage(const c10::Storage& storage) const override {
     TORCH_CHECK(storage.device_type() == c10::DeviceType::MPS && storage.data() != nullptr,
                 "_host_alias_storage: expected a non-empty storage on mps, got one on ", storage.device());
-    memory(storage.data()).mark_all_written();  // the host's writes through the alias cannot be observed
+    memory(storage.data()).mark_all_written();  // the device cannot observe the host's writes through the alias
     auto* owner = new c10::Storage(storage);
     c10::DataPtr pointer(
         memory(storage.data()).bytes(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); },
@@ -112,7 +112,7 @@ class Allocator final : public at::mps::IMPSAllocator {
   bool waitForEvents(c10::ArrayRef<const void*>) const override { return true; }
 
  private:
-  // Counts down to the allocation that shall fail.
+  // Counts down to the allocation that must fail. Returns true for that allocation.
   static bool next_fails() {
     std::atomic<int64_t>& left = Device::get().allocations_left;
     for (int64_t now = left; now >= 0;) {

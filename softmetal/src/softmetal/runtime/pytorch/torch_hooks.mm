@@ -31,7 +31,7 @@ namespace {
 
 using at::mps::SyncType;
 constexpr c10::DeviceType kMPS = c10::DeviceType::MPS;
-// The macOS that PyTorch's operators see: the oldest on which this torch has mps.
+// The macOS version that PyTorch's operators get: the oldest version on which this torch supports mps.
 constexpr std::pair kMacOS = SOFTMETAL_TORCH_2(15) ? std::pair(15u, 0u) : std::pair(14u, 4u);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -67,7 +67,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream&) const override { synchronize(); }
   void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
 
-  // torch.Event uses the events of torch.mps. The pointer holds the event's number.
+  // torch.Event uses the events of torch.mps. The pointer stores the event's number.
   void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = reinterpret_cast<void*>(std::uintptr_t{hooks().acquireEvent(true)});
     hooks().recordEvent(number_of(*event));
@@ -95,7 +95,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static uint32_t number_of(void* event) { return static_cast<uint32_t>(reinterpret_cast<std::uintptr_t>(event)); }
 };
 
-// An event. It completes when all work recorded before the event has run.
+// An event. It completes when all work that was recorded before it has run.
 struct Event {
   bool recorded = false, done = false;
   at::mps::MPSStream* stream = nullptr;  // on which it was recorded
@@ -126,7 +126,7 @@ Events& events() {
 
 }  // namespace
 
-// PyTorch looks the class up by this name.
+// PyTorch finds the class by this name.
 struct MPSHooks final : at::MPSHooksInterface {
   void init() const override {}
   bool hasMPS() const override { return true; }
@@ -188,7 +188,7 @@ struct MPSHooks final : at::MPSHooksInterface {
     }
     stream->synchronize(SyncType::COMMIT);
   }
-  // Work on one stream is ordered. Work of another stream that the event follows runs at once.
+  // Work on one stream is ordered. If the event is on another stream, the work before the event runs at once.
   void waitForEvent(uint32_t number) const override {
     const std::shared_ptr<Event> event = events().get(number);
     const bool runs_first = event->stream == nullptr || event->stream == at::mps::getCurrentMPSStream();
@@ -214,9 +214,9 @@ struct MPSHooks final : at::MPSHooksInterface {
 namespace {
 
 // The torch for Linux on PyPI is built with CUDA, but PyTorch refuses mps and CUDA in one process ("Cannot have both
-// MPS and cuda", also from the backward pass on the CPU). PyTorch makes the object that answers for CUDA when it is
-// imported, before this library is loaded. So that object gets its base class's virtual functions: the answers of a
-// torch without CUDA. The class in PyTorch has no data members.
+// MPS and cuda", also from the backward pass on the CPU). PyTorch makes the object that answers for CUDA during its
+// import, before this library is loaded. This code replaces the object's virtual functions with those of its base
+// class, which give the answers of a torch without CUDA. The class in PyTorch has no data members.
 [[maybe_unused]] const bool answers_as_without_cuda = [] {
   static_assert(sizeof(at::CUDAHooksInterface) == sizeof(void*), "only the pointer to the virtual functions");
   static const at::CUDAHooksInterface without_cuda;

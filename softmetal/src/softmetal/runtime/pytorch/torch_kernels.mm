@@ -1,4 +1,4 @@
-// The few operators that need the device. Every other operator runs on the CPU through one boxed fallback.
+// The few operators that need the device. All other operators run on the CPU through one boxed fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
@@ -56,7 +56,7 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarTy
   return at::detail::empty_strided_generic(size, stride, &allocator(), kKeys, dtype);
 }
 
-// Returns a CPU tensor over the bytes of `tensor`. The stream must be idle while the CPU tensor is used.
+// Returns a CPU tensor over the bytes of `tensor`. While the CPU tensor is used, the stream must be idle.
 Tensor host_view(const Tensor& tensor) {
   if (!tensor.is_mps()) return tensor;
   Tensor view;
@@ -72,7 +72,7 @@ Tensor host_view(const Tensor& tensor) {
   return view;
 }
 
-// The place of a tensor's elements in `array`, which has one byte for each byte of the tensor's storage.
+// Maps a tensor's elements to `array`, which has one byte for each byte of the tensor's storage.
 class ElementBytes {
  public:
   explicit ElementBytes(const Tensor& tensor)
@@ -132,7 +132,7 @@ void copy_later(const Tensor& self, const Tensor& source) {
   elements.fill(memory.bytes(), kFreshPoison);
   elements.fill(memory.initialised(), 0);
   write_later(memory, [destination, staged, elements, is_dense, &memory]() mutable {
-    const c10::InferenceMode guard;  // the tensors may have been made in this mode
+    const c10::InferenceMode guard;  // the tensors may have been made in inference mode
     if (is_dense) {
       std::memcpy(destination.data_ptr(), staged.data_ptr(), staged.nbytes());
     } else {
@@ -142,8 +142,8 @@ void copy_later(const Tensor& self, const Tensor& source) {
   });
 }
 
-// Returns true if operators return before their results are written, as on a Mac: a command of the stream then writes
-// them.
+// Returns whether operators return before their results are written, as on a Mac. A command of the stream then writes
+// the results.
 bool operators_are_queued() {
   static const bool queued = [] {
     const char* text = std::getenv("SOFTMETAL_QUEUE_OPERATORS");
@@ -152,11 +152,12 @@ bool operators_are_queued() {
   return queued;
 }
 
-// As with PyTorch's copy_and_sync, a blocking copy from the CPU is complete when this returns. All other copies to mps
-// tensors, and the results of operators, may be written later, by a command of the stream.
+// As in PyTorch's copy_and_sync, a blocking copy from the CPU is complete when this function returns. For all other
+// copies to mps tensors, and for the results of operators, a command of the stream may write the values later.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0 || self.is_same(source)) return self;
-  // Earlier commands may read `self` or write `source`. An operator has waited for them before its results are copied.
+  // Earlier commands may read `self` or write `source`. When an operator's results are copied, the operator has already
+  // waited for these commands.
   if (!copies_results || source.is_mps()) synchronize();
   if (operators_are_queued() && self.is_mps() && (copies_results || non_blocking || source.is_mps())) {
     copy_later(self, source);
@@ -233,7 +234,8 @@ Tensor& set_empty(Tensor& self) {
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool causal, optional<double> scale, bool grouped) {
-  // at::_scaled_dot_product_attention_math adds a mask of booleans as numbers, so the mask is converted here first.
+  // at::_scaled_dot_product_attention_math adds a mask of booleans as numbers, so the mask is converted to numbers
+  // first.
   optional<Tensor> numbers = mask;
   if (mask.has_value() && mask->scalar_type() == at::kBool) {
     numbers = at::zeros(mask->sizes(), query.options())
@@ -266,8 +268,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
-// On a Mac, an operator accepts from another device only scalars and indices. The CPU fallback would accept any tensor,
-// so this check refuses all other tensors of another device.
+// On a Mac, an operator accepts only scalars and indices from another device. The CPU fallback would accept any tensor,
+// so this check refuses other tensors of another device.
 void require_one_device(const std::string& name, at::ArrayRef<c10::IValue> values) {
   if (name.find("index") != std::string::npos) return;
   const auto require = [&name](const Tensor& tensor) {
@@ -289,8 +291,8 @@ bool takes_generator(const c10::Type& type) {
   return type.kind() == c10::TypeKind::GeneratorType;
 }
 
-// Before torch 2.15, `add` and `sub` on mps copy `self` if alpha is 0, and do not read `other`: its NaN, for example,
-// do not reach the result.
+// Before torch 2.15, if alpha is 0, `add` and `sub` on mps copy `self` and do not read `other`. For example, a NaN in
+// `other` does not reach the result.
 void drop_what_is_not_read(const std::string& name, at::ArrayRef<c10::IValue> values, c10::IValue* other) {
   constexpr bool kReads = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15;
   const bool is_sum = name == "aten::add" || name == "aten::add_" || name == "aten::sub" || name == "aten::sub_";
@@ -298,7 +300,7 @@ void drop_what_is_not_read(const std::string& name, at::ArrayRef<c10::IValue> va
   if (values[2].toScalar().equal(0)) *other = at::zeros_like(values[1].toTensor());
 }
 
-// A CPU operator needs a CPU generator. The operator gets a copy of the mps generator that was passed, or of the
+// A CPU operator needs a CPU generator. The operator gets a copy of the mps generator in its arguments, or of the
 // default mps generator. Afterwards the state of the copy is copied back.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   synchronize();

@@ -1,4 +1,5 @@
-// PyTorch's profiler of kernels. beginProfileKernel and the endProfileKernel after it belong to one block of the queue.
+// PyTorch's profiler of kernels. beginProfileKernel and the following endProfileKernel belong to the same block of the
+// queue.
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 

@@ -1,4 +1,4 @@
-// PyTorch's serial queues: the blocks that encode, and the locks that put the blocks in order.
+// PyTorch's serial queues: the blocks that encode, and the locks that order the blocks.
 #include <ATen/mps/MPSStream.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// PyTorch's Metal streams. This file implements the installed ATen/mps headers, so that layouts and mangled names
-// agree. Each function makes the same calls as PyTorch's function for the Mac;
-// apple/recorded_pytorch_calls.json lists these calls.
+// PyTorch's Metal streams. This file implements the installed ATen/mps headers, so that layouts and mangled names are
+// the same. Each function makes the same calls as PyTorch's function for the Mac; apple/recorded_pytorch_calls.json
+// lists these calls.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/metal/error.h>
@@ -23,7 +23,7 @@ namespace {
 
 struct Streams {
   std::mutex mutex;
-  std::map<int64_t, at::mps::MPSStream*> pool;  // by number; number 0, the default stream, is not in the pool
+  std::map<int64_t, at::mps::MPSStream*> pool;  // by number, without the default stream (number 0)
 };
 Streams& streams() {
   static auto* instance = new Streams();
@@ -42,7 +42,7 @@ SoftMetalCommandBuffer* root_of(MPSCommandBuffer* buffer) {
 // Called before PyTorch's stream commits its command buffer.
 void count_commit(MPSCommandBuffer* buffer) {
   SoftMetalCommandBuffer* root = root_of(buffer);
-  root->needsQueue = NO;  // PyTorch's stream may commit inside a block of the queue and outside
+  root->needsQueue = NO;  // PyTorch's stream may commit inside and outside a block of the queue
   const uint64_t commands = encoded(*root->commands);
   ++(commands == 0 ? counts.empty_commits : counts.commits);
   counts.most_in_a_commit = std::max(counts.most_in_a_commit, commands);
@@ -186,7 +186,8 @@ void MPSStream::flush() {
 }
 
 // Like PyTorch's function, synchronize() first ends and releases the encoder for every SyncType, even NONE. It may be
-// called inside a block of the queue, as by PyTorch's copy(), or outside, as by torch.mps.synchronize().
+// called inside a block of the queue, for example by PyTorch's copy(), or outside, for example by
+// torch.mps.synchronize().
 void MPSStream::synchronize(SyncType syncType) {
   const auto lock = softmetal::lock_queues();
   endKernelCoalescing();
@@ -273,7 +274,7 @@ void MPSStream::checkLastError() {
 }
 
 #if SOFTMETAL_TORCH_2(15)
-// Without this handler, as in torch 2.13 and 2.14, nothing reports work that the GPU did not complete.
+// torch 2.13 and 2.14 lack this handler, so they do not report work that the GPU did not complete.
 void MPSStream::addErrorHandler() {
   [commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer> buffer) {
     if ([buffer status] != MTLCommandBufferStatusError) return;
@@ -331,7 +332,7 @@ MPSDevice* MPSDevice::getInstance() {
   std::call_once(once, [] { _device = new MPSDevice(); });
   return _device;
 }
-// We report only the oldest macOS that PyTorch knows.
+// Reports only the oldest macOS that PyTorch knows.
 bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
   return version == MacOSVersion{};
 }

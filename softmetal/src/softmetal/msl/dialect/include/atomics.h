@@ -1,8 +1,8 @@
-// Atomics, with the operations that each type has in each memory. Floats are atomic in device memory only, and 64-bit
-// numbers have minimum and maximum only.
+// Atomics, with the operations that each type supports in each memory. Floats are atomic in device memory only, and
+// 64-bit numbers have minimum and maximum only.
 #pragma once
 
-// C++ for OpenCL has types of its own with these names, so Metal's types are declared under other names.
+// C++ for OpenCL has different types with these names, so Metal's types are declared under other names.
 #define atomic_int sm_word_atomic_int
 #define atomic_uint sm_word_atomic_uint
 #define atomic_float sm_word_atomic_float

@@ -1,4 +1,4 @@
-// Functions of integers, and packing of normalised values. Overloads for each type and width, as in math.h.
+// Functions of integers, and packing of normalized values. Each type and width has its own overload, as in math.h.
 #pragma once
 
 #define SM_INTEGER_1(name) SM_ON_INTEGERS(SM_F1, name)

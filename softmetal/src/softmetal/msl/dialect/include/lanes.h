@@ -10,7 +10,7 @@
 #define SM_LANE_FILL(T, name) \
   T name(T, T, ushort);       \
   T name(T, T, ushort, ushort);
-// A template, so that a program's own overload for bool comes first, as in MLX.
+// This is a template, so that a program's own overload for bool is preferred, as in MLX.
 #define SM_LANE_BOOL(name) template <typename T, typename = enable_if_t<is_same_v<T, bool>>> void name(T, ushort) = delete;
 #define SM_REDUCES(name) SM_ON_LANE_TYPES(SM_LANE_1, name)
 #define SM_JOINS(name) SM_INTEGERS_32(SM_WIDTHS, SM_LANE_1, name)

@@ -1,5 +1,5 @@
 // Functions of floating-point numbers. Each type and width has its own overload. A template would accept a call with
-// two different types, and Metal refuses such a call as ambiguous.
+// two different types, which Metal refuses as ambiguous.
 #pragma once
 
 #define SM_WIDTHS(T, M, name) M(T, name) M(T##2, name) M(T##3, name) M(T##4, name)
@@ -25,7 +25,7 @@
                                   SM_MATH_3(mad) SM_MATH_3(mix) SM_MATH_3(smoothstep) SM_MATH_3(clamp)                 \
                                       SM_MATH_3(fmin3) SM_MATH_3(fmax3) SM_MATH_3(fmedian3)                            \
                                           SM_FLOATS(SM_WITH_REFERENCES) SM_FLOATS(SM_GEOMETRY)
-// ldexp takes any integer, frexp and modf return through a reference to thread memory.
+// ldexp takes any integer. frexp and modf also write a result through a reference to thread memory.
 #define SM_EXPONENTS(T, I)   \
   T ldexp(T, I);             \
   T frexp(T, __private I&);  \

@@ -1,5 +1,5 @@
-// Metal's standard library for clang's "C++ for OpenCL" dialect: declarations, for a check of the source's syntax and
-// types. Address spaces have the dialect's names here: __global is device, __local threadgroup, __private thread.
+// Metal's standard library for clang's "C++ for OpenCL" dialect: only declarations, to check the source's syntax and
+// types. Address spaces have the dialect's names: __global is device, __local threadgroup, __private thread.
 // SM_METAL_VERSION is the language version in the form of __METAL_VERSION__: 310 is MSL 3.1.
 #pragma once
 #pragma clang system_header

@@ -3,8 +3,8 @@
 
 namespace metal {
 
-// The type of a function that is a parameter of a template. If the type is written through this alias, it gets no
-// address space.
+// The type of a template parameter that is a function. This alias prevents that the dialect adds an address space to
+// the type.
 template <typename F>
 struct sm_function_of {
   typedef F type;
@@ -64,8 +64,7 @@ template <typename T>
 struct remove_reference<T&&> : type_identity<T> {};
 template <typename T>
 struct remove_addrspace : type_identity<T> {};
-// In the dialect, the type that a reference refers to includes an address space. Metal's traits give the type without
-// it.
+// In the dialect, the type behind a reference includes an address space. Metal's traits return the type without it.
 #define SM_REMOVE(space)                                               \
   template <typename T>                                                \
   struct remove_reference<space T&> : type_identity<T> {};             \

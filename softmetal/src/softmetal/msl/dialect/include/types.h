@@ -1,4 +1,4 @@
-// Scalar types, vectors, packed vectors and the macros of limits.
+// Scalar types, vectors, packed vectors and the macros of numeric limits.
 #pragma once
 
 typedef unsigned char uchar;
@@ -38,7 +38,8 @@ typedef __bf16 bfloat;
 #define METAL_INTERNAL
 #define METAL_VALID_ARGS(...)
 #define METAL_CONST_ARG(...)
-// Whether a pipeline sets a function constant is not known when the source is compiled.
+// When the source is compiled, it is unknown whether a pipeline sets a function constant. The result is therefore no
+// constant expression.
 bool sm_is_defined();
 #define is_function_constant_defined(name) sm_is_defined()
 #define assert(...) ((void)(__VA_ARGS__))
@@ -48,7 +49,7 @@ namespace metal {
 template <typename T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 
-// A packed vector has the type rules of a vector. Its own alignment and size matter only for the compile to code.
+// For type rules, a packed vector is a vector. Its different alignment and size matter only for code generation.
 template <typename T, int N>
 using packed_vec = vec<T, N>;
 typedef float float_t;
@@ -66,7 +67,8 @@ typedef half half_t;
 SM_FLOATS(SM_VECTORS)
 SM_INTEGERS(SM_VECTORS)
 #undef SM_VECTORS
-// C++ for OpenCL has no vectors of bool. There a comparison gives a vector of integers as wide as the operands.
+// C++ for OpenCL has no vectors of bool. In it, the result of a comparison is a vector of integers as wide as the
+// operands.
 typedef metal::vec<char, 2> bool2;
 typedef metal::vec<char, 3> bool3;
 typedef metal::vec<char, 4> bool4;

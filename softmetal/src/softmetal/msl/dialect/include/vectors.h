@@ -3,8 +3,8 @@
 
 namespace metal {
 
-// Rewritten source calls sm_make<T4>(...) for T4(...), because the vectors of C++ for OpenCL take braces or one scalar
-// only.
+// Rewritten source calls sm_make<T4>(...) for T4(...), because a vector of C++ for OpenCL can be made only from braces
+// or from one scalar.
 template <typename V>
 struct sm_maker;
 template <typename... A>

@@ -29,14 +29,15 @@ struct bfloat {
   constexpr explicit bfloat(_Float16 x) : bfloat(static_cast<float>(x)) {}
   template <class T, class = only_if_t<is_integer_like<T>>>
   constexpr bfloat(T x) : bfloat(static_cast<float>(x)) {}
-  // An object that converts to bool, which is an integer.
+  // Accepts objects with a conversion to bool, because bool is an integer.
   template <class C, class = decltype(static_cast<const C*>(nullptr)->operator bool())>
   constexpr bfloat(const C& x) : bfloat(static_cast<bool>(x)) {}
 
   constexpr float value() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
   // The conversions are templates, so that each matches only its exact type. The conversion to integers is explicit, so
-  // that `c ? b : 0` can only be a bfloat. The conversion to uint is implicit, because other projects' kernels need it.
+  // that the type of `c ? b : 0` is bfloat. The conversion to uint is implicit, because other projects' kernels need
+  // it.
   template <class F, class = only_if_t<__is_same(F, float) || __is_same(F, bool) || __is_same(F, unsigned)>>
   constexpr operator F() const {
     return static_cast<F>(value());

@@ -1,5 +1,6 @@
-// Contraction of vector expressions. `a * b + c` becomes `sm::fuse(a) * sm::fuse(b) + c` (msl/contraction.py), so the
-// sum sees both factors and writes each element as one expression, which the compiler contracts as it does for scalars.
+// Contraction of vector expressions. msl/contraction.py changes `a * b + c` to `sm::fuse(a) * sm::fuse(b) + c`. The
+// operator of the sum thus gets both factors and computes each element in one expression, which the compiler contracts
+// as for scalars.
 #pragma once
 
 #include <softmetal/vector.h>
@@ -13,7 +14,7 @@ struct factor {
   V value;
 };
 
-// The product, before it is rounded. It is only ever an operand of a sum.
+// A product that is not yet rounded. It is used only as an operand of a sum.
 template <class V>
 struct product {
   V a, b;
@@ -49,7 +50,7 @@ template <class S, class V, class = enable_t<shape<S>::scalar>>
 METAL_FUNC constexpr product<V> operator*(S a, factor<V> b) {
   return {V(a), b.value};
 }
-// A matrix, or a type of the source with operators of its own.
+// The other factor is a matrix, or a type of the source with its own operators.
 template <class V, class S, class = enable_t<!shape<S>::scalar>>
 METAL_FUNC constexpr auto operator*(factor<V> a, const S& b) -> decltype(a.value * b) {
   return a.value * b;
@@ -59,7 +60,7 @@ METAL_FUNC constexpr auto operator*(const S& a, factor<V> b) -> decltype(a * b.v
   return a * b.value;
 }
 
-// A product with a sign in front stays a product, because Clang also fuses -a * b + c.
+// A product with a sign remains a product, because clang also fuses -a * b + c.
 template <class V>
 METAL_FUNC constexpr product<V> operator-(product<V> p) {
   return {-p.a, p.b};
@@ -82,7 +83,7 @@ SM_SUM(product_minus, p.a[i] * p.b[i] - c[i])
 SM_SUM(minus_product, c[i] - p.a[i] * p.b[i])
 #undef SM_SUM
 
-// The types that the other operand of a sum with a vector V may have.
+// The types that can be added to a vector V.
 template <class C, class V>
 constexpr bool is_summand = shape<C>::scalar || __is_same(C, V) || __is_same(C, packed<V>);
 

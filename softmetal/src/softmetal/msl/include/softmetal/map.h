@@ -9,7 +9,7 @@ namespace sm {
 
 using metal::conditional_t;
 
-// Scalar operand types. An unscoped enumeration counts as its integer type.
+// Scalar operand types. For an unscoped enumeration, this is its integer type.
 template <class T, bool is_enum = __is_enum(T)>
 struct plain {
   using type = T;
@@ -84,7 +84,8 @@ struct joined_if<true, A, B...> {
 template <class... A>
 using joined = typename joined_if<all_numeric<metal::remove_cvref_t<A>...>(), A...>::type;
 
-// float_of is the type in which a floating-point function of T computes. bfloat widens, because Metal has no bfloat math.
+// float_of is the type in which a floating-point function of T computes. For bfloat it is float, because Metal has no
+// bfloat math.
 template <class T>
 struct float_of {
   using type = float;
@@ -185,7 +186,7 @@ METAL_FUNC constexpr result_t<Rule, A...> apply(const A&... a) {
 
 }  // namespace sm
 
-// Defines a library function of 1, 2 or 3 arguments, which applies functor F by `Rule`.
+// Defines a library function of 1, 2 or 3 arguments, which applies the functor F. `Rule` determines the types.
 #define SM_FUNCTION_1(name, F, Rule)                                     \
   template <class A>                                                     \
   METAL_FUNC constexpr ::sm::result_t<::sm::Rule, A> name(A a) {         \

@@ -1,26 +1,27 @@
-// Scalar floating-point functions. Functions that Metal rounds correctly are exact here. All others get a seeded error
-// within the limit that Metal allows, so that no caller can rely on more accuracy. Source: MSL specification,
-// section 8, the tables of accuracy for single precision with and without fast math, and for half precision (1 ulp).
+// Scalar floating-point functions. If Metal specifies a function as correctly rounded, it is exact here. All other
+// results get a seeded error within Metal's limit, so that no caller can rely on more accuracy. Source: MSL
+// specification, section 8, the tables of accuracy for single precision with and without fast math, and for half
+// precision (1 ulp).
 #pragma once
 
 #include <metal_relational>
 
 namespace sm {
 
-// 3000 ulps of single precision are 0.37 ulp of half, so that the error with the final rounding stays below 1 ulp.
+// 3000 ulps of single precision are 0.37 ulp of half. Together with the final rounding, the error is below 1 ulp.
 METAL_FUNC half inexact_half(float x) {
   float size = __builtin_fabsf(x);
   return static_cast<half>(size < 65472.0f ? sm_perturb(x, 3000.0f) : x);
 }
 METAL_FUNC float within_one(float x) { return __builtin_fminf(1.0f, __builtin_fmaxf(-1.0f, x)); }
-// Adds an absolute error below 2^-13, for values of magnitude at most 1.
+// Adds an absolute error below 2^-13 to values of magnitude at most 1.
 METAL_FUNC float inexact_absolute(float x) {
   float base = 1.0f + 0.5f * __builtin_fabsf(x);
   return within_one(x + (sm_perturb(base, 1000.0f) - base));
 }
 
 // The fast logarithms have an absolute error below 2^-21 for x in [0.5, 2], where the result may be close to zero.
-// Elsewhere their error is 3 ulps. `base` lies between 1 and 2, so its ulp is 2^-23.
+// Elsewhere their error is 3 ulps. `base` is between 1 and 2, so its ulp is 2^-23.
 METAL_FUNC float fast_log(float x, float y) {
   if (x < 0.5f || x > 2.0f) return sm_perturb(y, 2.0f);
   float base = 1.0f + 0.5f * __builtin_fabsf(y);
@@ -40,10 +41,10 @@ inline double tan_pi(float x) {
   return __builtin_fabs(r) == 0.5 ? __builtin_copysign(__builtin_inf(), r) : __builtin_tan(3.14159265358979323846 * r);
 }
 
-// Defines a function whose nearly exact result is `value`, and adds a seeded error to it. `value` itself is wrong by
-// half an ulp of single precision or little more, so sm_perturb gets fewer ulps than Metal's limit. Non-finite results
-// get no error. Neither does the result for x = 0, because exp, cos and other functions are exact there (C99's special
-// cases).
+// Defines a function. `value` is its nearly exact result, to which a seeded error is added. The error of `value` itself
+// is half an ulp of single precision or little more, so sm_perturb gets fewer ulps than Metal's limit. Two kinds of
+// results get no error: non-finite results, and results for x = 0, because exp, cos and other functions are exact there
+// (C99's special cases).
 #define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
@@ -92,7 +93,7 @@ SM_REAL_1(sqrt, __builtin_sqrtf(x), y, SM_ULPS(2), static_cast<half>(y))
 SM_REAL_1(rsqrt, 1.0 / __builtin_sqrt(static_cast<double>(x)), y, SM_ULPS(1), static_cast<half>(y))
 #undef SM_REAL_1
 
-// Two arguments. pow(x, 0) and pow(1, y) are exact.
+// Functions of two arguments. pow(x, 0) and pow(1, y) are exact.
 template <class Mode>
 struct pow_f {
   METAL_FUNC static float settle(float, float, float z, precise_mode) { return sm_perturb(z, 15.0f); }
@@ -134,7 +135,7 @@ struct divide_f {
   METAL_FUNC static half of(half x, half y) { return x / y; }
 };
 
-// Exact functions, defined for float. A half is widened to float, because float represents every result exactly.
+// Exact functions, computed in float. A half is widened to float, because float represents every result exactly.
 #define SM_EXACT_1(name, builtin)                                                                     \
   struct name##_f {                                                                                   \
     METAL_FUNC static float of(float x) { return builtin(x); }                                        \

@@ -1,10 +1,10 @@
 // The swizzles of vec<T, N> as properties: `v.zx = w` is `v.put_zx(w)`, `v.zx` is `v.get_zx()`. The rgba names share
-// the accessors of the xyzw names. A letter that occurs twice makes a swizzle that can only be read.
+// the accessors of the xyzw names. A swizzle in which a letter occurs twice is read-only.
 #pragma once
 
 namespace sm {
 
-// True if no letter occurs twice. The parameter T only delays the evaluation until the setter is used.
+// Returns whether no letter occurs twice. The parameter T only delays the evaluation until the setter is used.
 template <class T>
 constexpr bool distinct_letters(const char* letters) {
   for (int i = 0; letters[i]; ++i)

@@ -1,6 +1,6 @@
-// vec<T, N>: Metal's vectors as classes. In Metal, vectors are built-in types, which have no argument-dependent lookup.
-// Here the classes are in a namespace of their own, so that the lookup finds the operators of vectors and no library
-// function.
+// vec<T, N>: Metal's vectors as classes. In Metal, vectors are built-in types, so argument-dependent lookup finds no
+// functions for them. Here the classes are in a separate namespace, in which the lookup finds only the operators of
+// vectors.
 #pragma once
 
 #include <softmetal/bfloat.h>
@@ -126,7 +126,7 @@ namespace types {
   }
 
 // The conversion from a scalar is implicit and repeats the scalar. The conversion from a vector of another type is
-// explicit. Scalars and vectors that have N elements in total make a vector.
+// explicit. A vector can also be made from scalars and vectors with N elements in total.
 #define SM_CONSTRUCTORS                                                                              \
   vec() = default;                                                                                   \
   template <class U, class = enable_t<shape<U>::scalar && !__is_same(U, T)>>                         \
@@ -209,7 +209,7 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
 };
 
 // Packed vectors: the elements of a vector with the alignment of one element. The vector type is a template argument of
-// the packed type, so argument-dependent lookup finds the vector's operators for packed operands too.
+// the packed type. Argument-dependent lookup therefore also finds the vector's operators for packed operands.
 #define SM_PACKED_OPERATOR(op)                         \
   template <class U>                                   \
   constexpr packed& operator op##=(const U& b) {       \

@@ -1,4 +1,4 @@
-// Stand-in for the part of Apple's Foundation that Metal host code uses. Classes, selectors and types are Apple's.
+// Replaces the part of Apple's Foundation that Metal host code uses. Classes, selectors and types are Apple's.
 #pragma once
 
 #include <dispatch/dispatch.h>

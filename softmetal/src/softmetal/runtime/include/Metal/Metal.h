@@ -1,6 +1,5 @@
-// Stands in for the part of Apple's Metal headers that a host program needs to run compute kernels. Protocols,
-// selectors, types and values are Apple's: softmetal/tests/test_api_fidelity.py compares each declaration with the
-// SDK's metadata.
+// Replaces the part of Apple's Metal headers that a host program needs for compute kernels. Protocols, selectors, types
+// and values are Apple's: softmetal/tests/test_api_fidelity.py compares each declaration with the SDK's metadata.
 #pragma once
 
 #include <Foundation/Foundation.h>
@@ -31,7 +30,7 @@ typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
   MTLLanguageVersion4_0 = (4 << 16),
 };
 
-// As in Apple's headers, so that `make macos` warns of an unguarded use.
+// Apple's headers have the same attribute. With it, `make macos` warns of an unguarded use.
 #define STAND_IN_SINCE_MACOS_15 __attribute__((availability(macos, introduced = 15.0)))
 
 typedef NS_ENUM(NSInteger, MTLMathMode) {

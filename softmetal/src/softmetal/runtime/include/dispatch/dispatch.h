@@ -1,4 +1,4 @@
-// Stand-in for a part of libdispatch: the serial queue that orders encoding. It is an Objective-C object, as on a Mac.
+// Replaces a part of libdispatch: the serial queue that orders encoding. It is an Objective-C object, as on a Mac.
 #pragma once
 
 #if __has_include_next(<dispatch/dispatch.h>)
@@ -23,7 +23,7 @@ typedef void (^dispatch_block_t)(void);
 #ifdef __cplusplus
 extern "C" {
 #endif
-// Runs the block on the queue and waits for its end. On a Mac, a call from a block of this same queue would deadlock.
+// Runs the block on the queue and waits until it ends. On a Mac, a call from a block of the same queue would deadlock.
 // Here such a call is an error.
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block);
 #ifdef __cplusplus

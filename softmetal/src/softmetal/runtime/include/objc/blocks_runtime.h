@@ -1,3 +1,3 @@
-// Stand-in header. With a GNU runtime, clang includes a header of this name. The functions of blocks are in Block.h.
+// Stand-in header. With a GNU runtime, clang includes a header of this name. Block.h declares the functions of blocks.
 #pragma once
 #include <Block.h>

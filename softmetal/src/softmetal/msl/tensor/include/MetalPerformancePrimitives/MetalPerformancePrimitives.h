@@ -4,7 +4,7 @@
 
 #include <metal_cooperative_tensor>
 
-// 0 stands for the ABI of macOS before 26.2, as Apple's header has it if the deployment target is older.
+// 0 means the ABI of macOS before 26.2. Apple's header sets it if the deployment target is older.
 #ifndef __TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2
 #define __TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2 1
 #endif
@@ -15,7 +15,8 @@ namespace tensor_ops {
 template <typename T>
 constant constexpr T dynamic_length_v = metal::numeric_limits<T>::max();
 
-// A descriptor becomes an integer where it is a template's argument, because C++17 has no such arguments of class type.
+// As an argument of a template, a descriptor is encoded in an integer, because C++17 has no template arguments of class
+// type.
 struct matmul2d_descriptor {
   enum class mode { multiply, multiply_accumulate };
   int m, n, k;
@@ -34,7 +35,7 @@ struct matmul2d_descriptor {
 
 namespace detail {
 
-// Loads the lane's 8 elements of a block of 16 x 16 as it lies in memory. What lies outside of the operand is 0.
+// Loads the lane's 8 elements of a block of 16 x 16 from memory. Elements outside of the operand are 0.
 template <typename Tensor>
 void block(thread Tensor& source, int row, int column, int rows, int columns, thread float* out) {
   for (uint i = 0; i < 8; ++i) {
@@ -75,7 +76,7 @@ struct is_cooperative<metal::cooperative_tensor<T, Rows, Columns, Groups, Layout
   static constexpr constant bool value = true;
 };
 
-// The type of the elements of an operand, which is a tensor of any kind or the type itself.
+// The type of the elements of an operand. An operand is a tensor of any kind, or the element type itself.
 template <typename Operand, bool is_element>
 struct element {
   typedef typename Operand::value_type type;
@@ -149,7 +150,7 @@ struct matmul2d {
   // Every thread of the scope must reach this call.
   template <typename Left, typename Right, typename Destination>
   void run(thread Left& left, thread Right& right, thread Destination& destination) const thread {
-    // MLX mixes types of operands in registers. Of operands in memory, only equal types are known to work.
+    // MLX mixes types of operands in registers. For operands in memory, only equal types are known to work.
     static_assert((detail::is_cooperative<Left>::value && detail::is_cooperative<Right>::value) ||
                       metal::is_same_v<typename Left::value_type, typename Right::value_type>,
                   "matmul2d: expected operands of one type, unless both are in registers");
@@ -175,7 +176,7 @@ struct matmul2d {
                   "matmul2d: expected operands of half, bfloat or float");
   }
 
-  // The extent of k: the descriptor's, or the left operand's, or the right operand's.
+  // The extent of k, taken from the descriptor, else from the left operand, else from the right operand.
   template <typename Left, typename Right>
   static int inner(thread Left& left, thread Right& right) {
     if constexpr (!has_dynamic_k) {

@@ -1,0 +1,19 @@
+"""The layers of tests/data/layers, which other programs wrote."""
+
+from pathlib import Path
+
+DATA = Path(__file__).parents[1] / "data/layers"
+WRITTEN = sorted({path.parent for path in DATA.glob("*/*/model.*")})
+# The folders with a reference, which are those that a reader reads.
+FOLDERS = [folder for folder in WRITTEN if (folder / "reference.safetensors").exists()]
+
+
+def key(folder: Path) -> str:
+    """Returns the name of a folder, as tests and README.md have it."""
+    return folder.relative_to(DATA).as_posix()
+
+
+def source_of(folder: Path) -> Path:
+    """Returns what a reader opens: a GGUF file, a file of ComfyUI, which has no settings beside it, or the folder."""
+    gguf, file = folder / "model.gguf", folder / "model.safetensors"
+    return gguf if gguf.exists() else folder if (folder / "config.json").exists() else file
