@@ -1,20 +1,19 @@
-# make help lists the targets. Each target does the set-up that it needs, unless that has been done before.
+# make help lists the targets. Each target first runs the set-up that it needs, if that has not been done yet.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
-# Macs take another release than Linux: build_support/backend.py says why.
+# Macs need another release of torch than Linux. build_support/backend.py explains why.
 REQUIRED_TORCH := torch==$(if $(filter Darwin,$(shell uname -s)),2.14.1,2.13.0)
-# On Linux pip's usual build of PyTorch brings gigabytes of CUDA, so the build for CPUs is preferred, from PyTorch's index.
-# Without this index, pip takes the usual build.
+# On Linux pip's default build of PyTorch includes gigabytes of CUDA, so the CPU build from PyTorch's index is preferred.
+# If TORCH_INDEX is empty, pip installs the default build.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu)
 TESTS ?= tests softmetal/tests
-# Spinning OpenMP threads of several workers on the same cores make the tests many times slower.
+# Several workers share the cores, so OpenMP threads that spin while they wait make the tests many times slower.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
 DEVICE_SOURCES := $(shell find softmetal/src -name '*.mm' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
-# The files that clang-format checks: all but the headers in the folders of the device's msl/, many of which are tables of
-# macros.
+# The files that clang-format checks. The headers below softmetal's msl/ are excluded, because many are tables of macros.
 CXX_FILES := $(shell find csrc kernels -type f) $(wildcard lab/*/*.cpp \
 	$(foreach folder,tests/cpu tests/planner tests/support tests/support/kernels $(addprefix softmetal/src/softmetal/,runtime runtime/pytorch runtime/include/* executor executor/* msl) \
 	softmetal/examples/* softmetal/tests/host, \
@@ -45,7 +44,7 @@ $(BUILT): $(VENV)/.installed $(SOURCES) $(DEVICE_SOURCES)
 	@if sh scripts/system_packages.sh has-softmetal; then $(PY) -c 'import softmetal; softmetal.install()'; fi
 	@touch $@
 
-# Runs make again, because BUILT depends on the packages of the software Metal device, and the set-up installs them.
+# A second make evaluates BUILT again, after the set-up has installed the packages on which BUILT depends.
 build: $(VENV)/.installed ## set up .venv and build the extension in place
 	@$(MAKE) --no-print-directory compiled
 
@@ -71,7 +70,7 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 docs: $(VENV)/.installed ## the documentation's site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-demo: build ## a real sentence-embedding model in 4 bit, and a small trained model that writes; a table and a picture
+demo: build ## run a sentence-embedding model in 4 bit, and train a small Llama that writes (tables, a picture)
 	$(PY) examples/demo.py
 	$(PY) examples/writer.py
 
@@ -83,37 +82,37 @@ demo-mps: build ## the demo on mps
 demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 and in 4 bit
 	$(PY) examples/xlstm.py
 
-demo-qlora: build ## train adapters on 4-bit and on fp32 weights of a real model, a table and a picture
+demo-qlora: build ## train adapters on 4-bit and on fp32 weights of a sentence model (a table, a picture)
 	$(PY) examples/qlora.py
 
-demo-mixture: build ## train a small Mixtral for a minute and pack its experts, a table and a picture
+demo-mixture: build ## train a small Mixtral for a minute and pack its experts (a table, a picture)
 	$(PY) examples/mixture.py
 
 bench: build ## CPU benchmark against PyTorch's own kernels
 	$(PY) -m lab.cpu.cpu_gemm
 
-bench-mlstm: build ## the mLSTM in one call, beside one call for each token
+bench-mlstm: build ## compare the time of one mLSTM call with one call per token
 	$(PY) -m lab.mac.mlstm_times
 
 macos: $(VENV)/.installed ## cross-build the macOS wheel and check its symbols and contents (TORCH=2.15.0, or all)
 	$(PY) -m build_support.macos $(if $(TORCH),--torch $(TORCH))
 
-macos-mistakes: macos ## break the Mac build in five ways: each must be reported
+macos-mistakes: macos ## break the Mac build in five ways; the build must report each mistake
 	$(PY) -m build_support.macos_mistakes
 
 campaign: build ## look for crashes, hangs and wrong results (MINUTES, SEED): docs/use/reliability.md
 	nice -n 15 $(PY) -m tests.campaign --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
-races: build ## the CPU kernels on threads of their own under ThreadSanitizer
+races: build ## test the CPU kernels for data races, with ThreadSanitizer
 	$(PY) -m pytest -q tests/cpu/test_cpu_kernels.py -k threads_do_not_race --everything
 
-counts: build ## the kernels' instructions on an M1, counted with Mesa's compiler, and their limits (root, minutes)
+counts: build ## count the kernels' M1 instructions with Mesa's compiler and check the limits (root, minutes)
 	sh lab/agx/setup.sh
 	$(PY) -m lab.counting.kernel_counts --check
 	$(PY) -m lab.counting.instructions
 	$(PY) -m lab.counting.tensor_instructions --check
 
-mutate: $(VENV)/.installed ## break kernels/ in one place at a time: a test must fail for each (JOBS at once)
+mutate: $(VENV)/.installed ## break kernels/ in one place at a time; a test must fail for each (JOBS at once)
 	$(PY) tests/kernels/mutate.py --jobs $(or $(JOBS),2)
 
 clean: ## remove what was built (not .venv)

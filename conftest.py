@@ -1,4 +1,4 @@
-"""Makes `device="mps"` ready before any test module asks torch about it. On Linux it loads the software Metal device.
+"""Sets up `device="mps"` before any test module asks torch about it. On Linux, loads the software Metal device.
 
 The tests of the device itself have a conftest.py of their own, in `softmetal/tests/`.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# A million objects of imported packages live as long as the process. The collector need not look at them in each pass:
-# that took a tenth of the time of the tests.
+# The imported packages create a million objects that live as long as the process. With garbage collection, each pass
+# would scan all of them, which took a tenth of the tests' time.
 gc.disable()
 
 HERE = Path(__file__).parent
@@ -24,7 +24,7 @@ MPS_MISSING = load_mps()
 
 
 class SkippedModule(pytest.Module):
-    """Stands for a test file whose imports would fail, and reports one skip with the reason."""
+    """Replaces a test file whose imports would fail, and reports one skip with the reason."""
 
     def collect(self):
         pytest.skip(MPS_MISSING or "needs the software Metal device, which Macs do not use", allow_module_level=True)
@@ -45,10 +45,7 @@ def pytest_collection_finish():
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips each file of `kernels/`, which needs the software Metal device, if the device is missing or not used.
-
-    The report names each skipped file.
-    """
+    """Skips each test file of `kernels/` if there is no software Metal device, or on a Mac. Reports each file."""
     needs_device = "kernels" in set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)
@@ -57,7 +54,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture(scope="session")
 def everything(request) -> bool:
-    """Returns whether tests run all combinations of shapes and formats (make test-all) or a sample."""
+    """Returns true if tests run all combinations of shapes and formats (make test-all), false if they run a sample."""
     return request.config.getoption("--everything")
 
 
@@ -72,10 +69,10 @@ def run_folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mps(request):
-    """Prepares the device.
+    """Returns "mps" after the device is set up.
 
-    The software Metal device runs in checked mode, in which a fault of any kernel fails the test, and with the rules of
-    Metal's API validation.
+    The software Metal device runs in checked mode, where a fault of any kernel fails the test. It also checks the rules
+    of Metal's API validation.
     """
     if MPS_MISSING:
         pytest.skip(MPS_MISSING)
@@ -92,5 +89,5 @@ def mps(request):
 
 @pytest.fixture(params=["cpu", "mps"])
 def device(request) -> str:
-    """Runs a test once on each device. The run on `mps` is reported as skipped if there is no mps device."""
+    """Runs a test once on each device. If there is no mps device, the run on `mps` is reported as skipped."""
     return request.getfixturevalue("mps") if request.param == "mps" else request.param

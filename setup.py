@@ -73,11 +73,11 @@ def relative(pattern: str) -> list[str]:
 
 
 def marlin_extension() -> Extension:
-    if torch is None:  # a source distribution can be made without torch
+    if torch is None:  # without torch, only a source distribution can be made
         return Extension("torch_marlin_metal._C", sources=[])
     compile_flags = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
     compile_flags += [f"-isystem{path}" for path in include_paths()]  # no warnings about PyTorch's headers
-    if os.environ.get("SOURCE_DATE_EPOCH"):  # asks for the same bytes from any folder; messages name their source file
+    if os.environ.get("SOURCE_DATE_EPOCH"):  # a reproducible build must not contain this folder's path
         compile_flags += [f"-ffile-prefix-map={ROOT}/="]
     return CppExtension(
         "torch_marlin_metal._C",
@@ -131,13 +131,14 @@ class BuildMarlin(BuildExtension):
 
 
 os.environ.update(mac_environment(sys.platform, os.environ))
-# PyTorch starts `ninja` by its name, and without ninja it compiles one file at a time. The packages of a virtual
-# environment that is not activated, as under make, are not on the path.
+# PyTorch starts `ninja` by its name, and compiles one file at a time if it is not on the path. Under make, the virtual
+# environment is not activated, so its scripts are not on the path yet.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 # `make build` sets WITHOUT_EXTENSION to install only the Python files. It compiles the extension separately.
 compiles = not os.environ.get("WITHOUT_EXTENSION")
-# A wheel holds an extension for one torch. A source distribution can be built for any. A cross-build names its torch.
+# A wheel contains an extension for one torch. A source distribution has no torch. A cross-build passes its torch in
+# TORCH_MARLIN_METAL_BUILT_FOR.
 built_for = torch.__version__ if compiles and torch is not None and "sdist" not in sys.argv else None
 built_for = os.environ.get("TORCH_MARLIN_METAL_BUILT_FOR", built_for)
 version = runpy.run_path(str(ROOT / "torch_marlin_metal" / "version.py"))["__version__"]

@@ -1,1 +1,1 @@
-"""Build code beyond setuptools: kernel embedding, the macOS cross build and its checks."""
+"""Build code in addition to setuptools: kernel embedding, the macOS cross build and its checks."""

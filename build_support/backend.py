@@ -1,11 +1,12 @@
 """setuptools' build backend, extended so that an isolated build compiles against the right PyTorch.
 
 pip builds in an isolated environment. If the build required `torch>=2.13`, pip would install the newest torch there.
-That would download gigabytes of CUDA libraries on Linux, and the extension would not load with the user's torch. The
-build therefore uses the torch that is installed for the interpreter. If there is none, it requires DEFAULT_TORCH.
+On Linux this would download gigabytes of CUDA libraries, and the extension would not load with the user's torch. So
+the build uses the torch that is installed for the interpreter. If no torch is installed, it requires DEFAULT_TORCH.
 
-Other front ends (`build`, uv) use a virtual environment for the build, which hides the user's torch. The wheel is then
-built for DEFAULT_TORCH, and its metadata says so. `--no-build-isolation` builds for the installed torch.
+Other front ends (`build`, uv) create a virtual environment for the build, which hides the user's torch. They build the
+wheel for DEFAULT_TORCH, and the wheel's metadata requires that torch. `--no-build-isolation` builds for the installed
+torch.
 """
 
 import sys
@@ -20,7 +21,8 @@ from setuptools.build_meta import build_sdist
 __all__ = ["build_sdist"]  # the hook that setuptools provides unchanged
 
 TORCH_ON_LINUX = "2.13.0"  # the release with which the tests run
-# 2.13 can abort in F.linear on macOS 27 (pytorch#197796), 2.14 does not. 2.15 needs macOS 15, the others macOS 14.
+# 2.13 can abort in F.linear on macOS 27 (pytorch#197796); 2.14 does not. 2.15 needs macOS 15; 2.13 and 2.14 run on
+# macOS 14.
 TORCH_ON_MACS = "2.14.1"
 DEFAULT_TORCH = TORCH_ON_MACS if sys.platform == "darwin" else TORCH_ON_LINUX
 
@@ -28,17 +30,17 @@ Settings = Mapping[str, Any] | None
 
 
 def site_packages_with_torch() -> list[str]:
-    """Returns the interpreter's package folders that contain torch, including those hidden from an isolated build."""
+    """Returns the interpreter's package folders that contain torch, even if an isolated build hides them."""
     folders = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     return [folder for folder in folders if any(distributions(name="torch", path=[folder]))]
 
 
 def torch_requirement(torch_version: str | None) -> str:
-    """Returns the torch requirement for the metadata, `torch==2.13.*` for torch 2.13.0.
+    """Returns the torch requirement for the metadata, for example `torch==2.13.*` for torch 2.13.0.
 
     Args:
-        torch_version: "2.13.0+cpu", or None for a package of Python files only, which runs with any torch
-            that the sources support.
+        torch_version: for example "2.13.0+cpu". None for a package without the extension, which runs with every
+            supported torch.
     """
     if torch_version is None:
         return "torch>=2.13"
@@ -47,13 +49,13 @@ def torch_requirement(torch_version: str | None) -> str:
 
 
 def version_label(torch_version: str | None) -> str:
-    """Returns the local part of the version, "+torch2.13", by which pip distinguishes wheels for several torches.
+    """Returns the local part of the version, for example "+torch2.13", which distinguishes the wheels of each torch.
 
-    pip takes the highest version whose requirements hold. `pip install "torch==2.13.*" torch_marlin_metal` therefore
-    finds the wheel for 2.13 among those for 2.13 to 2.15.
+    pip installs the highest version whose requirements are satisfied. So `pip install "torch==2.13.*"
+    torch_marlin_metal` selects the wheel for 2.13 among the wheels for 2.13 to 2.15.
 
     Args:
-        torch_version: "2.13.0+cpu", or None for a package of Python files only, which has no label.
+        torch_version: for example "2.13.0+cpu". None for a package without the extension, which has no local part.
     """
     return "" if torch_version is None else "+torch" + ".".join(torch_version.split(".")[:2])
 
@@ -67,7 +69,7 @@ def _show_torch() -> None:
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
-    """Returns nothing, because a source distribution needs no torch. Hook of PEP 517."""
+    """Returns an empty list, because a source distribution needs no torch. Hook of PEP 517."""
     return []
 
 

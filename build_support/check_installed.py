@@ -1,6 +1,6 @@
-"""Checks that the installed package multiplies: `python check_installed.py cpu mps`, for the devices to try.
+"""Checks a product with the installed package on the given devices: `python check_installed.py cpu mps`.
 
-Each release runs this on every wheel, in a folder without the sources.
+The release workflow runs this script on every wheel, in a folder without the sources.
 """
 
 import sys
@@ -11,10 +11,10 @@ import torch_marlin_metal as tmm
 
 
 def check(device: str) -> None:
-    """Compares a 4-bit layer with the product of its decoded weight.
+    """Compares the output of a 4-bit layer with the product of its decoded weight.
 
     Raises:
-        SystemExit: they differ by more than the rounding of fp32 sums.
+        SystemExit: the two differ by more than the rounding of fp32 sums.
     """
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 96)

@@ -1,7 +1,7 @@
-"""Hooks for mkdocs that add pages from outside of docs/ to the site, with README.md as the first page.
+"""Hooks for mkdocs that add pages from outside docs/ to the site, with README.md as the first page.
 
-On GitHub a page's links are relative to its own folder. In the site all these pages lie under docs/. To use the same
-Markdown for both, this file shortens links that lead out of a page's folder.
+On GitHub, the links of a page are relative to the page's folder in the repository. In the site, all pages are below
+docs/. These hooks rewrite the links between folders, so the same Markdown works in both places.
 """
 
 import re
@@ -32,7 +32,7 @@ OUTSIDE = {
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds the pages that live outside of docs/."""
+    """Adds the pages from outside docs/."""
     for name, source in OUTSIDE.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
     return files

@@ -1,6 +1,6 @@
-"""Writes Python's table of the weight formats from the rows that the kernels and the C++ code are compiled with.
+"""Writes the Python table of the weight formats from the rows in the header of the kernels and the C++ code.
 
-Checkpoints are read and converted without the compiled extension, so Python cannot ask the extension for the table.
+Python reads and converts checkpoints without the compiled extension, so it cannot get the table from the extension.
 """
 
 import re
@@ -18,7 +18,7 @@ ROWS: tuple[tuple[str, str, int, int, str, str, int, str], ...] = (
 
 
 def macro(text: str, name: str) -> str:
-    """Returns a macro's replacement text, in one line.
+    """Returns the replacement text of the macro `name` as one line.
 
     Raises:
         ValueError: the text does not define the macro.
@@ -33,7 +33,7 @@ def format_table(header: str) -> str:
     """Returns the Python file for the text of types.h.
 
     Raises:
-        ValueError: the header has no such rows, or one that is not read.
+        ValueError: the header has no rows of formats, or has a row that ROW does not match.
     """
     rows = macro(header, "MARLIN_WEIGHT_FORMATS")
     left = ROW.sub("", rows).strip()
@@ -48,7 +48,7 @@ def format_table(header: str) -> str:
 
 
 def write_format_table(root: Path) -> None:
-    """Writes the file of the tree `root`, if its text has changed."""
+    """Writes the table below `root`, if its text has changed."""
     text = format_table((root / HEADER).read_text(encoding="ascii"))
     table = root / TABLE
     if not table.exists() or table.read_text(encoding="utf-8") != text:

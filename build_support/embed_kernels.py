@@ -1,7 +1,7 @@
-"""Makes a C++ file of the Metal sources with headers inlined, so that no file is needed at run time.
+"""Embeds the Metal sources, with inlined headers, in a C++ file, so that no source file is needed at run time.
 
-Metal reads this text anew in every process. The text therefore leaves out what Metal would skip: comments, code for the
-host (`#ifdef __METAL_VERSION__`), macros that nothing uses, and indentation.
+Metal parses this text again in every process. So the text omits everything that Metal would skip: comments, code for
+the host (`#ifdef __METAL_VERSION__`), unused macros, and indentation.
 """
 
 import re
@@ -20,14 +20,14 @@ DELIMITER = "METAL"
 def for_metal(lines: list[str]) -> list[str]:
     """Returns the lines with an empty line in place of each line that a Metal compiler skips.
 
-    Decides only the conditions `#ifdef __METAL_VERSION__` and `#ifndef __METAL_VERSION__`. All other conditions stay in
-    the text.
+    Evaluates only the conditions `#ifdef __METAL_VERSION__` and `#ifndef __METAL_VERSION__`. All other conditions
+    remain in the text.
 
     Raises:
-        ValueError: one of these two has an `#elif`.
+        ValueError: one of these two conditions has an `#elif`.
     """
     kept = []
-    open_conditions: list[bool | None] = []  # does Metal read the branch? None if the condition stays
+    open_conditions: list[bool | None] = []  # whether Metal reads the branch; None if the condition remains in the text
     for line in lines:
         found = CONDITION.match(line)
         word, name = found.groups() if found else ("", "")
@@ -48,9 +48,9 @@ def for_metal(lines: list[str]) -> list[str]:
 
 
 def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
-    """Returns the text of a file for Metal. The header's text replaces the first #include of each of our headers.
+    """Returns the text of a file for Metal, with the text of each of our headers in place of its first #include.
 
-    Includes are relative to `root`, the repository. `#line` makes compiler messages refer to the repository's files.
+    Includes are relative to `root`, the repository. `#line` directives let compiler messages name the original files.
     """
     seen.add(path)
     name = path.relative_to(root).as_posix()
@@ -68,9 +68,9 @@ def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
 
 
 def without_unused_macros(text: str) -> str:
-    """Removes macros whose names the text does not contain elsewhere. The number of lines stays the same.
+    """Removes the macros whose names occur only in their own definition. The number of lines does not change.
 
-    If `##` may form the name, the macro stays.
+    Keeps a macro if `##` could form its name.
     """
     pasted = tuple(re.findall(r"(?<!##)\b(\w+)##", text))
     while True:
@@ -90,7 +90,7 @@ def without_unused_macros(text: str) -> str:
 
 
 def kernel_text(path: Path, root: Path) -> str:
-    """Returns the text of a `.metal` file in the form that is embedded for Metal."""
+    """Returns the text of a `.metal` file as it is embedded."""
     return without_unused_macros(inline_headers(path, root, set()))
 
 
@@ -118,7 +118,7 @@ def kernel_sources(kernels: Path) -> str:
 
 
 def write_kernel_sources(kernels: Path, out: Path) -> None:
-    """Writes `out` only if its text has changed, because the build recompiles a file that is newer."""
+    """Writes `out` only if its text has changed, because the build would recompile a newer file."""
     text = kernel_sources(kernels)
     if not out.exists() or out.read_text(encoding="ascii") != text:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """Derives a package for Hugging Face's kernel hub from the sources: `python -m build_support.hub_package FOLDER`.
 
-The folder gets the layout of a project of kernel-builder: `build.toml`, `torch-ext`, the C++ sources and the Metal
-kernels as text. Nothing of it is kept in this repository. The hub asks that several builds of a kernel can be loaded
-into one process, so each build has its own namespace for its operators. kernel-builder defines it as the macro
-TORCH_EXTENSION_NAME, and the derived sources use that macro in place of the name `torch_marlin_metal`.
+The folder has the layout of a kernel-builder project: `build.toml`, `torch-ext`, the C++ sources and the Metal kernels
+as text. The derived package is not stored in this repository. The hub requires that a process can load several builds
+of a kernel, so each build needs its own namespace for its operators. kernel-builder defines this namespace as the macro
+TORCH_EXTENSION_NAME, and the derived sources use the macro in place of the name `torch_marlin_metal`.
 
-`--cpu` also compiles the CPU's operators for the torch and the Linux of this machine, below FOLDER/build, where
+`--cpu` also compiles the CPU operators for this machine's Linux and torch, below FOLDER/build, where
 `kernels.get_local_kernel` finds them. This takes minutes. kernel-builder itself needs a Mac with Xcode, or Nix.
 """
 
@@ -26,7 +26,7 @@ HUB_NAME = "torch-marlin-metal"
 PACKAGE = "torch_marlin_metal"
 FLAGS = ("-std=c++20", "-O3", "-fvisibility=hidden", "-Wno-unknown-pragmas")
 
-# Passes the namespace to TORCH_LIBRARY and to strings. TORCH_LIBRARY itself would use the name of the macro.
+# Expands the macro before TORCH_LIBRARY and strings use it. TORCH_LIBRARY itself would use the macro's name.
 NAMESPACE_HEADER = """// The namespace of this build's operators, which the builder names.
 #pragma once
 
@@ -54,7 +54,7 @@ def with_own_namespace(source: str) -> str:
 
 
 def cpp_sources(folder: Path) -> list[str]:
-    """Returns the C++ sources of a derived package, which both backends compile."""
+    """Returns the C++ sources of a derived package. The CPU and Metal backends both compile them."""
     return sorted(str(path.relative_to(folder)) for path in folder.glob("csrc/**/*.cpp"))
 
 
@@ -109,12 +109,12 @@ def build_cpu(folder: Path, namespace: str, jobs: int = 2) -> Path:
     """Compiles the CPU's operators of a derived package and returns the folder of the build.
 
     Args:
-        folder: from `derive`.
-        namespace: the operators' namespace, which must differ from that of every other build in a process.
-        jobs: how many compilers run at a time.
+        folder: a folder that `derive` has written.
+        namespace: the operators' namespace. Two builds in one process need different namespaces.
+        jobs: the number of compilers that run at a time.
 
     Raises:
-        subprocess.CalledProcessError: the compiler fails; it prints its messages.
+        subprocess.CalledProcessError: the compiler fails. It prints its own messages.
     """
     import torch
     from torch.utils.cpp_extension import include_paths

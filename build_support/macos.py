@@ -2,10 +2,10 @@
 
     python -m build_support.macos                   # builds build/macos/torch_marlin_metal-*-macosx_14_0_arm64.whl
     python -m build_support.macos --torch 2.15.0    # the wheel for another torch
-    python -m build_support.macos --torch all       # one for each supported torch
+    python -m build_support.macos --torch all       # one wheel for each supported torch
 
-The linker must resolve all symbols except Python's own. A torch symbol that the dylibs do not export, or a system
-symbol that `macos_symbols.py` does not allow, is therefore a link error.
+The linker must resolve all symbols except Python's own. So the link fails if the dylibs do not export a torch symbol,
+or if `macos_symbols.py` does not allow a system symbol.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def run(command: list[str], **options: str) -> str:
 
 
 def torch_folder(torch: str) -> Path:
-    """Returns the folder of a supported torch for the Mac, with its headers and its libraries."""
+    """Returns the folder of a supported torch for macOS, which contains its headers and libraries."""
     return wheels.unpack(pytorch_calls.WHEEL_OF[torch]) / "torch"
 
 
@@ -71,10 +71,10 @@ def compiler() -> list[str]:
 
 
 def python_headers() -> Path:
-    """Returns a folder with Python's headers, and with a pyconfig.h for 64-bit machines that accepts any target.
+    """Returns a folder with Python's headers and with a pyconfig.h that accepts any 64-bit target.
 
-    Debian's pyconfig.h refuses every target except Linux. The folder's pyconfig.h instead includes, for any target, the
-    file that Debian has for 64-bit Linux.
+    Debian's pyconfig.h accepts only Linux targets and includes a file for each of them. In the returned folder,
+    pyconfig.h is a copy of the included file for 64-bit Linux.
     """
     headers = Path(sysconfig.get_path("include"))
     own = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
@@ -89,13 +89,13 @@ def python_headers() -> Path:
 def compile_flags(
     torch: str = PINNED, root: Path = ROOT, stand_ins: Path = api_check.INCLUDE, frameworks: Path = FRAMEWORK_LINKS
 ) -> list[str]:
-    """Returns the flags for every source: headers of the Mac torch wheel, and our stand-ins for Apple's frameworks.
+    """Returns the compiler flags, with the headers of the macOS torch wheel and our stand-ins for Apple's frameworks.
 
     Args:
         torch: the version of torch to compile for.
         root: the folder to which our own includes are relative.
-        stand_ins: the folder with a folder of headers for each framework.
-        frameworks: a folder in which to make links to the stand-ins that the sources need on a Mac.
+        stand_ins: the folder that contains one folder of stand-in headers for each framework.
+        frameworks: a folder in which to create links to the stand-ins that the sources need on a Mac.
     """
     headers = torch_folder(torch) / "include"
     frameworks.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def compile_flags(
             link.symlink_to(stand_ins / name)
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Wall", "-Wextra"]
     flags += ["-Werror=unguarded-availability-new"]
-    # Without availability annotations, libc++'s headers use functions that macOS 14's libc++ does not export.
+    # Without availability annotations, the headers of libc++ use functions that libc++ of macOS 14 does not export.
     flags += ["-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS", "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1"]
     flags += [f"-ffile-prefix-map={ROOT}/=", "-fblocks", "-fobjc-exceptions", "-Wno-unknown-pragmas"]
     flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
@@ -115,7 +115,7 @@ def compile_flags(
 
 
 def stale(product: Path, dependencies: Path) -> bool:
-    """Returns true if an output is older than any file that its make-style dependency file lists."""
+    """Returns true if an output is missing, or older than a file in its make-style dependency file."""
     if not product.exists() or not dependencies.exists():
         return True
     read = re.sub(r"\\\n", " ", dependencies.read_text()).split(":", 1)[1].split()
@@ -123,7 +123,7 @@ def stale(product: Path, dependencies: Path) -> bool:
 
 
 def compile_object(command: list[str], source: Path, product: Path) -> None:
-    """Compiles one source, and writes a make-style dependency file beside the product."""
+    """Compiles one source to `product`, and writes a make-style dependency file next to it."""
     dependencies = product.with_suffix(".d")
     run(
         [*command, "-MD", "-MF", str(dependencies), "-c", str(source), "-o", str(product)],
@@ -137,15 +137,15 @@ def objects_folder(torch: str) -> Path:
 
 
 def serves_any_torch(product: Path) -> bool:
-    """Returns true if an object is up to date and neither it nor its sources include a header of PyTorch."""
+    """Returns true if an object is up to date and was compiled without any header of PyTorch."""
     dependencies = product.with_suffix(".d")
     return not stale(product, dependencies) and f"{os.sep}torch{os.sep}include{os.sep}" not in dependencies.read_text()
 
 
 def compile_objects(torch: str = PINNED) -> list[Path]:
-    """Compiles the sources that changed, on all cores, and returns all objects.
+    """Compiles the changed sources on all cores, and returns all objects.
 
-    A source that reads no header of PyTorch is compiled once for all versions.
+    A source that includes no header of PyTorch is compiled only once for all versions of torch.
     """
     folder = objects_folder(torch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def compile_objects(torch: str = PINNED) -> list[Path]:
 
 
 def text_stubs(dylibs: list[Path]) -> list[Path]:
-    """Writes a text stub for each system library, with only the symbols that are known to exist."""
+    """Writes a text stub for each system library. A stub lists only the symbols that are known to exist."""
     folder = OUT / "stubs"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -181,7 +181,7 @@ def text_stubs(dylibs: list[Path]) -> list[Path]:
 
 
 def python_symbols(objects: list[Path]) -> list[str]:
-    """Returns the CPython symbols that the objects use, which the running interpreter supplies."""
+    """Returns the CPython symbols that the objects use. The running interpreter defines them."""
     names = run(["llvm-nm-19", "--undefined-only", "--format=just-symbols", *map(str, objects)]).split()
     return sorted({name for name in names if re.match(r"__?Py", name)})
 
@@ -192,7 +192,7 @@ def torch_dylibs(torch: str) -> list[Path]:
 
 
 def link(objects: list[Path], product: Path, torch: str = PINNED) -> Path:
-    """Links the extension with the real torch dylibs. Raises MacBuildError if none of them exports a symbol."""
+    """Links the extension with the real torch dylibs. Raises MacBuildError if a symbol is undefined."""
     return _link(objects, product, torch_dylibs(torch), "@loader_path/../torch/lib", python_symbols(objects))
 
 
@@ -219,7 +219,7 @@ def check_api(objects: list[Path], torch: str = PINNED, root: Path = ROOT, stand
     """Compares the stand-in headers and the selectors of the MPS objects with Apple's metadata. Returns a summary.
 
     Raises:
-        MacBuildError: a selector, encoding, class or enum value differs from Apple's, or needs a newer macOS.
+        MacBuildError: a selector, encoding, class or enum value differs from Apple's metadata, or needs a newer macOS.
     """
     host = [path for path in objects if path.name.endswith(".mm.o")]
     summary = run(
@@ -312,7 +312,7 @@ def build(torch: str) -> None:
 
 
 def main() -> None:
-    """Builds and checks the wheels that the command line asks for."""
+    """Builds and checks the wheels for the torch versions on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     supported = list(pytorch_calls.WHEEL_OF)
     parser.add_argument("--torch", choices=[*supported, "all"], default=PINNED)

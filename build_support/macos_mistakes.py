@@ -2,8 +2,8 @@
 
     python -m build_support.macos_mistakes   # after `python -m build_support.macos`, whose objects it links
 
-Each mistake is made in a copy of `csrc/mps` and in a copy of the stand-in headers. These then agree with each other, so
-only Apple's metadata or PyTorch's real libraries can reveal the mistake.
+Each mistake is made in a copy of the sources and also in a copy of the stand-in headers. The two copies agree with each
+other, so only Apple's metadata or PyTorch's real libraries can reveal the mistake.
 """
 
 import shutil
@@ -100,7 +100,7 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
 
 
 def main() -> int:
-    """Makes every mistake. Returns 1 if one of them is not reported."""
+    """Makes every mistake. Returns 1 if the build does not report one of them."""
     objects = sorted(macos.objects_folder(macos.PINNED).glob("*.o"))
     missed = 0
     for mistake in MISTAKES:

@@ -1,8 +1,7 @@
-"""Decides which system symbols and selectors the macOS module may use.
+"""Defines the system symbols and selectors that the macOS module may use.
 
-PyTorch's own dylibs are built for the oldest supported macOS. If these dylibs import a symbol from a system library,
-the symbol therefore exists on that macOS; if they send a selector, the selector exists, too. Other symbols and
-selectors that we need are on the short lists below, each with its reason.
+PyTorch's own dylibs are built for the oldest supported macOS. So a system symbol that these dylibs import, or a
+selector that they send, exists on that macOS. The lists below contain the other symbols and selectors that we need.
 """
 
 import re
@@ -34,7 +33,7 @@ EXTRA_SYMBOLS = {
     },
 }
 
-# Selectors that PyTorch's dylibs do not send, with the first macOS that has each (from Apple's documentation).
+# Selectors that PyTorch's dylibs do not send, each with the first macOS that supports it (Apple's documentation).
 EXTRA_SELECTORS = {
     "error": "10.11",
     "memoryBarrierWithScope:": "10.14",
@@ -56,9 +55,9 @@ def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Pat
     """Returns a line for each selector that the oldest macOS may lack and that the sources use without a check.
 
     Args:
-        objects: compiled Objective-C++ sources of the extension.
-        sources: those sources, searched for `respondsToSelector:@selector(NAME)`.
-        dylibs: PyTorch's libraries for the Mac.
+        objects: the compiled Objective-C++ sources of the extension.
+        sources: the same sources as text, which are searched for `respondsToSelector:@selector(NAME)`.
+        dylibs: PyTorch's libraries for macOS.
     """
     by_pytorch = set().union(*(MachO(path, "arm64").sent_selectors() for path in dylibs))
     known = (by_pytorch - set(NEWER_SELECTORS)) | set(EXTRA_SELECTORS)
@@ -88,7 +87,7 @@ def imported_symbols(dylibs: list[Path]) -> dict[str, set[str]]:
 
 
 def system_symbols(dylibs: list[Path]) -> dict[str, set[str]]:
-    """Returns all allowed symbols by system library: those that PyTorch's dylibs import, and the short list."""
+    """Returns all allowed symbols by system library: the imports of PyTorch's dylibs, and EXTRA_SYMBOLS."""
     allowed = imported_symbols(dylibs)
     for library, extra in EXTRA_SYMBOLS.items():
         allowed[library] |= set(extra)

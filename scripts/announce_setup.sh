@@ -1,11 +1,11 @@
 #!/bin/sh
-# Says before make's set-up how much it fetches and how long it takes. The sizes are those of November 2026 for Python
-# 3.11 on x86-64. The time of the compile is estimated from the processor time of a sample of the files.
+# Prints the download size and the duration of make's set-up before it starts. The sizes are from November 2026, for
+# Python 3.11 on x86-64. The compile time is an estimate from the processor time of a sample of the files.
 #   announce_setup.sh PYTHON TORCH_INDEX    TORCH_INDEX is empty for pip's usual build of PyTorch
 set -eu
 [ "$(uname -s)" = Linux ] || exit 0
 if "$1" -c 'import torch' 2>/dev/null; then
-  exit 0  # what is large is here already
+  exit 0  # torch, the largest download, is already installed
 elif [ -n "$2" ]; then
   echo "== fetches about 0.5 GB: PyTorch for CPUs 0.2 GB (from $2),"
   echo "   packages for development 0.3 GB; and compilers from Debian, at most 0.3 GB, where they are missing."

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/formats/checkpoints.md, which list what each reader of checkpoints reads and refuses.
+"""Writes the tables of docs/formats/checkpoints.md: the variants that each checkpoint reader reads and refuses.
 
 python -m scripts.checkpoint_tables --write
 """

@@ -1,8 +1,8 @@
-"""Writes the table of sizes of docs/use/diffusion.md: the memory of FLUX for each kind of file, and which Mac has it.
+"""Writes the table of sizes in docs/use/diffusion.md: FLUX's memory for each kind of file, and the smallest Mac for it.
 
     python -m scripts.diffusion_table --write
 
-The sizes are those of FLUX.1-dev's configurations, which are the defaults of diffusers' classes. No file is needed.
+The sizes follow from the configuration of FLUX.1-dev, which is the default of diffusers' classes. No file is needed.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
 
 
 def bits(kind: str, K: int) -> float:
-    """Returns the bits that a weight of a matrix takes in memory, with its scales."""
+    """Returns the bits in memory per weight of a matrix, including its scales."""
     if kind == FLOATS:
         return 16
-    if kind == FP8:  # and a scale in fp32 for each row
+    if kind == FP8:  # one fp32 scale for each row
         return 8 + 32 / K
     size, decode = DECODERS[kind]
     weight = decode(torch.zeros(1, 1, size, dtype=torch.uint8, device="cpu"))
@@ -36,7 +36,7 @@ def bits(kind: str, K: int) -> float:
 
 
 def size(model: nn.Module, kind: str, packed: tuple[str, ...] = ("",)) -> float:
-    """Returns the GB of a model whose matrices below some names are of a kind, and all else has 16 bits."""
+    """Returns the GB of a model whose matrices below the names `packed` have the format `kind`, all others 16 bits."""
     total = 0.0
     for name, tensor in model.named_parameters():
         matrix = name.startswith(packed) and tensor.dim() == 2 and "embed" not in name and "shared" not in name

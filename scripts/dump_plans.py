@@ -1,11 +1,11 @@
-"""Prints the planner's plans of 10,000 products, one a line, to compare two states of the planner.
+"""Prints the planner's plans of 10,000 products, one per line, to compare two states of the planner.
 
     .venv/bin/python scripts/dump_plans.py > before.txt     # then change the planner, build, and
     .venv/bin/python scripts/dump_plans.py | diff before.txt -
 
-A line has the product, the chosen tiling, its estimated seconds, its launches with all sizes and constants, and a hash
-of all other candidates. The products are drawn at random, but are the same in every run: a format that is added later
-does not change those of the others.
+A line contains the product, the chosen tiling, its estimated seconds, its launches with all sizes and constants, and a
+hash of all other candidates. The products are random but the same in every run. Each format has its own random numbers,
+so a new format does not change the products of other formats.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import random
 from torch_marlin_metal import WEIGHT_FORMATS
 from torch_marlin_metal.extension import native
 
-PRODUCTS, EXPERT_PRODUCTS = 11_000, 3_000  # a tenth is refused: not all GPUs have tensor units
+PRODUCTS, EXPERT_PRODUCTS = 11_000, 3_000  # the planner refuses a tenth, because not all GPUs have tensor units
 K_SIZES = (8, 16, 40, 64, 200, 256, 1024, 1504, 2048, 2880, 4096, 5120, 8192, 11008, 14336, 16384)
 N_SIZES = (1, 3, 4, 32, 63, 100, 128, 1000, 1024, 2880, 4096, 5760, 11008, 14336, 32000, 151936)
 M_SIZES = (*range(1, 10), 12, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 128, 255, 256, 512, 1000, 2048, 4096)
@@ -22,7 +22,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def described(dispatches: list[dict[str, object]]) -> str:
-    """Returns the launches as text; those that PyTorch makes have a name only."""
+    """Returns the launches as text. A launch of PyTorch is only a name."""
     return " then ".join(str(dispatch["text"]) for dispatch in dispatches)
 
 

@@ -1,7 +1,8 @@
-"""Writes the names that tensors of GGUF files have in transformers: the file `gguf_table.py` of the package.
+"""Writes the package's file `gguf_table.py`: the names in transformers of the tensors in GGUF files.
 
-The names come from the table of the package gguf and from the state dicts of transformers' model classes. `SILENT` has
-the few names that gguf's table lacks, and `MODEL_TYPES` the architectures with other names in the two packages.
+The names come from the table of the package gguf and from the state dicts of transformers' model classes. `SILENT`
+lists the few names that gguf's table lacks. `MODEL_TYPES` lists the architectures whose names differ in the two
+packages.
 
     python scripts/gguf_table.py --write
 """
@@ -30,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 FILE = Path(__file__).parents[1] / "torch_marlin_metal" / "checkpoints" / "formats" / "gguf_table.py"
 BLOCKS = 8
-# Architectures that are read. Their files must be tested: tests/checkpoints/test_gguf_models.py has all of them.
+# The architectures that the reader supports. tests/checkpoints/test_gguf_models.py must test each of them.
 READ = (
     *("llama", "llama4", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gpt-oss"),
     *("gemma", "gemma2", "gemma3", "gemma4", "phi2", "phi3", "starcoder2", "stablelm", "olmo2", "olmoe"),
@@ -42,12 +43,13 @@ READ = (
     *("starcoder", "minicpm3", "apertus", "bitnet", "chatglm", "jais2", "glm-dsa"),
     *("bert", "nomic-bert", "modern-bert", "eurobert", "t5encoder"),
 )
-# For texts, the text models of Qwen 2 VL and Qwen 3 VL compute what Qwen 2 and Qwen 3 compute.
+# The model type in transformers, if its name differs. For text input, the text models of Qwen 2 VL and Qwen 3 VL
+# compute the same as Qwen 2 and Qwen 3.
 MODEL_TYPES = {"phi2": "phi", "command-r": "cohere", "hunyuan-dense": "hunyuan_v1_dense", "deepseek2": "deepseek_v3"}
 MODEL_TYPES |= {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe", "granitehybrid": "granitemoehybrid"}
 MODEL_TYPES |= {"mistral3": "ministral3", "hunyuan-moe": "hunyuan_v1_moe"}
 MODEL_TYPES |= {"starcoder": "gpt_bigcode", "chatglm": "glm", "glm-dsa": "glm_moe_dsa", "t5encoder": "t5"}
-# Settings for classes whose default config has not all kinds of layers, or cannot be built.
+# Settings for classes whose default config lacks a kind of layer, or cannot be built.
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama4": {"num_hidden_layers": 2, "moe_layers": [1]},
@@ -79,10 +81,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm-dsa": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
     "t5encoder": {"feed_forward_proj": "gated-gelu"},
 }
-# Other prefixes of the names in gguf's table.
+# Prefixes of transformers' names that gguf's table has in another form.
 BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
 BEGINNINGS |= {"nomic-bert": ("layers.", "model.layers.")}
-# Names of gguf for endings of transformers' names, where gguf's table has none.
+# gguf's names for endings of transformers' names that gguf's table lacks.
 SILENT = {
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -104,10 +106,10 @@ SILENT = {
     "ffn_sub_norm.weight": "ffn_sub_norm",
     "correct_output_scale": "altup_correct_scale.weight",
 }
-# Parameters that are no tensors of files: llama.cpp stores them as metadata, or they are another one's values.
+# Parameters that files do not contain as tensors: llama.cpp stores them as metadata, or they equal another tensor.
 NO_TENSORS = re.compile(r".*\.act_fn\.(alpha_[pn]|beta|eps)|encoder\.embed_tokens\.weight")
 ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert")  # their files have no head
-# What differs from SILENT and from gguf's table in one architecture.
+# Names of one architecture that differ from SILENT and from gguf's table.
 OWN = {
     "nomic-bert": {
         **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
@@ -117,7 +119,7 @@ OWN = {
         "post_mlp_layernorm.bias": "layer_output_norm",
     },
 }
-# Further names in files of tensors that have another name there, too.
+# Second names of tensors: a file uses either name.
 ALSO = {
     **{name: {".attn_k_b": ".attn_kv_b"} for name in ("deepseek2", "mistral4", "glm-dsa")},
     "qwen3next": {".attn_qkv": ".ssm_in"},
@@ -127,7 +129,7 @@ STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 def plain(name: str) -> str:
-    """Returns a name without case, signs and the ending of text models, to compare names of the two packages."""
+    """Returns a name in lower case, with letters and digits only, to compare names of the two packages."""
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
@@ -138,7 +140,10 @@ def model_type(architecture: str) -> str:
 
 
 def pairs(architecture: str) -> tuple[str, dict[str, str]]:
-    """Returns where the blocks of transformers' model are, and its names of tensors by gguf's names."""
+    """Returns the name of the module list with the blocks in transformers' model, and a dict of tensor names.
+
+    The dict's keys are gguf's names, and its values are transformers' names.
+    """
     config = AutoConfig.for_model(model_type(architecture), **SETTINGS.get(architecture, {}))
     config.num_hidden_layers = min(config.num_hidden_layers, 4)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
@@ -156,7 +161,7 @@ def pairs(architecture: str) -> tuple[str, dict[str, str]]:
     for tensor in model.state_dict():
         stacked = STACKED.fullmatch(tensor)
         if NO_TENSORS.fullmatch(tensor) or tensor.startswith("pooler.") or (stacked and stacked[1] != "down_proj"):
-            continue  # the other stacks of experts have the names of down
+            continue  # the entry of down_proj covers the other stacked tensors of the experts
         block = re.fullmatch(r"(.*?)\.\d+\.(.*?)(\.weight|\.bias)?", tensor)
         ending = re.search(r"\.(weight|bias)$", tensor)
         module = tensor.removesuffix(ending[0]) if ending else tensor.removesuffix("_bias")
@@ -193,7 +198,7 @@ def _of_gguf(names: Any, architecture: str, module: str) -> str | None:
 
 
 def table() -> tuple[dict[str, str], dict[str, tuple[str, dict[str, str]]]]:
-    """Returns the names that most architectures have, and those of each architecture that differ from them."""
+    """Returns the names that most architectures share, and for each architecture the names that differ from these."""
     own = {architecture: pairs(architecture) for architecture in READ}
     counts: dict[str, Counter[str]] = {}
     for _, found in own.values():

@@ -1,9 +1,9 @@
-"""Writes .ci/requirements.txt: the packages of a virtual environment, each with the hash of its wheel.
+"""Writes .ci/requirements.txt: the installed packages, each with the hash of its wheel.
 
     .venv/bin/python scripts/hash_requirements.py
 
-Run it after a change of the packages in pyproject.toml. It needs x86-64 Linux, Python 3.11 and the .venv of
-`make lint`. It leaves out torch, this package, and packages without a wheel, which CI installs by version.
+Run this script after a change of the packages in pyproject.toml. It needs x86-64 Linux, Python 3.11 and the .venv of
+`make lint`. It omits torch, this package, and packages without a wheel, which CI installs by version.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ HEAD = """\
 
 
 def name_of(distribution: str) -> str:
-    """Returns a package's name as package indices compare it."""
+    """Returns a package's name in the normalized form of package indices."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 

@@ -1,8 +1,8 @@
-"""Writes the README's table of models and Macs, computed as the command `fit` computes memory, and a picture of it.
+"""Writes the README's table of models and Macs, and a picture of the table. Memory is computed as in the command `fit`.
 
     python -m scripts.memory_table --write
 
-The sizes are those of the models' `config.json` on the Hugging Face Hub. No file of a model is needed.
+The sizes come from the models' `config.json` on the Hugging Face Hub. No weights are needed.
 """
 
 import sys
@@ -32,12 +32,12 @@ FILES: dict[str, dict[str, Any] | None] = {
     "Q8_0": {"like": "Q8_0"},
     "16 bit": None,
 }
-# gpt-oss is published in MXFP4, with 16 bits outside the experts, and its GGUF files keep the experts so.
+# gpt-oss is published with experts in MXFP4 and everything else in 16 bits. Its GGUF files keep the experts in MXFP4.
 PUBLISHED = {"weight_format": "mxfp4", "vocabulary_format": "none", "modules_to_not_convert": ["self_attn"]}
 
 
 def sizes(hidden: int, inner: int, layers: int, heads: int, kv: int, head: int, vocabulary: int) -> dict[str, int]:
-    """Returns settings that the configs of all these models have."""
+    """Returns the config settings that all these models share."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     return dict(
         zip((*names, "head_dim", "vocab_size"), (hidden, inner, layers, heads, kv, head, vocabulary), strict=True)
@@ -58,7 +58,7 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 
 def loaded(config: PreTrainedConfig, options: dict[str, Any] | None) -> Any:
-    """Returns a model without values whose layers have the formats of a `MarlinConfig`; None means 16 bits."""
+    """Returns a model on the meta device, with the formats of `MarlinConfig(**options)`, or in 16 bits for None."""
     from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer
 
     with torch.device("meta"):
@@ -69,7 +69,7 @@ def loaded(config: PreTrainedConfig, options: dict[str, Any] | None) -> Any:
 
 
 def row(config: PreTrainedConfig) -> list[str]:
-    """Returns a model's cells: the memory of weights, cache and activations, and the smallest Mac that has it."""
+    """Returns a model's cells: the memory of weights, cache and activations, and the smallest Mac with that memory."""
     from torch_marlin_metal.cli.models.fit import gpu_memory, measured
     from torch_marlin_metal.models.report import module_bytes
 

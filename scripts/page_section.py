@@ -1,6 +1,6 @@
-"""Reads and writes the sections of pages that programs write.
+"""Reads and writes generated sections of documentation pages.
 
-The section of `python -m NAME` lies between the lines `<!-- NAME -->` and `<!-- end of NAME -->` of a page.
+The section that `python -m NAME` generates is between the lines `<!-- NAME -->` and `<!-- end of NAME -->` of a page.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def section(page: Path, name: str, new: str | None = None) -> str:
-    """Returns the text of a section without the empty lines around it, after writing `new` there if it is given.
+    """Returns the text of a section without the empty lines around it. If given, `new` first replaces the text.
 
     Raises:
         ValueError: the page has no such section.
@@ -28,7 +28,7 @@ def section(page: Path, name: str, new: str | None = None) -> str:
 
 
 def main(page: Path, name: str, make: Callable[[], str]) -> None:
-    """Prints the text of a section, or writes it into the page if the program's only argument is --write."""
+    """Prints the text of a section, or writes it to the page if the program has the argument --write."""
     if sys.argv[1:] not in ([], ["--write"]):
         sys.exit(f"usage: python -m {name} [--write]")
     made = make()

@@ -6,7 +6,8 @@ set -eu
 
 gcc_major() { g++ -dumpversion 2>/dev/null | cut -d. -f1; }
 
-# The GCC that is installed or, without one, the GCC that the package g++ will install: libobjc must be of this version.
+# Prints the major version of the installed GCC or, without one, of the GCC that the package g++ will install. libobjc
+# must have the same version.
 objc_major() {
   ! command -v g++ >/dev/null || { gcc_major; return; }
   of_package=$(apt-cache depends g++ 2>/dev/null | sed -n 's/.*Depends: g++-\([0-9]*\)$/\1/p' | head -n 1)
@@ -39,7 +40,7 @@ case "$1" in
     [ -n "$packages" ] || exit 0
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
       apt-get update -qq
-      packages=$(missing | tr '\n' ' ')  # apt-cache knows the version of g++ only now
+      packages=$(missing | tr '\n' ' ')  # apt-cache knows the version of g++ only after the update
       echo "== installing Debian packages: $packages"
       # shellcheck disable=SC2086  # a list of names
       DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null

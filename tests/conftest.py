@@ -1,4 +1,4 @@
-"""Fixtures for several folders: a tiny model of tests/data/models with a device, and what a test has made so far."""
+"""Fixtures for several folders: a tiny model of tests/data/models with a device, and the objects of a test."""
 
 import gc
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 MODELS = Path(__file__).parent / "data" / "models"
-# All models run on the CPU. On mps only these run, or all models with --everything.
+# All models run on the CPU. Only these run on mps, unless --everything is given.
 ON_MPS = ("awq-gemm-asym-g32", "compressed-tensors-int4-asym-g32", "gptq-sym-g32-actorder")
 
 
@@ -24,17 +24,17 @@ def pytest_generate_tests(metafunc) -> None:
 
 @pytest.fixture
 def folder_and_device(request) -> tuple[Path, str]:
-    """Returns a folder of tests/data/models and a device that is ready."""
+    """Returns a folder of tests/data/models, and a device that can be used."""
     folder, device = request.param
     return folder, request.getfixturevalue("mps") if device == "mps" else device
 
 
 @pytest.fixture
 def new_objects() -> Callable[[], list[Any]]:
-    """Returns a function that returns the objects made since the test began, of those that Python's collector knows.
+    """Returns a function that returns the objects created since the test began that Python's collector tracks.
 
-    The objects of imported packages, more than a million, are left out: to look at each takes 0.2 s. Python never
-    collects the objects that exist when the test begins, until this worker ends.
+    The more than a million objects of imported packages are excluded, because a look at each takes 0.2 s. Until this
+    worker ends, Python does not collect objects that existed when the test began.
     """
     gc.collect()
     gc.freeze()

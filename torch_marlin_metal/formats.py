@@ -42,10 +42,7 @@ class WeightFormat:
 
     @property
     def k_per_high_word(self) -> int:
-        """Returns the number of k in a word of `b_high`, 32 or 16.
-
-        For formats without `b_high`, returns 8, the k of a block.
-        """
+        """Returns the number of k in a word of `b_high`, 32 or 16. Without `b_high`, returns 8, the k of a block."""
         return 32 // self.high_bits if self.high_bits else 8
 
     @property

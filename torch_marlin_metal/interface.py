@@ -1,7 +1,7 @@
 """Lists the operators and functions of the compiled extension that the Python files use.
 
-An extension built from older sources may lack some of them. A test compares both tables with the extension, so every
-new operator, argument or function must be added here.
+An extension built from older sources may lack operators or functions in these tables. A test compares the tables with
+the extension, so every new operator, argument or function must be added here.
 """
 
 from types import ModuleType

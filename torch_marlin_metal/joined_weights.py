@@ -10,12 +10,12 @@ from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight
 
 
 def with_same_scales(parts: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
-    """Returns the weights themselves if all have scales of blocks, otherwise with a scale for each column."""
+    """Returns the weights unchanged if all have scales of blocks, and otherwise with a scale for each column."""
     return parts if all(part.has_block_scales for part in parts) else [part.expanded_scales() for part in parts]
 
 
 def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
-    """Returns whether two weights differ only in codes and scales, and in N."""
+    """Returns True if two weights differ only in N and in the values of codes and scales."""
     kinds = [
         (weight.weight_format, weight.K, weight.group_size, {name: held.dtype for name, held in tensors.items()})
         for weight in (one, other)
@@ -29,7 +29,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Concatenates weights along N, without their biases.
 
     Raises:
-        ValueError: the weights are of different kinds.
+        ValueError: the weights have different formats, sizes K or dtypes.
     """
     parts = with_same_scales(parts)
     first = parts[0]

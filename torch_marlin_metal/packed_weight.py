@@ -1,4 +1,4 @@
-"""`PackedWeight`: a weight of codes of 4 to 8 bits in the operators' layout. Readers yield it, layers take it."""
+"""`PackedWeight`: a weight with codes of 4 to 8 bits in the operators' layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,23 +12,23 @@ from torch_marlin_metal.formats import ALIASES, NAMED_TABLES, expected_group_siz
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# The largest scale and the range of E8M0 codes for which the error bound of the operators holds.
+# The operators' error bound holds for scales up to this value and for E8M0 codes in this range.
 MAX_SCALE = 2.0**100
 E8M0_CODES = (16, 240)
-PIECE = 32768  # elements up to which PyTorch computes in one thread
+PIECE = 32768  # up to this number of elements, PyTorch computes in one thread
 E4M3_NAN = (0x7F, 0xFF)
 # The number of k that share a value of `super_scales` and `super_zeros`.
 SUPER_BLOCK = 256
-# The rows and columns that share a scale of a block.
+# The rows and columns of a block of weights that share a scale.
 SCALE_BLOCK = 128
-# The tensors by which the operators read a weight. A layer's buffers have the same names.
+# The operators' arguments that are tensors of a weight. A layer's buffers have the same names.
 WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm", "b_high")
-# The tensors of a weight and its bias whose last dimension is N; `global_scale` may also have one value.
+# The tensors of a weight and its bias whose last dimension is N. `global_scale` may also be a single value.
 COLUMN_TENSORS = ("b_packed", "b_high", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "bias")
 
 
 class PackedWeightError(ValueError):
-    """A field of a `PackedWeight` breaks a rule of its weight format; `field` names it."""
+    """A field of a `PackedWeight` violates a rule of its weight format. `field` is the name of the field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -39,35 +39,35 @@ class PackedWeightError(ValueError):
 class PackedWeight:
     """A weight of shape `[K, N]` with codes of 4, 5, 6 or 8 bits.
 
-    The operators take it as one argument. Readers of checkpoints and `quantize_weight` make it; so can a program that
-    has the tensors.
+    Operators accept a `PackedWeight` as one argument. Checkpoint readers and `quantize_weight` create it. A program
+    that has the tensors can create it too.
 
-    The weights of E experts, for `moe_gemm`, are a `PackedWeight` whose tensors have a leading dimension E. All experts
-    share `lut`.
+    For `moe_gemm`, the weights of E experts are one `PackedWeight` whose tensors have a leading dimension E. All
+    experts share `lut`.
 
     Attributes:
-        b_packed: int32 `[K/8, N]` of 4-bit codes, `[K/4, N]` of 8-bit codes; contiguous. Word (r, n) holds consecutive
-            k of column n, lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8. Of codes of 5
-            and 6 bits it holds the lower four bits.
-        scales: `[G, N]`, G = ceil(K / group_size); fp16, bf16, fp32, or uint8 codes for nvfp4 (E4M3) and for mxfp4 and
-            mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes. For float8_e4m3 with groups of 128 and N a multiple
-            of 128, also `[G, N/128]`: one scale for a block of 128 x 128 weights.
-        weight_format: a name of `formats.WEIGHT_FORMATS`. An alias of `formats.ALIASES`, such as "u4b8" or "fp8", is
-            replaced by that name.
-        group_size: as the operators take it: one of `formats.GROUP_SIZES` or K. -1 is replaced by K.
-        zeros: `[G, N]` zero points (uint8 or floating) for uint4 and uint8, biases (floating) for uint4_bias and
-            uint8_bias. With `super_zeros`, uint8 codes of biases.
-        super_scales: `[ceil(K / 256), N]` in fp16, bf16 or fp32, for formats with floating scales. The scale of a group
-            is then the fp32 product of its code and the value of its 256 k. `group_size` is at most 256.
+        b_packed: int32, contiguous, `[K/8, N]` for 4-bit codes and `[K/4, N]` for 8-bit codes. Word (r, n) contains
+            consecutive k of column n, the lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8.
+            For codes of 5 and 6 bits, it contains the lower four bits.
+        scales: `[G, N]` with G = ceil(K / group_size), in fp16, bf16 or fp32, or uint8 codes for nvfp4 (E4M3) and for
+            mxfp4 and mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes. `float8_e4m3` with groups of 128
+            and N a multiple of 128 also takes `[G, N/128]`, one scale for each block of 128 x 128 weights.
+        weight_format: a name in `formats.WEIGHT_FORMATS`. An alias in `formats.ALIASES`, for example "u4b8" or "fp8",
+            is replaced by that name.
+        group_size: a number in `formats.GROUP_SIZES`, or K. -1 is replaced by K.
+        zeros: `[G, N]`, zero points (uint8 or floating point) for uint4 and uint8, and biases (floating point) for
+            uint4_bias and uint8_bias. With `super_zeros`, uint8 codes of biases.
+        super_scales: `[ceil(K / 256), N]` in fp16, bf16 or fp32, for formats with floating-point scales. The scale of a
+            group is then the fp32 product of its code and the value for its 256 k. `group_size` is at most 256.
         super_zeros: the same for biases, in the dtype of `super_scales`.
-        global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4; multiplies the scales.
-        lut: fp32 `[16]` for lut4. The alias "nf4" supplies it.
-        perm: int32 `[K]`; row j of the packed weight is row perm[j] of the original (GPTQ act-order).
-        b_high: the upper bits of codes of 5 and 6 bits: int32 `[ceil(K/32), N]` or `[ceil(K/16), N]`, contiguous.
-            `repack.pack_planes` makes both tensors of codes.
+        global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4, a factor for all scales.
+        lut: the table of values, fp32 `[16]`, for lut4. The alias "nf4" supplies it.
+        perm: int32 `[K]`. Row j of the packed weight is row perm[j] of the original weight (GPTQ act-order).
+        b_high: the upper bits of codes of 5 and 6 bits, int32 `[ceil(K/32), N]` or `[ceil(K/16), N]`, contiguous.
+            `repack.pack_planes` packs codes into `b_packed` and `b_high`.
         bias: `[N]`, the bias of the linear layer, or None.
         name: the layer's name in the model, without ".weight".
-        source: the name of the checkpoint format that the weight came from, for reports.
+        source: the name of the weight's checkpoint format, for reports.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32)
@@ -103,29 +103,29 @@ class PackedWeight:
 
     @property
     def K(self) -> int:
-        """Returns the rows of the unpacked weight: input features."""
+        """Returns the number of rows of the unpacked weight, its input features."""
         return weight_format(self.weight_format).codes_per_word * int(self.b_packed.shape[-2])
 
     @property
     def N(self) -> int:
-        """Returns the columns of the unpacked weight: output features."""
+        """Returns the number of columns of the unpacked weight, its output features."""
         return self.b_packed.shape[-1]
 
     @property
     def has_block_scales(self) -> bool:
-        """Returns whether one scale stands for a block of 128 x 128 weights."""
+        """Returns True if each block of 128 x 128 weights has one scale."""
         return self.scales.shape[-1:].numel() * SCALE_BLOCK == self.N
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `torch.ops.torch_marlin_metal.*` for this weight, by name, without its bias."""
+        """Returns the arguments of `torch.ops.torch_marlin_metal.*` for this weight without its bias, by name."""
         (b_packed, scales), named = operator_arguments(vars(self), self.weight_format, self.group_size)
         return {"b_packed": b_packed, "scales": scales, **named}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weight as floats, `[K, N]`, in the original order of k: `out[perm[j], :]` is packed row j.
+        """Decodes the weight to floats `[K, N]` in the original order of k: `out[perm[j], :]` is packed row j.
 
-        The weight is computed in fp32 and rounded once. If several values of `perm` are the same index, the result has
-        one of their rows; which one is unspecified.
+        The weight is computed in fp32 and rounded once. If `perm` contains an index several times, the result has one
+        of these rows; which one is unspecified.
 
         Args:
             dtype: float16, bfloat16 or float32.
@@ -147,26 +147,26 @@ class PackedWeight:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the fields that hold a tensor, by name."""
+        """Returns the fields that are tensors, by name."""
         values = ((name, getattr(self, name)) for name in (*WEIGHT_TENSORS, "bias"))
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> "PackedWeight":
-        """Returns a copy with every tensor on `device`; dtypes stay."""
+        """Returns a copy with all tensors on `device`. The dtypes do not change."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
-        """Returns a weight of some columns, in the given order, in contiguous copies."""
+        """Returns a weight with the given columns, in the given order, as contiguous copies."""
         cut = self.cut(which)
-        if isinstance(which, slice):  # a view would keep the whole tensor in memory
+        if isinstance(which, slice):  # a view would keep the complete tensor in memory
             cut = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in cut.items()}
         return replace(self, **{name: tensor.contiguous() for name, tensor in cut.items()})
 
     def cut(self, which: slice | Tensor) -> dict[str, Any]:
-        """Returns the tensors with columns, cut to some columns; views of a slice.
+        """Returns the tensors of `COLUMN_TENSORS` with the given columns only. Tensors cut by a slice are views.
 
-        Scales of blocks stay so if the columns are whole blocks. Otherwise the result has a scale for each column.
+        If the columns are whole blocks, scales of blocks stay scales of blocks. Otherwise each column gets a scale.
         """
         blocks = _blocks_of(which, self.N) if self.has_block_scales else which
         whole = self.expanded_scales() if blocks is None else self
@@ -177,13 +177,13 @@ class PackedWeight:
         }
 
     def expanded_scales(self) -> "PackedWeight":
-        """Returns the same weight with a scale for each column, or itself if its scales are not those of blocks."""
+        """Returns an equal weight with a scale for each column, or itself if it has no scales of blocks."""
         if not self.has_block_scales:
             return self
         return replace(self, scales=self.scales.repeat_interleave(SCALE_BLOCK, -1))
 
     def one_level(self) -> "PackedWeight":
-        """Returns the same weight with fp32 scales and biases of one level, or itself if it has no `super_scales`."""
+        """Returns an equal weight with one-level fp32 scales and biases, or itself if it has no `super_scales`."""
         if self.super_scales is None:
             return self
         groups = torch.arange(self.scales.shape[-2], device=self.scales.device)
@@ -198,13 +198,13 @@ class PackedWeight:
         return replace(self, scales=scales, zeros=zeros, super_scales=None, super_zeros=None)
 
     def validate(self) -> "PackedWeight":
-        """Checks every shape, dtype and value rule of the format, and returns self.
+        """Checks all shape, dtype and value rules of the format. Returns the weight itself.
 
         Raises:
-            PackedWeightError: a rule is broken; the message names the field, the expected and the actual value. The
-                rules for values: scales are finite and at most 2^100, E8M0 codes are in 16..240, E4M3 codes are no NaN,
-                and perm is a permutation. Tensors of `FakeTensorMode` and on the meta device have no values: only their
-                shapes and dtypes are checked.
+            PackedWeightError: a rule is violated. The message names the field, the expected and the actual value. The
+                rules for values are: scales are finite and at most 2^100, E8M0 codes are in 16..240, E4M3 codes are not
+                NaN, and perm is a permutation. Tensors of `FakeTensorMode` and on the meta device have no values, so
+                only their shapes and dtypes are checked.
         """
         fmt = weight_format(self.weight_format)
         _require("b_packed", self.b_packed, (torch.int32,), (None, None))
@@ -263,7 +263,7 @@ class PackedWeight:
             _require("zeros", self.zeros, dtypes, grouped)
             _check_size("zeros", self.zeros)
             if self.zeros.dtype == torch.uint8 and self.super_zeros is None and has_values(self.zeros):
-                largest = fmt.largest_code + 1  # from GPTQ version 1 with the rule "unmasked"
+                largest = fmt.largest_code + 1  # GPTQ version 1 with the rule "unmasked" has zero points up to this
                 if int(self.zeros.max()) > largest:
                     raise PackedWeightError(
                         "zeros", f"expected zero points of at most {largest}, got {int(self.zeros.max())}"
@@ -311,16 +311,16 @@ def _blocks_of(columns: slice | Tensor, N: int) -> slice | Tensor | None:
 def operator_arguments(
     tensors: Mapping[str, Any], weight_format: str, group_size: int, bias: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Returns the arguments of `torch.ops.torch_marlin_metal.*` for a weight: those by position, and those by name.
+    """Returns the positional and the named arguments of `torch.ops.torch_marlin_metal.*` for a weight.
 
-    Absent tensors are left out, because each argument costs the dispatcher 0.4 us, even None. A loop over names, or
-    required tensors by name, would make each call longer.
+    Absent tensors are omitted, because each argument costs the dispatcher 0.4 us, even None. A loop over names, or
+    passing the required tensors by name, would make each call slower.
 
     Args:
-        tensors: has the tensors of WEIGHT_TENSORS.
-        weight_format: a name of `formats.WEIGHT_FORMATS`.
-        group_size: one of `formats.GROUP_SIZES` or K.
-        bias: the operator's bias.
+        tensors: a mapping with the keys of WEIGHT_TENSORS.
+        weight_format: a name in `formats.WEIGHT_FORMATS`.
+        group_size: a number in `formats.GROUP_SIZES`, or K.
+        bias: the operator's bias, or None.
     """
     named: dict[str, Any] = {"weight_format": weight_format, "group_size": group_size}
     if tensors["zeros"] is not None:
@@ -360,7 +360,7 @@ def _require_absent(field: str, tensor: Tensor | None, format_name: str) -> None
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns False for tensors without values: of `FakeTensorMode` and on the meta device."""
+    """Returns False for tensors of `FakeTensorMode` and on the meta device, which have no values."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
@@ -368,16 +368,16 @@ def _check_size(field: str, values: Tensor) -> None:
     if not values.is_floating_point() or not has_values(values):
         return
     low, high = _range(values)
-    if not -MAX_SCALE <= low <= high <= MAX_SCALE:  # false for NaN too
+    if not -MAX_SCALE <= low <= high <= MAX_SCALE:  # also true for NaN
         raise PackedWeightError(field, f"expected finite values of at most 2^100, got a range of {low} to {high}")
 
 
 def _range(values: Tensor) -> tuple[float, float]:
-    """Returns the smallest and the largest value, or NaN if there is one."""
+    """Returns the smallest and the largest value. Both are NaN if one of the values is NaN."""
     if values.device.type != "cpu" or values.numel() <= PIECE:
         low, high = values.aminmax()
         return low.item(), high.item()
-    # Pieces of this size stay in one thread. While files are read in threads, a team of threads waits for milliseconds.
+    # Pieces of this size run in one thread. While files are read in threads, a team of threads waits for milliseconds.
     pieces = [piece.aminmax() for piece in torch.split(values.flatten(), PIECE)]
     low, high = torch.stack([piece.min for piece in pieces]).min(), torch.stack([piece.max for piece in pieces]).max()
     return low.item(), high.item()

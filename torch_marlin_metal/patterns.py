@@ -1,9 +1,9 @@
-"""Chooses layers and tensors by name, for the arguments `include`, `exclude`, `ignore` and `keep`.
+"""Selects layers and tensors by name, for the arguments `include`, `exclude`, `ignore` and `keep`.
 
-A choice is a pattern, a list of patterns or a function. A pattern is shell-style ("encoder.*.query", see `fnmatch`).
-With the prefix "re:" it is a regular expression that must match the whole name, and with "part:" one or more whole
-components of the name ("part:o_proj", "part:layers.0"). A function takes the name and, if the
-argument chooses modules of a model, the module.
+Such an argument is a pattern, a list of patterns or a function. A pattern is shell-style ("encoder.*.query", see
+`fnmatch`). With the prefix "re:", it is a regular expression that must match the complete name. With "part:", it must
+match one or more complete components of the name ("part:o_proj", "part:layers.0"). A function is called with the name
+and, if the argument selects modules of a model, the module.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ Filter = Patterns | Callable[[str, nn.Module], bool]
 
 
 def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: nn.Module) -> bool:
-    """Returns whether a choice selects a name. None selects no name.
+    """Returns True if `choice` selects a name. None selects no name.
 
     Raises:
         ValueError: a regular expression is malformed.
@@ -33,20 +33,20 @@ def selects(choice: Patterns | Callable[..., bool] | None, name: str, *module: n
 
 
 def parts_of_names(names: Sequence[str]) -> list[str]:
-    """Returns patterns for names as transformers takes them, where "o_proj" stands for every layer of that name.
+    """Converts names in transformers' form to patterns. In this form, "o_proj" selects every layer with that name.
 
-    Names with wildcards or a prefix stay as they are.
+    Names with wildcards or a prefix do not change.
     """
     return [name if ":" in name or any(sign in name for sign in "*?[") else f"{PART}{name}" for name in names]
 
 
 def check_patterns(op: str, names: Iterable[str], **choices: Any) -> None:
-    """Raises an error if a pattern matches none of the names. Choices that are functions are not checked.
+    """Raises an error if a pattern matches no name. Functions are not checked.
 
     Args:
-        op: the caller's name, for the messages.
-        names: every name that could be chosen.
-        **choices: the caller's arguments, by their names.
+        op: the caller's name for error messages.
+        names: all names that can be selected.
+        **choices: the caller's arguments by name.
 
     Raises:
         ValueError: a pattern matches nothing, or a regular expression is malformed.

@@ -1,4 +1,4 @@
-"""Tables for people: how they look, and the base class of results that `print` and rich show as one."""
+"""Tables for people: their layout, and a base class for results that `print` and rich show as a table."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ class RichText:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escapes characters that do not print, as in a Python string, except those in `keep`."""
+    """Escapes unprintable characters as in a Python string, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
@@ -32,7 +32,7 @@ def printable(text: str, keep: str = "") -> str:
 def table(
     title: str, *headings: str, rows: Iterable[Sequence[str]], right: Sequence[str] = (), caption: str = ""
 ) -> Table:
-    """Makes a table; the columns named in `right` are aligned to the right. What does not print is escaped."""
+    """Makes a table. The columns in `right` are right-aligned. Unprintable characters are escaped."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left", caption_justify="left")
     made.title, made.caption = printable(title), printable(caption, "\n") or None
     for heading in headings:

@@ -1,6 +1,6 @@
-"""Shows the package's figures of an Apple GPU: occupancy, tiles, the choice for each M, rooflines, traces.
+"""Shows the package's figures of Apple GPUs: occupancy, tiles, the choice for each M, rooflines, traces.
 
-Every number comes from the planner's own tables: `chips.h` and `decision_rows.h` of `csrc/planner`.
+All numbers come from the planner's tables: `chips.h` and `decision_rows.h` in `csrc/planner`.
 """
 
 from torch_marlin_metal.gpu.device import AppleSiliconGPU

@@ -1,7 +1,7 @@
-"""Packs and unpacks codes, inverts every repacking operator, and makes GPTQ's act-order permutation.
+"""Packs and unpacks codes, inverts the repacking operators, and computes GPTQ's act-order permutation.
 
-Exporters and tests use these functions, which are pure PyTorch and run on any device. Loading a model uses the
-operators (ops/weights.py).
+Exporters and tests use these functions, which are pure PyTorch and run on any device. Model loading uses the operators
+in ops/weights.py.
 """
 
 import warnings
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 CODES_PER_WORD = 8
-# Version 1 of GPTQ's format stores each zero point minus 1. The rule says which zero point a stored nibble of 15 stands
-# for; see `ops.weights.gptq_unpack_zeros`.
+# GPTQ's version 1 stores each zero point minus 1. The rule selects the zero point for a stored nibble of 15; see
+# `ops.weights.gptq_unpack_zeros`.
 ZerosRule = Literal["word", "masked", "unmasked"]
-# AWQ's interleave: nibble i (lowest first) of a word holds column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
+# AWQ's interleave: nibble i (lowest first) of a word is column AWQ_ORDER[i] of eight (AutoAWQ, packing_utils.py).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SEQUENTIAL_ORDER = tuple(range(CODES_PER_WORD))
-# Version 1 of GPTQ's format: GPTQModel and AutoRound subtract this from a word of eight zero points.
+# For GPTQ's version 1, GPTQModel and AutoRound subtract this number from a word of eight zero points.
 ONE_IN_EACH_NIBBLE = 0x11111111
 
 
@@ -25,12 +25,12 @@ def pack_codes(codes: Tensor, code_bits: int = 4) -> Tensor:
     """Packs codes into the operators' words.
 
     Args:
-        codes: uint8 `[K, N]`, K a multiple of 8; each 0..15 if `code_bits` is 4.
+        codes: uint8 `[K, N]`, K a multiple of 8. If `code_bits` is 4, each code is 0..15.
         code_bits: bits of a code, 4 or 8.
 
     Returns:
-        int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8: word (r, n) holds consecutive k of column n, lowest k in
-        the lowest bits.
+        int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8. Word (r, n) contains consecutive k of column n, the lowest
+        k in the lowest bits.
 
     Raises:
         ValueError: `codes` is not uint8 or has the wrong rank, K is not a multiple of 8, or a code is too large.
@@ -44,7 +44,7 @@ def pack_codes(codes: Tensor, code_bits: int = 4) -> Tensor:
 
 
 def unpack_codes(b_packed: Tensor, code_bits: int = 4) -> Tensor:
-    """Unpacks the operators' words: the inverse of `pack_codes`.
+    """Unpacks the operators' words. This is the inverse of `pack_codes`.
 
     Args:
         b_packed: int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8.
@@ -54,7 +54,7 @@ def unpack_codes(b_packed: Tensor, code_bits: int = 4) -> Tensor:
         uint8 `[K, N]`.
 
     Raises:
-        ValueError: b_packed is not int32 or not two-dimensional.
+        ValueError: `b_packed` is not int32 or not two-dimensional.
     """
     _check_words("unpack_codes", "b_packed", b_packed)
     if code_bits == 8:
@@ -63,20 +63,20 @@ def unpack_codes(b_packed: Tensor, code_bits: int = 4) -> Tensor:
 
 
 def pack_planes(codes: Tensor, code_bits: int) -> tuple[Tensor, Tensor | None]:
-    """Packs codes of any width into the tensors of a `PackedWeight`.
+    """Packs codes of any width into `b_packed` and `b_high` of a `PackedWeight`.
 
     Args:
-        codes: uint8 `[K, N]`, K a multiple of 8; each below 2^code_bits.
+        codes: uint8 `[K, N]`, K a multiple of 8, each code below 2^code_bits.
         code_bits: bits of a code: 4, 5, 6 or 8.
 
     Returns:
-        `b_packed`, as `pack_codes` returns it for codes of 4 or 8 bits. And `b_high`, None for these widths. Codes of 5
-        or 6 bits have their lower four bits in `b_packed` and the upper ones in `b_high`, int32 `[ceil(K/32), N]` or
-        `[ceil(K/16), N]`. The field of k is at bit `high_bit_places(code_bits)[k]` of its word, counted from the word's
-        first k. Fields of k beyond K are 0.
+        `b_packed` and `b_high`. For codes of 4 or 8 bits, `b_packed` is the result of `pack_codes`, and `b_high` is
+        None. For codes of 5 or 6 bits, `b_packed` contains the lower four bits, and `b_high` the upper bits, int32
+        `[ceil(K/32), N]` or `[ceil(K/16), N]`. The field for k is at bit `high_bit_places(code_bits)[k]` of its word,
+        counting k from the word's first k. Fields for k beyond K are 0.
 
     Raises:
-        ValueError: as `pack_codes`.
+        ValueError: see `pack_codes`.
     """
     if code_bits in (4, 8):
         return pack_codes(codes, code_bits), None
@@ -92,10 +92,10 @@ def pack_planes(codes: Tensor, code_bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def unpack_planes(b_packed: Tensor, b_high: Tensor | None, code_bits: int) -> Tensor:
-    """Unpacks the tensors of a `PackedWeight`: the inverse of `pack_planes`. Returns uint8 `[K, N]`.
+    """Unpacks `b_packed` and `b_high` to codes, uint8 `[K, N]`. This is the inverse of `pack_planes`.
 
     Raises:
-        ValueError: a tensor is not int32 or not two-dimensional, or `b_high` does not fit.
+        ValueError: a tensor is not int32 or not two-dimensional, or the shape of `b_high` does not match.
     """
     if code_bits in (4, 8):
         return unpack_codes(b_packed, code_bits)
@@ -113,10 +113,10 @@ def unpack_planes(b_packed: Tensor, b_high: Tensor | None, code_bits: int) -> Te
 
 
 def high_bit_places(code_bits: int) -> tuple[int, ...]:
-    """Returns where the field of each k begins in a word of `b_high` (`high_bit` in kernels/shared/types.h).
+    """Returns the first bit of the field for each k in a word of `b_high` (`high_bit` in kernels/shared/types.h).
 
-    A field has `code_bits - 4` bits. Codes k and k + 4 of the same eight lie 16 bits apart, so that kernels decode both
-    at once.
+    A field has `code_bits - 4` bits. The fields of codes k and k + 4 in a group of eight are 16 bits apart, so that
+    kernels can decode both at once.
     """
     bits = code_bits - 4
     blocks = (0, 8) if bits == 2 else (0, 2, 8, 10)
@@ -124,18 +124,18 @@ def high_bit_places(code_bits: int) -> tuple[int, ...]:
 
 
 def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None, code_bits: int = 4) -> Tensor:
-    """Makes a GPTQ checkpoint's `qweight`: the inverse of `gptq_repack`.
+    """Makes the `qweight` of a GPTQ checkpoint. This is the inverse of `gptq_repack`.
 
     Args:
         b_packed: int32 `[K/8, N]`, or `[K/4, N]` if `code_bits` is 8.
-        perm: int32 `[K]` (see `gptq_perm`); row j of `b_packed` is row `perm[j]` of the checkpoint.
+        perm: int32 `[K]` (see `gptq_perm`). Row j of `b_packed` is row `perm[j]` of the checkpoint.
         code_bits: bits of a code, 4 or 8.
 
     Returns:
         int32 with the shape of `b_packed`, always a new tensor.
 
     Raises:
-        ValueError: an argument has the wrong dtype or shape, or perm is not a permutation of 0..K-1.
+        ValueError: an argument has the wrong dtype or shape, or `perm` is not a permutation of 0..K-1.
     """
     _check_words("pack_gptq", "b_packed", b_packed)
     if perm is None:
@@ -145,17 +145,17 @@ def pack_gptq(b_packed: Tensor, *, perm: Tensor | None = None, code_bits: int = 
 
 
 def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: ZerosRule = "word") -> Tensor:
-    """Makes a GPTQ checkpoint's `qzeros`: the inverse of `gptq_unpack_zeros`.
+    """Makes the `qzeros` of a GPTQ checkpoint. This is the inverse of `gptq_unpack_zeros`.
 
     Args:
-        zeros: uint8 `[G, N]`, N a multiple of 8; each 0..15, or 1..16 with version 1 and the rule "unmasked".
-        checkpoint_version: 2 stores the zero point, 1 stores it minus one.
-        rule: how version 1 stores the zero points 0 and 16. For 0, "word" borrows from the next nibble (GPTQModel,
-            AutoRound), "masked" stores 15, and "unmasked" raises an error. Only "unmasked" takes 16, and stores it as
-            15.
+        zeros: uint8 `[G, N]`, N a multiple of 8, each 0..15, or 1..16 for version 1 with the rule "unmasked".
+        checkpoint_version: 2 stores each zero point, 1 stores each zero point minus one.
+        rule: the representation of zero points 0 and 16 in version 1. For 0, "word" borrows from the next nibble
+            (GPTQModel, AutoRound), "masked" stores 15, and "unmasked" raises an error. Only "unmasked" supports 16,
+            stored as 15.
 
     Returns:
-        int32 `[G, N/8]`, lowest column in the lowest nibble.
+        int32 `[G, N/8]`, the lowest column in the lowest nibble.
 
     Raises:
         ValueError: `zeros` is not uint8 or has the wrong rank, N is not a multiple of 8, a zero point is out of range,
@@ -178,7 +178,7 @@ def pack_gptq_zeros(zeros: Tensor, checkpoint_version: int, *, rule: ZerosRule =
 
 
 def pack_awq(b_packed: Tensor) -> Tensor:
-    """Makes an AWQ (gemm) checkpoint's `qweight`: the inverse of `awq_repack`.
+    """Makes the `qweight` of an AWQ (gemm) checkpoint. This is the inverse of `awq_repack`.
 
     Args:
         b_packed: int32 `[K/8, N]`, N a multiple of 8.
@@ -193,7 +193,7 @@ def pack_awq(b_packed: Tensor) -> Tensor:
 
 
 def pack_awq_zeros(zeros: Tensor) -> Tensor:
-    """Makes an AWQ (gemm) checkpoint's `qzeros`: the inverse of `awq_unpack_zeros`.
+    """Makes the `qzeros` of an AWQ (gemm) checkpoint. This is the inverse of `awq_unpack_zeros`.
 
     Args:
         zeros: uint8 `[G, N]`, each 0..15, N a multiple of 8.
@@ -208,19 +208,19 @@ def pack_awq_zeros(zeros: Tensor) -> Tensor:
 
 
 def gptq_perm(g_idx: Tensor, group_size: int) -> Tensor | None:
-    """Turns GPTQ's act-order `g_idx` into the operators' `perm`.
+    """Converts GPTQ's act-order `g_idx` to the operators' `perm`.
 
-    The rows are sorted by group, in a stable sort: row j of the packed weight is row `perm[j]` of the checkpoint, and
-    each group becomes contiguous.
+    A stable sort orders the rows by group: row j of the packed weight is row `perm[j]` of the checkpoint, and each
+    group becomes contiguous.
 
     Args:
-        g_idx: int32 or int64 `[K]`, the group of each row of the checkpoint.
-        group_size: rows per group; -1, or K or more, means one group. Only the last group may be shorter.
+        g_idx: int32 or int64 `[K]`, the group of each row in the checkpoint.
+        group_size: rows per group. -1, or K or more, means one group. Only the last group may be shorter.
 
     Returns:
         int32 `[K]` on the device of `g_idx`, or None if the rows are in order. They are in order if `g_idx[k]` is k //
-        group_size. Some programs without act-order write zeros, so an all-zero `g_idx` also counts as in order; with
-        more than one group, the function warns.
+        group_size. Some programs without act-order write zeros, so an all-zero `g_idx` is also treated as in order. The
+        function warns about zeros if there is more than one group.
 
     Raises:
         ValueError: `g_idx` is not int32 or int64 or has the wrong rank, a group is out of range, or a group has the
@@ -270,7 +270,7 @@ def _pack_awq(op: str, argument: str, codes: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Packs [..., 8] codes into int32 [...]: nibble i holds code order[i]."""
+    """Packs codes [..., 8] into int32 [...]. Nibble i is code order[i]."""
     words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
     for nibble, code in enumerate(order):
         words |= codes[..., code].to(torch.int32) << (4 * nibble)
@@ -278,7 +278,7 @@ def _pack(codes: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def unpack_nibbles(words: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Unpacks int32 [...] into uint8 [..., 8]: code order[i] comes from nibble i."""
+    """Unpacks int32 [...] into uint8 [..., 8]. Code order[i] is nibble i."""
     codes = torch.empty(*words.shape, CODES_PER_WORD, dtype=torch.uint8, device=words.device)
     for nibble, code in enumerate(order):
         codes[..., code] = (words >> (4 * nibble)) & 15

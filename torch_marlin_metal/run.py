@@ -1,12 +1,12 @@
-"""Runs the command line of another program after the import that lets transformers load packed checkpoints.
+"""Runs another program's command line after the import that lets transformers load packed checkpoints.
 
     python -m torch_marlin_metal.run transformers serve MODEL
     python -m torch_marlin_metal.run lm_eval --model hf --model_args pretrained=MODEL --tasks TASK
     python -m torch_marlin_metal.run script.py ARGUMENTS
     python -m torch_marlin_metal.run -m MODULE ARGUMENTS
 
-The program is the console script of an installed package, a Python file, or a module. It runs in this process, so
-processes that it starts itself do not have the import.
+The program is the console script of an installed package, a Python file, or a module. It runs in this process, so the
+import does not affect processes that the program starts.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Formats and parses sizes in bytes."""
 
 import re
 
@@ -7,7 +7,7 @@ BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def human_size(count: float) -> str:
-    """Returns a number of bytes with three digits and its unit: 1 kB is 1000 bytes."""
+    """Formats a number of bytes with three digits and a unit. 1 kB is 1000 bytes."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -19,12 +19,12 @@ def parse_size(argument: str, text: str | int, *, binary: bool = False) -> int:
     """Converts a size such as "9 GB", "16GiB" or 9000000000 to bytes.
 
     Args:
-        argument: the caller's argument, for the error.
-        text: a number of bytes, or a number with a unit. Case and a space before the unit do not matter.
-        binary: whether kB, MB, GB and TB are powers of 1024, as Apple counts memory, and not of 1000.
+        argument: the caller's argument for the error message.
+        text: a number of bytes, or a number with a unit. Case and a space before the unit are ignored.
+        binary: True if kB, MB, GB and TB are powers of 1024, as in Apple's memory sizes. False for powers of 1000.
 
     Raises:
-        ValueError: it is no positive size.
+        ValueError: the text is not a positive size.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text

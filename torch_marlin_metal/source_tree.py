@@ -1,8 +1,8 @@
-"""Lets Python that was started in a source tree use the installed package.
+"""Lets a Python process that was started in a source tree use the installed package.
 
-Python searches the current folder first. After `pip install .` it therefore finds the source tree's Python files there,
-but the extension was compiled for the installed package. If the Python files of both are the same, the package takes
-all its modules from the installed package. If they differ, it does not, because the extension belongs to other files.
+Python searches the current folder first. After `pip install .`, it therefore finds the Python files of the source tree,
+but the extension was compiled for the installed package. If the Python files of both are equal, the package imports all
+its modules from the installed package. If they differ, it does not, because the extension does not match the files.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def installed() -> Path | None:
-    """Returns the folder of this package with a compiled extension that comes first on `sys.path`, other than HERE."""
+    """Returns the first folder on `sys.path`, except HERE, that contains this package with a compiled extension."""
     for entry in sys.path:
         folder = Path(entry, HERE.name).resolve()
         if folder != HERE and any((folder / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
@@ -23,7 +23,7 @@ def installed() -> Path | None:
 
 
 def first_difference(folder: Path) -> str | None:
-    """Returns the first Python file that is not the same in HERE and in another folder, or None."""
+    """Returns the first Python file that differs between HERE and another folder, or None."""
 
     def contents(package: Path, name: str) -> bytes | None:
         file = package / name
@@ -34,7 +34,7 @@ def first_difference(folder: Path) -> str | None:
 
 
 def use_installed() -> None:
-    """Lets the package take all further modules from the installed package if only that has an extension."""
+    """Redirects all further imports to the installed package, if only the installed package has an extension."""
     folder = installed() if importlib.util.find_spec(f"{HERE.name}._C") is None else None
     if folder is not None and first_difference(folder) is None:
         package = sys.modules[HERE.name]
@@ -43,9 +43,9 @@ def use_installed() -> None:
 
 
 def why_not_the_installed() -> str | None:
-    """Returns why the package cannot use the installed package, and what to type; None if there is none.
+    """Returns the reason why the installed package cannot be used and the remedy, or None if none is installed.
 
-    It is only called if HERE has no extension.
+    This function is called only if HERE has no extension.
     """
     folder = installed()
     if folder is None:

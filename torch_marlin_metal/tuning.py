@@ -1,8 +1,8 @@
-"""Chooses kernels by measured times instead of the planner's model.
+"""Selects kernels by measured times instead of the planner's model.
 
 `tune` times the planner's candidates for the products of a model, and `save` stores the fastest. Later processes read
-the stored choices at their first product on the GPU, and use those for the same GPU, torch and package version. The
-command `torch-marlin-metal tune` does all of this.
+the stored choices at their first product on the GPU. They use the choices for the same GPU, torch version and package
+version. The command `torch-marlin-metal tune` does both steps.
 
 `set_commit_interval` sets how often the operators commit encoded work to the GPU.
 """

@@ -1,3 +1,3 @@
-"""The package's version; `pyproject.toml` reads it from here."""
+"""The version of the package. `pyproject.toml` reads it from this file."""
 
 __version__ = "0.1.0"

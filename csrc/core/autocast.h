@@ -16,8 +16,8 @@ struct Autocast;
 
 template <class... Rest>
 struct Autocast<Tensor(const Tensor&, Rest...)> {
-  // Casts activations as autocast does for linear. The packed weight, scales and zeros keep their dtypes; the bias is
-  // added in fp32.
+  // Casts `a` to autocast's dtype, as PyTorch does for linear. The packed weight, scales and zeros keep their dtypes.
+  // The kernels add the bias in fp32, so it keeps its dtype, too.
   template <auto find_op, c10::DispatchKey key, c10::DeviceType device>
   static Tensor call(const Tensor& a, Rest... rest) {
     const c10::impl::ExcludeDispatchKeyGuard guard(key);

@@ -1,4 +1,4 @@
-// The names of all ways to compute a product on a GPU: the kernel variants, and the tiles of each.
+// The kernel variants that can compute a product on a GPU, and the tile shapes of each variant.
 #pragma once
 
 #include <algorithm>
@@ -31,33 +31,35 @@ constexpr std::string_view name(GemmVariant variant) {
 struct GemmTile {
   GemmVariant variant;
   Kernel kernel;
-  TileShape tile;   // M x N outputs per threadgroup, K k per step; {0, 0, 0} for two_pass
+  TileShape tile;   // M x N outputs of a threadgroup, in steps of K along k; {0, 0, 0} for two_pass
   uint32_t stages;  // copies of the tile's operands in threadgroup memory
 };
 
-// Returns the tiles of all variants, in the order of MARLIN_GEMM_VARIANTS; csrc/planner/variants.cpp declares them.
+// Returns one row for each variant and tile, in the order of MARLIN_GEMM_VARIANTS. csrc/planner/variants.cpp lists
+// them.
 std::span<const GemmTile> gemm_tiles();
 
-// Returns true if the variant rounds the weight to the activations' type before it multiplies.
+// Returns true if the variant rounds the decoded weight to the activations' type before it multiplies.
 bool rounds_weight(GemmVariant variant);
 
-// Returns true if the variant has kernels that multiply with the weights of experts.
+// Returns true if the variant has kernels for moe_gemm.
 bool computes_experts(GemmVariant variant);
 
-// Returns the texts that moe_gemm(variant=) accepts, such as "auto, gemv or fused".
+// Returns the list of variants that moe_gemm(variant=) accepts, for example "auto, gemv or fused".
 std::string expert_variants();
 
 inline std::string name(const TileShape& tile) {
   return std::to_string(tile.M) + "x" + std::to_string(tile.N) + "x" + std::to_string(tile.K);
 }
 
-// Returns the text that names this row in gemm(variant=): "double_buffered:128x64x16", or "two_pass".
+// Returns the text that selects this row in gemm(variant=): "double_buffered:128x64x16", or "two_pass".
 inline std::string name(const GemmTile& row) {
   std::string text(name(row.variant));
   return row.tile == TileShape{} ? text : text + ":" + name(row.tile);
 }
 
-// Returns the reason why no kernel can hold `stages` copies of this tile's operands, or an empty text if one can.
+// Returns an error message if `stages` copies of the tile's operands exceed the threadgroup memory, or an empty text if
+// they fit.
 inline std::string tile_refusal(const TileShape& tile, ElementType activations, uint32_t stages) {
   const uint32_t bytes = tile_threadgroup_bytes(tile, activations, stages);
   if (bytes <= kMaxThreadgroupBytes) return "";
@@ -71,30 +73,30 @@ constexpr bool fits(const GemmTile& row, ElementType activations) {
   return row.stages == 0 || tile_threadgroup_bytes(row.tile, activations, row.stages) <= kMaxThreadgroupBytes;
 }
 
-// Returns the variant with which a text such as "gemv" or "double_buffered:128x64x16" begins; nothing if there is none,
-// as in "auto" and "rounded". Does not check the tile.
+// Returns the variant that stands before the colon of a text such as "gemv" or "double_buffered:128x64x16". Returns
+// nullopt if that is not a variant, as in "auto" and "rounded". Does not check the tile.
 constexpr std::optional<GemmVariant> variant_of(std::string_view text) {
   const auto found = std::ranges::find(kGemmVariants, text.substr(0, text.find(':')));
   if (found == kGemmVariants.end()) return std::nullopt;
   return static_cast<GemmVariant>(found - kGemmVariants.begin());
 }
 
-// Returns true if the text names the row's variant, alone or with the row's tile.
+// Returns true if the text is the row's variant, with the row's tile or without a tile.
 inline bool names(std::string_view text, const GemmTile& row) {
   return variant_of(text) == row.variant && (text == name(row.variant) || text == name(row));
 }
 
-// What gemm(variant=) names, as a number: "auto", "rounded", a variant, or a variant with one of its tiles. "rounded"
-// is "auto" with the right to round the weight to the activations' type.
+// The value of gemm(variant=) as a number: "auto", "rounded", a variant, or a variant with one of its tiles. "rounded"
+// is "auto" with permission to round the weight to the activations' type.
 class NamedVariant {
  public:
   constexpr NamedVariant() = default;  // "auto"
   constexpr NamedVariant(GemmVariant variant) : index_(kFirstVariant + static_cast<uint32_t>(variant)) {}
-  // Throws std::invalid_argument if the text names nothing.
+  // Throws std::invalid_argument if the text is not a valid name.
   template <std::convertible_to<std::string_view> Text>
   NamedVariant(const Text& text) : NamedVariant(named(text)) {}
 
-  // Returns nothing if the text names nothing.
+  // Returns nullopt if the text is not a valid name.
   static std::optional<NamedVariant> find(std::string_view text) {
     NamedVariant found;
     const auto open = std::ranges::find(kOpen, text);
@@ -109,15 +111,15 @@ class NamedVariant {
 
   constexpr bool operator==(const NamedVariant&) const = default;
 
-  // Returns true if the planner chooses the variant: for "auto" and "rounded".
+  // Returns true for "auto" and "rounded", where the planner chooses the variant.
   constexpr bool is_open() const { return index_ < kFirstVariant; }
   constexpr bool is_rounded() const { return index_ == 1; }
-  // Returns the variant, with or without a tile; nothing if the planner chooses it.
+  // Returns the variant without its tile, or nullopt if the planner chooses the variant.
   std::optional<GemmVariant> variant() const {
     if (is_open()) return std::nullopt;
     return has_tile() ? gemm_tiles()[index_ - kFirstTile].variant : static_cast<GemmVariant>(index_ - kFirstVariant);
   }
-  // Returns true if this names the row's variant, alone or with the row's tile.
+  // Returns true if this is the row's variant, with the row's tile or without a tile.
   bool names_row(const GemmTile& row) const {
     return variant() == row.variant && (!has_tile() || gemm_tiles()[index_ - kFirstTile].tile == row.tile);
   }
@@ -143,9 +145,9 @@ class NamedVariant {
   uint32_t index_ = 0;
 };
 
-// Returns true if gemm(variant=) accepts this text for activations of this type: "auto", "rounded", a variant, or
-// a variant with one of its tiles. A valid name can still be refused for a problem, for example if the tile has more
-// rows than M.
+// Returns true if gemm(variant=) accepts this text for activations of this type: "auto", "rounded", a variant, or a
+// variant with one of its tiles. gemm can still refuse an accepted name for one problem, for example if the tile has
+// more rows than M.
 inline bool is_gemm_variant(std::string_view text, ElementType activations) {
   const std::optional<NamedVariant> named = NamedVariant::find(text);
   return named && (named->is_open() || std::ranges::any_of(gemm_tiles(), [&](const GemmTile& row) {

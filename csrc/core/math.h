@@ -1,4 +1,4 @@
-// ceil_divide and round_up for 64-bit integers, on the host only; kernels/shared/types.h has them for 32 bits.
+// ceil_divide and round_up for 64-bit integers, for host code only. kernels/shared/types.h has them for 32 bits.
 #pragma once
 
 #include <concepts>

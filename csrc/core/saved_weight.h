@@ -1,4 +1,4 @@
-// What an operator on a packed weight saves for its backward pass.
+// The tensors that an operator on a packed weight saves for its backward pass.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -10,7 +10,8 @@
 
 namespace marlin {
 
-// A saved weight, with which the backward pass multiplies, and other tensors. The weight itself has no derivative.
+// The packed weight, which the backward pass multiplies with the gradient, and other saved tensors. The weight itself
+// has no derivative.
 struct SavedWeight {
   OwnedWeight weight;
   torch::autograd::variable_list others;  // some may be undefined

@@ -1,5 +1,5 @@
-// Checks of tensor arguments that all operators share, and the form of their errors. Sizes are symbolic integers, so
-// that tracing with a dynamic number of rows adds no guard.
+// Checks of tensor arguments for all operators, and the format of their error messages. Sizes are symbolic integers, so
+// a trace with a dynamic number of rows gets no guard on that number.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,9 +18,9 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalText = std::optional<std::string_view>;
 
-// The dtypes of activations, floating scales, biases and zero points, as error messages name them.
+// The permitted dtypes of activations, floating-point scales, biases and zero points, as text for error messages.
 inline constexpr std::string_view kFloating = "float16, bfloat16 or float32";
-// Returns true for the dtypes that kFloating names.
+// Returns true if kFloating lists the dtype.
 inline bool is_floating(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
 }
@@ -31,20 +31,19 @@ std::string describe(const Tensor& tensor);
 // Returns the name of a dtype, for example "float16".
 std::string dtype_name(at::ScalarType dtype);
 
-// Raises c10::ValueError with a message of the form "torch_marlin_metal::<op>: <argument>: expected <rule>, got <what
-// came>".
+// Raises c10::ValueError with the message "torch_marlin_metal::<op>: <argument>: expected <expected>, got <got>".
 [[noreturn]] void fail(const char* op, std::string_view argument, const std::string& expected, const std::string& got);
 
-// Returns the element type of a tensor whose dtype has been checked.
+// Returns the element type of a tensor. The caller has checked the dtype with is_floating.
 ElementType element_type(const Tensor& tensor);
 
 // Raises if the tensor requires grad.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
-// Raises if the tensor has a forward-mode tangent, because the operators would silently drop the tangent.
+// Raises if the tensor has a forward-mode tangent. Without this check, the operators would silently drop the tangent.
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);
 
-// Joins texts for an error message. Call join only after a check has failed: its string stream costs more than all
-// checks of a call.
+// Joins its arguments to a text for an error message. Call it only after a check has failed: the string stream costs
+// more time than all checks of a call.
 template <class... Part>
 std::string text(const Part&... parts) {
   std::ostringstream stream;
@@ -52,10 +51,10 @@ std::string text(const Part&... parts) {
   return stream.str();
 }
 
-// The argument checks of one call of an operator. Each calls fail() if its argument is wrong.
+// Checks the arguments of one call of an operator. Each method calls fail() if its argument is wrong.
 struct Checker {
   const char* op;
-  at::Device device;  // the first argument's device
+  at::Device device;  // the device of the operator's first argument
 
   void on_device(std::string_view argument, const Tensor& tensor) const {
     if (tensor.device() != device) {

@@ -1,12 +1,11 @@
-// A packed weight as one argument of an operator. This file alone knows which fields a weight has and where they stand
-// in a schema.
+// The fields of a packed weight as one C++ argument. Only this file lists the fields and their positions in a schema.
 //
-// An implementation takes the weight as one argument, and weight_schema takes it as `Weight weight`:
+// An implementation has one parameter for the weight, and the text for weight_schema has `Weight weight`:
 //   Tensor moe_gemm(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids, bool reduce);
 //   moe_gemm(Tensor a, Weight weight, Tensor expert_ids, *, bool reduce=False) -> Tensor
-// The dispatcher has the fields one by one: the positional fields in the place of the weight, the named fields before
-// the other keyword arguments. The tensors after the weight, such as expert_ids, are positional. weight_kernel makes
-// the dispatcher's function from an implementation, and WeightOperator calls the dispatcher.
+// PyTorch's dispatcher sees each field as an argument of its own. The positional fields replace `Weight weight`. The
+// named fields come before the other keyword arguments. Tensors after the weight, such as expert_ids, are positional.
+// weight_kernel converts an implementation to the dispatcher's function, and WeightOperator calls the dispatcher.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +29,7 @@ inline constexpr std::string_view kNamedFields =
     "str weight_format, int group_size, Tensor? zeros=None, Tensor? super_scales=None, "
     "Tensor? super_zeros=None, Tensor? global_scale=None, Tensor? lut=None, Tensor? perm=None, Tensor? b_high=None";
 
-// The tensors of a packed weight and how to read them, in the order of the schema.
+// The tensors, format and group size of a packed weight, in the order of the schema.
 template <class Required, class Text, class Optional>
 struct WeightFields {
   Required b_packed;
@@ -53,12 +52,12 @@ struct WeightFields {
     return std::tuple_cat(std::tuple<std::string_view, int64_t>(weight_format, group_size), optionals());
   }
 
-  // Refers to this weight's fields.
+  // Returns references to this weight's fields.
   WeightFields<const Tensor&, std::string_view, const OptionalTensor&> arguments() const {
     return {b_packed,    scales,       weight_format, group_size, zeros, super_scales,
             super_zeros, global_scale, lut,           perm,       b_high};
   }
-  // Holds this weight's tensors, so that they can be replaced by others or outlive the call.
+  // Returns a copy that owns its fields, so the caller can replace them or keep them after the call.
   WeightFields<Tensor, std::string, OptionalTensor> own() const {
     return {
         b_packed, scales, std::string(weight_format), group_size, zeros, super_scales, super_zeros, global_scale, lut,
@@ -80,7 +79,7 @@ struct WeightFields {
 using WeightArguments = WeightFields<const Tensor&, std::string_view, const OptionalTensor&>;
 using OwnedWeight = WeightFields<Tensor, std::string, OptionalTensor>;
 
-// Returns the dispatcher's schema for one with a `Weight weight`.
+// Returns the schema with the fields of the weight in place of `Weight weight`.
 inline c10::FunctionSchema weight_schema(std::string text) {
   const auto put = [&text](std::string_view placeholder, std::string_view fields) {
     text.replace(text.find(placeholder), placeholder.size(), fields);
@@ -95,8 +94,8 @@ namespace detail {
 using PositionalTypes = decltype(std::declval<const WeightArguments&>().positional());
 using NamedTypes = decltype(std::declval<const WeightArguments&>().named());
 
-// Converts between one argument for the weight and its fields, for an operator with the arguments `Before` before the
-// weight, the tensors `After` after it, and the keyword arguments `Rest`.
+// Converts between a WeightArguments and its separate fields. The operator has the arguments `Before` before the
+// weight, the tensors `After` after the weight, and the keyword arguments `Rest`.
 template <class Result, class Before, class Positional, class After, class Named, class Rest>
 struct Conversion;
 
@@ -119,7 +118,7 @@ struct Conversion<Result, std::tuple<Before...>, std::tuple<Positional...>, std:
   }
 };
 
-// Divides the arguments after the weight.
+// Splits the arguments after the weight: tensors are positional, all others are keyword arguments.
 template <class Result, class Before, class After, class... Rest>
 struct AfterWeight {
   using type = Conversion<Result, Before, PositionalTypes, After, NamedTypes, std::tuple<Rest...>>;
@@ -128,7 +127,7 @@ template <class Result, class Before, class... After, class... Rest>
 struct AfterWeight<Result, Before, std::tuple<After...>, const Tensor&, Rest...>
     : AfterWeight<Result, Before, std::tuple<After..., const Tensor&>, Rest...> {};
 
-// Finds the weight among the arguments.
+// Splits an implementation's arguments at the WeightArguments.
 template <class Result, class Before, class... Arguments>
 struct FindWeight;
 template <class Result, class... Before, class Next, class... Others>
@@ -145,20 +144,20 @@ struct ConversionOf<Result(Arguments...)> : FindWeight<Result, std::tuple<>, Arg
 
 }  // namespace detail
 
-// The dispatcher's function for an implementation with one argument for the weight, as in
-// m.impl("gemm", weight_kernel<gemm_cpu>).
-// A constant function costs a call fewer instructions than a pointer to it would, because PyTorch's wrapper inlines it.
+// The dispatcher's function for an implementation with a WeightArguments parameter, for example m.impl("gemm",
+// weight_kernel<gemm_cpu>). A compile-time function costs fewer instructions per call than a function pointer, because
+// PyTorch's wrapper inlines it.
 template <auto implementation>
 inline constexpr auto weight_kernel = TORCH_FN(
     detail::ConversionOf<std::remove_pointer_t<decltype(implementation)>>::type::template from_fields<implementation>);
 
-// A handle of an operator that takes no weight.
+// Looks up an operator without a weight by its name.
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// A handle of an operator, whose call takes one argument for the weight.
+// Calls an operator with one WeightArguments in place of the weight's fields.
 template <class Signature>
 class WeightOperator;
 

@@ -1,4 +1,4 @@
-// The weight formats of kernels/shared/types.h as lists, and what only the host needs of them.
+// Lists of the weight formats of kernels/shared/types.h, and properties of formats that only host code needs.
 #pragma once
 
 #include <array>

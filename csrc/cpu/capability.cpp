@@ -33,8 +33,8 @@ struct Cpuid {
   explicit Cpuid(uint32_t leaf, uint32_t subleaf = 0) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
 };
 
-// Returns XCR0. It says which registers the operating system saves on a context switch. An instruction that uses a
-// register outside this set faults.
+// Returns XCR0, the set of registers that the operating system saves on a context switch. An instruction faults if it
+// uses a register outside this set.
 uint64_t enabled_state() {
   if ((Cpuid(1).ecx & bit_OSXSAVE) == 0) return 0;
   uint32_t low = 0, high = 0;
@@ -72,7 +72,8 @@ Detected detect() {
   const bool dq = add(zmm && (seven.ebx & bit_AVX512DQ) != 0, "avx512dq");
   const bool vl = add(zmm && (seven.ebx & bit_AVX512VL) != 0, "avx512vl");
   found.byte_dot = add(zmm && (seven.ecx & (1U << 11)) != 0, "avx512_vnni");
-  // avx512_bf16 needs VBMI, too: its kernels look up 8-bit codes with VBMI. All of AMD's CPUs with bf16 have it.
+  // avx512_bf16 requires VBMI here, because its kernels look up 8-bit codes with VBMI. All of AMD's CPUs with bf16 have
+  // VBMI.
   const bool vbmi = add(zmm && (seven.ecx & (1U << 1)) != 0, "avx512_vbmi");
   const bool bf16 = add(vbmi && (seven_one.eax & (1U << 5)) != 0, "avx512_bf16");
   const bool amx =
@@ -82,7 +83,8 @@ Detected detect() {
   if (found.available.size() == 3 && amx && bf16 && amx_kernels(1) != nullptr && request_tiles()) {
     found.available.push_back(Isa::amx);
   }
-  // AMD's cores start two bf16 dot products per cycle. Intel's run them at half the rate of fp32 multiply-adds.
+  // AMD's cores start two bf16 dot products per cycle. Intel's cores run bf16 dot products at half the rate of fp32
+  // multiply-adds.
   found.fast_bf16_dot = bf16 && vendor.ebx == signature_AMD_ebx;
   return found;
 }

@@ -1,4 +1,4 @@
-// Which instruction-set family the CPU kernels use, and why.
+// The instruction set that the CPU kernels use, and the reason for it.
 #pragma once
 
 #include <string>
@@ -9,13 +9,13 @@ namespace marlin::cpu {
 enum class Isa : int { portable, avx2, avx512, amx, neon };
 
 struct Capability {
-  Isa isa;                            // the family that the kernels use
+  Isa isa;                            // the instruction set that the kernels use
   std::string reason;                 // one sentence: detected, or forced by TORCH_MARLIN_METAL_CPU_ISA
   std::vector<std::string> features;  // the CPU features that kernels can use and that the OS has enabled
-  std::vector<Isa> available;         // families that can be forced on this machine
+  std::vector<Isa> available;         // instruction sets that can be forced on this machine
 };
 
-// The machine's features, regardless of TORCH_MARLIN_METAL_CPU_ISA.
+// The machine's features, independent of TORCH_MARLIN_METAL_CPU_ISA.
 struct Detected {
   std::vector<std::string> features;
   std::vector<Isa> available{Isa::portable};  // from the slowest to the fastest
@@ -26,8 +26,8 @@ struct Detected {
 
 const Detected& detected();
 
-// Returns the capability, which is decided once per process. Throws std::runtime_error if TORCH_MARLIN_METAL_CPU_ISA
-// names an unknown family, or one that this machine lacks.
+// Returns the capability, which is determined once per process. Throws std::runtime_error if the value of
+// TORCH_MARLIN_METAL_CPU_ISA is unknown, or is an instruction set that this machine lacks.
 const Capability& capability();
 
 const char* isa_name(Isa isa);

@@ -1,5 +1,6 @@
-// Scalar conversions and code tables. Include this file before any target pragma: copies that the compiler emits out of
-// line are shared by all kernels, so they may contain baseline instructions only. Inlined copies may use wider ones.
+// Scalar conversions and code tables. Include this file before any target pragma. All kernels share the out-of-line
+// copies that the compiler emits, so these copies may contain only baseline instructions. Inlined copies may use wider
+// instructions.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ inline float half_to_float(uint16_t h) {
   return std::bit_cast<float>(sign | magnitude);
 }
 
-// Rounds to nearest even. Values beyond the range become inf, NaNs quiet NaNs.
+// Rounds to nearest even. Values beyond the range become inf, and NaNs become quiet NaNs.
 inline uint16_t float_to_half(float f) {
   const uint32_t bits = std::bit_cast<uint32_t>(f);
   const uint32_t sign = (bits >> 16) & 0x8000U;
@@ -48,7 +49,7 @@ inline uint16_t float_to_bfloat16(float f) {
   return static_cast<uint16_t>((bits & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : rounded);
 }
 
-// OCP E4M3 (bias 7, no inf, 0x7F and 0xFF are NaN).
+// OCP E4M3: bias 7, no inf; 0x7F and 0xFF are NaN.
 constexpr float e4m3_to_float(uint8_t code) {
   const uint32_t sign = uint32_t{code & 0x80U} << 24;
   const uint32_t exponent = (code >> 3) & 15U;
@@ -59,7 +60,7 @@ constexpr float e4m3_to_float(uint8_t code) {
   return std::bit_cast<float>(sign | ((code & 0x7FU) == 0x7FU ? 0x7FC00000U : finite));
 }
 
-// OCP E8M0: 2^(code - 127); code 0 is the fp32 subnormal 2^-127, 0xFF is NaN.
+// OCP E8M0: 2^(code - 127). Code 0 is the fp32 subnormal 2^-127, and 0xFF is NaN.
 constexpr float e8m0_to_float(uint8_t code) {
   const uint32_t finite = code == 0U ? 0x00400000U : uint32_t{code} << 23;
   return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
@@ -81,7 +82,7 @@ inline float load_element(const void* data, ElementType type, int64_t index) {
 }
 
 // How kernels decode codes, by kind and width: integers of 4 bits, E2M1, tables of 16 values, integers of 8 bits, E4M3,
-// integers of 5 or 6 bits in two planes.
+// and integers of 5 or 6 bits in two planes.
 enum class Codes : int32_t { integer, e2m1, table, byte, e4m3, planes };
 inline constexpr int kCodesCount = 6;
 
@@ -105,7 +106,8 @@ constexpr int words_per_block(Codes codes) {
   return is_byte_wide(codes) ? 2 : 1;
 }
 
-// The value of each code, before scale and zero point: as many as the code's bits can tell apart.
+// The value of each code, before scale and zero point. Only the first 2^bits elements are used for codes of `bits`
+// bits.
 using CodeValues = std::array<float, 256>;
 
 template <WeightFormat format>
@@ -121,7 +123,7 @@ constexpr CodeValues values_of_format() {
   return values;
 }
 
-// Returns the values of a format's codes, which are those of `lut` if the format has a table.
+// Returns the values of a format's codes. For a format with a table, these are the values of `lut`.
 inline const float* code_values(WeightFormat format, const float* lut) {
 #define MARLIN_CODE_VALUES(name, ...)                                             \
   case WeightFormat::name: {                                                      \
@@ -133,10 +135,10 @@ inline const float* code_values(WeightFormat format, const float* lut) {
 }
 
 // Returns the number of bf16 terms that represent every code exactly: 1, or 3 for tables. Returns 0 if a code is not
-// finite or is close to overflow. Also returns 0 if the bf16 instructions, which flush subnormals, would lose bits of
-// a code (bf16_parts.h).
+// finite or is close to overflow. Also returns 0 if a code is so small that the bf16 instructions, which flush
+// subnormals, would lose bits (bf16_parts.h).
 inline int bf16_parts_of_codes(WeightFormat format, const float* lut) {
-  if (code_bits(format) != 4) return 1;  // whole numbers of at most 8 bits, or E4M3
+  if (code_bits(format) != 4) return 1;  // integers of at most 8 bits, or E4M3
   const float* values = code_values(format, lut);
   bool exact = true;
   uint32_t smallest = ~0U, largest = 0;  // compared as bits, so that NaN is the largest

@@ -1,4 +1,4 @@
-// What a call on the CPU computes with: the instructions of this CPU, and threads. Plain C++, no torch.
+// The instructions and threads of the machine on which a CPU kernel runs. Does not use torch.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace marlin::cpu {
 
-// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads. The operators pass
-// PyTorch's thread pool; C++ tests pass a plain loop.
+// Runs body(begin, end) over disjoint ranges that cover [0, count), possibly on several threads. The operators use
+// PyTorch's thread pool; C++ tests use a plain loop.
 using Body = std::function<void(int64_t begin, int64_t end)>;
 struct Parallel {
   int num_threads;
@@ -24,7 +24,7 @@ struct Machine {
   bool byte_matrix = false;
 };
 
-// Returns the machine that this process runs on.
+// Returns the machine on which this process runs.
 inline Machine this_machine(const Parallel& parallel) {
   return {capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot,
           detected().byte_matrix};

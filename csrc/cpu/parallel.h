@@ -9,9 +9,9 @@
 
 namespace marlin::cpu {
 
-// at::parallel_for is a header template. This package is compiled without PyTorch's OpenMP flags, so parallel_for would
-// use only one thread here. TensorIterator::for_each is compiled into PyTorch and uses all threads. It is called here
-// for a tensor of `count` bytes, so that the address of a byte gives the index of a task.
+// at::parallel_for is a header template. This package is compiled without PyTorch's OpenMP flags, so here parallel_for
+// would use only one thread. TensorIterator::for_each is compiled into PyTorch and uses all threads. The code below
+// calls it for a tensor of `count` bytes: the offset of a byte in the tensor is the index of a task.
 inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
     if (count > 0) body(0, count);
@@ -19,7 +19,7 @@ inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   }
   const at::TensorBase bytes = at::detail::empty_cpu({count}, at::kByte);
   const char* first = static_cast<const char*>(bytes.const_data_ptr());
-  // A loop over one dimension would be wrapped by PyTorch, and GCC warns about the wrapper.
+  // A two-dimensional loop, because PyTorch would wrap a one-dimensional loop, and GCC warns about the wrapper.
   auto loop = [&](char** data, const int64_t* strides, int64_t size, int64_t rows) {
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t begin = data[0] - first + row * strides[1];

@@ -1,5 +1,5 @@
-// Working memory that a thread keeps between calls. Allocating it in each call would cause page faults, which are too
-// slow for calls that take about 100 us.
+// Working memory that a thread reuses in later calls. An allocation in each call would cause page faults, which are too
+// slow for calls of about 100 us.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +9,18 @@
 
 namespace marlin::cpu {
 
-// The most bytes that a thread keeps of one Scratch after a larger call.
+// The largest number of bytes of a Scratch that a thread retains after a call.
 inline constexpr size_t kKeepBytes = size_t{8} << 20;
 
 class Scratch {
  public:
-  // Returns at least `count` elements, 64-byte aligned, contents undefined. They are valid until the next call.
+  // Returns uninitialized memory for at least `count` elements, aligned to 64 bytes. The memory is valid until the next
+  // call of get() or trim().
   template <class T>
   T* get(int64_t count) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     if (bytes > size_) {
-      trim(0);  // resets size_, which must be right if the allocation throws
+      trim(0);  // resets size_, in case the allocation throws
       data_.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
       size_ = bytes;
     }

@@ -1,4 +1,5 @@
-// Shuffles 128-bit vectors with the compiler's built-in vector types, which work on every CPU without intrinsics.
+// Shuffles of 128-bit vectors, with the compiler's built-in vector types. They work on every CPU and need no
+// intrinsics.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace marlin::cpu {
 
 using Words __attribute__((vector_size(16))) = uint32_t;
 
-// Element i of the result is element index[i] of the concatenation of a and b.
+// Returns a vector whose element i is element index[i] of the concatenation of a and b.
 template <int... index, class Vector>
 Vector shuffle(Vector a, Vector b) {
 #if defined(__clang__)

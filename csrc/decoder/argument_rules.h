@@ -1,4 +1,5 @@
-// Shape and dtype rules of the operators between the products of a decoder layer, shared by all backends.
+// Shape and dtype rules of the decoder layer's operators (norms, rotary, gated activation, cache). All backends and the
+// fake kernels share these rules.
 #pragma once
 
 #include "csrc/core/tensor_checks.h"
@@ -6,14 +7,14 @@
 
 namespace marlin {
 
-// Each of the functions below checks an operator's arguments, and calls fail() of csrc/core/tensor_checks.h.
+// Each check_ function checks the arguments of one operator, and calls fail() of csrc/core/tensor_checks.h.
 void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps);
 
-// Returns the number of elements of a head that are rotated.
+// Checks the arguments and returns the number of elements of a head that are rotated.
 c10::SymInt check_rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool per_pair);
 
-// Returns an uninitialised tensor of the shape of x [B, H, S, D]. If the heads of a token are adjacent in x, they are
-// adjacent in the result. Otherwise, the tokens of a head are.
+// Returns an uninitialized tensor with the shape of x [B, H, S, D]. If the heads of a token are adjacent in x, they are
+// adjacent in the result. Otherwise the tokens of a head are adjacent in the result.
 Tensor empty_rotated(const Tensor& x);
 
 // Returns true if the heads of a token are adjacent in memory.

@@ -1,5 +1,6 @@
-// The derivatives of the operators between the products of a decoder layer. Backward passes compute in fp32 with
-// PyTorch's operators. Only rotary's is rotary itself, with the transposed matrix.
+// The derivatives of the decoder layer's operators (norms, rotary, gated activation, cache). Backward passes compute in
+// fp32 with PyTorch's operators. The backward pass of rotary is an exception: it calls rotary with the transposed
+// matrix.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
@@ -221,7 +222,7 @@ Tensor activation_autograd(const Tensor& gate, const Tensor& up, std::string_vie
   return activation_op().call(gate, up, activation, limit, alpha);
 }
 
-// The operator has no derivative: no gradient flows through the memory of a cache.
+// The operator has no derivative, because no gradient flows through the memory of a cache.
 void write_cache_autograd(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
                           const Tensor& start) {
   const char* op = "write_cache";
@@ -234,7 +235,7 @@ void write_cache_autograd(const Tensor& keys, const Tensor& values, const Tensor
   write_cache_op().call(keys, values, k, v, start);
 }
 
-// Increases the version counters of the tensors that were written, as PyTorch's in-place operators do.
+// Increases the version counters of the written tensors, as PyTorch's in-place operators do.
 void write_cache_in_place(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
                           const Tensor& start) {
   {

@@ -1,5 +1,4 @@
-// Plans the operators between the products of a decoder layer for a GPU: one dispatch each. Pure C++: no torch, no
-// Metal.
+// Plans the decoder layer's operators for a GPU. Each plan is one dispatch. Uses neither torch nor Metal.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +7,8 @@
 
 namespace marlin {
 
-// Like those in csrc/planner/problem.h, these problems have no padding and no floats. `element` is the type of inputs
-// and outputs. No size is 0.
+// These problems have no padding and no floats, for the reason in csrc/planner/problem.h. `element` is the type of
+// inputs and outputs. No size is 0.
 struct NormProblem {
   int64_t x_stride = 0;
   int64_t residual_stride = 0;

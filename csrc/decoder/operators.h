@@ -1,4 +1,4 @@
-// Handles of this folder's operators that several files call through the dispatcher.
+// A handle to call gated_activation through PyTorch's dispatcher.
 #pragma once
 
 #include "csrc/core/weight_arguments.h"

@@ -1,4 +1,4 @@
-// The operators between the products of a decoder layer, for MPS. Each is one dispatch.
+// The decoder layer's operators (norms, rotary, gated activation, cache) for MPS. Each operator is one dispatch.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// The schemas of the operators between the products of a decoder layer, and their fake (Meta) kernels.
+// The schemas of the decoder layer's operators (norms, rotary, gated activation, cache), and their fake (Meta) kernels.
 // docs/use/operators.md lists shapes and dtypes.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -14,7 +14,7 @@ void check_moe_variant(const char* op, std::string_view variant) {
   fail(op, "variant", expert_variants(), text("'", variant, "'"));
 }
 
-// Requires int32 or int64 [T, top_k]. Without a value, top_k may be any number.
+// Requires int32 or int64 [T, top_k]. If `top_k` has no value, any number of slots is valid.
 void check_expert_ids(const Checker& check, const Tensor& ids, const c10::SymInt& T,
                       const std::optional<c10::SymInt>& top_k) {
   const bool integers = ids.scalar_type() == at::kInt || ids.scalar_type() == at::kLong;

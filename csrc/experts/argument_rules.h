@@ -1,11 +1,11 @@
-// The shape and dtype rules of the products with the weights of experts, shared by all backends and the fake kernels.
+// The shape and dtype rules of moe_gemm and its gradient. All backends and the fake kernels share these rules.
 #pragma once
 
 #include "csrc/weights/argument_rules.h"
 
 namespace marlin {
 
-// Each calls fail() for the first wrong argument. The weight's tensors have a leading dimension E.
+// Each function calls fail() for the first invalid argument. The weight's tensors have a leading dimension E.
 WeightShape check_moe_gemm(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                            const OptionalTensor& bias, const OptionalTensor& row_weights, std::string_view variant,
                            const char* op = "moe_gemm");

@@ -1,5 +1,5 @@
-// The derivative of moe_gemm with respect to a and row_weights, and autocast for moe_gemm. All other arguments refuse
-// tensors that require grad.
+// The derivatives of moe_gemm with respect to `a` and `row_weights`, and autocast for moe_gemm. Any other argument that
+// requires grad is an error.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -32,8 +32,8 @@ OwnedWeight select_expert(const WeightArguments& stack, int64_t expert) {
 }
 
 // Multiplies each row of grad [T, top_k, N] by the transposed weight of the row's expert. Returns fp32 [T, top_k, K].
-// Decodes one expert at a time, in parts (see gemm_transposed.cpp). The host must know which experts have rows, so on
-// mps it waits for expert_ids.
+// Decodes one expert at a time, in parts (see gemm_transposed.cpp). On mps the host waits for expert_ids, because it
+// must know which experts have rows.
 Tensor moe_gemm_grad_a(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids) {
   const int64_t K = check_moe_gemm_grad_a(grad, weight, expert_ids).K.expect_int();
   const int64_t experts = weight.b_packed.size(0);
@@ -82,12 +82,13 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
     const SavedWeight saved = SavedWeight::load(ctx);
     const WeightArguments weight = saved.weight.arguments();
     const Tensor &expert_ids = saved.others[0], &row_weights = saved.others[1], &a = saved.others[2];
-    // The gradient of each pair's row: [T, top_k, N], or [T, 1, N] if the rows were added up.
+    // The gradient of each pair's product: [T, top_k, N], or [T, 1, N] if the forward pass added up the products of a
+    // token.
     Tensor of_pairs = grad.to(at::kFloat);
     if (ctx->saved_data["reduce"].toBool()) of_pairs = of_pairs.unsqueeze(1);
     if (ctx->saved_data["weights_grad"].toBool()) {
-      // As in the forward pass, the products stay in fp32 until they are multiplied by the row weights: a product may
-      // exceed fp16's range although its weighted value does not.
+      // As in the forward pass, the products stay in fp32 until they are multiplied by the row weights. A product may
+      // exceed the range of fp16 although its weighted value does not.
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       const Tensor products =
           moe_gemm_op().call(a.to(at::kFloat), weight, expert_ids, SavedWeight::optional(saved.others[3]), std::nullopt,
@@ -107,7 +108,7 @@ class MoeGemmFunction : public torch::autograd::Function<MoeGemmFunction> {
   }
 };
 
-// Refuses second derivatives.
+// Raises an error if a second derivative is needed.
 Tensor moe_gemm_grad_a_autograd(const Tensor& grad, const WeightArguments& weight, const Tensor& expert_ids) {
   const char* op = "moe_gemm_grad_a";
   check_no_grad(op, "grad", grad);

@@ -42,7 +42,7 @@ Tensor moe_gemm_gated_cpu(const Tensor& a, const WeightArguments& weight, const 
   return moe_gemm_then_activation(a, weight, expert_ids, bias, activation, interleaved, limit, alpha);
 }
 
-// If a gradient is needed, the two operators compute it.
+// If a gradient is needed, calls moe_gemm and gated_activation, which have derivatives.
 Tensor moe_gemm_gated_autograd(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                const OptionalTensor& bias, std::string_view activation, bool interleaved,
                                std::optional<double> limit, std::optional<double> alpha) {

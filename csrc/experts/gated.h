@@ -1,4 +1,5 @@
-// moe_gemm followed by gated_activation, as one operator: the gate and up projections of a mixture's experts.
+// moe_gemm_gated: moe_gemm and gated_activation in one operator, for the gate and up projections of a mixture's
+// experts.
 #pragma once
 
 #include "csrc/decoder/argument_rules.h"
@@ -16,7 +17,7 @@ GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightArguments& weight
                                   const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
                                   std::optional<double> alpha);
 
-// Calls moe_gemm and gated_activation, one after the other.
+// Calls moe_gemm and then gated_activation.
 Tensor moe_gemm_then_activation(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                 const OptionalTensor& bias, std::string_view activation, bool interleaved,
                                 std::optional<double> limit, std::optional<double> alpha);

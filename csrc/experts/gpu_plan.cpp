@@ -1,7 +1,7 @@
-// Plans of products with experts. With few rows, each threadgroup computes one row with the body of gemv. With more
-// rows, it computes a block of an expert's rows with the body of gemv, fused or tensor. One dispatch computes the
+// Plans of moe_gemm. With few rows, each threadgroup computes one row with the body of gemv. With more rows, each
+// threadgroup computes a block of one expert's rows with the body of gemv, fused or tensor. One dispatch computes all
 // products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
-// also add a token's products, or apply a gated activation to them.
+// also add up a token's products or apply a gated activation.
 #include "csrc/experts/gpu_plan.h"
 
 #include "csrc/planner/split_k.h"
@@ -10,16 +10,16 @@ namespace marlin {
 
 namespace {
 
-// Returns the number of elements from the first to the last element of the activations.
+// Returns the number of elements from the first element of the activations to the last one.
 uint64_t extent_of_rows(const MoeProblem& problem) {
   const uint64_t last_token = token_count(problem) - 1;
   return last_token * problem.product.a_row_stride + uint64_t{problem.top_k - 1} * problem.a_slot_stride +
          problem.product.weight.K;
 }
 
-// Returns true if the variant is one that the plan may have. A tuner's table holds times of dense products, so it
-// counts only between the variants that all GPUs have and one that only some have: as the table says, the plan must or
-// must not have that one.
+// Returns true if the plan may use the variant. A tuner's table holds times of gemm. For moe_gemm the table only
+// decides between the variants that run on all GPUs and those that only some GPUs support (tensor): the plan uses a
+// variant of the same kind as the tuned one.
 bool is_wanted(GemmVariant variant, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   if (!product.variant.is_open()) return product.variant == NamedVariant(variant);
@@ -81,8 +81,8 @@ Dispatch reduce_dispatch(const MoeProblem& problem) {
                                     row_weights_type(problem)}};
 }
 
-// Returns the best tiling with a tile: K is split over simdgroups only. A threadgroup of a kernel that adds up the
-// products of a token has the simdgroups of all its slots.
+// Returns the fastest tiling with this tile, with K split over simdgroups only. If the kernel adds up the products of a
+// token, a threadgroup contains the simdgroups of all slots of the token.
 Tiling tiling_of(const GemmTile& row, const MoeProblem& problem, const GpuDevice& device) {
   const VariantRules& rules = rules_of(row.variant);
   const WeightProblem& weight = problem.product.weight;
@@ -134,7 +134,8 @@ Plan plan_moe(const MoeProblem& problem, const GpuDevice& device) {
   const Tiling tiling = moe_tiling(problem, device);
   Plan plan;
   Dispatch products = moe_dispatch(tiling, problem, device);
-  // The activation changes neither the tiling nor the estimated time: it adds little to the end of a threadgroup.
+  // The activation is only a little work at the end of a threadgroup, so it changes neither the tiling nor the
+  // estimated time.
   plan.applies_gate = problem.gate.present && !sorts_pairs(tiling) && product.weight.N % kGemvColumns == 0;
   if (plan.applies_gate) {
     products.instance.kernel = Kernel::moe_gemv_gated;

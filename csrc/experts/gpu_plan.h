@@ -1,14 +1,13 @@
-// Plans the products with experts for a GPU. Pure C++: no torch, no Metal.
+// Plans moe_gemm for a GPU. Uses neither torch nor Metal.
 #pragma once
 
 #include "csrc/planner/plan.h"
 
 namespace marlin {
 
-// Returns the tiling that has the least estimated time. Throws std::invalid_argument if no kernel can compute the
-// problem.
+// Returns the tiling with the least estimated time. Throws std::invalid_argument if no kernel can compute the problem.
 Tiling moe_tiling(const MoeProblem& problem, const GpuDevice& device);
-// Builds the plan of that tiling. Throws the same.
+// Builds the plan of moe_tiling's result. Throws the same errors as moe_tiling.
 Plan plan_moe(const MoeProblem& problem, const GpuDevice& device);
 
 }  // namespace marlin

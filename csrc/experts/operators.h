@@ -1,4 +1,4 @@
-// Handles of the products with the weights of experts, for code that calls one through the dispatcher.
+// Handles to call moe_gemm and its gradient through PyTorch's dispatcher.
 #pragma once
 
 #include "csrc/core/weight_arguments.h"

@@ -1,4 +1,4 @@
-// The products with the weights of experts for MPS: checks tensors, finds a plan, encodes it, and returns tensors.
+// moe_gemm and moe_gemm_gated for MPS: checks the tensors, finds a plan, encodes it, and returns tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -16,14 +16,14 @@
 namespace marlin::mps {
 namespace {
 
-// A product that has tensors for everything but its result.
+// A problem with bindings for all tensors except the activations' rows and the output.
 struct ExpertProducts {
   MoeProblem problem;
   Bindings bindings;
   Tensor rows;
 };
 
-// Binds what moe_gemm and moe_gemm_gated share. The arguments have been checked.
+// Makes the bindings that moe_gemm and moe_gemm_gated share. The caller has checked the arguments.
 ExpertProducts bind_products(const char* op, const Tensor& a, const WeightArguments& weight, const WeightShape& shape,
                              const Tensor& expert_ids, const OptionalTensor& bias) {
   ExpertProducts products{.problem = {}, .bindings = {}, .rows = with_unit_stride(a)};
@@ -42,7 +42,7 @@ ExpertProducts bind_products(const char* op, const Tensor& a, const WeightArgume
   return products;
 }
 
-// Finds a plan for the tokens and encodes it. Divides the tokens as launch() divides rows.
+// Finds a plan for the tokens and encodes it. Divides the tokens over several plans as launch() divides rows.
 void launch_moe(MoeProblem problem, Bindings bindings, const Tensor& a, const Tensor& out) {
   const Tensor ids = bindings[kSlotExpertIds], row_weights = bindings[kSlotRowWeights];
   const int64_t T = ids.size(0);
@@ -81,8 +81,8 @@ Tensor moe_gemm_mps(const Tensor& a, const WeightArguments& weight, const Tensor
   return out;
 }
 
-// Multiplies as moe_gemm does, and applies a gated activation. The arguments must have passed the checks of moe_gemm.
-// Returns [T, top_k, N / 2], or nothing if the activation needs a separate dispatch.
+// Computes moe_gemm and a gated activation in one dispatch. The caller has checked the arguments. Returns [T, top_k, N
+// / 2], or nullopt if the activation needs a separate dispatch.
 std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const WeightShape& shape,
                                      const Tensor& expert_ids, const OptionalTensor& bias, const MoeGate& gate) {
   if (expert_ids.numel() == 0) return std::nullopt;
@@ -98,7 +98,7 @@ std::optional<Tensor> moe_gemm_gated(const Tensor& a, const WeightArguments& wei
   return out;
 }
 
-// Encodes one dispatch if there are few rows, otherwise those of moe_gemm and gated_activation.
+// Encodes one dispatch if there are few rows, otherwise the dispatches of moe_gemm and gated_activation.
 Tensor moe_gemm_gated_mps(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                           const OptionalTensor& bias, std::string_view activation, bool interleaved,
                           std::optional<double> limit, std::optional<double> alpha) {

@@ -1,5 +1,5 @@
-// The schemas of the products with the weights of experts, and their fake (Meta) kernels. docs/use/operators.md lists
-// shapes and dtypes. gated.cpp has those of moe_gemm_gated.
+// The schemas of moe_gemm and its gradient, and their fake (Meta) kernels. docs/use/operators.md lists shapes and
+// dtypes. The schema of moe_gemm_gated is in gated.cpp.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

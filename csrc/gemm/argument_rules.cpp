@@ -15,7 +15,8 @@ void check_variant(const char* op, std::string_view variant, const Tensor& a) {
        text("'", variant, "'"));
 }
 
-// Checks `activations` as far as every backend does: "int8" multiplies codes that are integers or, as E2M1, halves.
+// Checks `activations` by the rules of all backends. "int8" requires codes that are integers or, for E2M1, multiples of
+// 1/2.
 void check_activations(const char* op, OptionalText activations, WeightFormat format, std::string_view variant,
                        const Tensor& a) {
   if (!activations) return;

@@ -1,6 +1,6 @@
-// The derivatives of gemm with respect to a and bias, which ignore that it may round activations, and of
-// gemm_transposed with respect to a, and autocast for gemm. All other arguments of these two operators refuse tensors
-// that require grad.
+// The derivatives of gemm with respect to `a` and `bias`, the derivative of gemm_transposed with respect to `a`, and
+// autocast for gemm. If gemm rounds activations, its derivative ignores the rounding. Any other argument of the two
+// operators that requires grad is an error.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -21,8 +21,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Returns the gradient of the bias: the sum of all rows of `grad`, computed in fp32. Converts some columns at a time,
-// so that the fp32 copy stays small. While a compiler traces, the sum is one operation instead: the number of parts
-// would depend on the sizes, and a compiled sum makes no fp32 copy.
+// so the fp32 copy stays small. While a compiler traces, the sum is a single operation: the number of parts would
+// depend on the sizes, and a compiled sum makes no fp32 copy.
 Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
   at::DimVector leading(std::max<int64_t>(grad.dim() - 1, 0));
   std::iota(leading.begin(), leading.end(), 0);

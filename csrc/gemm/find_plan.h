@@ -1,4 +1,4 @@
-// Finds the plans of products with packed weights.
+// Finds the plans of gemm and moe_gemm.
 #pragma once
 
 #include <memory>
@@ -9,24 +9,24 @@
 
 namespace marlin::mps {
 
-// Sets the problem's fields of a bias.
+// Sets the fields of the problem that describe the bias.
 void set_bias(GemmProblem& problem, const OptionalTensor& bias);
 
-// Returns true if this GPU keeps subnormal halves when it widens them to fp32, which the fastest integer decode needs.
-// The first call runs the probe kernel.
+// Returns true if this GPU converts subnormal halves to fp32 without flushing them. The fastest decode of integers
+// needs this. The first call runs the probe kernel.
 bool half_subnormals(const Tensor& like);
 
 template <typename Problem>
 using Planner = Plan (*)(const Problem&, const GpuDevice&);
 
-// Finds or makes the plan of a product on this GPU. If a kernel for tensor units fails on this Mac, a warning names the
-// reason once, and from then on "auto" gets the plan for a GPU without these units. A product that asks for such a
-// kernel by name gets the error.
+// Returns the plan of a product on this GPU, from the cache or new. If a kernel for tensor units fails on this Mac, a
+// warning gives the reason once. From then on, "auto" uses plans for a GPU without tensor units, and a product that
+// requests such a kernel by name raises the error.
 std::shared_ptr<const CompiledPlan> find_plan(const GemmProblem& problem, const Tensor& like);
 std::shared_ptr<const CompiledPlan> find_plan(const MoeProblem& problem, Planner<MoeProblem> plan, const Tensor& like);
 
-// A product that would keep the GPU from other work for too long is computed in parts, each with some of the rows.
-// Returns the number of rows of the first part, which is M if the product need not be divided.
+// Returns the number of rows of the first part of a product. A product that would block the GPU for too long is
+// computed in parts, each with some of the rows. If no division is necessary, the result is M.
 int64_t first_part(const Plan& plan, int64_t M);
 
 }  // namespace marlin::mps

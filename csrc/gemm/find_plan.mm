@@ -50,8 +50,8 @@ const std::string& tensor_layout_refusal() {
   return refusal;
 }
 
-// Compiles a plan. Also throws NoTensorKernel if the plan's kernel is for tensor units and assumes another layout than
-// the GPU's.
+// Compiles a plan. Throws NoTensorKernel for the reasons of compile(), and also if the plan's kernel for tensor units
+// assumes a layout of operands that this GPU does not use.
 CompiledPlan prepare(Plan plan) {
   CompiledPlan compiled = compile(std::move(plan));
   for (const Dispatch& dispatch : compiled.plan.dispatches) {

@@ -1,5 +1,5 @@
-// gemm_fp32 computes the same product as gemm but returns fp32. This file implements it for all devices except the CPU,
-// which has a kernel for it.
+// gemm_fp32 computes the product of gemm and returns it in fp32. This file implements it for all devices except the
+// CPU, which has its own kernel.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -10,7 +10,7 @@
 namespace marlin {
 namespace {
 
-// The GPU kernels write results in the dtype of the activations, so the activations are widened.
+// Converts the activations to fp32, because the GPU kernels write results in the dtype of the activations.
 Tensor gemm_fp32(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias, OptionalText activations) {
   check_gemm(a, weight, bias, "auto", activations, "gemm_fp32");
   return gemm_op().call(a.to(at::kFloat), weight, bias, "auto", activations);

@@ -1,6 +1,6 @@
-// The product with the transposed weight, which gives the gradient of gemm with respect to a. The weight is decoded in
-// parts, to save memory. A part consists of some rows of the weight, which is [K, N]. Each row gives one column of the
-// result, so no sum extends over several parts.
+// The product with the transposed weight, which gives the gradient of gemm with respect to `a`. To save memory, the
+// weight is decoded in parts. A part consists of some rows of the weight [K, N]. Each row gives one column of the
+// result, so every sum lies within one part.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
@@ -23,26 +23,26 @@ namespace {
 
 constexpr const char* kVariable = "TORCH_MARLIN_METAL_GRADIENT_BYTES";
 constexpr int64_t kDefaultBytes = int64_t{64} << 20;
-// On the CPU a part has at most this many bytes, even if the limit allows more. When a larger block is freed, the C
-// library returns it to the system. The next part then causes a page fault for each of its pages, and these faults take
-// longer than decoding the weights.
+// The largest part on the CPU in bytes, even if the limit permits more. When a larger block is freed, the C library
+// returns it to the system. The next part would then cause a page fault for each of its pages, which takes longer than
+// the decode.
 constexpr int64_t kCpuPartBytes = int64_t{16} << 20;
 
-// How the rows of K are divided into parts: a part has several whole groups, or a fraction of one group.
+// The division of the rows of K into parts: a part consists of several whole groups, or of a fraction of one group.
 struct Division {
   int64_t rows;        // rows of a part; the last part of K or of a group may have fewer
   bool inside_groups;  // true if no part contains rows of two groups
 };
 
-// Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest part is
-// eight rows, or a second-plane word's rows, or one group if the format fixes the group size. If even that is larger
-// than `bytes`, all parts have the smallest size.
+// Divides the weight into parts of at most `bytes`, as large as possible and of nearly equal size. The smallest
+// possible part has eight rows, or the rows of one word of the second plane, or one group if the format fixes the group
+// size. If this part is larger than `bytes`, all parts have its size.
 Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_bytes, int64_t bytes) {
   const int64_t fitting = bytes / row_bytes;
   if (fitting >= K) return {K, false};
   const int64_t unit = k_per_high_word(high_bits(format));
   const int64_t group = std::min(round_up(group_size, unit), K);
-  // Parts inside a group begin at words of the upper bits, so a group smaller than such a word is not divided.
+  // A part inside a group must begin at a word of the second plane, so a group smaller than such a word is not divided.
   if (fitting >= group || group_size < unit || fixed_group_size(format) != 0) {
     const int64_t groups = group_count(K, group);
     const int64_t most = std::max<int64_t>(fitting / group, 1);
@@ -53,7 +53,7 @@ Division divide(WeightFormat format, int64_t K, int64_t group_size, int64_t row_
   return {ceil_divide(units, ceil_divide(units, most)) * unit, true};
 }
 
-// Converts the scales or zeros of some groups from two levels to one, in fp32.
+// Multiplies two-level scales or zeros of some groups by their super values. Returns them as fp32 values of one level.
 Tensor one_level(const Tensor& codes, const Tensor& super, int64_t group_size, int64_t first, int64_t groups) {
   const Tensor of_group = at::arange(first, first + groups, codes.options().dtype(at::kLong)).mul_(group_size);
   const Tensor blocks = super.index_select(0, of_group.div_(kSuperBlock, "floor")).to(at::kFloat);
@@ -73,7 +73,7 @@ Tensor dequantize_rows(const WeightArguments& weight, WeightFormat format, int64
   }
   part.scales = weight.scales.narrow(0, first_group, groups);
   if (weight.zeros) part.zeros = weight.zeros->narrow(0, first_group, groups);
-  // A part may begin inside a block of two levels.
+  // A part may begin inside a block of kSuperBlock rows, so its scales and zeros are converted to one level.
   if (weight.super_scales && rows < weight.b_packed.size(0) * per_word) {
     const auto expand = [&](const Tensor& codes, OptionalTensor& super) {
       const Tensor result = one_level(codes, *super, weight.group_size, first_group, groups);
@@ -89,9 +89,9 @@ Tensor dequantize_rows(const WeightArguments& weight, WeightFormat format, int64
   return dequantize_op().call(part.arguments(), dtype);
 }
 
-// Multiplies rows of activations by a part of the weight and writes the rounded product to that part's columns of
-// `out`. If the part has another dtype than the activations, some rows of the activations are converted at a time. The
-// converted rows and their product take at most `bytes`.
+// Multiplies rows of activations by a part of the weight, and writes the rounded product to that part's columns of
+// `out`. If the part has another dtype than the activations, converts some rows of the activations at a time. The
+// converted rows and their product use at most `bytes`.
 void multiply_part(const Tensor& rows, const Tensor& part, int64_t bytes, Tensor out) {
   int64_t step = rows.size(0);
   if (rows.scalar_type() != part.scalar_type()) {
@@ -113,15 +113,15 @@ Tensor gemm_transposed(const Tensor& a, const WeightArguments& weight) {
   const int64_t bytes = a.is_cpu() ? std::min(gradient_bytes(), kCpuPartBytes) : gradient_bytes();
   if (a.numel() == 0) return at::empty(sizes, a.options());
 
-  // The computation is in fp32, which autocast must not round.
+  // Excludes autocast, which would round the fp32 computation.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // The dtype of a decoded part. bf16 will do, because it has the range of fp32. fp16 will not: with fp32 scales,
-  // weights can exceed its range, and small weights lose bits. Checking the scales first would make the host wait for
-  // the GPU on mps.
+  // The dtype of a decoded part. bf16 is sufficient for bf16 activations, because it has the range of fp32. fp16 is not
+  // sufficient: with fp32 scales, weights can exceed its range, and small weights lose bits. A check of the scales
+  // would not help, because on mps the host would wait for the GPU.
   const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const Tensor rows = a.reshape({-1, N});
   const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));
-  // If activations are converted, their copies get half of the bytes.
+  // Converted copies of activations use half of the bytes.
   const bool converts = dtype != a.scalar_type();
   const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
   const Division division = divide(shape.format, K, weight.group_size, row_bytes, part_bytes);
@@ -144,7 +144,7 @@ Tensor gemm_transposed(const Tensor& a, const WeightArguments& weight) {
 
 }  // namespace
 
-// Reads the variable at each call, so that a program can change it; getenv costs far less than a product.
+// Reads the variable at each call, so a program can change it. getenv costs far less time than a product.
 int64_t gradient_bytes() {
   const char* text = std::getenv(kVariable);
   if (text == nullptr || *text == '\0') return kDefaultBytes;

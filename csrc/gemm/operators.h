@@ -1,4 +1,4 @@
-// Handles of the products with one packed weight, for code that calls one through the dispatcher.
+// Handles to call gemm, gemm_fp32 and gemm_transposed through PyTorch's dispatcher.
 #pragma once
 
 #include "csrc/core/weight_arguments.h"
@@ -11,8 +11,8 @@ using GemmFp32Signature = Tensor(const Tensor& a, const WeightArguments& weight,
                                  OptionalText activations);
 using GemmTransposedSignature = Tensor(const Tensor& a, const WeightArguments& weight);
 
-// Returns the most bytes that one temporary copy in floats may take while a gradient is computed. The environment
-// variable TORCH_MARLIN_METAL_GRADIENT_BYTES sets this limit.
+// Returns the largest number of bytes of one temporary fp32 or bf16 copy in the computation of a gradient. The
+// environment variable TORCH_MARLIN_METAL_GRADIENT_BYTES sets this limit.
 int64_t gradient_bytes();
 
 inline const auto& gemm_op() {

@@ -1,4 +1,4 @@
-// The products with one packed weight for MPS: checks tensors, finds a plan, encodes it, and returns tensors.
+// gemm for MPS: checks the tensors, finds a plan, encodes it, and returns tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -93,8 +93,8 @@ void compile_gemm_mps(const WeightArguments& weight, const OptionalTensor& bias,
 
 }  // namespace
 
-// These operators exist on mps only, so their schemas are defined here. No other backend compiles kernels at run time,
-// and no other backend has a probe. `doctor` calls the probe.
+// The schemas of these operators are here, because the operators exist on mps only: no other backend compiles kernels
+// at run time or has a probe. `doctor` calls the probe.
 TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def(weight_schema("compile_gemm(Weight weight, *, Tensor? bias=None, int M, ScalarType dtype) -> ()"));
   m.def("_half_subnormals(Tensor like) -> bool");

@@ -8,7 +8,7 @@ namespace marlin {
 namespace {
 
 struct Tuned {
-  std::atomic<bool> unread{false};  // the loader has not run yet
+  std::atomic<bool> unread{false};  // true until the loader runs or set_tuned() is called
   std::function<void()> loader;
   std::atomic<uint64_t> generation{0};
   std::mutex mutex;

@@ -1,5 +1,5 @@
-// Caches the plans of products, and keeps the measurements of a tuner: plans of "auto" follow them instead of the table
-// of decisions.
+// Caches the plans of gemm and moe_gemm, and stores the measurements of a tuner. For "auto", a measurement has priority
+// over the planner's estimates.
 #pragma once
 
 #include <cstdint>
@@ -24,26 +24,25 @@ struct TunedRange {
   NamedVariant variant;
 };
 
-// Replaces all ranges of earlier calls. If ranges overlap, the one earlier in the list counts. Safe to call from any
-// thread.
+// Replaces the ranges of all earlier calls. If ranges overlap, the first one in the list is used. Thread-safe.
 void set_tuned(std::vector<TunedRange> ranges);
 
-// Sets a loader. The first call of tuned_variant() runs it, so that it can call set_tuned(). If set_tuned() has been
-// called already, the loader is not run. No lock is held while the loader runs, so several threads may run it at the
-// same time.
+// Sets a loader, which usually calls set_tuned(). The first call of tuned_variant() runs the loader, unless set_tuned()
+// has been called before. No lock is held while the loader runs, so several threads may run it at the same time.
 void set_tuned_loader(std::function<void()> loader);
 
-// Returns the variant that was measured to be best for a product, or "auto".
+// Returns the variant that a tuner measured as the fastest for a product, or "auto" if there is no measurement.
 NamedVariant tuned_variant(const GemmProblem& problem);
 
-// Returns the same for the weight of one expert and the rows that it has if the router spreads the pairs evenly.
+// Returns the tuned variant for the weight of one expert, with the number of rows per expert if the router spreads the
+// pairs evenly.
 NamedVariant tuned_variant(const MoeProblem& problem);
 
-// Returns the number of calls of set_tuned. Plans that were made before the last call may be out of date.
+// Returns the number of calls of set_tuned. Plans from before the last call may be out of date.
 uint64_t tuned_generation();
 
-// A cache of Launches of gemm (GemmProblem) or moe_gemm (MoeProblem) for one GPU; `plan` makes a plan, and `prepare` a
-// Launch of it. Plans of "auto" follow the tuner's measurements. Safe to use from any thread.
+// A thread-safe cache of Launches for gemm (GemmProblem) or moe_gemm (MoeProblem) on one GPU. `plan` makes a plan, and
+// `prepare` converts a plan to a Launch. For "auto", plans follow the tuner's measurements.
 template <typename Problem, typename Launch>
 class PlanCache {
   using Launches = LaunchCache<Problem, Launch>;
@@ -53,7 +52,7 @@ class PlanCache {
             size_t max_plans = Launches::kMaxLaunches)
       : device_(device), plan_(plan), prepare_(prepare), launches_(max_plans) {}
 
-  // Returns the cached Launch, or plans and prepares one. Throws what `plan` and `prepare` throw.
+  // Returns the cached Launch, or plans and prepares a new one. Throws what `plan` and `prepare` throw.
   std::shared_ptr<const Launch> find_plan(const Problem& problem) {
     const auto make = [&] {
       Problem tuned = problem;

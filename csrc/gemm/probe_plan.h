@@ -1,5 +1,5 @@
-// Plans the probes: small kernels that test a GPU for the kernels of products. csrc/planner/choose.cpp plans the
-// products. Pure C++: no torch, no Metal.
+// Plans the probes: small kernels that test which product kernels a GPU can run. Uses neither torch nor Metal.
+// csrc/planner/choose.cpp plans the products.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@ namespace marlin {
 
 Plan plan_probe();
 Plan plan_tensor_probe();
-// From the kTensorProbed words of plan_tensor_probe()'s plan, returns why the kernels for tensor units cannot run on
-// the GPU; an empty text if they can.
+// Reads the kTensorProbed words that the plan of plan_tensor_probe() wrote. Returns the reason why the kernels for
+// tensor units cannot run on the GPU, or an empty text if they can.
 std::string tensor_layout_refusal(const int32_t* words);
 
 }  // namespace marlin

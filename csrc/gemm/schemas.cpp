@@ -1,5 +1,5 @@
-// The schemas of the products with one packed weight, and their fake (Meta) kernels. The library is defined here; the
-// other families add to it.
+// The schemas of gemm, gemm_fp32 and gemm_transposed, and their fake (Meta) kernels. This file defines the library; the
+// other families of operators extend it.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

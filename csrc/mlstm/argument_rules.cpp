@@ -15,7 +15,7 @@ bool is_input_dtype(const Tensor& tensor) {
 const std::string kInputs = "float16, bfloat16, float32 or float64";
 
 struct TokenChecker : Checker {
-  const Tensor& first;  // the first argument, whose dtype and device all later arguments must have
+  const Tensor& first;  // the first argument; all later arguments must have its dtype and device
 
   TokenChecker(const char* op, const Tensor& first) : Checker{op, first.device()}, first(first) {}
 
@@ -61,7 +61,7 @@ struct TokenChecker : Checker {
     state("m0", *initial.m0, "[B, H]", {s.B, s.H});
   }
 
-  // Checks k, v, i and f of a sequence and returns its sizes. `first` is q or k.
+  // Checks k, v, i and f of a sequence, and returns the sequence's sizes. `first` is q, or k if there is no q.
   MlstmShape sequence(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f) const {
     const char* name = &first == &k ? "k" : "q";
     if (!is_input_dtype(first) || first.dim() != 4 || first.sym_size(3) < 1) {
@@ -127,7 +127,7 @@ MlstmShape check_mlstm_states(const Tensor& k, const Tensor& v, const Tensor& i,
   check.chunk_size(chunk_size, false);
   if (save_states_every < 1) fail(check.op, "save_states_every", "at least 1", std::to_string(save_states_every));
   check.whole_chunks(k, shape.S, chunk_size);
-  // chunk_size * save_states_every may overflow, so this divides the number of chunks instead.
+  // chunk_size * save_states_every may overflow, so this code divides the number of chunks instead.
   if (save_states_every != 1 && shape.S / chunk_size % save_states_every != 0) {
     check.wrong_length(k, "chunk_size * save_states_every = " + std::to_string(chunk_size) + " * " +
                               std::to_string(save_states_every));

@@ -1,5 +1,5 @@
-// The shape and dtype rules of the mLSTM operators, shared by all backends and the fake kernels. Errors have the form
-// of csrc/core/tensor_checks.h.
+// The shape and dtype rules of the mLSTM operators. All backends and the fake kernels share these rules.
+// csrc/core/tensor_checks.h defines the format of the errors.
 #pragma once
 
 #include "csrc/core/tensor_checks.h"
@@ -7,7 +7,7 @@
 
 namespace marlin {
 
-// The sizes of a call. S is 1 for mlstm_step.
+// The sizes of one call. S is 1 for mlstm_step.
 struct MlstmShape {
   c10::SymInt B;
   c10::SymInt H;
@@ -16,7 +16,7 @@ struct MlstmShape {
   c10::SymInt DV;
 };
 
-// The initial state: either all three tensors or none. Without them the state starts at zero.
+// The initial state: either all three tensors or none. Without tensors, the initial state is zero.
 struct MlstmInitial {
   const OptionalTensor& C0;
   const OptionalTensor& n0;

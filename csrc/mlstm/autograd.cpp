@@ -1,5 +1,5 @@
-// The derivatives of mlstm and mlstm_step, and autocast for mlstm. mlstm_states and mlstm_output refuse tensors that
-// require grad.
+// The derivatives of mlstm and mlstm_step, and autocast for mlstm. For mlstm_states and mlstm_output, an argument that
+// requires grad is an error.
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -51,7 +51,7 @@ const auto& backward_op() {
   return op;
 }
 
-// An argument of an operator; tensor is nullptr if it was not given.
+// An argument of an operator; `tensor` is nullptr if the caller omitted it.
 struct Argument {
   const char* name;
   const Tensor* tensor;
@@ -135,7 +135,7 @@ FourTensors mlstm_autograd(const Tensor& q, const Tensor& k, const Tensor& v, co
   return mlstm_op().call(q, k, v, i, f, C0, n0, m0, chunk_size, eps);
 }
 
-// Computes the derivative of mlstm_step by mlstm with one token.
+// Calls mlstm with one token if a gradient is needed, because mlstm has a derivative.
 FourTensors step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                           const Tensor& C, const Tensor& n, const Tensor& m, double eps) {
   const std::initializer_list<Argument> arguments{{"q", &q}, {"k", &k}, {"v", &v}, {"i", &i},
@@ -190,7 +190,7 @@ MlstmGradients backward_autograd(const Tensor& q, const Tensor& k, const Tensor&
   return backward_op().call(q, k, v, i, f, C0, n0, m0, h, grad_h, grad_C, grad_n, grad_m, chunk_size, eps);
 }
 
-// Casts q, k and v as autocast does for linear. Gates and states keep their precision.
+// Casts q, k and v to autocast's dtype, as PyTorch does for linear. Gates and states keep their precision.
 template <c10::DispatchKey kAutocastKey, c10::DeviceType kDevice>
 FourTensors mlstm_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                            const OptionalTensor& C0, const OptionalTensor& n0, const OptionalTensor& m0,

@@ -1,5 +1,5 @@
-// The mLSTM's backward pass, chunk by chunk, in ATen operators, for every device (docs/use/mlstm.md, "Gradients"). The
-// pass recomputes the weights inside chunks. It keeps one state and one gradient of a state per chunk.
+// The backward pass of the mLSTM, chunk by chunk, in ATen operators that run on every device (docs/use/mlstm.md,
+// "Gradients"). It recomputes the weights inside the chunks. It stores one state and one gradient of a state per chunk.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -19,16 +19,16 @@ namespace marlin {
 namespace {
 
 // The length of a chunk. Longer chunks need fewer steps for the gradient of the state, but larger [L, L] matrices. At
-// this length, the matrices are still small compared with that gradient.
+// this length, the matrices are still small compared with the gradient of the state.
 constexpr int64_t kBackwardChunk = 64;
-// Padding tokens get i = -kNeutralGate and f = kNeutralGate, which leave the state unchanged.
+// Padding tokens have i = -kNeutralGate and f = kNeutralGate, so they leave the state unchanged.
 constexpr double kNeutralGate = 1e30;
 
 struct Sequence {
   Tensor q, k, v, i, f, h, grad_h;
 };
 
-// Reshapes [B, H, S, ...] to [B * H, chunks, L, ...] in the dtype of the states, padded with neutral tokens.
+// Reshapes [B, H, S, ...] to [B * H, chunks, L, ...] in the dtype of the states, and pads S with neutral tokens.
 Tensor by_chunk(const Tensor& x, int64_t L, double neutral) {
   const int64_t S = x.size(2);
   const int64_t added = S == 0 ? L : (L - S % L) % L;
@@ -50,8 +50,8 @@ Tensor row_dot(const Tensor& a, const Tensor& b) {
   return (a * b).sum(-1);
 }
 
-// The intermediate values of the forward pass inside the chunks. Every shape below is preceded by [X, chunks], where
-// X = B * H.
+// Intermediate values of the forward pass inside the chunks. All shapes below have two more leading dimensions, [X,
+// chunks], where X = B * H.
 struct Inside {
   Tensor scale_q;     // [L, DK]
   Tensor b;           // [L] decay since the start of the chunk
@@ -82,9 +82,9 @@ Inside inside(const Sequence& x, const Tensor& n, const Tensor& m) {
 }
 
 // The derivative through the stabilisers m. h depends on m through eps. The final state depends on m because the state
-// is scaled by exp(-m). The recurrence is m_t = max(decay_t + m_(t-1), i_t). If the input gate i_s is the larger term
-// at a token s, m starts anew from i_s. So m_t is i_s of the last such token s, plus the decays after s. If there is no
-// such token, m_t is m0 plus all decays.
+// is scaled by exp(-m). The recurrence is m_t = max(decay_t + m_(t-1), i_t). If i_s is the larger term at a token s, m
+// restarts from i_s. So m_t is i_s of the last such token s, plus the decays after s. If there is no such token, m_t is
+// m0 plus all decays.
 struct StabiliserGradient {
   Tensor i;      // [X, S]
   Tensor decay;  // [X, S]
@@ -167,14 +167,16 @@ MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v,
   const Tensor d_v =
       at::matmul((in.score * in.weight).transpose(-1, -2), d_num) + column(to_state) * at::matmul(x.k, next_d_C);
 
-  // Gradients of the exponents. A decay is part of every path that crosses the decay's token, so its gradient is the
-  // sum over those paths. The paths are summed directly, because a difference of two large sums would lose precision.
+  // Gradients of the exponents. The gradient of a decay is the sum over all paths from an input to an output that cross
+  // the decay's token. The code adds up these paths directly, because a difference of two large sums would lose
+  // precision.
   const Tensor pairs = d_weighted * in.score;
   const Tensor token_to_state = to_state * row_dot(x.k, d_to_state);
   const Tensor state_to_token = row_dot(decayed_q, d_from_state);
   const Tensor state_to_state = whole * ((next_d_C * C).sum({-1, -2}) + row_dot(next_d_n, n));
   const Tensor ones = at::ones({L, L}, in.b.options());
-  const Tensor ends_after = at::matmul(ones.triu(), pairs);  // [r, l]: pairs of key l and a query at r or later
+  const Tensor ends_after = at::matmul(ones.triu(), pairs);  // [r, l]: sum over the pairs of key l with the queries
+                                                             // from r on
   const Tensor d_decay = ends_after.tril(-1).sum(-1) + at::matmul(state_to_token, ones.tril()) +
                          at::matmul(token_to_state, ones.triu(1)) + column(state_to_state);
 

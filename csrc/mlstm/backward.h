@@ -1,4 +1,4 @@
-// The mLSTM's backward pass, and the mlstm_states operator, which it calls.
+// The backward pass of the mLSTM, and the handle of mlstm_states, which the backward pass calls.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,7 +21,7 @@ inline const auto& mlstm_states_op() {
   return op;
 }
 
-// The gradients of q, k, v, i, f, C0, n0 and m0, in their dtypes.
+// The gradients of q, k, v, i, f, C0, n0 and m0, each in the dtype of its tensor.
 using MlstmGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 MlstmGradients mlstm_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,

@@ -13,18 +13,19 @@ namespace marlin {
 
 namespace {
 
-// Rates of one core per clock. kProductsPerClock is the number of fp32 multiply-adds that the matrix operation reaches
-// inside a GEMM (measured by metal-benchmarks). kBytesPerClock is the core's share of the DRAM bandwidth; the chips
+// Rates of one core per clock. kProductsPerClock is the number of fp32 multiply-adds that simdgroup matrices reach
+// inside a GEMM (measured by metal-benchmarks). kBytesPerClock is one core's share of the DRAM bandwidth; the chips
 // from M1 to M2 Max have 6.7 to 9.9.
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
-// The limit of the memory for the states between mlstm_states and mlstm_output. One state per head may exceed it.
+// The limit for the workspace of states between mlstm_states and mlstm_output. A workspace of one state per head may
+// exceed this limit.
 constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
 constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if the chunks are independent
-constexpr uint32_t kMinStepRows = 8;         // the fewest rows of C per simdgroup of mlstm_step
+constexpr uint32_t kMinStepRows = 8;         // the least number of rows of C per simdgroup of mlstm_step
 
 // Throws std::invalid_argument with the text `rule` if the condition is false. Operators check their arguments before
-// they plan, so only sizes beyond 32-bit offsets still fail here.
+// they plan, so the only failures here are sizes beyond 32-bit offsets.
 void require(bool condition, const char* rule) {
   if (!condition) throw std::invalid_argument(rule);
 }
@@ -34,18 +35,16 @@ uint32_t output_simdgroups(uint32_t DV) {
   return ceil_divide(strips, ceil_divide(strips, kMlstmMaxSimdgroups));
 }
 
-// How many clocks one core needs per token and head.
+// The clocks that one core needs per token and head.
 struct Clocks {
   double states;  // in mlstm_states
   double output;  // in mlstm_output
 };
 
-// Estimates the clocks. With larger chunks, fewer states pass through memory, but each query is compared with more
-// keys.
+// Estimates the clocks. Larger chunks move fewer states through memory, but they compare each query with more keys.
 Clocks clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  // The number of rows that are computed for each query. It is above 1 if a chunk is shorter than a block, because the
-  // block is then padded.
+  // The number of rows computed per query. A chunk shorter than a block is padded to a block, so this number exceeds 1.
   const double rows = std::max(1.0, kBlockTokens / chunk_size);
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;
@@ -132,7 +131,7 @@ struct Planner {
     constants[kConstantVectorColumns] = whole_vectors && launch.vector_aligned_states;
   }
 
-  // Returns the time of a chunk of all heads, from a core's clocks per token and head.
+  // Returns the seconds that the GPU needs for a chunk of all heads.
   double chunk_seconds(double clocks_of_a_token) const {
     return clocks_of_a_token * params.heads * params.chunk_size / (device.cores * device.chip->clock_ghz.value * 1e9);
   }
@@ -148,7 +147,7 @@ struct Planner {
                                       .seconds = seconds});
   }
 
-  // Adds a launch of mlstm_gates. m_slots is the number of elements per head in the tensor for the final stabiliser.
+  // Adds a dispatch of mlstm_gates. m_slots is the number of elements per head in the tensor of the final stabiliser.
   void add_gates(uint32_t flags, uint32_t m_slots) {
     MlstmParams own = params;
     own.flags |= flags;

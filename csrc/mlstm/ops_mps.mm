@@ -20,19 +20,19 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Returns the token stride of a tensor [B, H, S, ...]. Returns 0 for a single token, whose stride may be any number.
+// Returns the token stride of a tensor [B, H, S, ...]. Returns 0 for a single token, because its stride is arbitrary.
 int64_t token_stride(const Tensor& tensor) {
   return tensor.size(2) > 1 ? tensor.stride(2) : 0;
 }
 
-// Returns q, k or v in a form that the kernels accept: the tensor itself, or a contiguous copy if its rows are not
-// contiguous or are too far apart for 32-bit offsets.
+// Converts q, k or v to a form that the kernels accept. Copies the tensor if its rows are not contiguous, or are too
+// far apart for 32-bit offsets.
 Tensor rows(const Tensor& tensor) {
   const bool is_near = tensor.dim() != 4 || token_stride(tensor) <= kMlstmMaxStride;
   return tensor.stride(-1) == 1 && is_near ? tensor : tensor.contiguous();
 }
 
-// Returns the strides of a tensor. Tensors of mlstm_step have no token dimension.
+// Returns the strides of a tensor. The tensors of mlstm_step have no token dimension.
 MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
   return {tensor.stride(0), tensor.stride(1), has_tokens ? token_stride(tensor) : 0};
 }
@@ -41,14 +41,14 @@ bool is_aligned(const Tensor& tensor) {
   return tensor.storage_offset() % 4 == 0;
 }
 
-// A plan with its pipelines, and the facts about the plan that the caller needs.
+// A plan with its pipelines, its number of chunks and its workspace.
 struct CompiledMlstm {
   CompiledPlan compiled;
   uint32_t chunks;
   MlstmWorkspace workspace;
 };
 
-// One call of an operator: the tensors to bind and the problem to plan.
+// The arguments of one call: the tensors to bind and the problem to plan.
 struct Call {
   const char* op;
   MlstmLaunch launch;
@@ -95,8 +95,8 @@ struct Call {
     bind_states({kSlotC0, kSlotN0, kSlotM0}, *initial.C0, *initial.n0, *initial.m0);
   }
 
-  // Returns the cached plan of this launch, or makes it. The arguments have been checked, so the planner refuses only
-  // sizes beyond 32-bit offsets.
+  // Returns the plan of this launch from the cache, or makes it. The arguments have been checked, so the planner's only
+  // error here is a size beyond 32-bit offsets.
   template <MlstmPlan (*make_plan)(const MlstmLaunch&, const GpuDevice&)>
   std::shared_ptr<const CompiledMlstm> find_plan() const {
     static auto* plans = new LaunchCache<MlstmLaunch, CompiledMlstm>;  // one cache for each operator

@@ -1,4 +1,4 @@
-// The schemas of the mLSTM operators and their fake (Meta) kernels. Shapes and dtypes: docs/use/mlstm.md.
+// The schemas of the mLSTM operators and their fake (Meta) kernels. docs/use/mlstm.md lists shapes and dtypes.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -20,7 +20,7 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
   m.def(
       "mlstm_step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C, Tensor n, Tensor m, *, float eps=1e-6) "
       "-> (Tensor h, Tensor C, Tensor n, Tensor m)");
-  // The backward pass is a separate operator, so that its loop over chunks is not traced.
+  // The backward pass is an operator of its own, so torch.compile does not trace its loop over chunks.
   m.def(
       "_mlstm_backward(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C0, Tensor? n0, Tensor? m0, Tensor h, "
       "Tensor grad_h, Tensor grad_C, Tensor grad_n, Tensor grad_m, int chunk_size, float eps) "

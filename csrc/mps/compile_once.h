@@ -1,5 +1,5 @@
-// Makes each value once. Threads that ask for the same value wait for it. No lock is held while a value is made, so
-// threads that need another value do not wait.
+// A cache that makes each value once. Threads that ask for the same key wait for the thread that makes its value. No
+// lock is held while a value is made, so threads with other keys do not wait.
 #pragma once
 
 #include <condition_variable>
@@ -14,9 +14,9 @@ namespace marlin::mps {
 template <typename Key, typename Value>
 class CompileOnce {
  public:
-  // Returns make()'s value for the key, from this call or an earlier one. If the value is not final, the threads that
-  // already wait for it get it too, and the next call makes it again. If make() throws, its caller gets the exception,
-  // and one of the waiting threads makes the value.
+  // Returns the value that make() gave for the key, in this call or in an earlier call. If the value is not final, the
+  // threads that already wait for it receive it, but the next call makes a new value. If make() throws, its caller gets
+  // the exception, and one of the waiting threads calls its own make().
   template <typename Make>
   Value get(const Key& key, const Make& make) {
     std::unique_lock lock(mutex_);

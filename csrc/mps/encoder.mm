@@ -29,10 +29,10 @@ struct SetParams {
   }
 };
 
-// Returns a buffer for the slots of absent tensors. Metal's API validation ends the process if a declared slot is nil.
-// No tensor can stand in: Metal would assume that the kernel uses it, and perhaps writes it. Metal tracks no uses of
-// this buffer. Kernels do not touch it: the host never writes it and it is small, so the software device and Metal's
-// shader validation report a stray access.
+// Returns a small buffer for the slots of absent tensors. Metal's API validation ends the process if a slot that the
+// kernel declares is nil. An operand cannot fill such a slot, because Metal would track it as used, and perhaps as
+// written, by the kernel. This buffer is untracked, and kernels never access it. The host never writes it and it has 16
+// bytes, so the software device and Metal's shader validation report a stray access.
 id<MTLBuffer> absent_tensor() {
   static constexpr NSUInteger kBytes = 16;
   static id<MTLBuffer> buffer = [] {
@@ -45,8 +45,8 @@ id<MTLBuffer> absent_tensor() {
   return buffer;
 }
 
-// Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels, including
-// PyTorch's.
+// Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels and of
+// PyTorch.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.instance.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);
@@ -75,10 +75,10 @@ uint32_t checked_size(const char* op, const char* name, int64_t size) {
 
 void encode(const CompiledPlan& compiled, Bindings bindings) {
   raise_gpu_failure();
-  // Workspaces need no cache, because PyTorch's allocator reuses freed memory within microseconds. The
-  // reuse is safe: later work is encoded on the same stream, so it runs after this plan. torch 2.14 and later have
-  // several streams. The allocator of these versions gives freed memory to another stream only when no work in flight
-  // uses it; softmetal/src/softmetal/apple/pytorch_calls.py checks that.
+  // Each call allocates its workspaces anew, because PyTorch's allocator returns freed memory within microseconds.
+  // Reuse of a workspace is safe: later work on the same stream runs after this plan. torch 2.14 and later have several
+  // streams. There the allocator gives freed memory to another stream only when no running work uses it;
+  // softmetal/src/softmetal/apple/pytorch_calls.py checks this.
   const Extent& partials = compiled.plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =
@@ -89,8 +89,8 @@ void encode(const CompiledPlan& compiled, Bindings bindings) {
     bindings[kSlotBlocks] = at::empty({words}, bindings[kSlotOut].options().dtype(at::kInt));
   }
 
-  // An Objective-C block captures C++ objects as const copies. The block below therefore captures pointers to them.
-  // These stay valid, because run_on_queue waits for the block.
+  // An Objective-C block captures C++ objects as const copies, so the block below captures pointers instead. The
+  // pointers stay valid, because run_on_queue waits for the block.
   const CompiledPlan* launched = &compiled;
   const Bindings* bound = &bindings;
   run_on_queue(^{

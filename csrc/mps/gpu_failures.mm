@@ -18,9 +18,10 @@ namespace marlin::mps {
 
 namespace {
 
-constexpr size_t kMostNames = 8;  // most kernels that a message names; all kernels of a token would be too many to read
+constexpr size_t kMostNames = 8;  // limit of the names in one message: the kernels of a whole token would be too many
+                                  // to read
 
-// The kernels of one command buffer. The stream that encodes them adds their names. After the commit, only the
+// The kernels of one command buffer. The stream that encodes them appends their names. After the commit, only the
 // completed handler reads the names.
 struct Kernels {
   std::vector<std::string> names;
@@ -44,9 +45,9 @@ struct Kernels {
   }
 };
 
-// The command buffer that a stream fills. The buffer is not retained, because that could keep the memory of its
-// operands in use. A later command buffer may get the same address, but only after the handler of this one has set
-// `ended`.
+// The command buffer that a stream is filling. The buffer is not retained, because a retained buffer could keep the
+// memory of its operands in use. A later command buffer can get the same address, but only after the handler of this
+// command buffer has set `ended`.
 struct Watched {
   const void* buffer = nullptr;
   std::shared_ptr<Kernels> kernels = std::make_shared<Kernels>();
@@ -69,7 +70,8 @@ void completed(id<MTLCommandBuffer> buffer, const Kernels& kernels) {
   const std::string text = "torch_marlin_metal: the GPU did not complete a command buffer with " + kernels.text() +
                            ", so results since then may be wrong: " +
                            (error == nil ? "no reason given" : [[error localizedDescription] UTF8String]);
-  // The message is printed, because only a later operator raises it as an error, and the program may call none.
+  // Only a later operator raises this message as an error, and the program may call none. So the message is also
+  // printed.
   std::fprintf(stderr, "%s\n", text.c_str());
   const std::lock_guard lock(failure().mutex);
   if (failure().first.empty()) failure().first = text;

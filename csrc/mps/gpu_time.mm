@@ -1,5 +1,5 @@
-// Operators that measure a thread's encoded work by the GPU's clock. torch_marlin_metal/gpu/tuning calls them. They
-// take no tensors, and only a build with this backend has them.
+// Operators that measure the work that a thread encodes, by the GPU's clock. torch_marlin_metal/gpu/tuning calls them.
+// They take no tensors, and only a build with the MPS backend has them.
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -12,8 +12,8 @@
 namespace marlin::mps {
 namespace {
 
-// The current command buffers at the begin and at the end of the measurement. Their completed handlers fill in the
-// pointers. The buffers are retained, because the last could otherwise get the address of the first.
+// The command buffers that were current at the start and at the end of the measurement. Their completed handlers set
+// and retain the pointers. Without the reference, the last buffer could get the address of the first.
 struct Measurement {
   id<MTLCommandBuffer> first = nil;
   id<MTLCommandBuffer> last = nil;
@@ -29,8 +29,8 @@ struct Measurement {
 
 thread_local std::shared_ptr<Measurement> current;
 
-// Commits all earlier work and does not wait for it. The GPU is then busy, and runs at its full clock, while the host
-// encodes the work to be measured.
+// Commits all earlier work without waiting for it. The GPU is then busy, and at its full clock, while the host encodes
+// the work to be measured.
 void begin_gpu_time() {
   TORCH_CHECK(current == nullptr, "torch_marlin_metal: _begin_gpu_time: this thread's measurement has not ended");
   const auto measurement = std::make_shared<Measurement>();
@@ -44,9 +44,9 @@ void begin_gpu_time() {
   hold_commits(true);
 }
 
-// Waits for the work that was encoded since begin_gpu_time. Returns the seconds from its start to its end on the GPU,
-// and whether one command buffer held all of it. If PyTorch committed in between, for example for a copy to the host,
-// there are several command buffers, and the time includes the GPU's wait for the host.
+// Waits for the work that was encoded since begin_gpu_time. Returns the seconds from the work's start to its end on the
+// GPU, and true if a single command buffer held all the work. PyTorch may commit in between, for example for a copy to
+// the host. Then there are several command buffers, and the seconds include the GPU's wait for the host.
 std::tuple<double, bool> end_gpu_time() {
   TORCH_CHECK(current != nullptr, "torch_marlin_metal: _end_gpu_time: this thread has begun no measurement");
   const std::shared_ptr<Measurement> measurement = std::exchange(current, nullptr);

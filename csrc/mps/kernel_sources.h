@@ -1,5 +1,4 @@
-// The source text of the Metal libraries. The build generates the definition from kernels/
-// (build_support/embed_kernels.py).
+// The source text of the Metal libraries. build_support/embed_kernels.py generates the definition from kernels/.
 #pragma once
 
 #include <span>

@@ -1,6 +1,6 @@
 // Compiles kernels at first use: one Metal library per function, and one pipeline per function and set of constants.
-// Several threads can compile at the same time. Failures are kept, too: a kernel with an error is compiled only once.
-// Nothing is ever freed, because Metal may be gone already when the process exits.
+// Several threads can compile at the same time. The cache stores failures, too, so a kernel with an error is compiled
+// only once. Nothing is ever freed, because Metal may already be unloaded when the process exits.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -17,7 +17,7 @@ namespace marlin::mps {
 
 struct CompiledKernel {
   id<MTLComputePipelineState> pipeline;
-  std::string name;  // its host name, for profiles and errors
+  std::string name;  // the kernel's host name, for profiles and errors
 };
 
 struct CompiledPlan {
@@ -25,23 +25,24 @@ struct CompiledPlan {
   std::vector<CompiledKernel> kernels;  // one for each dispatch
 };
 
-// Raised if a kernel for tensor units does not compile, cannot run its plan's threads, or assumes another layout of
-// operands than this GPU's. A second try would fail, too, but a plan without such kernels may work.
+// Thrown if a kernel for tensor units does not compile, cannot run its plan's threads, or assumes a layout of operands
+// that this GPU does not use. Another attempt would fail, too, but a plan without tensor units may work.
 struct NoTensorKernel : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Raises an error with the function's name and Metal's message if a function does not compile. Also raises an error
-// if a pipeline cannot run as many threads per threadgroup as its dispatch needs. Both errors are NoTensorKernel if
-// the kernel is for tensor units. If Metal's compiler process does not answer, compile() asks it a second time and
-// then raises an ordinary error. A later call tries again.
+// Raises an error with the function's name and Metal's message if a function does not compile. Raises an error if a
+// pipeline cannot run as many threads per threadgroup as its dispatch needs. For a kernel for tensor units, either
+// error is a NoTensorKernel. If Metal's compiler process does not answer, compile() asks it a second time and then
+// raises a std::runtime_error; the next call tries again.
 CompiledPlan compile(Plan plan);
 
-// The GPU for the planner, without the answer of the probe (half_subnormals) and without tensor units. Raises an error
-// if an environment variable of the planner or of the commit policy is wrong.
+// Returns this machine's GPU as the planner describes it, without tensor units and without the result of the probe for
+// half_subnormals. Raises an error if an environment variable of the planner or of the commit policy is invalid.
 const GpuDevice& gpu();
 
-// Finds or makes the plan of a problem that decides its plan alone, such as a repack.
+// Returns the compiled plan of a problem from a cache. Use it if the plan depends on the problem and the GPU alone, as
+// for a repack.
 template <typename Problem>
 std::shared_ptr<const CompiledPlan> find_plan(const Problem& problem, Plan (*plan)(const Problem&, const GpuDevice&)) {
   static auto* plans = new LaunchCache<Problem, CompiledPlan>;

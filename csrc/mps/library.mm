@@ -16,7 +16,7 @@ namespace marlin::mps {
 
 namespace {
 
-// The result of a compile: an object, which is kept until the process ends, or the error.
+// The result of a compilation: a Metal object, which lives until the process ends, or an error.
 template <typename Object>
 struct Compiled {
   Object object = nil;
@@ -31,7 +31,8 @@ struct Cache {
   CompileOnce<std::pair<KernelInstance, FunctionConstants>, Pipeline> pipelines;
 };
 
-// Lets Metal run as many compiles at a time as it can. By default it runs few, so threads would wait for each other.
+// Asks Metal to run as many compilations at a time as it can. By default Metal runs few, so threads would wait for each
+// other.
 Cache& cache() {
   static auto* instance = [] {
     id<MTLDevice> gpu = device();
@@ -48,9 +49,9 @@ std::string message(NSError* error) {
 }
 
 // Metal's compiler is a separate process. The system may end that process when memory is short, and a sandbox may block
-// it. Metal starts the process again at the next request, so an interrupted compile is worth a second try. The error of
-// an interrupted compile contains "XPC_ERROR_CONNECTION" or "internal error" (ggml-org/llama.cpp issue 12232,
-// flutter/flutter issue 68649). A crash of the compiler also gives "internal error".
+// it. Metal starts the process again at the next request, so an interrupted compilation is worth a second attempt. The
+// error of an interrupted compilation contains "XPC_ERROR_CONNECTION" or "internal error" (ggml-org/llama.cpp issue
+// 12232, flutter/flutter issue 68649). A crash of the compiler also gives "internal error".
 bool is_interruption(const std::string& error) {
   return error.find("XPC_ERROR_CONNECTION") != std::string::npos;
 }
@@ -58,8 +59,8 @@ bool may_succeed_again(const std::string& error) {
   return is_interruption(error) || error.find("internal error") != std::string::npos;
 }
 
-// Calls compile(NSError**). If the call fails for a reason that may be temporary, calls it once more. Objective-C
-// objects that the attempts made are released before this function returns, because the caller may throw.
+// Calls compile(NSError**), and calls it a second time if the error may be temporary. The autorelease pool inside the
+// loop releases the attempts' temporary Objective-C objects, because the caller may throw.
 template <typename Object, typename Compile>
 Compiled<Object> compiled(const Compile& compile) {
   constexpr int kAttempts = 2;
@@ -75,18 +76,18 @@ Compiled<Object> compiled(const Compile& compile) {
   return {nil, error, !is_interruption(error)};
 }
 
-// SDKs before macOS 26 do not name MTLLanguageVersion4_0. The older versions are numbered in the same way.
+// SDKs before macOS 26 do not define MTLLanguageVersion4_0. Its number follows the scheme of the older versions.
 constexpr auto kLanguageOfTensors =
     static_cast<MTLLanguageVersion>((kTensorSystem.language.major << 16) + kTensorSystem.language.minor);
 
 MTLCompileOptions* compile_options(Kernel kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:needs_tensor_units(kernel) ? kLanguageOfTensors : MTLLanguageVersion3_1];
-  // mathMode is Safe for two reasons: decoding needs subnormals and NaN, and the compiler must not reorder the
-  // subtraction of zero points. The mLSTM needs precise exp and log, so mathFloatingPointFunctions is Precise. macOS 14
-  // has only fastMathEnabled, which controls both.
+  // mathMode is Safe, because the decode needs subnormals and NaN, and because the compiler must not reorder the
+  // subtraction of zero points. mathFloatingPointFunctions is Precise, because the mLSTM needs precise exp and log.
+  // macOS 14 has only fastMathEnabled, which controls both.
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
-  // clang warns of these methods on macOS 14, because it does not see that respondsToSelector: guards them.
+  // clang warns that these methods need macOS 15: it does not see that respondsToSelector: guards them.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
   if ([options respondsToSelector:@selector(setMathMode:)] &&
@@ -109,7 +110,7 @@ const char* source_text(std::string_view library) {
   return found->text;
 }
 
-// Returns the Metal source of one function: two macros that choose the function (kernel_list.h), then the whole file.
+// Returns the Metal source for one function: two macros that select the function (kernel_list.h), then the whole file.
 std::string library_text(const KernelInstance& instance) {
   const char* file = source_text(info(instance.kernel).library);
   const std::string only = template_instance(instance);
@@ -129,7 +130,7 @@ Library library(const KernelInstance& instance) {
   });
 }
 
-// kMetal_<type> is the Metal type of each type in MARLIN_FUNCTION_CONSTANTS.
+// kMetal_<type> is the MTLDataType of a type in MARLIN_FUNCTION_CONSTANTS.
 constexpr MTLDataType kMetal_bool = MTLDataTypeBool;
 constexpr MTLDataType kMetal_int = MTLDataTypeInt;
 
@@ -160,7 +161,7 @@ Pipeline new_pipeline(const Dispatch& dispatch) {
   });
 }
 
-// Returns the reason why the pipeline cannot run the dispatch, or an empty text if it can.
+// Returns the reason why the pipeline cannot run the dispatch, or an empty text if it can run.
 std::string refusal(const Pipeline& pipeline, const Dispatch& dispatch) {
   const std::string function = host_name(dispatch.instance);
   if (pipeline.object == nil) {

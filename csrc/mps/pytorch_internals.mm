@@ -50,7 +50,7 @@ uint32_t gpu_core_count() {
 
 uint32_t gpu_family() {
   for (uint32_t family = kGpuFamilies.back().number; family >= kGpuFamilies.front().number; --family) {
-    // MTLGPUFamilyApple7 is 1007, and so on.
+    // The value of MTLGPUFamilyApple<n> is 1000 + n.
     if ([device() supportsFamily:static_cast<MTLGPUFamily>(1000 + family)]) return family;
   }
   return 0;
@@ -72,7 +72,7 @@ NSUInteger offset_of(const at::Tensor& tensor) {
 
 void run_on_queue(void (^block)()) {
   at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
-    // An exception that leaves an @autoreleasepool does not drain the pool, so the exception is rethrown outside.
+    // An exception that leaves an @autoreleasepool does not drain the pool, so the exception is rethrown after it.
     std::exception_ptr failure;
     @autoreleasepool {
       try {
@@ -145,7 +145,7 @@ void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& na
     try {
       end();
     } catch (...) {
-      // This error is dropped, because the first one is the cause.
+      // Drops the error of end(), because the first error is the cause.
     }
     std::rethrow_exception(cause);
   }

@@ -1,5 +1,5 @@
-// The table of Apple's GPUs: what is known of each, and the source of each figure. The planner, profiling and the docs
-// all use it.
+// The table of Apple's GPUs: the figures of each chip, and a source for each figure. The planner, the profiler and the
+// docs use this table.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ struct Figure {
   std::string_view source;
 };
 
-// A source makes figures: apple(400).
+// A source of figures. A call makes a Figure with this source, for example apple(400).
 struct Source {
   std::string_view citation;
   constexpr Figure operator()(double value) const { return {value, citation}; }
@@ -44,13 +44,13 @@ inline constexpr Source assumed{"assumed: taken over from the nearest GPU that h
 
 // The figures of a GPU family, per core (except dram_latency_ns). Clocks are clocks of the GPU. A fused multiply-add
 // counts as two flop.
-//   most_threads                   the most threads that are resident
+//   most_threads                   the largest number of resident threads
 //   matrix_clocks_fp16, _fp32      clocks of one scheduler for an 8x8x8 simdgroup_multiply_accumulate of fp16 or fp32:
 //                                  at least 16, because M1 to M4 compute its 512 multiply-adds on the 32 lanes' pipes
-//   tensor_clocks_fp16             the same for 512 multiply-adds of the tensor units, of fp16 or bfloat; 0 if there
-//                                  are none
-//   matrix_overlap                 issue time and matrix time of a core overlap; this fraction of the shorter one is
-//                                  hidden
+//   tensor_clocks_fp16             clocks of the tensor units for 512 multiply-adds of fp16 or bfloat; 0 if the family
+//                                  has no tensor units
+//   matrix_overlap                 a core overlaps issue time and matrix time; the fraction of the shorter time that
+//                                  the overlap hides
 #define MARLIN_FAMILY_FIGURES(X) \
   X(schedulers)                  \
   X(fp32_flop_per_clock)         \
@@ -75,9 +75,9 @@ struct GpuFamily {
   MARLIN_FAMILY_FIGURES(MARLIN_FIGURE_FIELD)
 };
 
-// Measurements show that Apple8 has Apple7's core at another clock. From Apple9 on, registers, threadgroup memory and
-// L1 share one memory, which is divided while kernels run. Its size is not published, so Apple7's sizes are used.
-// Apple10 is the first with tensor units.
+// By measurements, Apple8 has the core of Apple7 at another clock. From Apple9 on, registers, threadgroup memory and L1
+// share one memory, which the GPU divides at run time. Its size is not published, so the rows have Apple7's sizes.
+// Apple10 is the first family with tensor units.
 inline constexpr auto kGpuFamilies = [] {
   using namespace sources;
   return std::array<GpuFamily, 4>{{
@@ -100,8 +100,8 @@ inline constexpr auto kGpuFamilies = [] {
 // The figures of a chip.
 //   dram_gbs                 peak bandwidth of the version with all cores, in 10^9 bytes per second
 //   dram_gbs_fewest_cores    peak bandwidth of all versions with fewer cores, in 10^9 bytes per second
-//   dram_fraction            the fraction of the peak that reads reach
-//   small_read_share         the fraction of that rate at which weights of less than 50 MB are read; below 1 on chips
+//   dram_fraction            the fraction of the peak bandwidth that reads reach
+//   small_read_share         the fraction of that read rate that weights of less than 50 MB reach; below 1 on chips
 //                            that consist of two dies
 #define MARLIN_CHIP_FIGURES(X) \
   X(clock_ghz)                 \
@@ -152,8 +152,8 @@ inline constexpr auto kChips = [] {
        assumed(24)},
       {"M4 Max", 9, 40, 32, derived(1.58), apple(546), apple(410), decode_slope(0.93), small_reads(1), assumed(1024),
        assumed(48)},
-      // A18 Pro is the chip of the MacBook of 2026. Apple publishes the memory's rate and the number of cores, but not
-      // the clock.
+      // A18 Pro is the chip of the MacBook of 2026. Apple publishes the memory bandwidth and the number of cores, but
+      // not the clock.
       {"A18 Pro", 9, 5, 5, assumed(1.58), apple(60), apple(60), assumed(0.83), small_reads(1), assumed(1536),
        assumed(8)},
       {"M5", 10, 10, 8, assumed(1.6), apple(153), apple(153), decode_slope(0.81), small_reads(1), assumed(1536),
@@ -172,7 +172,7 @@ constexpr const GpuFamily& family_of(const Chip& chip) {
   return kGpuFamilies.back();
 }
 
-// Returns the chip with this name, with or without "Apple" in front, or null if the table does not have it.
+// Returns the chip with this name, with or without the prefix "Apple ", or null if the table does not list the chip.
 constexpr const Chip* find_chip(std::string_view name) {
   constexpr std::string_view maker = "Apple ";
   if (name.starts_with(maker)) name.remove_prefix(maker.size());

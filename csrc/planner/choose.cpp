@@ -1,5 +1,5 @@
-// Chooses the tiling of a product: makes one for each tile that can compute it, and takes the one with the least
-// estimated time.
+// Chooses the tiling of a product: makes a tiling for each tile that can compute the product, and chooses the tiling
+// with the least estimated time.
 #include <ranges>
 
 #include "csrc/core/math.h"
@@ -10,7 +10,7 @@ namespace marlin {
 
 namespace {
 
-// Returns the fastest tiling that `eligible` admits, or null.
+// Returns the fastest tiling for which `eligible` is true, or null if there is none.
 template <typename Eligible>
 const Tiling* best_of(const std::vector<Tiling>& tilings, const Eligible& eligible) {
   auto admitted = tilings | std::views::filter(eligible);
@@ -18,7 +18,7 @@ const Tiling* best_of(const std::vector<Tiling>& tilings, const Eligible& eligib
   return best == admitted.end() ? nullptr : &*best;
 }
 
-// Returns the number of threadgroups of a staged kernel with this tile that all cores of the GPU hold at once.
+// Returns how many threadgroups of a staged kernel with this tile are resident on all cores of the GPU together.
 uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t bytes = tile_threadgroup_bytes(row.tile, problem.activations, row.stages);
   const uint32_t registers = half_registers(row, problem, row.tile.M, device);
@@ -26,11 +26,11 @@ uint64_t resident_threadgroups(const GemmTile& row, const GemmProblem& problem, 
   return uint64_t{device.cores} * held.threadgroups;
 }
 
-// The length of a slice of striped. It is a multiple of every tile's K and of every group size, so stripes end where
-// groups end. Shorter slices would balance the stripes better, but they would need more partial sums, which cost more
+// The length of a slice of K in the striped variant. It is a multiple of every tile's K and of every group size, so
+// stripes end where groups end. Shorter slices would balance the stripes better, but the extra partial sums cost more
 // than the better balance saves.
 constexpr uint32_t kStripedSlice = 256;
-// K is split if stripes of whole tiles would leave more than an eighth of the threadgroups' time idle.
+// Tiles are divided along K if stripes of whole tiles would leave more than one eighth of the threadgroups' time idle.
 constexpr uint32_t kIdleShare = 8;
 
 bool whole_tiles_fill(uint64_t tiles, uint64_t stripes) {
@@ -38,8 +38,8 @@ bool whole_tiles_fill(uint64_t tiles, uint64_t stripes) {
   return (rounds * stripes - tiles) * kIdleShare <= rounds * stripes;
 }
 
-// Returns as many stripes as the GPU holds threadgroups at once, each with an equal part of the work
-// (docs/inside/kernels.md).
+// Returns a tiling with as many stripes as the GPU holds threadgroups at once. Each stripe has an equal part of the
+// work (docs/inside/kernels.md).
 std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const uint32_t K = problem.weight.K;
   const uint64_t resident = resident_threadgroups(row, problem, device);
@@ -57,7 +57,7 @@ std::optional<Tiling> striped_tiling(const GemmTile& row, const GemmProblem& pro
   return tiling;
 }
 
-// Returns the best tiling with a tile, or nothing if the tile cannot compute the problem.
+// Returns the fastest tiling with this tile, or nullopt if the tile cannot compute the problem.
 std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem, const GpuDevice& device) {
   const VariantRules& rules = rules_of(row.variant);
   const uint32_t rows = row.tile.M;
@@ -72,7 +72,7 @@ std::optional<Tiling> tiling_of(const GemmTile& row, const GemmProblem& problem,
   if (rules.has_stripes) return striped_tiling(row, problem, device);
   uint32_t most = max_slices(row, problem.weight);
   uint32_t fewest = std::min(rules.fewest_slices, most);
-  if (row.stages != 0) {  // K is split if the GPU can hold more threadgroups than there are tiles
+  if (row.stages != 0) {  // splits K if the GPU can hold more threadgroups than there are tiles
     const uint64_t wanted = ceil_divide(resident_threadgroups(row, problem, device), tile_count(row.tile, problem));
     fewest = most = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most));
   }

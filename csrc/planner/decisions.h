@@ -1,5 +1,5 @@
-// The table by which the planner chooses between gemv, fused and tensor, their blocks of rows and how they split K:
-// decision_rows.h.
+// The costs by which the planner chooses between gemv, fused and tensor, chooses their row blocks and splits K. The
+// rows are in decision_rows.h.
 #pragma once
 
 #include <array>
@@ -11,41 +11,42 @@
 
 namespace marlin {
 
-// How a GPU computes with activations of a type. M1 and M2 compute bfloat with integer instructions; later chips
-// compute it as fast as fp16. The decode to bfloat operands of tensor units takes more instructions than that to half.
+// How a GPU computes with one type of activations. M1 and M2 compute bfloat with integer instructions; later chips
+// compute bfloat as fast as fp16. For tensor units, a decode to bfloat operands takes more instructions than a decode
+// to half.
 enum class Arithmetic : uint8_t { half, emulated_bfloat, single, bfloat_operands };
 
-// What a block of rows costs a simdgroup of a kernel, in clocks of its scheduler, without matrix products. The unit of
-// rows is one row in gemv, and eight rows in fused. A simdgroup of tensor computes 32 rows, of any number; its units
-// are the products of 16 k of a step, and unit_end is for the sums of activations, which weights with biases need.
+// The costs of a row block for one simdgroup of a kernel, in clocks of its scheduler, without the matrix products. In
+// gemv, a unit is one row; in fused, a unit is eight rows. In tensor, a simdgroup always computes 32 rows, a unit is
+// one product of 16 k, and unit_end is the cost of the sums of activations for weights with biases.
 struct Decision {
   Arithmetic arithmetic;
   CodeKind codes;
   uint32_t code_bits;
   GemmVariant kernel;
-  double decode, unit;           // for each step along K: to decode its weights, and for each unit of rows
-  double group_end, unit_end;    // at the end of each group of at most kChainLength k, and for each unit of rows there
-  std::array<uint16_t, 8> wait;  // by units: clocks that it waits for the loads of a step
+  double decode, unit;         // in each step along K: `decode` once, for the step's weights, and `unit` for each unit
+  double group_end, unit_end;  // at the end of a group or of kChainLength k: `group_end` once, `unit_end` for each unit
+  std::array<uint16_t, 8> wait;  // by number of units: clocks that a simdgroup waits for the loads of a step
   std::string_view reason;
 };
 
-// The 16-bit registers of a thread of a kernel by units, and of its forms for experts in the order of their tiles
-// (csrc/planner/variants.cpp), which in tensor need as many. The compiler's choice of registers follows no rule, and a
-// few more can halve the threadgroups on a core, so they are not a kind's average. A format without a row has those of
-// the first row of its kind.
+// The 16-bit registers per thread of a kernel: `product` by number of units, `experts` for moe_gemm in the order of its
+// tiles (csrc/planner/variants.cpp). In tensor, both need the same number. Each format has a row of its own, because
+// the compiler's choice of registers follows no rule, and a few more registers can halve the threadgroups on a core. A
+// format without a row uses the first row of its code kind.
 struct Registers {
   Arithmetic arithmetic;
   CodeKind codes;
   uint32_t code_bits;
   ZerosRole zeros;
   ScaleCoding scales;
-  uint32_t levels;  // of the scales
+  uint32_t levels;  // the levels of scales, 1 or 2
   GemmVariant kernel;
   std::array<uint8_t, 8> product;
   std::array<uint8_t, 4> experts;
 };
 
-// The registers of a kernel without decisions, with the format that needs the most.
+// The 16-bit registers of a kernel that has no Decision, measured with the format that needs the most.
 struct KernelRegisters {
   Kernel kernel;
   uint32_t half_registers;
@@ -53,7 +54,7 @@ struct KernelRegisters {
 
 #include "csrc/planner/decision_rows.h"
 
-// Returns true if the kernel decodes weights to bfloat operands for bfloat activations, as those of tensor units do.
+// Returns true if the kernel decodes weights to bfloat operands when the activations are bfloat, as tensor does.
 constexpr bool has_operands_of_bfloat(GemmVariant kernel) {
   return std::any_of(kDecisions.begin(), kDecisions.end(), [&](const Decision& row) {
     return row.kernel == kernel && row.arithmetic == Arithmetic::bfloat_operands;
@@ -67,8 +68,8 @@ constexpr Arithmetic arithmetic(GemmVariant kernel, ElementType activations, con
   return family.has_bfloat ? Arithmetic::half : Arithmetic::emulated_bfloat;
 }
 
-// Returns the row for a kernel and a format with the fewest differences. Other codes count more than other arithmetic,
-// then another width, other levels of scales, and other zeros or scales.
+// Returns the kernel's row with the fewest differences from the arguments. A difference in code kind weighs most, then
+// arithmetic, width, levels of scales, and the types of zeros or scales.
 template <typename Rows>
 constexpr auto nearest(const Rows& rows, GemmVariant kernel, Arithmetic arithmetic, WeightFormat format,
                        uint32_t levels = 1) -> decltype(rows.data()) {
@@ -93,14 +94,14 @@ constexpr const Decision* find_decision(GemmVariant kernel, Arithmetic arithmeti
   return nearest(kDecisions, kernel, arithmetic, format);
 }
 
-// A row with the kernel and other codes is never the nearest if there is one with the same codes.
+// For each kernel and format there is a row with the format's code kind, so nearest() returns no other code kind.
 static_assert(
     [] {
       for (int32_t format = 0; format < kWeightFormatCount; ++format) {
         for (size_t i = 0; i < kDecisions.size(); ++i) {
           const GemmVariant kernel = kDecisions[i].kernel;
           if (i > 0 && kDecisions[i - 1].kernel == kernel)
-            continue;  // compilers limit the steps of a constant expression
+            continue;  // repeated kernel: skipped, because compilers limit the steps of a constant expression
           if (has_operands_of_bfloat(kernel) && code_kind(static_cast<WeightFormat>(format)) == CodeKind::table)
             continue;  // tensor units have no kernel for tables
           bool found = false;

@@ -25,8 +25,8 @@ std::string text(const Version& version) {
   return std::to_string(version.major) + "." + std::to_string(version.minor);
 }
 
-// macOS 26 reports version 16 to a program that was linked with the SDK of macOS 15 or an older one (cpython issue
-// 135675, dotnet/runtime pull request 116536). This program is usually the Python interpreter.
+// macOS 26 reports version 16 to a program that was linked with the SDK of macOS 15 or older (cpython issue 135675,
+// dotnet/runtime pull request 116536). Here that program is usually the Python interpreter.
 Version real(Version macos) {
   if (macos.major == 16) macos.major = 26;
   return macos;

@@ -12,27 +12,28 @@ namespace marlin {
 
 namespace {
 
-// Memory time and core time overlap; this fraction of the shorter one is not hidden.
+// Memory time and core time overlap. This fraction of the shorter one stays visible.
 constexpr double kOverlapLoss = 0.05;
-// A tensor that fills at most this fraction of the system-level cache is still there when it is read again. Reading a
-// byte from there costs as much as half a byte from memory.
+// A tensor of at most this fraction of the system-level cache is still cached when it is read again. Such a read costs
+// kCacheCost times as much as a read from memory.
 constexpr double kCachedFraction = 0.5;
 constexpr double kCacheCost = 0.5;
-// Clocks outside of the loops: of gemv and fused, of tensor, and those that kernels for experts need in addition.
+// Clocks outside the loops: for gemv and fused, for tensor, and the extra clocks of kernels for experts.
 constexpr double kStart = 200;
 constexpr double kTensorStart = 470;
 constexpr double kExpertsStart = 120;
-// For kernels without rows of decisions: the time of other instructions, as a fraction of the matrix products' time.
+// For kernels without rows in decision_rows.h: the issue time of other instructions, divided by the time of the matrix
+// products.
 constexpr double kUnlistedIssue = 0.8;
-// PyTorch's dense product: its launch, measured on an M1 Pro, and the fraction of the peak rate that it reaches,
-// measured on an M1 (4096^3, fp16).
+// PyTorch's dense product: its launch time in seconds, measured on an M1 Pro, and the fraction of the peak rate that it
+// reaches, measured on an M1 (4096^3, fp16).
 constexpr double kDenseLaunch = 20e-6;
 constexpr double kDenseFraction = 0.88;
-// What moe_sort takes for each pair: one threadgroup reads all pairs twice.
+// The seconds per pair of moe_sort: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
-// A sum of probabilities may exceed a whole number by less than this fraction, because its terms are rounded.
+// A sum of rounded probabilities may exceed a whole number by up to this fraction.
 constexpr double kRounding = 1e-9;
-// With more rows than this on average, an expert's distribution of rows no longer matters.
+// If experts have more rows than this on average, the distribution of rows no longer matters.
 constexpr uint32_t kManyRows = 64;
 
 double hertz(const GpuDevice& device) {
@@ -43,7 +44,7 @@ double together(double memory, double core, double cache = 0, double launch = kD
   return launch + std::max({memory, core, cache}) + kOverlapLoss * std::min(memory, core);
 }
 
-// Returns the time in which the cores of a launch load and store bytes, most of which L2 serves.
+// Returns the time in which the cores of a launch load and store `bytes`, if L2 serves most of them.
 double cache_seconds(double bytes, uint64_t threadgroups, const GpuDevice& device) {
   const double cores = static_cast<double>(std::min<uint64_t>(threadgroups, device.cores));
   return bytes / (family_of(*device.chip).l2_bytes_per_clock.value * cores * hertz(device));
@@ -53,7 +54,7 @@ bool stays(double bytes, const Chip& chip) {
   return bytes <= kCachedFraction * chip.slc_mb.value * 0x1p20;
 }
 
-// Returns the bytes of reading a tensor `times` times.
+// Returns the bytes from memory if a tensor is read `times` times: a cached read counts as kCacheCost of its bytes.
 double reads(double bytes, double times, const Chip& chip) {
   return bytes * (1 + (times - 1) * (stays(bytes, chip) ? kCacheCost : 1));
 }
@@ -67,13 +68,14 @@ double partial_bytes(const Tiling& tiling, const GemmProblem& problem) {
   return 4.0 * floats.x * floats.y * floats.z;
 }
 
-// Returns the time of a kernel that adds partial sums. They come from memory only if no cache holds them.
+// Returns the time of a kernel that adds partial sums. Partial sums that fit in the cache are not read from memory.
 double reduction_seconds(double partial, double written, double weight_bytes, const GpuDevice& device) {
   const double read = stays(partial, *device.chip) ? 0 : partial;
   return kDispatchSeconds + memory_seconds(read + written, weight_bytes, device);
 }
 
-// A plan made on an M5 may be for an older chip that has no tensor units. The rate of the newest family is then used.
+// A plan for a tensor-unit kernel may ask about an older chip without tensor units. Returns the newest family's rate
+// then.
 const Figure& tensor_clocks(const GpuFamily& family) {
   return family.tensor_clocks_fp16.value > 0 ? family.tensor_clocks_fp16 : kGpuFamilies.back().tensor_clocks_fp16;
 }
@@ -82,32 +84,33 @@ bool has_two_levels(const WeightProblem& weight) {
   return !has_coded_scales(weight.format) && is_integer(weight.scales);
 }
 
-// Returns the k of a step of gemm_tensor. With groups of 16, each product of 16 k has its own scale.
+// Returns the length of one step of gemm_tensor along K. In groups of 16, each product of 16 k has its own scale.
 uint32_t tensor_step(const WeightProblem& weight) {
   const bool halves = !tensor_scales_codes(weight.format) && group_size(weight) == kMinGroupSize;
   return halves ? kTensorK / 2 : kTensorK;
 }
 
-// Returns true if gemm_tensor sums the activations, because zero points are not in the codes.
+// Returns true if gemm_tensor must sum the activations, because its codes do not include the zero points.
 bool sums_activations(const WeightProblem& weight) {
   const ZerosRole role = zeros_role(weight.format);
   return role == ZerosRole::bias || (role == ZerosRole::zero_point && !is_integer(weight.zeros));
 }
 
-// Returns the K that a simdgroup passes; the stripes of striped share the K of all tiles.
+// Returns the length of K that one simdgroup passes. In striped, the stripes share the K of all tiles equally.
 double k_of_simdgroup(const Tiling& tiling, const GemmProblem& problem) {
   const uint32_t K = problem.weight.K;
   return tiling.stripes == 0 ? std::min(tiling.k_per_slice, K)
                              : double(tile_count(tiling.tile, problem)) * K / tiling.stripes;
 }
 
-// How long the core with the most threadgroups takes, and how many simdgroups a core holds on average.
+// The time of the core with the most threadgroups, and the average number of simdgroups that a core holds.
 struct Core {
   double seconds, in_flight;
 };
 
-// Returns the core of a launch of equal threadgroups of `rows` rows, of which `used` have work on average. It computes
-// all resident threadgroups at once; a few at the end take as long as one of their simdgroups alone.
+// Returns the cost of a launch of equal threadgroups. Each has `rows` rows, of which `used` have work on average. A
+// core computes all resident threadgroups at once. A last, incomplete round takes at least the time of one simdgroup
+// alone.
 Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
                   double more_start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);
@@ -118,12 +121,12 @@ Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t thr
   const uint32_t step = on_units ? tensor_step(weight) : tiling.tile.K;
   const double steps = std::ceil(k / step);
   double products = used * tiling.tile.N * step / (kBlock * kBlock * kBlock);
-  if (rules.threads != nullptr) products /= tiling.simdgroups;  // they divide the tile
+  if (rules.threads != nullptr) products /= tiling.simdgroups;  // the simdgroups divide the tile
   const Figure& clocks = on_units ? tensor_clocks(family) : family.matrix_clocks_fp32;
   double issue = 0;
   double wait = family.dram_latency_ns.value * device.chip->clock_ghz.value;
   if (rules.row_unit == 0) {
-    issue = kUnlistedIssue * steps * products * clocks.value;  // the staged kernels load ahead
+    issue = kUnlistedIssue * steps * products * clocks.value;  // no wait, because the staged kernels load ahead
   } else {
     const Arithmetic type = arithmetic(tiling.variant, problem.activations, family);
     const Decision& cost = *find_decision(tiling.variant, type, weight.format);
@@ -156,12 +159,13 @@ Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t thr
           .in_flight = tiling.simdgroups * std::min<double>(double(held), double(threadgroups) / device.cores)};
 }
 
-// The bytes that a launch moves from and to memory, and between its cores and L2.
+// The bytes of a launch: between memory and the GPU, and between its cores and L2.
 struct Traffic {
   double memory, cache;
 };
 
-// Row blocks read all weights again, except in kernels whose threadgroups with the same weights start side by side.
+// Returns the traffic of one launch of the product kernel. Each row block reads all weights again, unless the kernel
+// starts threadgroups with the same weights side by side (has_rows_along_x).
 Traffic product_traffic(const Tiling& tiling, const GemmProblem& problem, double times, uint32_t rows,
                         const GpuDevice& device) {
   const double written = writes_partials(tiling) ? partial_bytes(tiling, problem) : output_bytes(problem, rows);
@@ -213,7 +217,7 @@ double weight_bytes(const WeightProblem& weight) {
 
 Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   const double weight = weight_bytes(problem.weight);
-  if (tiling.tile == TileShape{}) {  // a kernel decodes the weight, and PyTorch multiplies
+  if (tiling.tile == TileShape{}) {  // two_pass: a kernel decodes the weight, and PyTorch multiplies
     const double written = double(problem.weight.K) * problem.weight.N * element_bytes(problem.activations);
     const GpuFamily& family = family_of(*device.chip);
     const Figure& clocked =
@@ -221,7 +225,7 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
     const double rate = kDenseFraction * clocked.value * device.cores * hertz(device);
     const double flop = 2.0 * problem.M * problem.weight.N * problem.weight.K;
     const double read = double(problem.M) * problem.weight.K * element_bytes(problem.activations);
-    // A bias is added afterwards: the result is read and written again.
+    // PyTorch adds a bias afterwards, so the result is read and written once more.
     const double results = (problem.has_bias ? 3 : 1) * output_bytes(problem, problem.M);
     const double memory = memory_seconds(written + read + results, written, device);
     return {.seconds = {traffic_seconds(weight + written, device), together(memory, flop / rate, 0, kDenseLaunch)}};
@@ -259,12 +263,12 @@ Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevi
   const double distinct = problem.a_slot_stride == 0 ? rows / problem.top_k : rows;
   const double written = combines(tiling, problem) ? 4.0 * product.M * product.weight.N
                                                    : output_bytes(product, adds_up_tokens(tiling) ? tokens : product.M);
-  // Blocks of an expert are next to each other, so one expert's weight is read between two of them.
+  // Row blocks of one expert are adjacent, so between two of them only this expert's weight is read.
   const double times = rules.has_rows_along_x ? 1 : std::max(1.0, routing.blocks / routing.experts);
   const double bytes =
       routing.experts * reads(weight, times, *device.chip) + reads(distinct, rows / distinct, *device.chip) + written;
 
-  // The units of rows that are not empty: only the last block of an expert can be partly filled.
+  // The number of non-empty units of rows. Only the last block of an expert can be partly filled.
   const uint32_t unit = rules.threads == nullptr ? rules.row_unit : tiling.tile.M;
   const double units = expected_routing(tokens, problem.top_k, problem.experts, unit).blocks;
   const double used = std::min<double>(tiling.tile.M, unit * units / routing.blocks);
@@ -283,16 +287,17 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
   const double chosen = double(top_k) / experts;
   const double mean = tokens * chosen;
   if (chosen >= 1) return {double(experts), double(experts) * ceil_divide(tokens, block_rows)};
-  // The last block of an expert with many rows has each number of rows equally often.
+  // With many rows, the last block of an expert has each possible number of rows with equal probability.
   if (mean > kManyRows) return {double(experts), experts * (mean / block_rows + 0.5 - 0.5 / block_rows)};
   Routing routing;
-  double probability = std::exp(tokens * std::log1p(-chosen));  // of so many rows: a binomial distribution
+  double probability = std::exp(tokens * std::log1p(-chosen));  // that an expert has `rows` rows, by the binomial
+                                                                // distribution
   for (uint32_t rows = 0; rows <= tokens && rows < 4 * kManyRows; ++rows) {
     if (rows > 0) routing.experts += experts * probability;
     routing.blocks += experts * probability * ceil_divide(rows, block_rows);
     probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
   }
-  // If nearly all of very many experts are chosen, the first probability underflows.
+  // The first probability underflows if nearly all of very many experts are chosen.
   return routing.blocks > 0 ? routing : Routing{double(experts), double(experts) * ceil_divide(tokens, block_rows)};
 }
 

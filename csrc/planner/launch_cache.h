@@ -1,5 +1,5 @@
-// Caches plans and compiled kernels for the operators of all families: choosing a plan takes more CPU time than
-// launching a small product.
+// Caches plans and compiled kernels for the operators of all families. To choose a plan takes more CPU time than to
+// launch a small product.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace marlin {
 
-// Hashes and compares all bytes of a problem, so that no new field can be forgotten.
+// Hashes and compares all bytes of a problem, so a new field is always part of the key.
 template <typename Problem>
 struct AllBytes {
   static_assert(std::has_unique_object_representations_v<Problem>, "no padding and no floats, see problem.h");
@@ -25,18 +25,18 @@ struct AllBytes {
   bool operator()(const Problem& a, const Problem& b) const { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 };
 
-// A cache of the Launches of one kind of problem, which drops the least recently used when it is full. A Launch has the
-// backend's data to run a plan. Safe to use from any thread.
+// A thread-safe cache of the Launches of one kind of problem. A Launch is the backend's data to run a plan. A full
+// cache drops the least recently used Launch.
 template <typename Problem, typename Launch>
 class LaunchCache {
  public:
-  // Every sequence length has a plan, so without a limit the number of plans would keep growing.
+  // Every sequence length has its own plan, so without a limit the cache would keep growing.
   static constexpr size_t kMaxLaunches = 4096;
 
   explicit LaunchCache(size_t max_launches = kMaxLaunches) : max_launches_(max_launches) {}
 
-  // Returns the cached Launch, or make()'s. Throws what make() throws. A generation that differs from the last call's
-  // clears the cache.
+  // Returns the cached Launch, or caches and returns make(). Throws what make() throws. If `generation` differs from
+  // the last call's, the cache is cleared first.
   template <typename Make>
   std::shared_ptr<const Launch> get(const Problem& problem, const Make& make, uint64_t generation = 0) {
     {

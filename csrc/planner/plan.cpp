@@ -1,4 +1,4 @@
-// Builds the plans of products with one weight, and those of the kernels with one thread per element.
+// Builds the plans of gemm, and the plans of kernels with one thread per element.
 #include "csrc/planner/plan.h"
 
 #include <numeric>
@@ -11,14 +11,14 @@ namespace marlin {
 
 namespace {
 
-// Returns the constants of a product kernel whose threadgroups compute `rows` rows.
+// Returns the function constants of a product kernel whose threadgroups compute `rows` rows each.
 FunctionConstants product_constants(const Tiling& tiling, const GemmProblem& problem, uint32_t rows,
                                     const GpuDevice& device) {
   const WeightProblem& weight = problem.weight;
   const uint32_t group = group_size(weight);
   FunctionConstants constants = weight_constants(weight);
-  // The bias is added by the reduce kernel if K is split, else by the product kernel. striped always has splits == 1:
-  // its product kernel adds the bias to tiles of one stripe, and reduce_striped to shared tiles.
+  // If K is split, the reduce kernel adds the bias, otherwise the product kernel. striped always has splits == 1: its
+  // product kernel adds the bias to a tile of a single stripe, and reduce_striped adds it to shared tiles.
   if (tiling.splits == 1) {
     const FunctionConstants bias = bias_constants(problem);
     for (FunctionConstant index : {kConstantHasBias, kConstantBiasType})
@@ -36,7 +36,7 @@ FunctionConstants product_constants(const Tiling& tiling, const GemmProblem& pro
   return constants;
 }
 
-// Returns the launch of the kernel that adds up the partial sums.
+// Returns the dispatch of the kernel that adds up the partial sums.
 Dispatch reduction(const Tiling& tiling, const GemmProblem& problem) {
   const uint32_t N = problem.weight.N;
   Dispatch dispatch{.instance = {.kernel = Kernel::reduce, .element = problem.activations},

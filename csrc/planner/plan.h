@@ -1,5 +1,5 @@
-// The launch planner: for a problem and a GPU, decides which kernels to dispatch, with what grid, constants and
-// threadgroup memory. Pure C++: no torch, no Metal.
+// The launch planner. For a problem and a GPU, it decides which kernels to dispatch, with which grid, constants and
+// threadgroup memory. It uses neither torch nor Metal.
 #pragma once
 
 #include <array>
@@ -32,23 +32,24 @@ struct Dispatch {
 };
 
 struct Plan {
-  std::vector<Dispatch> dispatches;  // in order; each may read what earlier ones wrote
+  std::vector<Dispatch> dispatches;  // in order; a dispatch may read what earlier ones wrote
   Extent partials{0, 0, 0};          // [z, y, x] floats of workspace for kSlotPartials; all zero if there is none
   uint32_t block_words = 0;          // words of workspace for kSlotBlocks
-  // True for two_pass: the dispatches write the weight as [K, N] in the activations' type, and the caller multiplies.
+  // True for two_pass: the dispatches write the decoded weight as [K, N] in the activations' type, and the caller
+  // multiplies.
   bool dense_product = false;
-  bool applies_gate = false;  // true if the dispatches include the gated activation of the problem
+  bool applies_gate = false;  // true if the dispatches compute the problem's gated activation, too
 };
 
-// Returns the predicted time of all dispatches on the GPU.
+// Returns the sum of the predicted GPU times of all dispatches.
 double seconds(const Plan& plan);
-// Sets the predicted times of the dispatches.
+// Sets the predicted time of each dispatch.
 void set_seconds(Plan& plan, const struct Estimate& estimate);
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);
 
-// The functions below throw std::invalid_argument if no kernel can compute the problem; see refuse() in variants.h for
-// the text. plan_gemm ranks all tilings and builds a plan for the chosen one only.
+// The functions below throw std::invalid_argument if no kernel can compute the problem. refuse() in variants.h shows
+// the text of the error. plan_gemm ranks all tilings, but builds a plan for the chosen tiling only.
 Plan plan_gemm(const GemmProblem& problem, const GpuDevice& device);
 Plan plan_dequantize(const DequantizeProblem& problem, const GpuDevice& device);
 std::ostream& operator<<(std::ostream& stream, const Dispatch& dispatch);

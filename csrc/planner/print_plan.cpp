@@ -1,4 +1,4 @@
-// The text of a plan.
+// Prints plans as text.
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
@@ -30,7 +30,7 @@ struct PrintParams {
     stream << " a_slot_stride=" << params.a_slot_stride << " experts=" << params.experts << " top_k=" << params.top_k
            << " block_rows=" << params.block_rows << " blocks=" << params.blocks;
   }
-  // Parameters of other kernels are printed as words.
+  // Prints the parameters of any other kernel as 32-bit words.
   template <typename Params>
   void operator()(const Params& params) const {
     std::array<int32_t, sizeof(Params) / sizeof(int32_t)> words{};

@@ -1,5 +1,5 @@
-// The problems that the planner plans. A problem's bytes are its key in the cache of launches, so all its bytes are
-// values: it has no padding, and no floats, of which some differ in their bytes only.
+// The problems for which the planner makes plans. A problem's bytes are its key in the launch cache, so a problem has
+// no padding. It also has no floats, because equal floats can differ in their bytes (0.0 and -0.0).
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace marlin {
 
-// A bool of four bytes.
+// A bool in four bytes, so that a struct has no padding.
 struct Flag {
   constexpr Flag(bool value = false) : value(value ? 1 : 0) {}
   constexpr operator bool() const { return value != 0; }
@@ -20,7 +20,7 @@ struct Flag {
   uint32_t value;
 };
 
-// A float that compares by its bits.
+// A float that is compared by its bits.
 struct FloatBits {
   constexpr FloatBits(float value = 0) : bits(std::bit_cast<uint32_t>(value)) {}
   constexpr operator float() const { return std::bit_cast<float>(bits); }
@@ -35,13 +35,14 @@ struct WeightProblem {
   uint32_t N = 0;
   uint32_t group_size = 0;  // if larger than K, it counts as K
   ElementType scales = ElementType::float16;
-  ElementType zeros = ElementType::float16;  // ignored if the format has none
-  ElementType super = ElementType::float16;  // of super_scales and super_zeros, ignored without two levels
+  ElementType zeros = ElementType::float16;  // ignored if the format has no zeros
+  ElementType super = ElementType::float16;  // type of super_scales and super_zeros; ignored for scales of one level
   bool has_perm = false;
   bool has_global_scale = false;
   bool global_scale_per_column = false;
-  bool vector_aligned = false;  // the planes, scales and zero points start aligned for loads of four elements
-  Flag block_scales{};          // a scale for kScaleBlock x kScaleBlock weights
+  bool vector_aligned = false;  // true if loads of four elements are aligned at the start of the planes, scales and
+                                // zero points
+  Flag block_scales{};          // true if one scale is for kScaleBlock x kScaleBlock weights
 };
 
 inline uint32_t group_size(const WeightProblem& weight) {
@@ -55,13 +56,13 @@ struct GemmProblem {
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;
   Flag has_bias{};
-  Flag vector_aligned_a{};  // activations start aligned for loads of four elements
+  Flag vector_aligned_a{};  // true if loads of four elements are aligned at the start of the activations
   NamedVariant variant{};
-  // The variant that "auto" uses, because a tuner measured it as the fastest; "auto" if nothing was measured.
+  // The variant that a tuner measured as the fastest, for "auto" to use; "auto" if there is no measurement.
   NamedVariant tuned{};
 };
 
-// A MoeGate, or none.
+// A MoeGate that may be absent.
 struct OptionalGate {
   OptionalGate() = default;
   OptionalGate(const MoeGate& gate)
@@ -79,19 +80,19 @@ struct OptionalGate {
   FloatBits alpha{};
 };
 
-// The products of tokens with the weights of their experts. Each token has top_k slots, and each slot names an expert.
-// A pair is a token and one of its slots.
+// The problem of moe_gemm: products of tokens with the weights of their experts. Each token has top_k slots, and each
+// slot holds the number of an expert. A pair is a token and one of its slots.
 struct MoeProblem {
-  // the weight of one expert; M is the number of pairs, a_row_stride the distance between tokens
+  // the weight of one expert; M is the number of pairs, and a_row_stride is the distance between tokens
   GemmProblem product{};
   int64_t a_slot_stride = 0;  // elements; 0 if the slots of a token share one row
   uint32_t experts = 0;
   uint32_t top_k = 1;
-  Flag wide_ids = true;  // int64, otherwise int32
+  Flag wide_ids = true;  // true if expert_ids are int64, false if they are int32
   ElementType row_weights = ElementType::float32;
   Flag has_row_weights{};
   Flag reduce{};
-  // A gated activation that the products need next. plan_moe includes it where one dispatch can compute both.
+  // A gated activation of the products. plan_moe includes it if one dispatch can compute both.
   OptionalGate gate{};
   uint32_t unused = 0;
 };
@@ -100,7 +101,7 @@ inline uint32_t token_count(const MoeProblem& problem) {
   return problem.product.M / problem.top_k;
 }
 
-// Returns the rows of each expert that has any, if the router spreads the pairs evenly.
+// Returns the number of rows of each expert in use, if the router spreads the pairs evenly.
 inline uint32_t rows_of_expert(const MoeProblem& problem) {
   return ceil_divide(problem.product.M, std::min(problem.experts, problem.product.M));
 }

@@ -1,4 +1,5 @@
-// What a chip's rates say of any kernel: how many of its threadgroups a core holds, and the time of its bytes.
+// Estimates from a chip's rates that hold for any kernel: how many of its threadgroups a core holds, and the time to
+// move its bytes.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +10,13 @@
 
 namespace marlin {
 
-// The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Published
-// figures are 3 to 10 us (lab/notes/tile-sizing.md).
+// The time from the end of one small dispatch to the end of a second one that depends on it. Published figures are 3 to
+// 10 us (lab/notes/tile-sizing.md).
 inline constexpr double kDispatchSeconds = 6e-6;
-// Weights of fewer bytes are read at the chip's small_read_share of its rate.
+// Weights of fewer bytes than this are read at only small_read_share of the chip's rate.
 inline constexpr double kSmallRead = 50e6;
 
-// How many threadgroups and simdgroups of a kernel a core holds at once.
+// The numbers of threadgroups and simdgroups of a kernel that a core holds at once.
 struct Occupancy {
   uint32_t threadgroups;
   uint32_t simdgroups;
@@ -30,14 +31,14 @@ inline Occupancy occupancy(uint32_t threads, uint32_t half_registers, uint32_t t
   return {held, held * ceil_divide(threads, uint32_t{kSimdWidth})};
 }
 
-// Returns the time to move bytes from and to memory if most of them belong to a weight of `weight_bytes`.
+// Returns the time to move `bytes` between memory and the GPU if most of them belong to a weight of `weight_bytes`.
 inline double memory_seconds(double bytes, double weight_bytes, const GpuDevice& device) {
   const Chip& chip = *device.chip;
   const double share = weight_bytes < kSmallRead ? chip.small_read_share.value : 1;
   return bytes / (dram_bytes_per_second(chip, device.cores) * chip.dram_fraction.value * share);
 }
 
-// Returns the time of a kernel that only moves `bytes` from and to memory.
+// Returns the time of a kernel that only moves `bytes` between memory and the GPU.
 inline double traffic_seconds(double bytes, const GpuDevice& device) {
   return kDispatchSeconds + memory_seconds(bytes, bytes, device);
 }

@@ -1,4 +1,4 @@
-// Splits K into the number of slices whose estimated time is the least.
+// Splits K into the number of slices with the least estimated time.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@ namespace marlin {
 
 inline constexpr uint32_t kMaxSlices = 64;
 
-// Returns the largest number of slices of whole steps of K of which each has at least the variant's shortest length.
+// Returns the largest number of slices whose lengths are whole steps of K and at least the variant's min_slice.
 inline uint32_t max_slices(const GemmTile& row, const WeightProblem& weight, uint32_t most = kMaxSlices) {
   return std::clamp<uint32_t>(round_up(weight.K, row.tile.K) / rules_of(row.variant).min_slice, 1, most);
 }
 
-// Returns the most simdgroups that can divide K between them in the preferred threadgroup memory.
+// Returns the largest number of simdgroups that can share K while their sums fit in kPreferredThreadgroupBytes.
 inline uint32_t most_simdgroups(const GemmTile& row, WeightFormat format) {
   const VariantRules& rules = rules_of(row.variant);
   uint32_t most = rules.most_simdgroups;
@@ -27,7 +27,7 @@ inline uint32_t most_simdgroups(const GemmTile& row, WeightFormat format) {
 }
 
 // Returns the length of a slice if K is split into about `slices` slices. The length is a multiple of `unit`, and no
-// slice is empty. If `unit` allows it, a slice contains whole groups, or a group contains whole slices.
+// slice is empty. If `unit` permits, a slice contains whole groups, or a group contains whole slices.
 inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint32_t unit) {
   const uint32_t group = group_size(weight);
   const uint32_t even = round_up(ceil_divide(weight.K, slices), unit);
@@ -35,8 +35,8 @@ inline uint32_t slice_length(const WeightProblem& weight, uint32_t slices, uint3
   return group % unit == 0 ? round_up(even, group) : even;
 }
 
-// Returns the tiling with about `slices` slices of K: over simdgroups first, if the variant allows it, then over
-// threadgroups.
+// Returns the tiling with about `slices` slices of K. The slices are divided over simdgroups first, if the variant
+// allows it, then over threadgroups.
 inline Tiling split_k(const GemmTile& row, const WeightProblem& weight, uint32_t slices, uint32_t rest_rows = 0) {
   const VariantRules& rules = rules_of(row.variant);
   Tiling tiling{row};
@@ -52,19 +52,19 @@ inline Tiling split_k(const GemmTile& row, const WeightProblem& weight, uint32_t
 
 // Estimates that differ by less than this factor count as equal.
 inline constexpr double kEqual = 1.01;
-// A core gains nothing from more simdgroups in flight than this, three per scheduler.
+// More simdgroups in flight on a core (three per scheduler) bring no gain.
 inline constexpr double kEnoughInFlight = 12;
 
-// Calls make(slices) with all numbers from min_slices to max_slices. Returns the tiling with the least estimated time.
-// If it has few simdgroups in flight, an equally fast one with more is returned: more simdgroups hide latencies that
-// the estimate does not count.
+// Calls make(slices) for each number from min_slices to max_slices. Returns the tiling with the least estimated time.
+// If that tiling has few simdgroups in flight, returns an equally fast tiling with more of them: more simdgroups hide
+// latencies that the estimate does not include.
 template <typename Problem, typename Make>
 Tiling best_split(const Problem& problem, const GpuDevice& device, uint32_t min_slices, uint32_t max_slices,
                   const Make& make) {
   std::vector<std::pair<Tiling, double>> candidates;  // with their simdgroups in flight
   for (uint32_t slices = min_slices; slices <= max_slices; ++slices) {
     Tiling tiling = make(slices);
-    // Slices consist of whole steps or groups, so several numbers of slices may give the same tiling.
+    // Slices consist of whole steps or groups, so different numbers of slices can give the same tiling.
     if (!candidates.empty() && candidates.back().first.k_per_slice == tiling.k_per_slice) continue;
     const Estimate found = estimate(tiling, problem, device);
     tiling.seconds = found.total();

@@ -1,5 +1,5 @@
-// A Tiling is one way of computing a product. The planner ranks these small values and builds a Plan for the winner
-// only.
+// A Tiling describes one way to compute a product. The planner ranks these small values and builds a Plan only for the
+// best one.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,15 @@ struct Extent {
   uint32_t x = 1, y = 1, z = 1;
 };
 
-// A tile of a variant, and how K and the rows are divided for one problem.
+// A tile of a variant, with the division of K and of the rows for one problem.
 struct Tiling : GemmTile {
   uint32_t simdgroups = 0;  // per threadgroup
-  // the K of a slice, which a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit
+  // the length of K that a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit of
+  // work
   uint32_t k_per_slice = 0;
-  uint32_t splits = 1;  // threadgroups that share a tile's K; each writes partial sums if there are several
-  // in fused, the rows of a smaller last block, for the last M % tile.M rows; 0 if those are padded
+  uint32_t splits = 1;  // the number of threadgroups that share a tile's K; each writes partial sums if there are
+                        // several
+  // in fused, the rows of a smaller last block for the last M % tile.M rows; 0 if the last block is padded instead
   uint32_t rest_rows = 0;
   uint32_t stripes = 0;              // in striped, the number of threadgroups
   bool stripes_share_tiles = false;  // in striped, true if stripes share the K of a tile and write partial sums
@@ -32,7 +34,7 @@ struct Tiling : GemmTile {
 };
 static_assert(std::is_trivially_copyable_v<Tiling> && sizeof(Tiling) <= 64, "ranking copies tilings freely");
 
-// The row blocks that one launch of the product kernel computes.
+// A number of equal row blocks, which one launch of the product kernel computes.
 struct RowBlocks {
   uint32_t m_begin, rows, count;
 };
@@ -47,19 +49,19 @@ constexpr RowBlocks row_blocks(const Tiling& tiling, uint32_t M, uint32_t launch
   return launch == 0 ? RowBlocks{0, rows, M / rows} : RowBlocks{M - M % rows, tiling.rest_rows, 1};
 }
 
-// Returns the tiles that cover the product.
+// Returns the number of tiles that cover the product.
 constexpr uint64_t tile_count(const TileShape& tile, const GemmProblem& problem) {
   return uint64_t{ceil_divide(problem.M, tile.M)} * ceil_divide(problem.weight.N, tile.N);
 }
 
-// Returns the bytes of threadgroup memory if a threadgroup computes `rows` rows.
+// Returns the bytes of threadgroup memory for a threadgroup that computes `rows` rows.
 uint32_t threadgroup_bytes(const Tiling& tiling, const GemmProblem& problem, uint32_t rows);
 
 constexpr bool writes_partials(const Tiling& tiling) {
   return tiling.splits > 1 || tiling.stripes_share_tiles;
 }
 
-// Returns the shape [z, y, x] of the partial sums, in floats; all zero if there are none.
+// Returns the shape [z, y, x] of the partial sums in floats, or all zeros if the tiling writes none.
 constexpr Extent partials(const Tiling& tiling, const GemmProblem& problem) {
   if (!writes_partials(tiling)) return {0, 0, 0};
   if (tiling.stripes_share_tiles) return {tiling.tile.N, tiling.tile.M, 2 * tiling.stripes};
@@ -77,24 +79,24 @@ constexpr Extent reduction_grid(const Tiling& tiling, const GemmProblem& problem
   return {tile.x, tile.y, tiling.stripes - 1};
 }
 
-// Returns a tiling for each tile that problem.variant allows and that can compute the problem. K is split in the way
-// whose estimated time is the least. Throws std::invalid_argument if the problem is empty or the variant cannot compute
-// it.
+// Returns a tiling for each tile that problem.variant allows and that can compute the problem. Each tiling splits K in
+// the way with the least estimated time. Throws std::invalid_argument if the problem is empty or the variant cannot
+// compute it.
 std::vector<Tiling> gemm_tilings(const GemmProblem& problem, const GpuDevice& device);
 
-// Returns the tiling that a tuner measured to be best. Else returns the tiling with the least estimated time, among
-// those that "auto" may take, or among all if it may take none of the named variant.
+// Returns the tiling that a tuner measured as the fastest. Without a measurement, returns the tiling with the least
+// estimated time: among the tilings that "auto" may use, or among all tilings if there is no such tiling.
 const Tiling& choose(const std::vector<Tiling>& tilings, const GemmProblem& problem);
 
-// Returns why choose() returned this tiling.
+// Returns the text that explains why choose() returned this tiling.
 std::string reason(const Tiling& chosen, const GemmProblem& problem, const GpuDevice& device);
 
-// Returns true if moe_sort must first divide the pairs into blocks of rows.
+// Returns true if moe_sort must first group the pairs into row blocks.
 constexpr bool sorts_pairs(const GemmTile& tile) {
   return declares(tile.kernel, kSlotBlocks);
 }
 
-// Returns true if the kernel that multiplies also weighs and adds up the products of each token.
+// Returns true if the product kernel also multiplies by the row weights and adds up the products of each token.
 constexpr bool adds_up_tokens(const GemmTile& tile) {
   return declares(tile.kernel, kSlotRowWeights);
 }

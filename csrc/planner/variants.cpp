@@ -45,7 +45,8 @@ std::string tensor_units_refusal(const GemmProblem& problem, const GpuDevice& de
          " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)";
 }
 
-// A simdgroup computes 32 rows, so a block of gemv or fused for at most eight takes no longer by the model of lab/.
+// A simdgroup of tensor always computes 32 rows. By the model of lab/, gemv and fused are as fast for at most eight
+// rows.
 bool has_rows_for_tensor(const GemmProblem& problem, const GpuDevice& /*device*/) {
   return problem.M > kBlock;
 }
@@ -60,15 +61,15 @@ constexpr std::array kTwoPassTiles{GemmTile{GemmVariant::two_pass, Kernel::dequa
 
 }  // namespace
 
-// Row blocks of all sizes are candidates. Smaller blocks use more cores if the columns are few. A block with more rows
-// than the problem may keep more simdgroups resident.
+// Row blocks of all sizes are candidates. Smaller blocks use more cores if there are few columns. A block with more
+// rows than the problem can still be the fastest, because its kernel may keep more simdgroups resident.
 constinit const VariantRules gemv_variant{
     .tiles = kGemvTiles,
     .expert_tiles = kGemvExpertTiles,
     .min_slice = 64,
     .most_simdgroups = kGemvMaxSimdgroups,
     .sums_bytes = gemv_threadgroup_bytes,
-    .most_automatic_rows = 24,  // with more rows, the model of lab/ finds fused at least as fast
+    .most_automatic_rows = 24,  // with more rows, fused is at least as fast by the model of lab/
     .has_rows_along_x = true,   // threadgroups that read the same weights start side by side
     .simdgroup_columns = kGemvColumns,
     .row_unit = 1,

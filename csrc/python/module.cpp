@@ -1,5 +1,4 @@
-// The Python module: the CPU capability and the planner. The operators are not here; they are registered with
-// torch.ops.
+// The Python module: the CPU capability and the planner. The operators are registered with torch.ops instead.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

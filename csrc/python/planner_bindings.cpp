@@ -78,7 +78,8 @@ py::dict dispatch_dict(const Dispatch& dispatch, uint32_t half_registers) {
   return entry;
 }
 
-// Returns the dispatches of a plan. The registers of kernels that compute no products are not known, and 0.
+// Returns the dispatches of a plan. The register count of a kernel that computes no product is unknown, and returned as
+// 0.
 py::list dispatch_list(const Plan& plan, const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device) {
   py::list dispatches;
   uint32_t launch = 0;
@@ -87,7 +88,7 @@ py::list dispatch_list(const Plan& plan, const Tiling& tiling, const GemmProblem
     const uint32_t rows = computes ? row_blocks(tiling, problem.M, launch++).rows : 0;
     dispatches.append(dispatch_dict(dispatch, computes ? half_registers(tiling, problem, rows, device) : 0));
   }
-  if (plan.dense_product) {  // which PyTorch launches
+  if (plan.dense_product) {  // PyTorch launches the dense product
     Dispatch dense;
     dense.seconds = estimate(tiling, problem, device).seconds.at(1);
     py::dict entry = dispatch_dict(dense, 0);
@@ -149,8 +150,8 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
 }
 
-// Returns the tiling's name and the dispatches of a product with experts, and whether its kernel also computes a gated
-// activation. Tokens and scales have the type of the activations, or one byte if the format says so.
+// Returns the tiling's name, the dispatches of a moe_gemm, and whether its kernel also computes a gated activation.
+// Tokens and scales have the type of the activations, but scales have one byte in formats with one-byte scales.
 py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
                    uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
                    const std::string& activations, bool rows_by_slot, bool reduce, const std::string& variant) {
@@ -188,14 +189,14 @@ using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32
 void add_planner(py::module_& m) {
   m.def("chips", &chips);
   m.def("gpu_families", &gpu_families);
-  // Returns for each variant, in the planner's order, whether it rounds the weight.
+  // Returns a dict from each variant, in the planner's order, to whether the variant rounds the weight.
   m.def("gemm_variants", [] {
     py::dict rounds;
     for (std::string_view text : kGemmVariants)
       rounds[py::str(text)] = rounds_weight(*variant_of(text));
     return rounds;
   });
-  // Returns the (chip, cores) that the planner uses for a GPU with this name and number of cores.
+  // Returns the chip's name and the number of cores that the planner assumes for a GPU with this name and core count.
   m.def("gpu_device", [](const std::string& name, uint32_t cores) {
     const GpuDevice device = gpu_device(name, cores, this_system().family);
     return py::make_tuple(device.chip->name, device.cores);
@@ -212,19 +213,19 @@ void add_planner(py::module_& m) {
   m.def("set_commit_seconds", &set_commit_seconds);
   m.def("longest_plan_seconds", &longest_plan_seconds);
   m.def("set_longest_plan_seconds", &set_longest_plan_seconds);
-  // Takes rows of (weight_format, dtype, group_size, K, N, first M, last M, variant), which replace all earlier rows.
+  // Replaces the table of tuned ranges. A row is (weight_format, dtype, group_size, K, N, first M, last M, variant).
   m.def("set_tuned", [](const std::vector<TunedRow>& rows) {
     std::vector<TunedRange> ranges;
     for (const auto& [format, activations, group_size, K, N, first, last, variant] : rows) {
       if (!variant_of(variant)) throw std::invalid_argument("tuned: no kernel variant '" + variant + "'");
-      // A table of an earlier version may have a tile that no longer exists. It counts as not measured.
+      // A table from an earlier version may name a tile that no longer exists. Such a row counts as not measured.
       ranges.push_back({weight_format(format), element(activations), group_size, K, N, first, last,
                         NamedVariant::find(variant).value_or(NamedVariant{})});
     }
     set_tuned(ranges);
   });
   m.def("set_tuned_loader", [](py::function loader) {
-    // The loader is never freed, because a product may be planned while the interpreter shuts down.
+    // The loader is never freed, because an operator may still plan a product while the interpreter shuts down.
     set_tuned_loader([kept = new py::function(std::move(loader))] {
       const py::gil_scoped_acquire gil;
       try {

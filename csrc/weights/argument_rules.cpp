@@ -53,7 +53,7 @@ void check_high_plane(const WeightChecker& check, WeightFormat format, const Wei
 constexpr std::string_view kScaleCodes = "uint8 or int8 codes";
 constexpr std::string_view kBiasCodes = "uint8 codes";
 
-// Checks scales and zeros of two levels.
+// Checks super_scales and super_zeros, the second level of scales and zeros.
 void check_super(const WeightChecker& check, WeightFormat format, const WeightArguments& weight, const c10::SymInt& K,
                  const c10::SymInt& N) {
   const auto sized = [&](const char* argument, const Tensor& tensor) {

@@ -1,5 +1,5 @@
-// The shape and dtype rules of a packed weight, and of the operators that decode, look up or repack one. All backends
-// and the fake kernels share them.
+// The shape and dtype rules of a packed weight, and of the operators that decode it, look up its rows or repack it. All
+// backends and the fake kernels share these rules.
 #pragma once
 
 #include "csrc/core/tensor_checks.h"
@@ -16,12 +16,13 @@ struct WeightShape {
   bool block_scales = false;  // a scale for kScaleBlock x kScaleBlock weights
 };
 
-// The checks of a weight's tensors and of tensors with sizes like theirs.
+// Checks the tensors of a weight, and other tensors with the sizes of a weight's tensors.
 struct WeightChecker : Checker {
   bool stacked = false;  // tensors have a leading dimension E
   c10::SymInt E = 1;
 
-  // Requires a tensor of one of `dtypes` on the device, with these sizes of dimensions called `names`.
+  // Fails unless the tensor is on the device and has these sizes, and `dtype_ok` is true. `dtypes` and `names` describe
+  // the permitted dtypes and the dimensions in the error message.
   void sized(std::string_view argument, const Tensor& tensor, bool dtype_ok, std::string_view dtypes,
              std::string_view names, c10::SymDimVector sizes) const {
     if (stacked) sizes.insert(sizes.begin(), E);
@@ -31,7 +32,7 @@ struct WeightChecker : Checker {
     on_device(argument, tensor);
   }
 
-  // Requires packed words: int32, contiguous.
+  // Fails unless the tensor holds packed words: int32 and contiguous.
   void words(std::string_view argument, const Tensor& tensor, std::string_view names) const {
     if (tensor.scalar_type() != at::kInt || tensor.dim() != (stacked ? 3 : 2))
       fail(op, argument, text("int32 ", dimensions(names)), describe(tensor));
@@ -45,7 +46,7 @@ struct WeightChecker : Checker {
   std::string dimensions(std::string_view names) const { return text(stacked ? "[E, " : "[", names, "]"); }
 };
 
-// Each of the functions below checks the arguments of one operator, and calls fail() for the first wrong one.
+// Each of the functions below checks the arguments of one operator, and calls fail() for the first invalid argument.
 
 // If `stacked`, the weight's tensors have a leading dimension E.
 WeightShape check_weight(const char* op, const WeightArguments& weight, bool stacked = false);

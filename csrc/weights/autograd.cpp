@@ -1,4 +1,4 @@
-// dequantize and embedding have no derivatives, so their arguments refuse tensors that require grad.
+// dequantize and embedding have no derivatives, so they raise an error if an argument requires grad.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 

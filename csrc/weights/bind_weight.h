@@ -1,4 +1,4 @@
-// Binds the tensors of a packed weight for the kernels of MPS.
+// Binds the tensors of a packed weight to the buffer slots of Metal kernels.
 #pragma once
 
 #include "csrc/mps/encoder.h"
@@ -10,11 +10,11 @@ namespace marlin::mps {
 // Returns true if the tensor's storage offset is a multiple of `elements`.
 bool is_aligned(const Tensor& tensor, int64_t elements);
 
-// Sets the bindings of a weight's tensors.
+// Stores a weight's tensors in `bindings`.
 WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings);
 
-// Makes a tensor for a decoded weight. If the weight has a perm, the tensor is filled with zeros: a perm with repeated
-// or out-of-range indices leaves some rows of the tensor unwritten.
+// Allocates a tensor for a decoded weight. If the weight has a perm, the tensor is filled with zeros, because a perm
+// with repeated or out-of-range indices leaves some rows unwritten.
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options);
 
 }  // namespace marlin::mps

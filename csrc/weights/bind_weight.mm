@@ -25,7 +25,7 @@ WeightProblem bind_weight(const char* op, const WeightArguments& weight, const W
   bindings[kSlotPerm] = contiguous_or_undefined(weight.perm);
   bindings[kSlotSuperScales] = contiguous_or_undefined(weight.super_scales);
   bindings[kSlotSuperZeros] = contiguous_or_undefined(weight.super_zeros);
-  // Loads of four columns need every tensor with columns to start at a multiple of four elements.
+  // Kernels may load four columns at once only if each tensor with columns starts at a multiple of four elements.
   const auto aligned = [&](BufferSlot slot) { return !bindings[slot].defined() || is_aligned(bindings[slot], 4); };
   const uint32_t K = checked_size(op, "K", shape.K.expect_int());
   return {.format = shape.format,

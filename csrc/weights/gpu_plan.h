@@ -1,16 +1,16 @@
-// Plans the kernels that look up rows of a packed weight or repack it, for a GPU: one dispatch each. Pure C++: no
-// torch, no Metal.
+// Plans the GPU kernels that look up rows of a packed weight or repack it. Each plan is one dispatch. Uses neither
+// torch nor Metal.
 #pragma once
 
 #include "csrc/planner/plan.h"
 
 namespace marlin {
 
-// Like those in csrc/planner/problem.h, these problems have no padding and no floats.
+// These problems have no padding and no floats, for the reason in csrc/planner/problem.h.
 struct EmbeddingProblem {
   WeightProblem weight{};
-  uint32_t count = 0;    // ids
-  Flag wide_ids = true;  // int64, otherwise int32
+  uint32_t count = 0;    // the number of ids
+  Flag wide_ids = true;  // true if ids are int64, false if they are int32
   ElementType out = ElementType::float16;
 };
 
@@ -21,10 +21,10 @@ struct RepackProblem {
   Flag has_perm{};
   StoredZeros stored_zeros = StoredZeros::plain;
   uint32_t code_bits = 4;
-  uint32_t thread_bytes = 0;  // that a thread of the grid reads and writes
+  uint32_t thread_bytes = 0;  // bytes that one thread of the grid reads and writes
 };
 
-// Both throw std::invalid_argument if no kernel can compute the problem.
+// Both functions throw std::invalid_argument if no kernel can compute the problem.
 Plan plan_embedding(const EmbeddingProblem& problem, const GpuDevice& device);
 Plan plan_repack(const RepackProblem& problem, const GpuDevice& device);
 

@@ -1,4 +1,4 @@
-// Handles of the operators that decode a packed weight, for code that calls one through the dispatcher.
+// Handles to call the operators that decode a packed weight through PyTorch's dispatcher.
 #pragma once
 
 #include "csrc/core/weight_arguments.h"

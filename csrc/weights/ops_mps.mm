@@ -1,5 +1,4 @@
-// The operators that decode, look up or repack a packed weight, for MPS: checks tensors, finds a plan, encodes it, and
-// returns tensors.
+// The operators of packed weights for MPS: checks the tensors, finds a plan, encodes it, and returns tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -25,8 +24,7 @@ Tensor dequantize_mps(const WeightArguments& weight, at::ScalarType dtype) {
   return out;
 }
 
-// An id outside the table gives a row of NaN. An error would be better, but to raise one, the host would have to wait
-// for the ids.
+// An id outside the table gives a row of NaN. To raise an error instead, the host would have to wait for the ids.
 Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::ScalarType dtype) {
   const WeightShape shape = check_embedding(ids, weight, dtype);
   Bindings bindings;
@@ -36,8 +34,7 @@ Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::Scala
   at::DimVector sizes(ids.sizes());
   sizes.push_back(problem.weight.K);
   const auto options = weight.scales.options().dtype(dtype);
-  // Fills the output with zeros if there is a perm: a perm with repeated or out-of-range indices leaves some elements
-  // unwritten.
+  // A perm with repeated or out-of-range indices leaves some elements unwritten, so this output starts as zeros.
   Tensor out = problem.weight.has_perm ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (out.numel() == 0) return out;
   bindings[kSlotA] = ids.contiguous();
@@ -47,7 +44,7 @@ Tensor embedding_mps(const Tensor& ids, const WeightArguments& weight, at::Scala
   return out;
 }
 
-// Runs one of the four kernels in repack.metal: reads [rows, columns] words, `thread_rows` of them per thread, and
+// Runs one of the four kernels of repack.metal: reads `words` [rows, columns], with `thread_rows` rows per thread, and
 // writes `out`.
 Tensor repack(const char* op, RepackProblem problem, const Tensor& words, Tensor out, const Tensor& perm = {},
               uint32_t thread_rows = 1) {

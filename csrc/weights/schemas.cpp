@@ -1,4 +1,4 @@
-// The schemas of the operators that decode, look up or repack a packed weight, and their fake (Meta) kernels.
+// The schemas of the operators of packed weights, and their fake (Meta) kernels.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -52,7 +52,7 @@ Tensor awq_unpack_zeros_meta(const Tensor& qzeros) {
   return at::empty_symint({qzeros.sym_size(0), qzeros.sym_size(1) * kNibbles}, qzeros.options().dtype(at::kByte));
 }
 
-// Serves every device except the CPU, which has a faster kernel.
+// Runs on every device except the CPU, which has a faster kernel.
 Tensor transpose_words(const Tensor& words) {
   check_transpose_words(words);
   return words.t().clone(at::MemoryFormat::Contiguous);

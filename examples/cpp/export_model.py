@@ -1,4 +1,4 @@
-"""Compiles a small 4-bit model with AOTInductor for run_model.cpp, and prints the output that the program should give.
+"""Compiles a small 4-bit model with AOTInductor for run_model.cpp, and prints the output that run_model must reproduce.
 
 python examples/cpp/export_model.py model.pt2
 python examples/cpp/export_model.py --prefix-path    # CMake's CMAKE_PREFIX_PATH

@@ -1,4 +1,4 @@
-// Runs a model with 4-bit weights that export_model.py compiled. The program has no Python.
+// Runs a model with 4-bit weights that export_model.py has compiled. The program does not use Python.
 //
 //   cmake -S examples/cpp -B build/cpp -DCMAKE_PREFIX_PATH="$(python examples/cpp/export_model.py --prefix-path)"
 //   cmake --build build/cpp
@@ -32,7 +32,7 @@ int main(int argc, char** argv) try {
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
   print("model", model.run({x}).at(0));
 
-  // Calls one operator by itself. In uint4b8 the code 9 stands for 1, so each output is the sum of a row times 0.5.
+  // Calls a single operator. In uint4b8 the code 9 means the value 1, so each output is the sum of a row times 0.5.
   const torch_marlin_metal::Weight weight{.b_packed = at::full({32, 4}, -0x66666667, at::kInt),
                                           .scales = at::full({2, 4}, 0.5),
                                           .weight_format = "uint4b8",

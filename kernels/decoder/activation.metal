@@ -1,4 +1,4 @@
-// The gated activation between the products of a feed-forward block. Each thread computes one element.
+// The gated activation of a feed-forward block. Each thread computes one element.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/decoder/gated.h"

@@ -1,7 +1,6 @@
 // Copies the keys and values of new tokens into a cache. Each thread copies one element. The position of the first
-// token is in device memory, so the host need not wait for it. If the tokens do not fit into the cache, NaNs are
-// written to its start, one for each element of the tokens. Attention with this cache then never gives a plausible
-// result.
+// token is in device memory, so the host need not wait for it. If the tokens do not fit in the cache, each thread
+// writes NaN instead, at the start of the cache. Attention over this cache then never gives a plausible result.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/decoder/params.h"

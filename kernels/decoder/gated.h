@@ -22,7 +22,7 @@ MARLIN_INLINE float sigmoid(float x) {
   return 1.0f / (1.0f + exp(-x));
 }
 
-// Returns activation(gate) * up. Only clamped_silu and limited_silu use `limit`, and only clamped_silu uses `alpha`.
+// Returns activation(gate) * up. `limit` is used by clamped_silu and limited_silu, `alpha` by clamped_silu.
 MARLIN_INLINE float gated(float gate, float up, int activation, float limit, float alpha) {
   if (activation == int(Activation::silu)) return gate * sigmoid(gate) * up;
   if (activation == int(Activation::gelu)) {
@@ -32,7 +32,7 @@ MARLIN_INLINE float gated(float gate, float up, int activation, float limit, flo
     // (1 + tanh(u)) / 2 is sigmoid(2 u).
     return gate * sigmoid(1.5957691f * fma(0.044715f * gate * gate, gate, gate)) * up;
   }
-  // NaN stays NaN, because a comparison with NaN is false.
+  // These expressions keep a NaN, because a comparison with NaN is false.
   const float g = gate > limit ? limit : gate;
   const float u = up > limit ? limit : up < -limit ? -limit : up;
   if (activation == int(Activation::limited_silu)) return g * sigmoid(g) * u;

@@ -1,5 +1,6 @@
-// Divides each row by its root mean square and multiplies it by a weight, in fp32. If there is a residual, it is first
-// added to the row; the sum is rounded, stored, and used in place of the row. One threadgroup computes a row.
+// Divides each row by its root mean square and multiplies it by a weight, in fp32. If there is a residual, the kernel
+// first adds it to the row, and rounds and stores the sum. The norm is then computed from the rounded sum. One
+// threadgroup computes one row.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/decoder/params.h"
@@ -36,7 +37,7 @@ template <typename T>
   for (uint i = 0; i < simdgroups; ++i)
     total += shared[i];
   const float factor = 1.0f / sqrt(total / float(params.columns) + params.eps);
-  // No barrier is needed, because each thread reads only the sums that it has written.
+  // No barrier is needed here, because each thread reads only the sums that it has written itself.
   for (uint i = thread_index; i < params.columns; i += threads) {
     const float value = float(params.has_residual != 0 ? sums[first + i] : values[i]);
     out[first + i] = T(value * factor * (load_element(weight, i, params.weight_type) + params.weight_offset));

@@ -1,14 +1,14 @@
-// The slots, parameters and launch sizes of the kernels in decoder/: normalisation, rotary embedding, gated activation
-// and writing to a cache. Shared by shaders and host. Plain C subset, see kernels/shared/types.h.
+// The slots, parameters and launch sizes of the kernels in decoder/: RMS norm, rotary embedding, gated activation and
+// cache writes. For shaders and host, in the C subset of kernels/shared/types.h.
 //
-// Launch sizes. Grids are counted in threadgroups.
+// Launch sizes. Grids are in threadgroups.
 //   rms_norm: threads (norm_threads(columns), 1, 1), grid (rows, 1, 1); threadgroup memory kNormBytes.
 //   rotary: threads (kRotaryWidth, kRotaryHeight, 1), grid (ceil(columns / width), ceil(heads / height), batches *
-//     tokens); columns are the pairs and the elements that are not rotated, heads those of q and then those of k.
+//     tokens). Columns are the pairs, then the elements that are not rotated. Heads are those of q, then those of k.
 //   gated_activation: threads (kElementwiseWidth, kElementwiseHeight, 1), grid (ceil(columns / width),
 //     ceil(rows / height), 1).
 //   write_cache: threads (kCacheWidth, kCacheHeight, 1), grid (ceil(columns / width), ceil(2 * heads / height),
-//     batches * tokens); columns are the larger of k_size and v_size, heads those of k and then those of v.
+//     batches * tokens). Columns are the larger of k_size and v_size. Heads are those of k, then those of v.
 #pragma once
 
 #include "kernels/shared/slots.h"
@@ -23,9 +23,9 @@ enum LayerSlot {
   kSlotSum = 4,         // rms_norm: [rows, columns]; only with a residual
   kSlotRotaryQ = 0,     // rotary: [batches, heads, tokens, head_size], unit stride in head_size
   kSlotRotaryK = 1,
-  kSlotCos = 2,  // rotary: [batches, tokens, table columns], unit stride in the last
+  kSlotCos = 2,  // rotary: [batches, tokens, table columns], unit stride in the last dimension
   kSlotSin = 3,
-  kSlotRotatedQ = 4,  // rotary: the shape of q; heads or tokens come first, see RotaryFlag
+  kSlotRotatedQ = 4,  // rotary: the shape of q; RotaryFlag says whether heads or tokens come first in memory
   kSlotRotatedK = 5,
   kSlotGate = 0,  // gated_activation: [rows, columns], strides in ActivationParams
   kSlotUp = 1,
@@ -39,8 +39,8 @@ enum LayerSlot {
 
 enum {
   kNormMaxThreads = 1024,
-  kNormColumnsPerThread = 8,  // the fewest columns per thread, so that short rows take few simdgroups
-  kNormBytes = kNormMaxThreads / kSimdWidth * 4,  // a sum per simdgroup
+  kNormColumnsPerThread = 8,  // the least number of columns per thread, so that short rows use few simdgroups
+  kNormBytes = kNormMaxThreads / kSimdWidth * 4,  // one sum per simdgroup
   kRotaryWidth = 32,
   kRotaryHeight = 4,
   kCacheWidth = 32,
@@ -66,11 +66,12 @@ struct NormParams {
 static_assert(sizeof(NormParams) == 40, "shared with the shaders");
 
 enum RotaryFlag {
-  kRotaryInterleaved = 1,  // a pair is two neighbours; otherwise it is elements i and i + rotary_size / 2
-  kRotaryPerPair = 2,      // cos and sin have a value for each pair; otherwise one for each element
-  kRotaryTransposed = 4,   // multiplies with the transposed matrix, for derivatives
+  kRotaryInterleaved = 1,  // a pair is elements 2 i and 2 i + 1; otherwise it is elements i and i + rotary_size / 2
+  kRotaryPerPair = 2,      // cos and sin have one value per pair; otherwise one value per element
+  kRotaryTransposed = 4,   // multiplies by the transposed matrix, for derivatives
   kRotaryTokenRowsQ = 8,   // in the rotated q, the heads of a token are adjacent; otherwise the tokens of a head are
-  kRotaryTokenRowsK = 16,  // the corresponding flag for the rotated k
+                           // adjacent
+  kRotaryTokenRowsK = 16,  // the same for the rotated k
 };
 
 // Strides of a tensor [batches, heads, tokens, columns].
@@ -89,7 +90,7 @@ struct RotaryParams {
   uint32_t k_heads;
   uint32_t tokens;
   uint32_t head_size;
-  uint32_t rotary_size;  // the first elements of each head, which are rotated
+  uint32_t rotary_size;  // number of elements at the start of each head that are rotated
   int32_t table_type;    // ElementType of cos and sin
   uint32_t flags;        // RotaryFlags
   uint32_t unused;
@@ -99,8 +100,8 @@ static_assert(sizeof(RotaryParams) == 128, "shared with the shaders");
 enum class Activation : int32_t {
   silu = 0,
   gelu = 1,       // x Phi(x), with the error function
-  gelu_tanh = 2,  // gelu's approximation with tanh
-  // In the next two, g = min(gate, limit) and u = min(max(up, -limit), limit).
+  gelu_tanh = 2,  // gelu, approximated with tanh
+  // In clamped_silu and limited_silu, g = min(gate, limit) and u = min(max(up, -limit), limit).
   clamped_silu = 3,  // gpt-oss: g sigmoid(alpha g) (u + 1)
   limited_silu = 4,  // DeepSeek-V4: g sigmoid(g) u
 };
@@ -124,7 +125,7 @@ struct CacheParams {
   HeadStrides v;
   uint32_t heads;
   uint32_t tokens;
-  uint32_t length;  // tokens that the cache holds
+  uint32_t length;  // number of tokens for which the cache has space
   uint32_t k_size;
   uint32_t v_size;
   uint32_t unused;

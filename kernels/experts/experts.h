@@ -1,4 +1,4 @@
-// The experts of a mixture: ids of experts, and the product with the weight of one of them.
+// Functions for the experts of a mixture: the expert of a pair, and the product with one expert's weight.
 #pragma once
 
 #include "kernels/experts/params.h"
@@ -6,19 +6,19 @@
 
 namespace marlin {
 
-// Returns the expert of a pair, or `experts` if the pair's id names no expert.
+// Returns the expert of a pair, or `experts` if the pair's id is not the number of an expert.
 MARLIN_INLINE uint expert_of(const device uchar* ids, uint pair, uint id_bytes, uint experts) {
   const long id = id_bytes == 8 ? reinterpret_cast<const device long*>(ids)[pair]
                                 : long(reinterpret_cast<const device int*>(ids)[pair]);
   return id >= 0 && id < long(experts) ? uint(id) : experts;
 }
 
-// Returns the bytes of an element whose type is a function constant.
+// Returns the bytes of an element of a type that is a function constant.
 MARLIN_INLINE uint bytes_of(int type) {
   return element_bytes(ElementType(type));
 }
 
-// Returns the product with its tensors moved from expert 0 to the given expert.
+// Returns the product with its tensors moved from expert 0 to expert `expert`.
 template <WeightFormat format, typename T>
 MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expert, constant MoeParams& params) {
   const ulong N = params.product.N;
@@ -42,25 +42,25 @@ MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expe
   return moved;
 }
 
-// Returns where a pair's row of activations starts.
+// Returns the address of a pair's row of activations.
 template <typename T>
 MARLIN_INLINE const device T* row_of_pair(const device T* a, uint pair, constant MoeParams& params) {
   return a + int64_t(pair / params.top_k) * params.product.a_row_stride +
          int64_t(pair % params.top_k) * params.a_slot_stride;
 }
 
-// Returns a column of an expert's bias, or 0 if there is none.
+// Returns one column of an expert's bias, or 0 if there is no bias.
 MARLIN_INLINE float bias_of(const device uchar* bias, uint expert, uint n, uint N) {
   return has_bias ? load_element(bias, ulong(expert) * N + n, bias_type) : 0.0f;
 }
 
-// Returns the row weight of a pair, or 1 if there are none.
+// Returns the row weight of a pair, or 1 if there are no row weights.
 MARLIN_INLINE float weight_of(const device uchar* row_weights, uint pair, int type) {
   return type >= 0 ? load_element(row_weights, pair, type) : 1.0f;
 }
 
-// Returns a pair's contribution to its token's result. No fma joins the product with the sum of a token, so all kernels
-// that add terms in one order give the same bits.
+// Returns a pair's term in the sum of its token. contract(off) prevents an fma of the term with that sum, so all
+// kernels that add terms in the same order give the same bits.
 MARLIN_INLINE float term_of(float product, float bias, float weight) {
 #pragma clang fp contract(off)
   const float biased = product + bias;

@@ -1,7 +1,7 @@
 // Multiplies many rows with the weights of their experts. moe_sort has divided each expert's rows into blocks and
-// listed them in a table. Each threadgroup computes one block of this table. Threadgroups beyond the last block have no
-// rows. An expert's last block may have fewer rows. It takes less time of the matrix unit, because the kernel has a
-// loop for each number of eight-row blocks.
+// listed the blocks in a table. Each threadgroup computes one block of this table; threadgroups beyond the last block
+// return at once. The last block of an expert may have fewer rows. Such a block needs less time of the matrix unit,
+// because the kernel has a separate loop for each number of eight-row blocks.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/rows.h"
@@ -15,7 +15,8 @@ template <WeightFormat format, typename T>
     MARLIN_MOE_BUFFERS, const device uint* blocks [[buffer(kSlotBlocks)]], threadgroup float* shared [[threadgroup(0)]],
     uint3 block [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
-  // Made before the branches: with 32 rows, this order saves 4 of 231 half-registers (M1, Mesa's compiler).
+  // The product is made before the branches, because this order saves 4 of 231 half-registers with 32 rows (M1, Mesa's
+  // compiler).
   Product<T> product = MARLIN_PRODUCT_OF(params.product);
   if (!has_rows(blocks, block.y)) return;
   const ExpertRows rows = rows_of_block(blocks, block.y, params);

@@ -1,4 +1,4 @@
-// Multiplies few rows with the weights of their experts. Each threadgroup reads the id of one pair's expert and
+// Multiplies few rows with the weights of their experts. Each threadgroup reads the expert id of one pair and
 // multiplies the pair's row with the weight of that expert.
 #include "kernels/shared/kernel_list.h"
 
@@ -18,7 +18,7 @@ template <WeightFormat format, typename T>
   const uint pair = block.x;
   const uint expert = expert_of(ids, pair, params.id_bytes, params.experts);
   if (expert == params.experts) {
-    if (writes_partials) return;  // moe_reduce ignores this pair, whose id names no expert
+    if (writes_partials) return;  // moe_reduce ignores this pair, because its id is not the number of an expert
     for (uint i = simdgroup * kSimdWidth + lane; i < kGemvColumns; i += simdgroups * kSimdWidth) {
       const uint column = block.y * kGemvColumns + i;
       if (column < params.product.N) out[ulong(pair) * params.product.N + column] = T(0.0f);

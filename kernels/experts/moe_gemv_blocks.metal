@@ -1,6 +1,7 @@
 // Multiplies several rows with the weights of their experts. moe_sort has divided each expert's rows into blocks and
-// listed them in a table. Each threadgroup computes one block of this table. Threadgroups beyond the last block have no
-// rows. There is a loop for each number of rows, so a block takes time for the rows that it has, and no longer.
+// listed the blocks in a table. Each threadgroup computes one block of this table; threadgroups beyond the last block
+// return at once. The kernel has a separate loop for each number of rows, so a block takes no longer than its number of
+// rows needs.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/rows.h"

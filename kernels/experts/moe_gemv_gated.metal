@@ -1,6 +1,7 @@
 // Multiplies few rows with the gate and up projections of their experts, and applies the gated activation. Each
-// threadgroup computes some activated columns of one pair, from as many columns of gate and of up. Gate and up are
-// rounded in between, so the activation's input has the bits that moe_gemv with as many slices gives.
+// threadgroup computes some activated columns of one pair, from the same number of columns of gate and of up. Gate and
+// up are rounded before the activation, so its inputs have the same bits as the results of moe_gemv with the same
+// number of slices.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/decoder/gated.h"
@@ -21,7 +22,7 @@ template <WeightFormat format, typename T>
   const uint first_column = block.y * columns;  // of the threadgroup
   const uint thread_index = simdgroup * kSimdWidth + lane;
   const bool interleaved = params.gate.interleaved != 0;
-  const uint step = interleaved ? 2 : 1;  // from a column of gate to the next
+  const uint step = interleaved ? 2 : 1;  // distance from one column of gate to the next
   const uint expert = expert_of(ids, block.x, params.id_bytes, params.experts);
   device T* row = out + ulong(block.x) * half_N + first_column;
   if (expert == params.experts) {
@@ -33,7 +34,8 @@ template <WeightFormat format, typename T>
   Product<T> product = MARLIN_PRODUCT_OF(params.product);
   product = product_of_expert<format>(product, expert, params);
   product.a.data = row_of_pair(a, block.x, params);
-  // If gate and up are halves, half of the lanes multiply with columns of gate, the others with columns of up.
+  // If gate and up are two halves of the weight, half of the lanes multiply columns of gate, and the others columns of
+  // up.
   const uint own = lane * kGemvColumnsPerLane;
   const uint n = first_column * step + own + (interleaved || own < columns ? 0 : half_N - columns);
   threadgroup float* slices = load_table<format>(shared, product.lut, thread_index);
@@ -42,7 +44,7 @@ template <WeightFormat format, typename T>
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint i = thread_index; i < columns; i += simdgroups * kSimdWidth) {
-    const uint gate = i * step;  // among the threadgroup's columns
+    const uint gate = i * step;  // index among the threadgroup's columns
     const uint up = gate + (interleaved ? 1 : columns);
     const uint gate_column = (first_column + i) * step;
     const uint up_column = gate_column + (interleaved ? 1 : half_N);

@@ -1,6 +1,6 @@
-// Multiplies few rows with the weights of their experts, and adds the results of each token, in one dispatch. Each
+// Multiplies few rows with the weights of their experts and adds up the results of each token, in one dispatch. Each
 // threadgroup computes some columns of one token. The simdgroups of a slot read the id of its expert and split K
-// between them. The result has the bits that moe_gemv with as many slices and moe_reduce give.
+// between them. The result has the same bits as moe_gemv with the same number of slices, followed by moe_reduce.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
@@ -36,7 +36,7 @@ template <WeightFormat format, typename T>
     *columns = float4(0.0f);
   }
 
-  // Loaded before the barrier, so that all slots wait for these loads at the same time.
+  // Loaded before the barrier, so all slots wait for these loads at the same time.
   const bool ends_slot = slice == 0 && expert != params.experts;
   float4 biases = float4(0.0f);
   float weight = 1.0f;

@@ -1,5 +1,5 @@
-// Adds the bias to each pair's product, multiplies the sum by the pair's row weight, adds the results of a token in the
-// order of its slots, and rounds once.
+// Adds the bias to each pair's product and multiplies the sum by the pair's row weight. Adds up the results of a token
+// in the order of its slots, and rounds once.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"

@@ -1,9 +1,10 @@
-// Sorts pairs by expert and divides each expert's rows into blocks. Pairs of one expert keep their order. Pairs without
-// an expert count for an additional expert after the last one, so that their rows become zero.
+// Sorts pairs by expert and divides each expert's rows into blocks. Pairs of one expert keep their order. Pairs whose
+// id is not the number of an expert are assigned to an additional expert after the last one, so that their rows become
+// zero.
 //
-// Each simdgroup reads its part of the pairs twice, 32 at a time: first it counts the rows of each expert, then it
-// stores each pair in the next place of its expert. Lanes compare their experts, so no two of them write to one
-// address.
+// Each simdgroup reads its part of the pairs twice, 32 pairs at a time. First it counts the rows of each expert. Then
+// it stores each pair in the next place of its expert. The lanes compare their experts first, so no two lanes write to
+// the same address.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/experts/experts.h"
@@ -13,7 +14,7 @@ using namespace marlin;
 
 namespace marlin {
 
-// The sum of a value over the threads before this one, and its sum over all threads.
+// The sum of a value over all threads before this one, and over all threads.
 struct Scan {
   uint before;
   uint all;
@@ -32,14 +33,14 @@ MARLIN_INLINE Scan scan(uint value, threadgroup uint* sums, uint lane, uint simd
   return result;
 }
 
-// A lane's pair among the pairs of its simdgroup.
+// A lane's pair, compared with the other pairs of its simdgroup.
 struct LanePair {
   uint expert;   // counted from the first expert of the pass; kMoeSortThreads if the pass does not sort this pair
-  uint earlier;  // lower lanes with the same expert
-  bool is_last;  // no higher lane has the same expert
+  uint earlier;  // number of lower lanes with the same expert
+  bool is_last;  // true if no higher lane has the same expert
 };
 
-// Returns the lane's pair in a pass that sorts the pairs before `end`, and the experts from `first` on.
+// Returns the lane's pair in a pass that sorts the pairs before `end` and the experts from `first` on.
 MARLIN_INLINE LanePair lane_pair(const device uchar* ids, uint pair, uint end, uint first, uint lane,
                                  constant MoeParams& params) {
   const uint expert = pair < end ? expert_of(ids, pair, params.id_bytes, params.experts) - first : kMoeSortThreads;
@@ -58,7 +59,7 @@ MARLIN_INLINE LanePair lane_pair(const device uchar* ids, uint pair, uint end, u
     const device uchar* ids [[buffer(kSlotExpertIds)]], device uint* blocks [[buffer(kSlotBlocks)]],
     constant MoeParams& params [[buffer(kSlotParams)]], uint index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  // For each simdgroup and expert, first the number of rows, then the place of the next row.
+  // For each simdgroup and expert: first the number of rows, then the place of the next row.
   threadgroup uint places[kMoeSortSimdgroups][kMoeSortThreads];
   threadgroup uint sums[kMoeSortSimdgroups];
   const uint count = params.product.M;

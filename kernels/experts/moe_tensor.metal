@@ -1,4 +1,4 @@
-// moe_fused for GPUs with tensor units. tensor.h has the body. Needs Metal language version 4.0.
+// moe_fused for GPUs with tensor units, with the body of tensor.h. Requires Metal language version 4.0.
 #include "kernels/gemm/tensor.h"
 
 #include "kernels/experts/rows.h"

@@ -1,12 +1,12 @@
-// Parameters of the kernels that multiply with the weights of experts, and the table that moe_sort writes. Shared by
-// shaders and host. Plain C subset, see shared/types.h.
+// Parameters of the moe_ kernels, which multiply with the weights of experts, and of the table that moe_sort writes.
+// For shaders and host, in the C subset of kernels/shared/types.h.
 #pragma once
 
 #include "kernels/gemm/geometry.h"
 
 namespace marlin {
 
-// The gated activation of moe_gemv_gated. The weight's columns are gate and up: halves, or alternating.
+// The gated activation of moe_gemv_gated. The columns of gate and up are two halves of the weight, or they alternate.
 struct MoeGate {
   int32_t activation;  // an Activation
   uint32_t interleaved;
@@ -14,8 +14,9 @@ struct MoeGate {
   float alpha;
 };
 
-// A pair is a token and one of its slots, numbered token * top_k + slot. `product` describes the product with one
-// expert's weight, but product.M is the number of all pairs, and product.a_row_stride is the distance between tokens.
+// The parameters of a moe_gemm. A pair is a token and one of its slots, with the number token * top_k + slot. `product`
+// describes the product with one expert's weight. However, product.M is the number of all pairs, and
+// product.a_row_stride is the distance between tokens.
 struct MoeParams {
   GemmParams product;
   int64_t a_slot_stride;  // elements; 0 if the slots of a token share one row
@@ -23,8 +24,8 @@ struct MoeParams {
   uint32_t top_k;
   uint32_t id_bytes;                    // 4 for int32 ids, 8 for int64
   uint32_t global_scale_expert_stride;  // 1 or N
-  uint32_t block_rows;                  // if moe_sort makes blocks, the most rows of one
-  uint32_t blocks;                      // the entries of moe_sort's table
+  uint32_t block_rows;                  // largest number of rows of a block of moe_sort
+  uint32_t blocks;                      // number of entries in moe_sort's table
   int32_t row_weights_type;             // in moe_gemv_reduce: an ElementType, or -1 if there are none
   MoeGate gate;                         // in moe_gemv_gated
   uint32_t unused;
@@ -42,17 +43,18 @@ struct MoeReduceParams {
 };
 static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 
-// The rows of a block of moe_gemv_blocks. The loops for one to four rows of fp16 need 7 KB together, so they fit into
-// the M1's instruction cache of 12 KB (metal-benchmarks). Those for up to eight rows would not.
+// The largest number of rows in a block of moe_gemv_blocks. The loops for one to four rows of fp16 need 7 KB together,
+// so they fit in the M1's instruction cache of 12 KB (metal-benchmarks). The loops for one to eight rows would not fit.
 enum { kMoeGemvRows = 4 };
 
-// In a threadgroup of moe_gemv_reduce, each of a token's slots has simdgroups of its own, which split K between them. A
-// thread uses at most 143 half-registers (Mesa's compiler), with which a threadgroup can have 22 simdgroups on an M1.
+// The limit of simdgroups in a threadgroup of moe_gemv_reduce. Each slot of a token has its own simdgroups, which split
+// K between them. A thread uses at most 143 half-registers (Mesa's compiler). With 143 half-registers, a threadgroup
+// can have 22 simdgroups on an M1.
 enum { kMoeReduceMaxSimdgroups = 20 };
 
-// moe_sort runs as one threadgroup. It sorts the pairs of kMoeSortThreads experts at a time, one for each thread. The
-// output begins with a table that has three words for each block of rows: expert, first place, number of rows. A
-// surplus block has no rows. After the table come the pairs, in the order of their experts.
+// moe_sort runs as one threadgroup. It sorts the pairs of kMoeSortThreads experts at a time, with one thread per
+// expert. The output begins with a table of three words for each block of rows: expert, first place, number of rows. An
+// unused block has 0 rows. After the table come the pairs, sorted by expert.
 enum {
   kMoeSortThreads = 256,
   kMoeSortSimdgroups = 8,
@@ -62,8 +64,8 @@ enum {
 static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<int>(kMoeSortThreads),
               "whole simdgroups");
 
-// Returns the largest number of blocks that `pairs` rows can need. Each expert may have one block that is not full. The
-// rows whose ids name no expert form their own blocks, and one of these may not be full, too.
+// Returns the largest number of blocks that `pairs` rows can need. Each expert may have one incomplete block. The rows
+// whose ids are not numbers of experts form their own blocks, and one of these may be incomplete, too.
 constexpr uint32_t moe_blocks(uint32_t pairs, uint32_t experts, uint32_t block_rows) {
   return ceil_divide(pairs, block_rows) + (pairs < experts + 1 ? pairs : experts + 1);
 }

@@ -1,4 +1,4 @@
-// The blocks of rows that moe_sort makes: where their activations start, and where their results go.
+// The blocks of rows that moe_sort makes: the addresses of their activations and of their results.
 #pragma once
 
 #include "kernels/experts/experts.h"
@@ -6,8 +6,8 @@
 
 namespace marlin {
 
-// The rows of pairs[0] to pairs[count - 1], which all have one expert. A row at or beyond `count` reads the last of
-// these rows instead, and its result is not stored.
+// The rows of pairs[0] to pairs[count - 1], which all have the same expert. For a row at or beyond `count`, the
+// functions read the last of these rows instead, and its result is not stored.
 struct ExpertRows {
   const device uint* pairs;
   uint count;
@@ -16,7 +16,7 @@ struct ExpertRows {
 
   MARLIN_INLINE uint pair(uint row) const thread { return pairs[min(row, count - 1)]; }
 
-  // What tensor.h needs.
+  // The members that tensor.h uses.
   MARLIN_INLINE bool has(uint row) const thread { return row < count; }
   template <typename T>
   MARLIN_INLINE const device T* start(const thread Activations<T>& a, uint row) const thread {
@@ -27,8 +27,9 @@ struct ExpertRows {
     return row < count;
   }
 
-  // What fused.h needs. All rows have offsets from one pointer, and the GPU adds an unsigned 32-bit offset to a pointer
-  // within the load. The planner uses moe_fused only if all elements of the activations are within 32 bits.
+  // The members that fused.h uses. All rows are offsets from one pointer, because the GPU adds an unsigned 32-bit
+  // offset to a pointer within the load. The planner uses moe_fused only if all offsets of the activations fit in 32
+  // bits.
   typedef uint Offset;
   static constexpr uint pointers() { return 1; }
   static constexpr uint offsets_per_block() { return 2; }
@@ -44,7 +45,7 @@ struct ExpertRows {
   MARLIN_INLINE bool stores(uint i, uint row, thread uint& m) const thread { return stores(i * kBlock + row, m); }
 };
 
-// Returns true if block `index` of moe_sort's table has rows. The table says nothing else about a surplus block.
+// Returns true if block `index` of moe_sort's table has rows. The other words of an unused block are undefined.
 MARLIN_INLINE bool has_rows(const device uint* blocks, uint index) {
   return blocks[index * kMoeBlockWords + 2] != 0;
 }
@@ -54,13 +55,13 @@ MARLIN_INLINE ExpertRows rows_of_block(const device uint* blocks, uint index, co
   return {blocks + params.blocks * kMoeBlockWords + entry[1], entry[2], params.top_k, params.a_slot_stride};
 }
 
-// Returns the block's expert, or `experts` if the ids of the block's pairs name no expert.
+// Returns the block's expert, or `experts` if the ids of the block's pairs are not numbers of experts.
 MARLIN_INLINE uint expert_of_block(const device uint* blocks, uint index) {
   return blocks[index * kMoeBlockWords];
 }
 
-// Sets the results of rows whose ids name no expert to zero, in `columns` columns from `first_column` on. If products
-// are combined, does nothing, because moe_reduce ignores these pairs.
+// Stores zeros for rows whose ids are not numbers of experts, in `columns` columns from `first_column` on. Does nothing
+// if moe_reduce combines the products, because moe_reduce ignores these pairs.
 template <typename T>
 MARLIN_INLINE void store_zeros(const thread ExpertRows& rows, device T* out, uint N, uint first_column, uint columns,
                                uint thread_index, uint threads) {

@@ -14,8 +14,9 @@ struct Activations {
 
   MARLIN_INLINE const device T* row_at(uint m) const thread { return data + int64_t(m) * row_stride; }
 
-  // Loads a row's activations of kCount consecutive k. Without a permutation, `first` points at the row's element k.
-  // With one, `first` points at the row's start, and the elements are at perm[k], perm[k + 1] and so on.
+  // Loads a row's activations of kCount consecutive k. Without a permutation, `first` is the address of the row's
+  // element k. With a permutation, `first` is the address of the row's start, and the elements are at perm[k], perm[k +
+  // 1] and so on.
   template <uint kCount>
   MARLIN_INLINE vec<T, kCount> load_run(const device T* first, uint k) const thread {
     if (vector_activations) return *reinterpret_cast<const device vec<T, kCount>*>(first);

@@ -1,7 +1,8 @@
-// Decodes the codes of blocks: eight k of one column, lowest k in the lowest bits. One mask extracts two codes, one
-// from each 16-bit half of a word, and the masked word is then read as a half2. So the eight codes of a block are four
-// pairs. A word of 4-bit codes has k = 0..7, and its pairs are k = j and j + 4. A word of 8-bit codes has k = 0..3, so
-// a block is two words, and the pairs are k = 0 and 2, 1 and 3 of either word.
+// Decodes the codes of blocks. A block is eight k of one column, with the lowest k in the lowest bits. One mask
+// extracts two codes, one from each 16-bit half of a word, and the masked word is then read as a half2. So the eight
+// codes of a block are four pairs. A word of 4-bit codes contains k = 0..7, and its pairs are k = j and j + 4. A word
+// of 8-bit codes contains k = 0..3. So a block is two such words, and the pairs of each word are k = 0 and 2, and k = 1
+// and 3.
 #pragma once
 
 #include "kernels/gemm/function_constants.h"
@@ -23,11 +24,11 @@ MARLIN_INLINE Vec8<half> make_vec8(half2 pair0, half2 pair1, half2 pair2, half2 
 template <WeightFormat format>
 struct BlockWords {
   uint word[words_per_block(format)];
-  uint high;  // of the second plane, shifted so that the block's fields come first
+  uint high;  // the word of the second plane, shifted so that the block's fields come first
 };
 
-// Extracts the bits of codes j and j + 4, whose lower four bits are in `word`. The codes begin at the lowest bit of
-// each half, or at bit 4 if j is odd and the lower bits `stay` in their place.
+// Extracts the bits of codes j and j + 4, whose lower four bits are in `word`. The extracted codes begin at the lowest
+// bit of each half. If j is odd and `stays` is true, they begin at bit 4, which saves a shift.
 template <uint bits>
 MARLIN_INLINE uint code_pair(uint word, uint high, uint j, bool stays) {
   const uint low = (word >> (4 * (stays ? j - 1 : j))) & (stays ? 0x00F000F0u : 0x000F000Fu);
@@ -38,7 +39,7 @@ MARLIN_INLINE uint code_pair(uint word, uint high, uint j, bool stays) {
   return low + (place >= field ? upper << (place - field) : upper >> (field - place));
 }
 
-// Returns which word of a block has pair j, and the k of the pair's first and second code.
+// Returns the index of the word that contains pair j of a block; below, the k of the pair's first and second code.
 template <WeightFormat format>
 MARLIN_INLINE constexpr uint word_of_pair(uint j) {
   return words_per_block(format) == 2 ? j / 2 : 0;
@@ -52,9 +53,9 @@ MARLIN_INLINE constexpr uint second_of_pair(uint j) {
   return first_of_pair<format>(j) + (words_per_block(format) == 2 ? 2 : 4);
 }
 
-// Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. Each code is moved to bits 12..9 of a half. The
-// code's exponent and mantissa are then in the half's fields. Adding 0x7000 carries the sign to bit 15, and a mask
-// drops the other bits. Code 1 becomes a half subnormal. On Apple GPUs, a left shift by 1 to 4 is free inside an
+// Decodes E2M1 codes j and j + 4 of a word to their values times 2^-14. Each code is moved to bits 12..9 of a half, so
+// its exponent and mantissa are in the half's fields. The addition of 0x7000 carries the sign to bit 15, and a mask
+// clears the other bits. Code 1 becomes a subnormal half. On Apple GPUs, a left shift by 1 to 4 is free inside an
 // addition. Any other shift takes four cycles of the slow ALU (M1, metal-benchmarks).
 MARLIN_INLINE half2 e2m1_scaled(uint word, uint j) {
   const uint even = word & 0x0F0F0F0Fu;
@@ -74,10 +75,10 @@ MARLIN_INLINE Vec8<half> exact_e2m1(uint word) {
                    e2m1_scaled(word, 3) * unit);
 }
 
-// Decodes E4M3 codes 0 and 2 (j = 0), or 1 and 3 (j = 1), of a word to their values times 2^-8. Exponent and mantissa
-// of a code are moved into the same fields of a half, whose exponent bias is 8 larger. Adding 0x4000 carries the sign
-// to bit 15, and a mask drops the other bits. The NaN codes 0x7F and 0xFF become 1.875 and -1.875, which no other code
-// does.
+// Decodes E4M3 codes 0 and 2 (j = 0), or 1 and 3 (j = 1), of a word to their values times 2^-8. The exponent and
+// mantissa of a code are moved into the fields of a half, whose exponent bias is 8 larger. The addition of 0x4000
+// carries the sign to bit 15, and a mask clears the other bits. The NaN codes 0x7F and 0xFF become 1.875 and -1.875,
+// and no other code becomes these values.
 MARLIN_INLINE half2 e4m3_scaled_no_nan(uint word, uint j) {
   const uint raised = j == 0 ? (word & 0x00FF00FFu) << 7 : (word & 0xFF00FF00u) >> 1;
   return as_type<half2>((raised + 0x40004000u) & 0xBF80BF80u);
@@ -86,29 +87,30 @@ MARLIN_INLINE half2 e4m3_scaled(uint word, uint j) {
   const half2 values = e4m3_scaled_no_nan(word, j);
   return half2(abs(values.x) == 1.875h ? half(NAN) : values.x, abs(values.y) == 1.875h ? half(NAN) : values.y);
 }
-// Returns true if one of a word's codes is NaN: only 0x7F carries into the bit of the sign.
+// Returns true if one of a word's codes is NaN. Only the magnitude 0x7F carries into the sign bit.
 MARLIN_INLINE bool has_e4m3_nan(uint word) {
   return (((word & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) != 0;
 }
 constant constexpr float kE4M3Unit = 256.0f;
 
-// How FastCodes decodes. To get the code, the caller multiplies the returned value by even_unit(), or by odd_unit() for
-// odd k.
+// The way in which FastCodes decodes. The caller gets the value of a code by a multiplication of the returned value
+// with even_unit(), or with odd_unit() for odd k.
 struct DecodeOptions {
-  bool subnormal;     // codes are read as half subnormals, otherwise as normal halves
-  bool separate_odd;  // leaves codes of odd k 16 times too large: saves a shift, but needs separate accumulators
+  bool subnormal;     // true to read codes as subnormal halves, false to read them as normal halves
+  bool separate_odd;  // true to leave codes of odd k 16 times too large: saves a shift, but needs separate accumulators
 };
 
-// Decodes codes at whatever scale is cheapest. pair() returns the codes of pair j as float2, from their word and, if
-// there is a second plane, its word. The widening is free, because fp32 instructions read half operands.
+// Decodes codes at the scale that costs the fewest instructions. pair() returns the codes of pair j as a float2. It
+// reads them from a word of the first plane and, if there is a second plane, a word of that plane. The conversion to
+// float is free, because fp32 instructions read half operands.
 template <CodeKind kind, uint bits>
 struct FastCodes;
 template <WeightFormat format>
 using FastCodesOf = FastCodes<code_kind(format), code_bits(format)>;
 
-// Decoding integers needs no shift and no conversion: a nibble q that is masked out of a word and read as a half is q *
-// 2^-24, or q * 2^-20 if it sits four bits higher. On a GPU that flushes subnormal halves, 0x6400 (1024) is ORed in and
-// subtracted, which gives q or 16 q. Both ways hold for codes of up to six bits.
+// The decode of integers needs no shift and no conversion. A masked nibble q, read as a half, is q * 2^-24, or q *
+// 2^-20 if it is four bits higher. On a GPU that flushes subnormal halves, the code ORs in 0x6400 (1024) and subtracts
+// 1024, which gives q or 16 q. Both ways are correct for codes of up to six bits.
 template <uint bits>
 struct FastCodes<CodeKind::integer, bits> {
   static MARLIN_INLINE float2 pair(uint word, uint high, uint j, const threadgroup float*, DecodeOptions form) {
@@ -139,8 +141,8 @@ struct FastCodes<CodeKind::table, 4> {
   static MARLIN_INLINE float odd_unit(DecodeOptions) { return 1.0f; }
 };
 
-// A byte that is masked out of a word and read as a half is q * 2^-24. The odd bytes must be shifted: where they are,
-// they would be exponent and sign.
+// A masked byte, read as a half, is q * 2^-24. The odd bytes must be shifted, because in their place they would be the
+// exponent and sign.
 template <>
 struct FastCodes<CodeKind::integer, 8> {
   static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {
@@ -151,7 +153,8 @@ struct FastCodes<CodeKind::integer, 8> {
   static MARLIN_INLINE float odd_unit(DecodeOptions form) { return even_unit(form); }
 };
 
-// One test finds the NaN codes of a word, and makes code 0 NaN. The sum over k then is NaN, whichever code was.
+// One test finds a NaN code in a word, and makes code 0 NaN. The sum over k is then NaN, regardless of which code is
+// NaN.
 template <>
 struct FastCodes<CodeKind::e4m3, 8> {
   static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {
@@ -181,8 +184,8 @@ MARLIN_INLINE Vec8<half> join(half4 low, half4 high) {
   return {{low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]}};
 }
 
-// Decodes a block to half, exactly. An integer q becomes q - zero, where zero is a whole number up to 255. An E2M1 or
-// E4M3 code becomes its value. A code of a table becomes the index q.
+// Decodes a block to half, exactly. An integer q becomes q - zero, where `zero` is an integer up to 255. An E2M1 or
+// E4M3 code becomes its value. A code of a table becomes its index q.
 template <WeightFormat format>
 MARLIN_INLINE Vec8<half> exact_codes(BlockWords<format> words, half zero) {
   const uint word = words.word[0];
@@ -190,7 +193,7 @@ MARLIN_INLINE Vec8<half> exact_codes(BlockWords<format> words, half zero) {
   if (code_kind(format) == CodeKind::e2m1) return exact_e2m1(word);
   if (code_kind(format) == CodeKind::e4m3) return join(exact_e4m3(word), exact_e4m3(last));
   if (code_bits(format) == 8) return join(exact_bytes(word, zero), exact_bytes(last, zero));
-  // The ORed halves are 1024 + q and 1024 + 16 q = 16 (64 + q). The results are whole numbers below 2048, so half holds
+  // The ORed halves are 1024 + q and 1024 + 16 q = 16 (64 + q). The results are integers below 2048, so half represents
   // them exactly.
   const half2 even_offset = half2(1024.0h + zero);
   const half2 odd_offset = half2(-64.0h - zero);
@@ -213,9 +216,9 @@ MARLIN_INLINE half4 small_bytes(uint word, half zero) {
   return half4(even.x, odd.x, even.y, odd.y);
 }
 
-// Decodes a block of integers to (q - zero) * 2^-9, exactly. Needs subnormal_codes: a masked code, read as a half, is
-// q * 2^-24, or q * 2^-20 for odd codes. For a word of nibbles, this function takes 8 operations on pairs, and
-// exact_codes takes 12.
+// Decodes a block of integers to (q - zero) * 2^-9, exactly. Requires subnormal_codes: a masked code, read as a half,
+// is q * 2^-24, or q * 2^-20 for odd codes. For a word of nibbles, this function needs 8 operations on pairs, and
+// exact_codes needs 12.
 template <WeightFormat format>
 MARLIN_INLINE Vec8<half> small_codes(BlockWords<format> words, half zero) {
   const uint word = words.word[0];

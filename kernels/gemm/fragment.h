@@ -1,5 +1,5 @@
-// The 8x8 operands of the matrix unit, and which elements each lane holds. Operands are loaded from contiguous 8x8
-// blocks of threadgroup memory, which need no padding to avoid bank conflicts.
+// The 8x8 operands of the matrix unit, and the elements of an operand that each lane holds. Operands are loaded from
+// contiguous 8x8 blocks of threadgroup memory, so they need no padding to avoid bank conflicts.
 #pragma once
 
 #include "kernels/gemm/decode.h"
@@ -8,8 +8,9 @@ namespace marlin {
 
 enum { kBlockElements = kBlock * kBlock };
 
-// A lane holds elements (row, column) and (row, column + 1). Apple documents how many elements a lane holds, but not
-// which. Mesa, applegpu and the output of Apple's compiler agree on these for every GPU from M1 on.
+// A lane holds the elements (row, column) and (row, column + 1). Apple documents the number of elements per lane, but
+// not their positions. Mesa, applegpu and the output of Apple's compiler agree on these positions for every GPU from M1
+// on.
 struct LanePlace {
   uint row;
   uint column;
@@ -19,7 +20,7 @@ MARLIN_INLINE LanePlace lane_place(uint lane) {
   return {4 * (lane >> 4) + ((lane >> 1) & 3u), 4 * ((lane >> 3) & 1u) + 2 * (lane & 1u)};
 }
 
-// Operands keep their element type, except that bfloat is widened to float: M1 and M2 have no bfloat unit.
+// Operands keep their element type, except bfloat, which is converted to float, because M1 and M2 have no bfloat unit.
 template <typename T>
 struct ActivationFragment {
   typedef simdgroup_matrix<T, kBlock, kBlock> Matrix;

@@ -1,4 +1,4 @@
-// Declares the function constants, which specialise a pipeline, and loads elements whose type is a function constant.
+// Declares the function constants, which specialize a pipeline, and loads elements whose type is a function constant.
 #pragma once
 
 #include "kernels/gemm/geometry.h"

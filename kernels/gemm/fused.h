@@ -1,12 +1,12 @@
-// The body of the kernels that compute y^T = W^T a^T in 8x8x8 products. Both operands are built in registers straight
-// from device loads, so the K loop needs no threadgroup memory, no barrier and no shuffle. K is split between the
-// simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between threadgroups,
-// whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same bits.
+// The body of the kernels that compute y^T = W^T a^T in 8x8x8 products. Both operands are built in registers directly
+// from device loads, so the K loop needs no threadgroup memory, no barrier and no shuffle. The simdgroups of a
+// threadgroup split K between them and add their totals in threadgroup memory. K is also split between threadgroups,
+// and reduce.metal adds their partial sums. Both sums have a fixed order, so the same inputs give the same bits.
 //
-// Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. One 16-byte load therefore gives a lane
-// its words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. A fragment's columns
-// stand for k in the order that weight_fragment.h defines. In this order, one load of four activations per row serves
-// all four fragments of a word.
+// Row v of weight fragment b is column 4 v + b of the simdgroup's 32 columns. So one 16-byte load gives a lane its
+// words of all four fragments, and a simdgroup reads 128 contiguous bytes of a packed row. The columns of a fragment
+// are k, in the order of weight_fragment.h. In this order, one load of four activations per row is enough for all four
+// fragments of a word.
 #pragma once
 
 #include "kernels/gemm/product.h"
@@ -17,17 +17,17 @@ namespace marlin {
 enum {
   kFusedRowBlocks = kFusedMaxRows / kBlock,
   kFusedColumnBlocks = kFusedColumns / kBlock,
-  kFusedWordRows = 4,                      // packed rows that a simdgroup loads at once, or twice these of 8-bit codes
-  kFusedLoadK = kFusedWordRows * kBlockK,  // a step takes kFusedK
-  kFusedByteWordK = kFusedLoadK / 2,       // from the first to the second word of 8-bit codes that a lane loads
+  kFusedWordRows = 4,                      // packed rows per load of a simdgroup; twice as many for 8-bit codes
+  kFusedLoadK = kFusedWordRows * kBlockK,  // half of a step, which is kFusedK
+  kFusedByteWordK = kFusedLoadK / 2,       // distance in k between the two words of 8-bit codes that a lane loads
 };
 
-// Evenly spaced rows, starting at `begin`. If fewer than rows_per_threadgroup rows are left for the last threadgroup,
-// its blocks of rows move up until they end at row M - 1. It then computes some rows that another threadgroup computes,
-// too, and does not store them. In return, no load is conditional, and all threadgroups use the same row offsets.
+// Evenly spaced rows from `begin` on. If the last threadgroup has fewer than rows_per_threadgroup rows, its row blocks
+// move up until they end at row M - 1. It then also computes some rows of another threadgroup, and does not store them.
+// So no load is conditional, and all threadgroups use the same row offsets.
 struct EvenRows {
-  // A lane has a pointer to each of its two rows of block 0. The offset from block 0 to another block is the same for
-  // both rows, all lanes and all threadgroups.
+  // A lane has one pointer for each of its two rows of block 0. The offset from block 0 to another block is the same
+  // for both rows, all lanes and all threadgroups.
   typedef int64_t Offset;
   static constexpr uint pointers() { return 2; }
   static constexpr uint offsets_per_block() { return 1; }
@@ -57,8 +57,8 @@ struct EvenRows {
   }
 };
 
-// The accumulators of one simdgroup over its slice of K, and the addresses that it reads next. There are `row_blocks`
-// blocks of rows, or fewer if rows_per_threadgroup says so.
+// The accumulators of one simdgroup over its slice of K, and the addresses of its next loads. `row_blocks` is the
+// number of row blocks; rows_per_threadgroup may reduce it.
 template <WeightFormat format, typename T, uint row_blocks, typename Rows>
 struct FusedAccumulators {
   typedef simdgroup_matrix<float, kBlock, kBlock> Matrix;
@@ -68,14 +68,15 @@ struct FusedAccumulators {
   Weight weight;
   Activations<T> a;
   uint n;                    // the lane's first column
-  uint word;                 // which of the four rows of words that a load reads is the lane's
+  uint word;                 // the lane's row among the four rows of words of a load
   uint quad;                 // the lane's first k among the 32 of a load
-  const device uint* words;  // the lane's next words of four columns
-  const device uint* high;   // and those of the second plane
-  uint high_shift;           // where its fields of the lane's word begin
-  uint scale_index;          // index of the next scales; 32 bits are enough, because the planner refuses larger weights
+  const device uint* words;  // the lane's next words, of four columns
+  const device uint* high;   // the same for the second plane
+  uint high_shift;           // the first bit of the block's fields in `high`
+  uint scale_index;          // index of the next scales; 32 bits are sufficient, because the planner refuses larger
+                             // weights
   // The lane's two rows of block i start at x_row + row_offset[i]. The pointers are at the lane's first k of the next
-  // load, or with a permutation at k = 0. Rows says how many different pointers and offsets there are.
+  // load, or with a permutation at k = 0. `Rows` defines the number of different pointers and offsets.
   const device T* x_row[2];
   typename Rows::Offset row_offset[row_blocks][2];
   vec<T, 4> x[row_blocks][2];  // four k of each of the two rows
@@ -86,19 +87,19 @@ struct FusedAccumulators {
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
-  // Returns true if the activations of two fragments, not four, are loaded at once. With 32 rows of fp32, four
-  // fragments need 231 half-registers per thread (M1), and only two of the planner's threadgroups, of five simdgroups
-  // each, fit on a core. Two fragments need 207, and three threadgroups fit.
-  // Of 8-bit codes, the k of two fragments are adjacent, and those of the other two are kFusedByteWordK further.
+  // Returns true if each load fetches the activations of two fragments instead of four. With 32 rows of fp32, loads of
+  // four fragments need 231 half-registers per thread (M1), and a core holds only two threadgroups of five simdgroups,
+  // the planner's size. Loads of two fragments need 207, and a core holds three threadgroups. For 8-bit codes, the k of
+  // two fragments are adjacent, and the k of the other two are kFusedByteWordK further.
   static MARLIN_INLINE bool loads_pairs() {
     return is_wide() || (sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows);
   }
   static constexpr bool is_wide() { return words_per_block(format) == 2; }
-  // Returns the distance in k from a load's first word or quad to fragment j's.
+  // Returns the distance in k from the first word or quad of a load to that of fragment j.
   static MARLIN_INLINE uint skipped_k(uint j) { return word_of_pair<format>(j) * kFusedByteWordK; }
 
-  // Loads the activations for fragment j of a load: for all four at once if j = 0, or for j and j + 1 if loads_pairs().
-  // The second pair's offset is deliberately opaque to the compiler, which would otherwise merge the two loads.
+  // Loads the activations for fragment j: for all four fragments if j is 0, or for j and j + 1 if loads_pairs(). The
+  // offset of the second pair is deliberately opaque to the compiler, which would otherwise merge the two loads.
   MARLIN_INLINE void load_activations(uint j, uint k_quad, bool has_quad) thread {
     MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
@@ -132,7 +133,7 @@ struct FusedAccumulators {
     }
   }
 
-  // Multiplies 32 k starting at k0. Both operands are zero at k_end and beyond.
+  // Multiplies 32 k from k0 on. Both operands are zero at k_end and beyond.
   MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
     const uint k_word = k0 + word * codes_per_word(format);
     const uint k_quad = k0 + quad;
@@ -180,8 +181,8 @@ struct FusedAccumulators {
     }
   }
 
-  // Adds the accumulators to the simdgroup's totals, which have a float4 of four columns for each [row block,
-  // element][lane]. A lane touches only its own totals.
+  // Adds the accumulators to the simdgroup's totals. For each [row block, element][lane], the totals have a float4 of
+  // four columns. A lane accesses only its own totals.
   MARLIN_INLINE void add_to(threadgroup float4* totals) thread {
     MARLIN_UNROLL for (uint i = 0; i < row_blocks; ++i) {
       MARLIN_UNROLL for (uint e = 0; e < 2; ++e) {
@@ -193,8 +194,8 @@ struct FusedAccumulators {
   }
 };
 
-// The kernels' common body: multiplies a threadgroup's rows with columns block.x and split block.z. The threadgroup
-// has at most `row_blocks` blocks of rows.
+// The common body of the kernels: multiplies a threadgroup's rows with columns block.x, over split block.z of K. The
+// threadgroup has at most `row_blocks` row blocks.
 template <WeightFormat format, typename T, uint row_blocks = kFusedRowBlocks, typename Rows>
 MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                               threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {
@@ -239,7 +240,7 @@ MARLIN_INLINE void fused_rows(const thread Product<T>& product, const thread Row
   const uint first_group =
       (k_begin + (short_group_size != 0 ? sums.word * codes_per_word(format) : 0)) / params.group_size;
   sums.scale_index = first_group * N + sums.n;
-  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // only used if short_group_size is 0
+  uint group_rest = (first_group + 1) * params.group_size - k_begin;  // used only if short_group_size is 0
   for (uint k = k_begin; k < k_end;) {
     sums.clear();
     const uint chain_end = min(k + kFusedChainLength, k_end);

@@ -1,5 +1,5 @@
-// The kernels that compute blocks of 8 to 32 activation rows. They take any number of rows; with fewer than 8, part of
-// the block is padding. Their body is in fused.h.
+// The kernels that compute blocks of 8 to 32 activation rows, with the body of fused.h. They accept any number of rows;
+// with fewer than 8 rows, part of a block is padding.
 #include "kernels/gemm/fused.h"
 
 #include "kernels/shared/kernel_list.h"

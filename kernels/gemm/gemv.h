@@ -1,20 +1,20 @@
-// The body of the kernels that compute up to kGemvMaxRows activation rows. A lane owns four columns: one 16-byte load,
-// or two of 8-bit codes, gives it 8 k of each of them, and no other lane of the simdgroup adds to their sums. K is
-// split between the simdgroups of a threadgroup, which add their totals in threadgroup memory. K is also split between
-// threadgroups, whose partial sums reduce.metal adds. Both sums have a fixed order, so the same inputs give the same
-// bits.
+// The body of the kernels that compute up to kGemvMaxRows activation rows. Each lane owns four columns. One 16-byte
+// load (two for 8-bit codes) gives the lane 8 k of each column, and no other lane of the simdgroup adds to the columns'
+// sums. The simdgroups of a threadgroup split K between them and add their totals in threadgroup memory. K is also
+// split between threadgroups, and reduce.metal adds their partial sums. Both sums have a fixed order, so the same
+// inputs give the same bits.
 #pragma once
 
 #include "kernels/gemm/product.h"
 
 namespace marlin {
 
-// The smallest activation that is multiplied with codes scaled down by 2^24. The product is at least 2^-88, well above
-// fp32's subnormals.
+// The smallest activation that is multiplied with codes scaled down by 2^24. The product is at least 2^-88, so it is
+// far above the subnormals of fp32.
 constant constexpr float kSmallActivation = 5.42101086e-20f;  // 2^-64
 
-// The accumulators of one lane over a slice of K (all rows, its four columns), and the addresses that it reads next.
-// There are `most_rows` rows, or fewer if rows_per_threadgroup says so.
+// The accumulators of one lane over a slice of K (all rows, its four columns), and the addresses of its next loads.
+// `most_rows` is the number of rows; rows_per_threadgroup may reduce it.
 template <WeightFormat format, typename T, uint most_rows>
 struct GemvAccumulators {
   typedef FastCodesOf<format> Codes;
@@ -25,18 +25,19 @@ struct GemvAccumulators {
   uint n;                            // the lane's first column, at most N
   const device uint* words;          // the words of the next 8 k
   ulong scale_index;                 // index of the current group's scales
-  const device T* x_row[most_rows];  // points at the row's next k or, with a permutation, at the row's start
+  const device T* x_row[most_rows];  // address of the row's next k or, with a permutation, of the row's start
   const threadgroup float* table;
-  threadgroup float4* totals;  // sums of the lane's four columns; the next row's are kSimdWidth further
-  // Accumulators of the current chain: a run of at most kChainLength k of one group, which is summed before scaling.
+  threadgroup float4* totals;  // sums of the lane's four columns; the sums of the next row are kSimdWidth further
+  // Accumulators of the current chain. A chain is a run of at most kChainLength k of one group, which are summed before
+  // they are scaled.
   float even[most_rows][kGemvColumnsPerLane];
   float odd[most_rows][kGemvColumnsPerLane];
 
   static MARLIN_INLINE uint rows() { return min(uint(rows_per_threadgroup), most_rows); }
 
-  // Returns true if odd nibbles have their own accumulators. These save shifts but double the number of
-  // accumulators. With many rows, they cost too many registers: at 8 rows on an M1, a thread would use 253
-  // half-registers instead of 199.
+  // Returns true if odd nibbles have their own accumulators. This saves shifts, but doubles the number of accumulators.
+  // With many rows, they need too many registers: with 8 rows on an M1, a thread would use 253 half-registers instead
+  // of 199.
   static MARLIN_INLINE bool separate_odd() {
     return code_kind(format) == CodeKind::integer && words_per_block(format) == 1 && rows() <= kGemvMaxSeparateOddRows;
   }
@@ -57,10 +58,10 @@ struct GemvAccumulators {
     return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
   }
 
-  // Returns true if the type of the activations has values so small that they would lose bits. The decode scales
-  // integer and E2M1 codes down, by up to 2^24, so their product with a very small activation could be subnormal in
-  // fp32. fp16 has no such activations: the smallest above zero is 2^-24, which is large enough. Codes of a table are
-  // not scaled down.
+  // Returns true if the type of the activations has values that need the check for small activations. The decode scales
+  // integer and E2M1 codes down by up to 2^24, so their product with a very small activation could be subnormal in fp32
+  // and lose bits. fp16 has no such activations, because its smallest nonzero value, 2^-24, is large enough. Codes of a
+  // table are not scaled down.
   static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
 
   // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero
@@ -90,7 +91,8 @@ struct GemvAccumulators {
     Vec8<T> row[most_rows];
   };
 
-  // Returns the words of the second plane for a step's 16 k, which begin at k, shifted as those of the first eight k.
+  // Returns the words of the second plane for the 16 k of a step, which begin at k. They are shifted for the first
+  // eight k.
   MARLIN_INLINE uint4 high_words(uint k) const thread {
     if (!has_high_plane(format)) return uint4(0);
     return load_columns(weight.high + weight.template high_index<format>(k) + n, weight.N - n) >>
@@ -123,17 +125,17 @@ struct GemvAccumulators {
   }
 
   // Returns true if a step loads the words of its 16 k, and the activations of all rows, before it multiplies them. The
-  // loop then waits for memory once a step instead of twice, and more rows do not mean more waits for activations. Two
-  // cases return false. With many rows, the activations would take too many registers: at 8 rows on an M1, a thread
-  // would use 231 half-registers instead of 199. With a table, the lookups wait between the products anyway.
+  // loop then waits for memory once per step instead of twice, and more rows cause no more waits. Returns false in two
+  // cases. With many rows, the activations would need too many registers: with 8 rows on an M1, a thread would use 231
+  // half-registers instead of 199. With a table, the lookups wait between the products in any case.
   static MARLIN_INLINE bool loads_first() { return gemv_loads_first(format, rows()); }
-  // Returns true if the activations are loaded between the step's two loads of words. Otherwise both loads of words
-  // come first. The wait for the second load is short in either order. With four rows on an M1, activations in between
-  // take 2 % fewer instructions; with one or three rows, both loads of words first take fewer.
+  // Returns true if a step loads the activations between its two loads of words. Otherwise it loads all words first.
+  // The wait for the second load is short in both orders. With four rows on an M1, activations between the words need 2
+  // % fewer instructions. With one or three rows, all words first need fewer.
   static MARLIN_INLINE bool rows_between_words() { return rows() == kGemvMaxLoadsFirstRows; }
 
-  // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` holds these
-  // activations. Otherwise `loaded` is unused, and each row's activations are loaded just before they are multiplied.
+  // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` contains these
+  // activations. Otherwise `loaded` is unused, and each row's activations are loaded just before their products.
   template <bool subnormal>
   MARLIN_INLINE void multiply(ColumnWords packed, uint k, ActivationRows loaded) thread {
     Vec8<float> codes[kGemvColumnsPerLane];
@@ -166,7 +168,7 @@ struct GemvAccumulators {
     }
   }
 
-  // Multiplies a chain of `length` k starting at k. All of them are in one group.
+  // Multiplies a chain of `length` k from k on. All of them are in one group.
   template <bool subnormal>
   MARLIN_INLINE void multiply_chain(uint k, uint length) thread {
     MARLIN_UNROLL for (uint r = 0; r < most_rows; ++r) {
@@ -216,8 +218,8 @@ struct GemvAccumulators {
   }
 };
 
-// Says which rows a threadgroup multiplies: `count` rows of the activations, starting at a_row. The results go to the
-// output rows that start at out_row. Rows beyond the last read that row and are not stored.
+// The rows that a threadgroup multiplies: `count` rows of the activations from a_row on. The results are stored in the
+// output rows from out_row on. A row beyond the last one reads the last row and is not stored.
 struct GemvPlace {
   uint a_row;
   uint out_row;
@@ -233,7 +235,7 @@ struct GemvPlace {
   }
 };
 
-// Adds values[first] and the numbers after it that are `stride` apart, `count` in all, in this order.
+// Adds `count` values in order: values[first], then every value that is `stride` further.
 template <typename V>
 MARLIN_INLINE V sum_in_order(const threadgroup V* values, uint first, uint count, uint stride) {
   V sum = V(0.0f);
@@ -242,8 +244,8 @@ MARLIN_INLINE V sum_in_order(const threadgroup V* values, uint first, uint count
   return sum;
 }
 
-// Multiplies a slice of K: one simdgroup's rows, at most `most_rows`, and columns. `n` is the lane's first column.
-// `totals` has room for kGemvColumns sums of each row.
+// Multiplies one simdgroup's rows, at most `most_rows`, and columns over a slice of K. `n` is the lane's first column.
+// `totals` has space for kGemvColumns sums of each row.
 template <WeightFormat format, typename T, uint most_rows = kGemvMaxRows, typename Rows>
 MARLIN_INLINE void gemv_slice(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                               const threadgroup float* table, threadgroup float* totals, uint slice, uint n,
@@ -283,8 +285,8 @@ MARLIN_INLINE void gemv_slice(const thread Product<T>& product, const thread Row
   }
 }
 
-// The body that gemv, moe_gemv and moe_gemv_blocks share. `block` is the threadgroup's position in the grid: y selects
-// the columns, and z the split of K.
+// The body of gemv, moe_gemv and moe_gemv_blocks. `block` is the threadgroup's position in the grid: y selects the
+// columns, and z the split of K.
 template <WeightFormat format, typename T, uint most_rows = kGemvMaxRows, typename Rows>
 MARLIN_INLINE void gemv_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                              threadgroup float* shared, uint3 block, uint lane, uint simdgroup, uint simdgroups) {

@@ -1,4 +1,4 @@
-// For up to kGemvMaxRows activation rows; gemv.h has the body.
+// The kernels for up to kGemvMaxRows activation rows, with the body of gemv.h.
 #include "kernels/gemm/gemv.h"
 
 #include "kernels/shared/kernel_list.h"

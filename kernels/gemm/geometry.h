@@ -1,5 +1,5 @@
-// Parameters of the GEMM kernels, and how many rows, columns and k a threadgroup and a simdgroup take. Shared by
-// shaders and host. Plain C subset, see shared/types.h.
+// Parameters of the GEMM kernels, and the numbers of rows, columns and k per threadgroup and simdgroup. For shaders and
+// host, in the C subset of kernels/shared/types.h.
 #pragma once
 
 #include "kernels/shared/slots.h"
@@ -31,7 +31,7 @@ struct EmbeddingParams {
   uint32_t N;
   uint32_t K;
   uint32_t group_size;
-  uint32_t count;     // ids
+  uint32_t count;     // number of ids
   uint32_t id_bytes;  // 4 for int32 ids, 8 for int64
 };
 static_assert(sizeof(EmbeddingParams) == 20, "shared with the shaders");
@@ -46,8 +46,8 @@ struct ReduceParams {
 static_assert(sizeof(ReduceParams) == 16, "shared with the shaders");
 
 // The parameters of the kernel that adds up the tiles that several stripes share. Stripe s stores the partial sums of
-// its first tile in partials[2 * s]. If its last tile is another one, and the stripe ends inside it, that tile's
-// partial sums are in partials[2 * s + 1].
+// its first tile in partials[2 * s]. If the stripe ends inside another tile, it stores the partial sums of that last
+// tile in partials[2 * s + 1].
 struct StripedReduceParams {
   uint32_t M;
   uint32_t N;
@@ -66,24 +66,25 @@ struct RepackParams {
 };
 static_assert(sizeof(RepackParams) == 16, "shared with the shaders");
 
-// The threadgroup shape of repack, dequantize, embedding and reduce, which run one thread per element of a (columns,
-// rows) grid.
+// The threads per threadgroup of repack, dequantize, embedding and reduce. These kernels run one thread per element of
+// a (columns, rows) grid.
 enum { kElementwiseWidth = 64, kElementwiseHeight = 4 };
 
-// gemv: each lane owns 4 columns, so a simdgroup owns 128. The simdgroups of a threadgroup split a range of K between
-// them.
+// gemv: each lane owns 4 columns, so a simdgroup owns 128 columns. The simdgroups of a threadgroup split a range of K
+// between them.
 enum {
   kGemvColumnsPerLane = 4,
   kGemvColumns = kSimdWidth * kGemvColumnsPerLane,
   kGemvK = 16,
   kGemvMaxRows = 8,
   kGemvMaxSeparateOddRows = 4,  // with more rows, odd k use the accumulators of even k
-  kGemvMaxLoadsFirstRows = 4,   // with more rows, a row's activations are loaded just before their products
+  kGemvMaxLoadsFirstRows = 4,   // with more rows, each row's activations are loaded just before their products
   kGemvMaxSimdgroups = 16,
 };
 
-// Returns true if a step loads all that it multiplies before the first product. The second plane takes registers: with
-// four rows and biases or scales of two levels, a thread would use 215 half-registers, and an M1 would spill.
+// Returns true if a step loads all its operands before the first product. With a second plane, this is limited to three
+// rows: with four rows and biases or scales of two levels, a thread would use 215 half-registers, and an M1 would
+// spill.
 constexpr bool gemv_loads_first(WeightFormat format, uint32_t rows) {
   return code_kind(format) != CodeKind::table && rows <= kGemvMaxLoadsFirstRows - (has_high_plane(format) ? 1U : 0U);
 }
@@ -94,8 +95,8 @@ constexpr uint32_t gemv_threadgroup_bytes(WeightFormat format, uint32_t rows, ui
 
 enum { kBlock = 8 };  // the rows and columns of a simdgroup_matrix
 
-// gemm_fused: a simdgroup computes up to 32 rows of 32 columns and takes 64 k per step, in two loads of 32 k. A load
-// makes four fragments of 8 k. The simdgroups of a threadgroup split a range of K between them.
+// gemm_fused: a simdgroup computes up to 32 rows of 32 columns. A step has 64 k, in two loads of 32 k. Each load makes
+// four fragments of 8 k. The simdgroups of a threadgroup split a range of K between them.
 enum {
   kFusedColumns = 32,
   kFusedMaxRows = 32,
@@ -112,7 +113,8 @@ constexpr uint32_t fused_threadgroup_bytes(WeightFormat format, uint32_t rows, u
 static_assert(kFusedMaxSimdgroups * kFusedMaxRows * kFusedColumns * 4 <= kMaxThreadgroupBytes,
               "Metal's limit, for formats without a table");
 
-// gemm_double_buffered, gemm_single_stage, gemm_striped: a threadgroup computes M x N outputs and takes K k per step.
+// The tiles of gemm_double_buffered, gemm_single_stage and gemm_striped: a threadgroup computes M x N outputs in steps
+// of K along k.
 struct TileShape {
   uint32_t M;
   uint32_t N;
@@ -120,7 +122,7 @@ struct TileShape {
 };
 
 enum {
-  kTileTableBytes = 80,              // bytes of a format's table and of a zero after it, rounded up to a multiple of 16
+  kTileTableBytes = 80,              // bytes of a format's table with one zero after it, rounded up to a multiple of 16
   kMinGroupSize = 16,                // the smallest supported group size, unless K is smaller
   kSimdgroupRows = 32,               // a simdgroup computes 32 rows of 16 or 32 columns
   kMaxOutputsOf16Columns = 64 * 64,  // the largest tile (M * N) whose simdgroups have 16 columns
@@ -129,8 +131,8 @@ enum {
   kChainLength = 128,
 };
 
-// Returns how many columns a simdgroup computes. 32 columns need fewer operand loads per product than 16, but twice the
-// accumulators.
+// Returns the number of columns that a simdgroup computes. 32 columns need fewer operand loads per product than 16
+// columns, but twice as many accumulators.
 constexpr uint32_t tile_simdgroup_columns(TileShape tile) {
   return tile.M * tile.N > kMaxOutputsOf16Columns ? 32 : 16;
 }
@@ -139,7 +141,7 @@ constexpr uint32_t tile_threads(TileShape tile) {
   return tile.M * tile.N / (kSimdgroupRows * tile_simdgroup_columns(tile)) * kSimdWidth;
 }
 
-// The largest number of groups that a step can touch.
+// Returns the largest number of groups in one step.
 constexpr uint32_t tile_groups(TileShape tile) {
   return ceil_divide(tile.K, kMinGroupSize);
 }
@@ -164,8 +166,8 @@ static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float16, 2) <= k
 static_assert(tile_threadgroup_bytes({64, 64, 32}, ElementType::float32, 2) <= 28 * 1024,
               "the threadgroup memory of an M1 core (60 KB) holds two; registers may allow fewer");
 
-// gemm_tensor: a simdgroup computes 32 rows of 32 columns and takes 32 k per step. The simdgroups of a threadgroup lie
-// side by side over the tile, tile.M / 32 of them down and tile.N / 32 across.
+// gemm_tensor: a simdgroup computes 32 rows of 32 columns in steps of 32 k. The simdgroups of a threadgroup form a grid
+// over the tile: tile.M / 32 down and tile.N / 32 across.
 enum {
   kTensorRows = 32,
   kTensorColumns = 32,
@@ -173,10 +175,11 @@ enum {
   kTensorMaxSimdgroups = 8,
 };
 
-// What probe_tensor_layout stores for the left operand, the right operand and the sums, first of half and then of
-// bfloat operands:
-//   kTensorMatches   all elements lie where tensor_place says
-//   kTensorElement   bits 24 to 28 are a lane, 16 to 19 its element, 8 to 15 and 0 to 7 the element's row and column
+// The words that probe_tensor_layout stores: for the left operand, the right operand and the sums, first with half and
+// then with bfloat operands.
+//   kTensorMatches   all elements have the positions of tensor_place
+//   kTensorElement   the first wrong element: bits 24 to 28 are its lane, 16 to 19 its index in the lane, 8 to 15 its
+//                    row, and 0 to 7 its column
 //   kTensorCapacity  the low 16 bits are the number of elements that a lane holds
 enum {
   kTensorMatches = 1,
@@ -186,7 +189,7 @@ enum {
 };
 
 // Returns true if gemm_tensor multiplies codes by their scales before the product. An E2M1 code and an E4M3 scale have
-// so few significant bits that half and bfloat hold their product exactly. Their groups then need no separate sums.
+// so few significant bits that half and bfloat represent their product exactly. So their groups need no separate sums.
 constexpr bool tensor_scales_codes(WeightFormat format) {
   return code_kind(format) == CodeKind::e2m1 && scale_coding(format) == ScaleCoding::e4m3;
 }
@@ -195,10 +198,10 @@ constexpr uint32_t tensor_threads(TileShape tile) {
   return tile.M / kTensorRows * (tile.N / kTensorColumns) * kSimdWidth;
 }
 
-// gemm_striped: the K of a tile is cut into slices of k_per_slice; the last slice also takes the remainder. A unit is
-// one slice of one tile. Units are numbered tile by tile, down each column of tiles, and slice by slice within a tile.
-// Stripe s takes the units from stripe_begin(s) up to stripe_begin(s + 1). The lengths of two stripes differ by at most
-// one unit. If there are fewer units than stripes, the last stripes are idle.
+// gemm_striped divides the K of a tile into slices of k_per_slice; the last slice also contains the remainder. A unit
+// is one slice of one tile. Units are numbered tile by tile, down each column of tiles, and slice by slice within a
+// tile. Stripe s contains the units from stripe_begin(s) up to stripe_begin(s + 1). The lengths of two stripes differ
+// by at most one unit. If there are fewer units than stripes, the last stripes are empty.
 constexpr uint32_t stripe_slices(uint32_t K, uint32_t k_per_slice) {
   return K / k_per_slice > 1 ? K / k_per_slice : 1;
 }

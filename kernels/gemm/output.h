@@ -1,4 +1,5 @@
-// Stores sums: to the output, after adding the bias and rounding once, or to one split of the partial sums.
+// Stores sums, either in the output after the bias is added and the sum is rounded once, or in one split of the partial
+// sums.
 #pragma once
 
 #include "kernels/gemm/function_constants.h"
@@ -13,14 +14,14 @@ struct Output {
   uint M;
   uint N;
 
-  // Returns a sum of column n with its bias, rounded.
+  // Returns the rounded result for a sum of column n, including the bias.
   MARLIN_INLINE T rounded(uint n, float sum) const thread {
     return T(has_bias ? sum + load_element(bias, n, bias_type) : sum);
   }
 
   MARLIN_INLINE void store(uint m, uint n, float sum) const thread { out[ulong(m) * N + n] = rounded(n, sum); }
 
-  // Stores four columns. out and partials start where the allocator placed them, so vector stores are aligned if N is a
+  // Stores four columns. The allocator aligns the start of `out` and `partials`, so vector stores are aligned if N is a
   // multiple of 4.
   MARLIN_INLINE void store_columns(uint split, uint m, uint n, float4 sums) const thread {
     MARLIN_UNROLL for (uint c = 0; c < 4; ++c) {

@@ -1,5 +1,5 @@
-// Tests a property of the GPU that Metal's feature tables do not list. The kernel has its own file, so that it
-// compiles fast: the first product of a process waits for the answer.
+// Tests a property of the GPU that Metal's feature tables do not list. The kernel has its own file, so that it compiles
+// fast: the first product of a process waits for the result.
 #include "kernels/shared/slots.h"
 
 using namespace metal;

@@ -1,4 +1,4 @@
-// The arguments of every kernel that multiplies: its buffers by slot, and the structs through which it accesses them.
+// The arguments of every product kernel: its buffers by slot, and the structs that access them.
 #pragma once
 
 #include "kernels/gemm/activations.h"
@@ -16,7 +16,7 @@
 
 #define MARLIN_PRODUCT_BUFFERS MARLIN_PRODUCT_TENSORS, constant GemmParams& params [[buffer(kSlotParams)]]
 
-// The Product of the tensors, whose sizes and strides are in a GemmParams.
+// The initializer of a Product from the buffers and from a GemmParams with their sizes and strides.
 #define MARLIN_PRODUCT_OF(sizes)                                                                      \
   {{packed, high, scales, zeros, global_scale, super_scales, super_zeros, sizes.N, sizes.group_size}, \
    {a, perm, sizes.a_row_stride, sizes.K},                                                            \
@@ -35,7 +35,7 @@ struct Product {
   const device float* lut;
 };
 
-// Copies the format's table, if it has one, to the front of threadgroup memory. Returns the address after it.
+// Copies the format's table, if it has one, to the start of threadgroup memory. Returns the address after the table.
 template <WeightFormat format>
 MARLIN_INLINE threadgroup float* load_table(threadgroup float* memory, const device float* lut, uint thread_index) {
   if (!has_lut(format)) return memory;

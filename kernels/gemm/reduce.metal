@@ -20,7 +20,7 @@ template <typename T>
   Output<T>{bias, out, nullptr, params.M, params.N}.store(m, n, sum);
 }
 
-// Each z of the grid is one border between two stripes. If a tile contains several borders, only the threads of the
+// Each z of the grid is one border between two stripes. If a tile contains several borders, only the threads of its
 // first border add up the tile.
 template <typename T>
 [[kernel]] void reduce_striped(const device uchar* bias [[buffer(kSlotBias)]], device T* out [[buffer(kSlotOut)]],
@@ -39,8 +39,8 @@ template <typename T>
 
   const uint area = params.tile_M * params.tile_N;
   const uint element = position.y * params.tile_N + position.x;
-  // The stripe before the border has summed the tile's first slices. If the tile is that stripe's first, the sums are
-  // in the stripe's even entry of partials, and otherwise in its odd entry.
+  // The stripe before the border has summed the tile's first slices. Its sums are in the stripe's even entry of
+  // `partials` if the tile is the stripe's first tile, and otherwise in the odd entry.
   float sum = partials[ulong(2 * position.z + (before == tile_begin ? 0 : 1)) * area + element];
   for (uint stripe = position.z + 1;; ++stripe) {
     const uint begin = stripe_begin(units, params.stripes, stripe);

@@ -1,16 +1,17 @@
 // The body of the kernels for the tensor units of the M5. They compute y^T = W^T a^T in products of 16 x 32 x 16, whose
-// operands and sums are in registers. Codes enter the product exactly, as whole numbers or E2M1 values, and the sums
-// are scaled in fp32 at the end of each group. Both operands come straight from device loads, so the kernel needs no
+// operands and sums are in registers. Codes enter the product exactly, as integers or E2M1 values, and the sums are
+// scaled in fp32 at the end of each group. Both operands come directly from device loads, so the kernel needs no
 // threadgroup memory and no barrier.
 //
-// Operands are half or bfloat. Floats have another layout unless the product may round them, and gain nothing: an M5
-// multiplies exact floats in blocks of 8 x 8, as simdgroup matrices. Tables have entries that need floats.
+// Operands are half or bfloat. Float operands would have another layout unless the product may round them, and they
+// would be no faster: an M5 multiplies exact floats in blocks of 8 x 8, like simdgroup matrices. Tables are not
+// supported, because their entries need floats.
 //
 // A left operand is 16 columns of the weight, and a right operand is 32 rows of activations. A simdgroup computes 32
-// columns of 32 rows, so it has two left operands, f = 0 and f = 1. Row v of the upper half of operand f is column
-// 4 v + 2 f of the simdgroup's columns, and row v of the lower half is column 4 v + 2 f + 1. One 16-byte load therefore
-// gives a lane its words of both left operands. The lane that decodes a column also holds the sums of this column, so
-// it needs no scale of another column.
+// columns of 32 rows, so it has two left operands, f = 0 and f = 1. Row v of the upper half of operand f is column 4 v
+// + 2 f of the simdgroup's columns, and row v of the lower half is column 4 v + 2 f + 1. So one 16-byte load gives a
+// lane its words of both left operands. The lane that decodes a column also holds the sums of this column, so it needs
+// no scale of another column.
 #pragma once
 
 #include "kernels/gemm/product.h"
@@ -20,7 +21,7 @@ namespace marlin {
 
 enum {
   kTensorLeft = kTensorColumns / 16,  // left operands of a simdgroup
-  kTensorQuads = kTensorRows / 8,     // rows of which a lane loads activations
+  kTensorQuads = kTensorRows / 8,     // groups of 8 rows; a lane loads activations of one row in each
 };
 
 // A lane's elements of an operand or of the sums, in the order of tensor_place.
@@ -53,7 +54,7 @@ struct TensorAccumulators {
   Weight weight;
   Activations<T> a;
   uint n;                               // the lane's first column
-  uint quad;                            // which four k of an operand the lane holds, 0..3
+  uint quad;                            // the index of the lane's four k in an operand, 0..3
   const device T* x_row[kTensorQuads];  // rows of activations, at k = 0
   float4 scales, zeros;                 // the group's scales and zeros for the lane's columns
   Sums sum[kTensorLeft];
@@ -62,16 +63,16 @@ struct TensorAccumulators {
 
   // Returns true if the codes are multiplied by their scales before the product.
   static constexpr bool has_scaled_codes() { return tensor_scales_codes(format); }
-  // Returns true if integers are decoded to multiples of 2^-9, which takes fewer instructions. Only half operands use
-  // this: bfloat activations can be so small that the sums would become subnormal.
+  // Returns true if integers are decoded to multiples of 2^-9, which needs fewer instructions. Only half operands use
+  // this decode, because bfloat activations can be so small that the sums would become subnormal.
   static MARLIN_INLINE bool has_small_codes() {
     return subnormal_codes && code_kind(format) == CodeKind::integer && is_same_v<T, half>;
   }
   static MARLIN_INLINE bool needs_x_sum() {
     return zeros_role(format) != ZerosRole::none && !zero_is_in_code<format>();
   }
-  // With groups of 16, each product of 16 k has its own scale, and a lane decodes only half of a block: half of a
-  // word of 4-bit codes, or the one word of 8-bit codes that it loads.
+  // In groups of 16, each product of 16 k has its own scale. A lane then decodes only half of a block: half of a word
+  // of 4-bit codes, or the single word of 8-bit codes that it loads.
   static MARLIN_INLINE bool takes_half_words() { return short_group_size != 0 && !has_scaled_codes(); }
   static MARLIN_INLINE uint step() { return takes_half_words() ? kTensorK / 2 : kTensorK; }
 
@@ -81,7 +82,7 @@ struct TensorAccumulators {
     return has_scaled_codes() ? longest : min((k / group_size + 1) * group_size, longest);
   }
 
-  // Begins the sums at k, with the scales of its group.
+  // Starts the sums at k, with the scales of its group.
   MARLIN_INLINE void begin_chain(uint k) thread {
     const uint index = k / weight.group_size * weight.N + n;
     MARLIN_UNROLL for (uint f = 0; f < kTensorLeft; ++f) sum[f] = Sums{};
@@ -101,7 +102,7 @@ struct TensorAccumulators {
     }
   }
 
-  // Multiplies the next step() values of k, starting at k0. Both operands are zero at k_end and beyond.
+  // Multiplies the next step() k from k0 on. Both operands are zero at k_end and beyond.
   MARLIN_INLINE void multiply(uint k0, uint k_end) thread {
     const uint k_lane = k0 + quad * (takes_half_words() ? 4 : kBlockK);
     const bool has_k = !ragged_k || k_lane < k_end;
@@ -165,12 +166,12 @@ struct TensorAccumulators {
     return e4m3_products(bytes, float4(1.0f));
   }
 
-  // Decodes a block. If takes_half_words(), decodes only the lane's half of it, to k[0..3].
+  // Decodes a block. If takes_half_words(), decodes only the lane's half of the block, to k[0..3].
   MARLIN_INLINE Vec8<T> decoded(BlockWords<format> words, half zero, half scale) const thread {
     Vec8<T> result;
     const bool splits_word = takes_half_words() && words_per_block(format) == 1;
     if (splits_word) {
-      // exact_codes() decodes nibbles i and i + 4 together, so two of the four are moved to the upper half.
+      // exact_codes() decodes nibbles i and i + 4 together, so two of the four nibbles are moved to the upper half.
       const uint own = quad % 2 == 0 ? words.word[0] : words.word[0] >> 16;
       words.word[0] = (own & 0xFFu) | (own & 0xFF00u) << 8;
       if (has_high_plane(format)) {
@@ -199,7 +200,7 @@ struct ProductRows {
   uint M;
   uint begin;
 
-  // Returns true if `row`, counted from `begin`, or a later one is left to compute.
+  // Returns true if `row`, counted from `begin`, is a row of the product.
   MARLIN_INLINE bool has(uint row) const thread { return begin + row < M; }
   template <typename T>
   MARLIN_INLINE const device T* start(const thread Activations<T>& a, uint row) const thread {
@@ -212,7 +213,7 @@ struct ProductRows {
   }
 };
 
-// The kernels' common body: multiplies the threadgroup's rows and columns over split block.z.
+// The common body of the kernels: multiplies the threadgroup's rows and columns over split block.z of K.
 template <WeightFormat format, typename T, typename Rows>
 MARLIN_INLINE void tensor_rows(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                                uint3 block, uint lane, uint simdgroup, uint simdgroups) {

@@ -1,4 +1,5 @@
-// For many activation rows on GPUs with tensor units; tensor.h has the body. Needs Metal language version 4.0.
+// The kernels for many activation rows on GPUs with tensor units, with the body of tensor.h. They require Metal
+// language version 4.0.
 #include "kernels/gemm/tensor.h"
 
 #include "kernels/shared/kernel_list.h"

@@ -1,5 +1,5 @@
-// Compares the layout that the kernels for tensor units assume with Metal's own statement of it. Needs Metal language
-// version 4.0.
+// Compares the layout that the kernels for tensor units assume with the layout that Metal's own functions report.
+// Requires Metal language version 4.0.
 #include "kernels/gemm/tensor_layout.h"
 
 #include "kernels/shared/slots.h"
@@ -9,9 +9,9 @@ using namespace marlin;
 
 namespace {
 
-// Stores kTensorMatches if all elements of a matrix lie where the kernels assume them. Otherwise stores the first wrong
-// element of the first lane that has one (geometry.h). Blocks of 16 x 16 follow each other, below one another if `down`
-// is true and otherwise side by side.
+// Stores kTensorMatches if all elements of a matrix have the assumed positions. Otherwise stores the first wrong
+// element of the first lane that has one (geometry.h). The matrix consists of 16 x 16 blocks, one below the other if
+// `down` is true, and otherwise side by side.
 template <uint count, typename Matrix>
 void compare(thread Matrix& matrix, bool down, device uint* out, uint lane) {
   uint found = kTensorMatches;

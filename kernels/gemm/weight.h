@@ -1,21 +1,21 @@
-// The packed weight's tensors, and the decoding of a group's scales and zero points.
+// The tensors of a packed weight, and the decode of a group's scales and zero points.
 #pragma once
 
 #include "kernels/gemm/decode.h"
 
 namespace marlin {
 
-// Decodes an E4M3 code through half. Exponent and mantissa of the code are shifted into the same fields of a half. E4M3
-// has the exponent bias 7 and half has 15, so the half is the code's value times 2^-8. The product with 256 = 2^8
-// corrects this.
+// Decodes an E4M3 code through half. The exponent and mantissa of the code are shifted into the same fields of a half.
+// The exponent bias of E4M3 is 7 and that of half is 15, so the half is the code's value times 2^-8. A multiplication
+// by 256 = 2^8 corrects this.
 MARLIN_INLINE float e4m3_value(uint code) {
   const half value = as_type<half>(ushort(((code & 0x80u) << 8) | ((code & 0x7Fu) << 7))) * 256.0h;
   return (code & 0x7Fu) == 0x7Fu ? NAN : float(value);
 }
 
 // Decodes four E4M3 scales as two half2 and multiplies them by global_scale. As in e4m3_value(), the halves are the
-// scales times 2^-8. To correct this, global_scale is multiplied by 2^8: a power of two does not change how the product
-// is rounded. The NaN codes 0x7F and 0xFF become the halves 1.875 and -1.875.
+// scales times 2^-8. To correct this, global_scale is multiplied by 2^8: a power of two does not change the rounding of
+// the product. The NaN codes 0x7F and 0xFF become the halves 1.875 and -1.875.
 MARLIN_INLINE float4 e4m3_products(uchar4 codes, float4 global_scale) {
   const uint bits = as_type<uint>(codes);
   const half2 even = as_type<half2>(((bits & 0x00800080u) << 8) | ((bits & 0x007F007Fu) << 7));
@@ -34,18 +34,18 @@ MARLIN_INLINE float e8m0_value(uint code) {
   return code == 0xFFu ? NAN : as_type<float>(code << 23);
 }
 
-// Returns true if half holds q - zero exactly: for a fixed offset, and for whole-number zero points.
+// Returns true if half represents q - zero exactly, that is, for a fixed offset and for integer zero points.
 template <WeightFormat format>
 MARLIN_INLINE bool zero_is_in_code() {
   return subtracts_zero(format) && (zeros_role(format) == ZerosRole::none || zeros_type == int(ElementType::uint8));
 }
 
-// Returns true for the types of codes; `type` may be a function constant.
+// Returns true if `type` is a type of codes. `type` may be a function constant.
 MARLIN_INLINE bool holds_codes(int type) {
   return type == int(ElementType::uint8) || type == int(ElementType::int8);
 }
 
-// Returns true if scales have two levels: codes that super_scales multiply.
+// Returns true if scales have two levels: codes that are multiplied by super_scales.
 template <WeightFormat format>
 MARLIN_INLINE bool has_super_scales() {
   return !has_coded_scales(format) && holds_codes(scales_type);
@@ -63,8 +63,8 @@ MARLIN_INLINE bool has_super_zeros() {
   return zeros_role(format) == ZerosRole::bias && holds_codes(zeros_type);
 }
 
-// Loads four adjacent columns, with one load if vector_columns allows it. Only the first `owned` columns exist. The
-// rest are not read and become zero.
+// Loads four adjacent columns, with one load if vector_columns permits. Only the first `owned` columns exist. The other
+// columns are not read and become zero.
 template <typename T>
 MARLIN_INLINE vec<T, 4> load_columns(const device T* first, uint owned) {
   vec<T, 4> result = vec<T, 4>(T(0));
@@ -92,7 +92,7 @@ MARLIN_INLINE float4 load_columns_of(int type, const device uchar* data, ulong i
   return load_columns_as_float<uchar>(data, index, owned);
 }
 
-// Returns where the fields of the block at k begin in a word of the second plane.
+// Returns the first bit of the block at k in a word of the second plane.
 template <WeightFormat format>
 MARLIN_INLINE uint high_shift_of(uint k) {
   return high_shift(high_bits(format), k / kBlockK);
@@ -120,13 +120,13 @@ struct Weight {
     return words;
   }
 
-  // Returns the index of the words of the second plane that have k, for column 0.
+  // Returns the index, for column 0, of the second plane's word that contains k.
   template <WeightFormat format>
   MARLIN_INLINE ulong high_index(uint k) const thread {
     return ulong(k / k_per_high_word(high_bits(format))) * N;
   }
 
-  // Returns the index of the second level's scale at (k, n).
+  // Returns the index of the second-level scale at (k, n).
   MARLIN_INLINE ulong super_index(uint k, uint n) const thread { return ulong(k / kSuperBlock) * N + n; }
 
   template <WeightFormat format>
@@ -141,7 +141,7 @@ struct Weight {
     return has_super_scales<format>() ? value * load_element(super_scales, super_index(k, n), super_type) : value;
   }
 
-  // Loads the scales of columns n to n + 3 at k; index = group * N + n. Columns at N and beyond get 0.
+  // Loads the scales of columns n to n + 3 at k, where index = group * N + n. Columns at N and beyond are 0.
   template <WeightFormat format>
   MARLIN_INLINE float4 scales_of_columns(ulong index, uint k, uint n) const thread {
     if (has_block_scales<format>()) return float4(load_element(scales, index / kScaleBlock, scales_type));
@@ -172,7 +172,7 @@ struct Weight {
     return values * load_columns_of(super_type, super_zeros, super_index(k, n), N - n);
   }
 
-  // Returns the zero point or the fixed offset in units of the code, or the bias. Returns 0 for formats without any.
+  // Returns the zero point or the fixed offset in units of the code, or the bias. Returns 0 for formats without these.
   template <WeightFormat format>
   MARLIN_INLINE float zero(uint k, uint n) const thread {
     if (zeros_role(format) == ZerosRole::none) return float(fixed_offset(format));
@@ -183,7 +183,7 @@ struct Weight {
   // Returns the weights of rows k to k + 7 of column n, computed in fp32. k is a multiple of 8.
   template <WeightFormat format>
   MARLIN_INLINE Vec8<float> decoded(const device float* lut, uint k, uint n) const thread {
-#pragma clang fp contract(off)  // a bias is added to the rounded product, so no fma
+#pragma clang fp contract(off)  // no fma, because a bias is added to the rounded product
     const float column_scale = scale<format>(k, n);
     const float column_zero = zero<format>(k, n);
     const half zero_in_code = zero_is_in_code<format>() ? half(column_zero) : 0.0h;
@@ -201,7 +201,7 @@ struct Weight {
   }
 };
 
-// Returns what the k of one group add to an output, given the sum of code * x and the sum of x over these k.
+// Returns the contribution of one group to an output, from the sum of code * x and the sum of x over the group's k.
 template <WeightFormat format>
 MARLIN_INLINE float apply_group(float codes, float x, float scale, float zero) {
   if (zeros_role(format) == ZerosRole::bias) return fma(codes, scale, zero * x);

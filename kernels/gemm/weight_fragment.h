@@ -1,9 +1,9 @@
-// Decodes packed words in registers to fp32 operands of the matrix unit. Scale and zero point are applied in one
-// instruction per weight. The operand is the transposed weight: its rows are n and its columns are k. 32 k of a column
-// belong to four fragments. In fragment j, columns 2p and 2p + 1 are one pair of codes (decode.h), so that one mask on
-// one word gives both elements of a lane. Of 4-bit codes it is pair j of word p, which is k = 8p + j and 8p + j + 4. Of
-// 8-bit codes it is a pair of word p (j = 0 and 1) or of word p + 4 (j = 2 and 3): with i = j % 2, it is k = 4p + i and
-// 4p + i + 2, plus 16 in word p + 4.
+// Decodes packed words in registers to fp32 operands of the matrix unit. One instruction per weight applies scale and
+// zero point. The operand is the transposed weight: its rows are n and its columns are k. The 32 k of a column are
+// divided into four fragments. In fragment j, columns 2p and 2p + 1 are one pair of codes (decode.h), so one mask on
+// one word gives both elements of a lane. For 4-bit codes, this is pair j of word p, that is, k = 8p + j and 8p + j +
+// 4. For 8-bit codes, it is a pair of word p (j = 0 and 1) or of word p + 4 (j = 2 and 3): with i = j % 2, it is k = 4p
+// + i and 4p + i + 2, plus 16 in word p + 4.
 #pragma once
 
 #include "kernels/gemm/fragment.h"
@@ -11,7 +11,7 @@
 
 namespace marlin {
 
-// Decodes the codes of one column within a group, for a loop whose rows are `fewer_rows` than kFusedMaxRows.
+// Decodes the codes of one column within a group. `fewer_rows` is true in a loop with fewer rows than kFusedMaxRows.
 template <WeightFormat format, bool fewer_rows>
 struct ColumnDecode {
   typedef FastCodesOf<format> Codes;
@@ -20,14 +20,14 @@ struct ColumnDecode {
   float odd_scale;
   float offset;
 
-  // With fewer than 32 rows, odd codes have a separate scale, which takes one more register per column. With 32
-  // rows, a thread would then need 227 half-registers instead of 207 (M1).
+  // With fewer than 32 rows, odd codes have a separate scale, which needs one more register per column. With 32 rows, a
+  // thread would then need 227 half-registers instead of 207 (M1).
   static MARLIN_INLINE DecodeOptions form() {
     return {subnormal_codes, fewer_rows || rows_per_threadgroup < kFusedMaxRows};
   }
   // Returns true if zero * scale is exact in fp32. The product is exact for a fixed offset that is a power of two. It
   // is also exact if both factors are stored in at most 16 bits, because each then has at most 11 significant bits.
-  // Otherwise the product may round, so set() stores the zero point itself, and weight() subtracts it before scaling.
+  // Otherwise the product may round. set() then stores the zero point itself, and weight() subtracts it before scaling.
   static MARLIN_INLINE bool offset_is_exact() {
     const bool short_scales = scales_type != int(ElementType::float32) && !has_super_scales<format>();
     if (zeros_role(format) != ZerosRole::none) return short_scales && zeros_type != int(ElementType::float32);
@@ -46,7 +46,7 @@ struct ColumnDecode {
     }
   }
 
-  // k is a position within the block, 0..7.
+  // Returns the weight of a code; k is its position within the block, 0..7.
   MARLIN_INLINE float weight(float code, uint k) const thread {
     const bool odd = k % 2 == 1;
     const float scale = odd ? odd_scale : even_scale;

@@ -1,14 +1,14 @@
 // Computes all values that depend only on the gates, so that other kernels need no maximum and no logarithm.
 //
 // The stabiliser after a token is m' = max(lf + m, i), where m is the stabiliser before the token and lf = log
-// sigmoid(f). Two numbers summarise a run of tokens: its decay, the sum of lf, and its peak, the stabiliser after the
-// run if it comes first. Such pairs combine associatively, so one simdgroup scans a block of 32 tokens. A threadgroup
-// owns a head, and its simdgroups share the head's chunks. The stabilisers between chunks are computed one after the
-// other, with the same sums that the exponents use. If a chunk adds nothing to the state, the state's factor is
-// therefore exactly 1.
+// sigmoid(f). Two numbers describe a run of tokens: its decay, which is the sum of lf, and its peak, which is the
+// stabiliser after the run if no token precedes it. Such pairs combine associatively, so one simdgroup scans a block of
+// 32 tokens. A threadgroup computes one head, and its simdgroups share the head's chunks. The stabilisers between
+// chunks are computed one after the other, from the same sums as the exponents. So if a chunk adds nothing to the
+// state, the state's factor is exactly 1.
 //
-// No decay is computed as a difference of two sums, so decays of any size keep their precision. A forget gate of minus
-// infinity resets the state.
+// No decay is the difference of two sums, so decays of any size keep their precision. A forget gate of minus infinity
+// resets the state.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -59,7 +59,7 @@ struct HeadGates {
   int64_t f_stride;
   int type;
 
-  // Returns the summary of a single token: its log decay and its input gate.
+  // Returns the decay and the peak of a single token: its log decay and its input gate.
   MARLIN_INLINE GateScan load(uint token) const thread {
     const float forget = load_element(f, ulong(f_first + int64_t(token) * f_stride), type);
     return {log_sigmoid(forget), load_element(i, ulong(i_first + int64_t(token) * i_stride), type)};
@@ -105,8 +105,7 @@ MARLIN_INLINE void write_output_gates(HeadGates inputs, GateVectors<device float
   }
 }
 
-// Writes the vectors that say how a chunk's tokens enter the state after the chunk. `m` is the stabiliser of that
-// state.
+// Writes the weights of a chunk's tokens in the state after the chunk. `m` is the stabiliser of that state.
 MARLIN_INLINE void write_suffix_gates(HeadGates inputs, GateVectors<device float*> gates, uint start, uint end, float m,
                                       uint lane) {
   float later = 0.0f;

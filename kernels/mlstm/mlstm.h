@@ -1,7 +1,7 @@
-// Shared by the mLSTM kernels: fragments, functions of the gates, and loads that handle the ends of tensors.
+// Common parts of the mLSTM kernels: fragments, functions of the gates, and loads that handle the ends of tensors.
 //
-// Matrices are multiplied in fp32 fragments built in registers straight from device memory. A fragment may take its k
-// in any order if both operands use the same order. This order makes a lane's elements neighbours in memory: of 32
+// Matrices are multiplied as fp32 fragments, which are built in registers directly from device memory. A fragment may
+// have its k in any order if both operands have the same order. Here a lane's elements are adjacent in memory: of 32
 // rows, row r of fragment b is row 4 r + b; of 32 columns, column 2 p + e of fragment b is column 8 p + 2 b + e.
 #pragma once
 
@@ -14,11 +14,11 @@ typedef simdgroup_matrix<float, kBlock, kBlock> Fragment;
 
 enum { kFragments = 4 };  // fragments that cover 32 rows or columns
 
-// Loads of four and eight neighbours. Offsets have 32 bits and the base is the same for all lanes, so that a load is
-// one instruction. is_vector means that the address is aligned to four elements and `limit` is a multiple of four.
+// Loads of four and eight adjacent elements. Offsets have 32 bits and the base is the same for all lanes, so a load is
+// one instruction. If is_vector, the address is aligned to four elements and `limit` is a multiple of four.
 //
-// A Tail says what happens at `limit` and beyond. Tail::zero loads zero. Tail::clamp loads some element below `limit`,
-// which is enough for rows and columns whose results are not kept.
+// A Tail defines the result for elements at `limit` and beyond. Tail::zero loads zero. Tail::clamp loads any element
+// below `limit`, which is sufficient for rows and columns whose results are not stored.
 enum class Tail { clamp, zero };
 
 template <Tail tail, typename T>
@@ -49,7 +49,7 @@ MARLIN_INLINE void store4(device T* data, uint row, uint first, uint limit, bool
   }
 }
 
-// Eight adjacent columns that a lane holds, out of 32.
+// Eight adjacent columns of a lane, out of 32.
 template <typename T>
 struct LaneColumns {
   vec<T, 4> x[2];
@@ -63,7 +63,7 @@ struct LaneColumns {
     }
   }
   MARLIN_INLINE float at(uint column) const thread { return float(x[column / 4][column % 4]); }
-  // Replaces non-finite values with 0. Returns true if all were finite.
+  // Replaces non-finite values by 0. Returns true if all values were finite.
   MARLIN_INLINE bool clear_not_finite() thread {
     bool was_finite = true;
     MARLIN_UNROLL for (uint i = 0; i < 8; ++i) {
@@ -81,7 +81,7 @@ struct LaneColumns {
   }
 };
 
-// The elements of a fragment that a lane holds: columns 2 * pair and 2 * pair + 1 of a row.
+// A lane's elements of a fragment: columns 2 * pair and 2 * pair + 1 of row `row`.
 struct MlstmLane {
   uint row;
   uint pair;
@@ -110,7 +110,7 @@ MARLIN_INLINE const device T* first_token(const device T* data, constant MlstmSt
          int64_t(head % params.heads_per_batch) * strides.head;
 }
 
-// One head's gate vectors in the buffer of kSlotGates. The host keeps that buffer small enough for 32-bit offsets.
+// One head's gate vectors in the buffer of kSlotGates. The host limits the size of that buffer to 32-bit offsets.
 template <typename Pointer>
 struct GateVectors {
   Pointer data;
@@ -121,7 +121,7 @@ struct GateVectors {
   MARLIN_INLINE float at(GateVector vector, uint token) const thread { return data[index(vector, token)]; }
 };
 
-// Returns a head's gate vectors; token 0 of the result is token `start` of the sequence.
+// Returns a head's gate vectors. Token 0 of the result is token `start` of the sequence.
 template <typename Pointer>
 MARLIN_INLINE GateVectors<Pointer> gate_vectors(Pointer gates, constant MlstmParams& params, uint head, uint start) {
   return {gates, params.heads * params.gate_stride, head * params.gate_stride + start};
@@ -132,7 +132,7 @@ MARLIN_INLINE uint chunk_index(constant MlstmParams& params, ChunkVector vector,
 }
 
 // Returns log(sigmoid(f)) = min(f, 0) - log1p(e). Metal has no log1p, so log(1 + e) is multiplied by e / ((1 + e) - 1),
-// which undoes the rounding of 1 + e. The form -log(1 + exp(-f)) would be minus infinity below f = -88.
+// which corrects the rounding of 1 + e. The form -log(1 + exp(-f)) would be minus infinity below f = -88.
 MARLIN_INLINE float log_sigmoid(float f) {
   const float e = exp(-abs(f));
   const float u = 1.0f + e;

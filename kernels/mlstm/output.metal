@@ -1,10 +1,13 @@
-// Computes h inside chunks. A threadgroup computes 32 queries of a chunk and up to 256 columns, 32 per simdgroup. num_j
-//   = s E_j (q_j C) + sum over l <= j of S_jl v_l, S_jl = s (q_j . k_l) exp(D_jl - m_j) den_j = s E_j (q_j . n) + sum
-//   over l <= j of S_jl h_j = num_j / (max(|den_j|, exp(-m_j)) + eps) C, n: the state before the chunk; s:
-//   params.scale; E_j: kGateCarry; D_jl: the decay from token l to j, plus i_l. The simdgroups of a threadgroup first
-//   compute all scores S_jl together, and then the sums. Scores pass through threadgroup memory in the layout of the
-//   fragments, so that a lane loads its fragment's elements. mlstm_gates has computed the stabilisers m_j, so all
-//   products go to the same accumulators and none is rescaled.
+// Computes h inside chunks. A threadgroup computes 32 queries of a chunk and up to 256 columns, 32 per simdgroup:
+//   num_j = s E_j (q_j C) + sum over l <= j of S_jl v_l, where S_jl = s (q_j . k_l) exp(D_jl - m_j)
+//   den_j = s E_j (q_j . n) + sum over l <= j of S_jl
+//   h_j = num_j / (max(|den_j|, exp(-m_j)) + eps)
+// C and n are the state before the chunk, s is params.scale, and E_j is kGateCarry. D_jl is the decay from token l to
+// token j, plus i_l.
+//
+// The simdgroups of a threadgroup first compute all scores S_jl together, and then the sums. Scores pass through
+// threadgroup memory in the layout of the fragments, so that a lane loads its fragment's elements. mlstm_gates has
+// computed the stabilisers m_j, so all products are added to the same accumulators, and none is rescaled.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"
@@ -15,13 +18,13 @@ using namespace marlin;
 namespace marlin {
 
 enum {
-  kScorePairs = kFragments * kFragments / 2,     // pairs of neighbouring score fragments; a simdgroup computes one pair
-                                                 // at a time
-  kBlockScores = kMlstmBlock * kMlstmBlock / 2,  // float2s of a block of keys
+  kScorePairs = kFragments * kFragments / 2,     // pairs of adjacent score fragments; a simdgroup computes one pair at
+                                                 // a time
+  kBlockScores = kMlstmBlock * kMlstmBlock / 2,  // number of float2 in a block of keys
 };
 
-// A lane holds eight of every 32 k of its query: column 2 pair + e of fragment j stands for k = 8 pair + 4 e + j. In
-// the keys' fragment j, row v stands for k = 4 v + j.
+// A lane holds eight of every 32 k of its query: column 2 pair + e of fragment j is k = 8 pair + 4 e + j. In fragment j
+// of the keys, row v is k = 4 v + j.
 template <typename T>
 struct QueryRow {
   vec<T, 4> x[2];
@@ -46,12 +49,12 @@ struct Queries {
   uint count;
 
   MARLIN_INLINE bool has(uint row) const thread { return row < count; }
-  // Returns the row's token. A row that does not exist gets the last token, and its result is not kept.
+  // Returns the token of a row. For a row that does not exist, returns the last token; the result is not stored.
   MARLIN_INLINE uint token(uint row) const thread { return first + min(row, count - 1); }
 };
 
-// The place of a pair of score fragments in a block. The pair has the rows of the fragment that contains query_row. Its
-// columns begin at first_column.
+// The position of a pair of score fragments in a block. The rows of the pair are those of the fragment that contains
+// query_row. Its columns begin at first_column.
 struct PairPlace {
   uint query_row;  // the lane's row in the block
   uint first_column;
@@ -87,8 +90,8 @@ struct ScorePair {
     }
   }
 
-  // Computes q . k. Keys at key_count and beyond do not exist. Keys that exist are read in their place, and the
-  // resulting scores are not used.
+  // Computes q . k. For keys at key_count and beyond, which do not exist, other keys are read, and these scores are not
+  // used.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
                               Queries queries, PairPlace place, uint first_key, uint key_count) thread {
     uint k_rows[2][2];
@@ -106,8 +109,8 @@ struct ScorePair {
     if (first < DK) add_step<Tail::zero>(q, q_row, k, k_rows, first, DK, place.lane);
   }
 
-  // Weights the scores of keys in the queries' own block. The decay from key to query is added up token by token;
-  // own_forget is the log decay of the block's token number `lane`.
+  // Multiplies the scores of keys in the queries' own block by their weights. The decay from key to query is summed
+  // token by token. own_forget is the log decay of token number `lane` in the block.
   MARLIN_INLINE void weigh_own_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
                                      float own_forget, float scale) thread {
     float decay[2][2] = {};
@@ -130,8 +133,9 @@ struct ScorePair {
     }
   }
 
-  // Weights the scores of keys in an earlier block. The decay from key to query is the sum of three decays: from the
-  // key to the end of its block, through the blocks between, and from the start of the query's block to the query.
+  // Multiplies the scores of keys in an earlier block by their weights. The decay from key to query is the sum of three
+  // decays: from the key to the end of its block, through the blocks between, and from the start of the query's block
+  // to the query.
   MARLIN_INLINE void weigh_earlier_block(ChunkGates gates, const device float* m, Queries queries, PairPlace place,
                                          uint first_key, float scale) thread {
     const uint query = queries.token(place.query_row);
@@ -171,8 +175,7 @@ struct OutputSums {
     }
   }
 
-  // Adds the products of sixteen k. A lane holds four of them: column 2 pair + e of fragment j stands for k = 4 pair +
-  // 2 j + e.
+  // Adds the products of sixteen k. A lane holds four of them: column 2 pair + e of fragment j is k = 4 pair + 2 j + e.
   template <Tail tail>
   MARLIN_INLINE void add_state_step(const device T* q, thread const uint (&q_rows)[kFragments], const device float* C,
                                     uint first, uint column, uint DK, uint DV, MlstmLane lane) thread {
@@ -215,10 +218,10 @@ struct OutputSums {
     }
   }
 
-  // Adds one block of keys. is_own is true if the block's tokens are those of the queries. Fragments above the diagonal
-  // of such a block were not computed, and its keys at key_count and beyond do not exist. A query has the score 0 for
-  // each key that it does not see, and 0 times a non-finite value of v would be NaN. Non-finite values of v in this
-  // block are therefore left out. Returns false if there were any.
+  // Adds one block of keys. If is_own is true, the block's tokens are those of the queries. In such a block, fragments
+  // above the diagonal were not computed, and keys at key_count and beyond do not exist. A query has the score 0 for
+  // later keys, and 0 times a non-finite value of v would be NaN. So non-finite values of v in this block are skipped.
+  // Returns false if there were any.
   template <bool is_own>
   MARLIN_INLINE bool add_block(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
                                uint key_count, uint column, uint DV, MlstmLane lane, uint lane_index) thread {
@@ -246,7 +249,7 @@ struct OutputSums {
     return was_finite;
   }
 
-  // Adds the non-finite values that add_block left out.
+  // Adds the non-finite values that add_block skipped.
   MARLIN_INLINE void add_not_finite(const device T* v, uint v_stride, const threadgroup float2* scores, uint first_key,
                                     uint key_count, uint column, uint DV, MlstmLane lane) thread {
     for (uint key = 0; key < key_count; ++key) {
@@ -266,7 +269,7 @@ struct OutputSums {
     }
   }
 
-  // state_sums holds the earlier state's part of each row's denominator.
+  // state_sums contains each row's part of the denominator from the state before the chunk.
   MARLIN_INLINE void store(device T* h, device float* out_n, const device float* m, const threadgroup float* state_sums,
                            Queries queries, uint DV, float eps, uint column, bool stores_n,
                            MlstmLane lane) const thread {

@@ -10,19 +10,19 @@ using namespace marlin;
 
 namespace marlin {
 
-// Says which elements of C and n a lane owns.
+// The elements of C and n that a lane owns.
 struct StatePlace {
   uint row;     // the first of the lane's four rows
   uint column;  // the first of the lane's eight columns
   uint DK;
   uint DV;
-  bool owns_n;  // this lane stores n
+  bool owns_n;  // true if this lane stores n
 };
 
 template <typename T>
 struct LaneState {
   Fragment C[kFragments][kFragments];
-  float n[kFragments];  // within a chunk, the lane's partial sum; between chunks, the first lane of a row has the total
+  float n[kFragments];  // within a chunk, the lane's partial sum; between chunks, the total, in the first lane of a row
 
   MARLIN_INLINE void clear() thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
@@ -33,7 +33,7 @@ struct LaneState {
     }
   }
 
-  // Rows at DK and beyond are zero. Clamping the row instead would read an element that another lane may be writing.
+  // Rows at DK and beyond are zero. A clamped row would read an element that another lane may be writing.
   MARLIN_INLINE void load(const device float* C_source, const device float* n_source, StatePlace place) thread {
     MARLIN_UNROLL for (uint r = 0; r < kFragments; ++r) {
       const uint row = place.row + r;
@@ -79,7 +79,7 @@ struct LaneState {
     }
   }
 
-  // Adds eight tokens, starting at `token`. With Tail::zero, tokens at `end` and beyond count as zero.
+  // Adds eight tokens, starting at `token`. With Tail::zero, tokens at `end` and beyond are zero.
   template <Tail tail>
   MARLIN_INLINE void add(const device T* k, uint k_stride, const device T* v, uint v_stride,
                          GateVectors<const device float*> gates, uint token, uint end, StatePlace place,

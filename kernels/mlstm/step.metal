@@ -1,5 +1,5 @@
-// Computes one token. C is read once and C' = f C + i k v^T is written once. A lane owns four columns. The simdgroups
-// of a threadgroup divide the rows and add their sums in threadgroup memory, in a fixed order.
+// Computes one token. The kernel reads C once and writes C' = f C + i k v^T once. A lane owns four columns. The
+// simdgroups of a threadgroup divide the rows and add their sums in threadgroup memory, in a fixed order.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/mlstm/mlstm.h"

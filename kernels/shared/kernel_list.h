@@ -1,4 +1,4 @@
-// The list of all kernels. The shaders instantiate from it; the planner and the tests read it.
+// The list of all kernels. The shaders instantiate the kernels from it; the planner and the tests read it.
 #pragma once
 
 #include "kernels/gemm/geometry.h"
@@ -8,7 +8,7 @@
 #include "kernels/mlstm/params.h"
 #endif
 
-// The element types of activations and outputs, with their Metal types. The kernels for tensor units have only the
+// The element types of activations and outputs, with their Metal types. The kernels for tensor units support only the
 // first list.
 #define MARLIN_FOR_EACH_TENSOR_ACTIVATION(X, ...) \
   X(float16, half, __VA_ARGS__)                   \
@@ -19,20 +19,22 @@
 
 // One list per library; a library is one .metal file. Each row is X(library, kernel, naming, slots).
 //
-// host_name() below builds the name under which the host finds a kernel, e.g. gemv_uint4b8_float16:
+// `naming` decides the kernel's host name, which host_name() below makes, for example gemv_uint4b8_float16:
 //   kernel                                  if naming is plain or tensor_plain
 //   kernel_<activation or output>           if naming is element
-//   kernel_<format>_<activation or output>  if naming is format_element or tensor_operands; the latter has only the
-//                                           activations of tensor units, and no format with a table
-// The kernels with a naming tensor_... need tensor units.
-// slots are the BufferSlots that the kernel declares.
+//   kernel_<format>_<activation or output>  if naming is format_element or tensor_operands; the tensor_operands
+//                                           kernels have only the activations of tensor units, and no format with a
+//                                           table
+// The kernels whose naming starts with tensor_ need tensor units.
+// `slots` are the BufferSlots that the kernel declares.
 //
-// The functions that plan a kernel say how it is launched: csrc/planner/variants.cpp for the products with one weight,
-// and the gpu_plan.cpp of csrc/weights, csrc/experts, csrc/decoder and csrc/mlstm for the kernels of their folders.
-// All divide K in this way:
-// threadgroups with the same grid z form a split; together they sum one part of K. A slice is a part of k_per_slice,
-// whose products are summed in one place. In gemv and gemm_fused, a simdgroup sums a slice, and a split has several. In
-// the staged kernels and gemm_tensor, a threadgroup sums a slice, so slice and split are the same. None may be empty.
+// The functions that plan a kernel define its launch: csrc/planner/variants.cpp for the products with one weight, and
+// gpu_plan.cpp in csrc/weights, csrc/experts, csrc/decoder and csrc/mlstm for the kernels of these folders.
+//
+// All product kernels divide K in the same way. Threadgroups with the same grid z form a split; together they sum one
+// part of K. A slice is a part of k_per_slice k whose products are summed in one place. In gemv and gemm_fused, a
+// simdgroup sums a slice, and a split has several slices. In the staged kernels and gemm_tensor, a threadgroup sums a
+// slice, so slice and split are the same. No slice is empty.
 #define MARLIN_KERNELS_REPACK(X)                                                \
   X("weights/repack", gptq_repack, plain, kMaskRepack | MARLIN_SLOT(kSlotPerm)) \
   X("weights/repack", awq_repack, plain, kMaskRepack)                           \
@@ -54,7 +56,7 @@
 #define MARLIN_KERNELS_GEMM_FUSED(X) X("gemm/fused", gemm_fused, format_element, kMaskProduct)
 
 // MARLIN_TILES calls X(M, N, K, ...) for each tile of the double-buffered and single-stage kernels.
-// MARLIN_STRIPED_TILES does the same, but only for those of these tiles that gemm_striped also has.
+// MARLIN_STRIPED_TILES calls X only for the tiles that gemm_striped also has.
 #define MARLIN_STRIPED_TILES(X, ...) X(64, 64, 32, __VA_ARGS__) X(32, 128, 32, __VA_ARGS__)
 #define MARLIN_TILES(X, ...)           \
   MARLIN_STRIPED_TILES(X, __VA_ARGS__) \
@@ -178,8 +180,8 @@
   MARLIN_KERNELS_MLSTM_OUTPUT(X)    \
   MARLIN_KERNELS_MLSTM_STEP(X)
 
-// The ways to compute a product on a GPU, as X(name), in the order in which the planner tries them. Of two that cost
-// the same, it takes the earlier one. csrc/planner/variants/ defines <name>_variant for each.
+// The ways to compute a product on a GPU, as X(name), in the order in which the planner compares them. Of two ways with
+// equal cost, the planner chooses the earlier one. csrc/planner/variants.cpp defines <name>_variant for each name.
 #define MARLIN_GEMM_VARIANTS(X) X(gemv) X(fused) X(double_buffered) X(single_stage) X(striped) X(tensor) X(two_pass)
 
 #ifdef __METAL_VERSION__
@@ -203,13 +205,13 @@
 #define MARLIN_INSTANTIATE_element(kernel) MARLIN_FOR_EACH_ACTIVATION(MARLIN_INSTANTIATE_ELEMENT, kernel)
 #define MARLIN_INSTANTIATE_format_element(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_FORMAT, kernel)
 #define MARLIN_INSTANTIATE_tensor_operands(kernel) MARLIN_WEIGHT_FORMATS(MARLIN_INSTANTIATE_TENSOR_FORMAT, kernel)
-// Instantiates the kernel of one row of a library's list. A kernel with plain naming is no template, so its row expands
-// to nothing.
+// Instantiates the kernel of one row of a library's list. A kernel with plain naming is not a template, so its row
+// expands to nothing.
 #define MARLIN_INSTANTIATE(library, kernel, naming, slots) MARLIN_INSTANTIATE_##naming(kernel)
 
-// MARLIN_FUNCTIONS defines the functions of a file. Compiling all takes 14 times as long as compiling one, and a
-// product needs one or two. The host therefore compiles one at a time: it defines MARLIN_ONLY as a template instance,
-// such as gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the instance's host name.
+// MARLIN_FUNCTIONS instantiates the functions of a file. To compile all of them takes 14 times as long as to compile
+// one, and a product needs one or two. So the host compiles one function at a time: it defines MARLIN_ONLY as a
+// template instance, for example gemv<WeightFormat::uint4b8, half>, and MARLIN_ONLY_NAME as the instance's host name.
 #ifdef MARLIN_ONLY
 #define MARLIN_FUNCTIONS(...) MARLIN_INSTANTIATE_AS(MARLIN_ONLY_NAME, MARLIN_ONLY)
 #else
@@ -251,7 +253,7 @@ struct KernelInfo {
   std::string_view library;  // kernels/<library>.metal
   std::string_view name;
   KernelNaming naming;
-  uint32_t slots;  // bit i: BufferSlot i is declared
+  uint32_t slots;  // bit i is set if the kernel declares BufferSlot i
 };
 
 #define MARLIN_KERNEL_ROW(library, kernel, naming, slots) KernelInfo{library, #kernel, KernelNaming::naming, slots},
@@ -278,7 +280,7 @@ constexpr bool needs_tensor_units(Kernel kernel) {
   return naming == KernelNaming::tensor_operands || naming == KernelNaming::tensor_plain;
 }
 
-// Returns true if the kernels for tensor units have an instance for such a product.
+// Returns true if the kernels for tensor units have an instance for this format and these activations.
 constexpr bool has_tensor_kernel(WeightFormat format, ElementType activations) {
 #define MARLIN_IS_ACTIVATION(name, ...) || activations == ElementType::name
   return !has_lut(format) && (false MARLIN_FOR_EACH_TENSOR_ACTIVATION(MARLIN_IS_ACTIVATION, ));
@@ -302,7 +304,7 @@ constexpr std::string_view metal_type(ElementType activations) {
   return {};
 }
 
-// A function that the host can compile: a kernel and, if its naming has them, the format and the element type.
+// A function that the host can compile: a kernel and, if its naming includes them, the format and the element type.
 struct KernelInstance {
   Kernel kernel{};
   WeightFormat format{};
@@ -311,7 +313,7 @@ struct KernelInstance {
   auto operator<=>(const KernelInstance&) const = default;
 };
 
-// Returns the name under which the host finds a function. A part that the name does not contain is ignored.
+// Returns the name under which the host finds a function. Fields that the name does not include are ignored.
 inline std::string host_name(const KernelInstance& instance) {
   const KernelInfo& row = info(instance.kernel);
   std::string result(row.name);
@@ -320,7 +322,7 @@ inline std::string host_name(const KernelInstance& instance) {
   return result;
 }
 
-// Returns the template instance with this host name, such as gemv<WeightFormat::uint4b8, half>; an empty text if the
+// Returns the template instance of a kernel, for example gemv<WeightFormat::uint4b8, half>, or an empty text if the
 // kernel is not a template.
 inline std::string template_instance(const KernelInstance& instance) {
   const KernelInfo& row = info(instance.kernel);

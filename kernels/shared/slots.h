@@ -1,13 +1,13 @@
-// Buffer slots and function constants, shared by shaders and host. Plain C subset, see types.h.
+// Buffer slots and function constants. For shaders and host, in the C subset of types.h.
 #pragma once
 
 #include "kernels/shared/types.h"
 
 namespace marlin {
 
-// All GEMM kernels use the same slot for the same buffer; kernel_list.h says which slots each kernel declares. The host
-// binds every declared slot. If an optional tensor is absent, the host binds its own buffer (encoder.mm), which
-// the kernel does not read.
+// All GEMM kernels use the same slot for the same buffer. kernel_list.h lists the slots that each kernel declares. The
+// host binds every declared slot. If an optional tensor is absent, the host binds a buffer of its own (encoder.mm),
+// which the kernel does not read.
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k; in embedding, the ids
   kSlotPacked = 1,       // int32 [K/8, N], or [K/4, N] for 8 bits; in the repack and unpack kernels, their input
@@ -21,12 +21,12 @@ enum BufferSlot {
   kSlotPartials = 9,  // float [splits, M, N]; for gemm_striped [2 * stripes, tile M, tile N]
   kSlotParams = 10,
   kSlotExpertIds = 11,    // int32 or int64 [T, top_k]
-  kSlotBlocks = 12,       // what moe_sort writes
+  kSlotBlocks = 12,       // the table and the pairs that moe_sort writes
   kSlotRowWeights = 13,   // [T, top_k]
   kSlotSuperScales = 14,  // [ceil(K / kSuperBlock), N]
   kSlotSuperZeros = 15,   // [ceil(K / kSuperBlock), N]
   kSlotHigh = 16,         // int32 [ceil(K / k_per_high_word), N]
-  // The mLSTM kernels have their own numbering below the same count, in kernels/mlstm/params.h.
+  // The mLSTM kernels have their own slot numbers below kSlotCount, in kernels/mlstm/params.h.
   kSlotCount = 20,
 };
 
@@ -35,13 +35,13 @@ enum BufferSlot {
 //   vector_columns          N is a multiple of 4; the planes, scales and zero points start aligned to 4 elements
 //   vector_activations      there is no perm; activations start aligned to 4 elements; their row stride is a multiple
 //                           of 4
-//   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, in fused a multiple of 8 up to
-//                           kFusedMaxRows, and in gemm_tensor a multiple of kTensorRows
-//   subnormal_codes         codes are read as half subnormals; set if probe_half_subnormals stored 1 on this GPU
-//   writes_partials         each split of K stores its sums to kSlotPartials, and the reduce kernel adds them
-//   short_group_size        in fused, the group size if it is 16 or 32 and smaller than K; in gemm_tensor, if it is 16;
-//                           otherwise 0
-//   block_scales            one scale for kScaleBlock x kScaleBlock weights; only if takes_block_scales(format)
+//   rows_per_threadgroup    activation rows per threadgroup: 1 to kGemvMaxRows in gemv, a multiple of 8 up to
+//                           kFusedMaxRows in fused, and a multiple of kTensorRows in gemm_tensor
+//   subnormal_codes         codes are read as subnormal halves; true if probe_half_subnormals stored 1 on this GPU
+//   writes_partials         each split of K stores its sums in kSlotPartials, and the reduce kernel adds them
+//   short_group_size        the group size if it is 16 or 32 and smaller than K (in fused), or if it is 16 (in
+//                           gemm_tensor); otherwise 0
+//   block_scales            one scale is for kScaleBlock x kScaleBlock weights; only if takes_block_scales(format)
 //   ragged_k                K is not a multiple of kGemvK (in gemv), kFusedK (in fused) or kTensorK (in gemm_tensor)
 //   ragged_n                N is not a multiple of kGemvColumns (in gemv), kFusedColumns (in fused) or kTensorColumns
 //                           (in gemm_tensor)

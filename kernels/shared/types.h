@@ -1,5 +1,5 @@
-// Types and arithmetic that shaders and host share. Outside of parts for the host, the code uses only what both
-// languages accept: no std, fixed-width integers, ASCII.
+// Types and arithmetic for shaders and host. Outside the parts for the host, the code uses only what both languages
+// accept: no std, fixed-width integers, ASCII.
 #pragma once
 
 #ifdef __METAL_VERSION__
@@ -11,18 +11,19 @@
 
 namespace marlin {
 
-// A packed word holds the codes of consecutive k of one column, with the lowest k in the lowest bits: eight codes of
+// A packed word contains the codes of consecutive k of one column, with the lowest k in the lowest bits: eight codes of
 // 4 bits, or four of 8 bits. Kernels decode blocks of eight consecutive k of a column, and K is a multiple of eight. A
-// block is one word of 4-bit codes; of 8-bit codes it is two words, in two rows. Codes of 5 or 6 bits have their lower
-// four bits in such words, and their upper bits in words of a second plane: a word has the bits of 32 or 16 consecutive
-// k. The order of its fields lets a mask and a shift by at most four bits add the upper bits of two codes, k and k + 4
-// of a block, to the lower ones: see high_shift and high_field. kMaxWordsPerBlock counts the words of both planes.
+// block of 4-bit codes is one word. A block of 8-bit codes is two words, in two rows. For codes of 5 or 6 bits, such
+// words contain the lower four bits, and words of a second plane contain the upper bits of 32 or 16 consecutive k. A
+// mask and a shift by at most four bits add the upper bits of two codes, k and k + 4 of a block, to the lower bits. The
+// order of the fields in the second plane permits this: see high_shift and high_field. kMaxWordsPerBlock counts the
+// words of both planes.
 enum { kBlockK = 8, kLutSize = 16, kMaxWordsPerBlock = 2 };
-// The 4-bit codes of a word.
+// The number of 4-bit codes in a word.
 enum { kNibbles = 8 };
 
-// The number of k that share a value of super_scales and of super_zeros. With scales of two
-// levels, the group size divides it, or is K if K is smaller.
+// The number of k that share a value of super_scales and of super_zeros. For scales of two levels, the group size
+// divides kSuperBlock, or it is K if K is smaller.
 enum { kSuperBlock = 256 };
 
 // Scales of blocks have one value for kScaleBlock x kScaleBlock weights. The group size is kScaleBlock, and N a
@@ -31,32 +32,32 @@ enum { kScaleBlock = 128 };
 
 enum { kSimdWidth = 32 };
 
-// Bytes of threadgroup memory of a threadgroup: Metal's limit, and an amount of which the threadgroup memory of an M1
-// core (60 KB) holds three. Registers may allow fewer.
+// Bytes of threadgroup memory per threadgroup: Metal's limit, and an amount that fits three times in the threadgroup
+// memory of an M1 core (60 KB). Registers may limit a core to fewer threadgroups.
 enum { kMaxThreadgroupBytes = 32 * 1024, kPreferredThreadgroupBytes = 20 * 1024 };
 
-// What a code means: q as an integer, an OCP E2M1 or E4M3 value, or an index into a table of 16 values.
+// The meaning of a code: an integer q, an OCP E2M1 or E4M3 value, or an index into a table of 16 values.
 enum class CodeKind : int32_t { integer = 0, e2m1 = 1, table = 2, e4m3 = 3 };
 
 // How the scales of the groups are stored.
 enum class ScaleCoding : int32_t {
-  floating,  // fp16, bf16 or fp32 values, or two levels: uint8 or int8 codes that super_scales multiply
-  e4m3,      // uint8 codes, OCP E4M3, sign honoured, 0x7F and 0xFF are NaN; a global scale may multiply them
+  floating,  // fp16, bf16 or fp32 values; or two levels: uint8 or int8 codes that are multiplied by super_scales
+  e4m3,      // uint8 codes, signed OCP E4M3, 0x7F and 0xFF are NaN; a global scale may multiply them
   e8m0,      // uint8 codes, 2^(code - 127), 0xFF is NaN
 };
 
-// What the tensor of zeros holds.
+// The meaning of the tensor of zeros.
 enum class ZerosRole : int32_t {
-  none,        // there is none: the format subtracts its own offset from integer codes
-  zero_point,  // w = (q - z) * s; uint8 codes or floating values
-  bias,        // w = q * s + b; floating values, or two levels: uint8 codes that super_zeros multiply
+  none,        // no tensor: the format subtracts its own offset from integer codes
+  zero_point,  // w = (q - z) * s; uint8 codes or floating-point values
+  bias,        // w = q * s + b; floating-point values, or two levels: uint8 codes that are multiplied by super_zeros
 };
 
-// The weight formats: all that the code knows of a format, except how it encodes weights (quantize/weight.py). A format
-// whose traits have kernels needs no more than a row, at the end, because checkpoints store the number of the row.
+// The weight formats, with all traits of a format except its encoder (quantize/weight.py). A new format whose traits
+// have kernels needs only a new row. The row must be at the end, because checkpoints store the number of the row.
 // build_support/embed_formats.py writes the rows for Python. In the formulas, q is a code, s the scale of its group and
-// column, z and b the zero point and the bias. group is the only group size allowed, or 0 for all of MARLIN_GROUP_SIZES
-// and K itself.
+// column, z the zero point and b the bias. `group` is the only permitted group size, or 0 if all of MARLIN_GROUP_SIZES
+// and K itself are permitted.
 // clang-format off
 //  name         codes    bits offset scales    zeros      group  formula
 #define MARLIN_WEIGHT_FORMATS(X, ...)                                                                                \
@@ -109,7 +110,7 @@ constexpr CodeKind code_kind(WeightFormat format) {
 constexpr uint32_t code_bits(WeightFormat format) {
   return traits(format).code_bits;
 }
-// Returns the number of bits of a code that the second plane has: 0 for formats of one plane.
+// Returns the number of bits of a code in the second plane: 0 for formats of one plane.
 constexpr uint32_t high_bits(WeightFormat format) {
   return code_bits(format) % 4;
 }
@@ -120,20 +121,21 @@ constexpr bool has_high_plane(WeightFormat format) {
 constexpr uint32_t codes_per_word(WeightFormat format) {
   return 32 / (code_bits(format) - high_bits(format));
 }
-// Returns the number of k of a word of the second plane, which has `bits` bits of a code. If there is no such plane,
-// returns the number of k of a block, so that parts of a weight may begin at every multiple of this.
+// Returns the number of k in a word of the second plane, which contains `bits` bits of each code. If there is no second
+// plane, returns the number of k in a block, so that a part of a weight may begin at every multiple of the result.
 constexpr uint32_t k_per_high_word(uint32_t bits) {
   return bits == 0 ? uint32_t{kBlockK} : 32 / bits;
 }
-// Returns where the fields of a block begin in either half of a word of the second plane. `block` is k / 8.
+// Returns the first bit of a block's fields in either half of a word of the second plane. `block` is k / 8.
 constexpr uint32_t high_shift(uint32_t bits, uint32_t block) {
   return bits == 2 ? block % 2 * 8 : block % 2 * 2 + block / 2 % 2 * 8;
 }
-// Returns where the field of the block's code j (0 to 3) begins after high_shift; that of code j + 4 is 16 bits higher.
+// Returns the first bit, after high_shift, of the field of the block's code j (0 to 3). The field of code j + 4 is 16
+// bits higher.
 constexpr uint32_t high_field(uint32_t bits, uint32_t j) {
   return j % 2 * 4 + j / 2 * bits;
 }
-// Returns where the field of a code begins in its word of the second plane.
+// Returns the first bit of a code's field in its word of the second plane.
 constexpr uint32_t high_bit(uint32_t bits, uint32_t k) {
   return high_shift(bits, k / kBlockK) + k % kBlockK / 4 * 16 + high_field(bits, k % 4);
 }
@@ -141,7 +143,7 @@ constexpr uint32_t high_bit(uint32_t bits, uint32_t k) {
 constexpr uint32_t words_per_block(WeightFormat format) {
   return kBlockK / codes_per_word(format);
 }
-// Returns the number that is subtracted from integer codes of formats without zeros.
+// Returns the number that is subtracted from integer codes in formats without zeros.
 constexpr uint32_t fixed_offset(WeightFormat format) {
   return traits(format).fixed_offset;
 }
@@ -211,7 +213,7 @@ constexpr uint32_t element_bytes(ElementType type) {
   return type == ElementType::float32 ? 4 : is_integer(type) ? 1 : 2;
 }
 
-// How gptq_unpack_zeros computes a zero point from the value that a GPTQ checkpoint stores.
+// The rule by which gptq_unpack_zeros computes a zero point from the value in a GPTQ checkpoint.
 enum class StoredZeros : int32_t {
   plain = 0,     // checkpoint version 2: as stored
   word = 1,      // version 1: 0x11111111 is added to the packed word

@@ -24,7 +24,7 @@ template <WeightFormat format, typename T>
   const Vec8<float> values = weight.decoded<format>(lut, k, n);
   for (uint i = 0; i < kBlockK; ++i) {
     const uint row = has_perm ? uint(perm[k + i]) : k + i;
-    // The host cannot check the values of perm.
+    // The host cannot check the values of perm, so an index outside the weight is skipped.
     if (row < params.K) out[ulong(row) * params.N + n] = T(values.k[i]);
   }
 }

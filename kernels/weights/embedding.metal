@@ -31,7 +31,7 @@ template <WeightFormat format, typename T>
   device T* const values_of_row = out + ulong(row) * params.K;
   for (uint i = 0; i < kBlockK; ++i) {
     const uint place = has_perm ? uint(perm[k + i]) : k + i;
-    // The host cannot check the values of perm.
+    // The host cannot check the values of perm, so an index outside the row is skipped.
     if (place < params.K) values_of_row[place] = known ? T(values.k[i]) : T(NAN);
   }
 }

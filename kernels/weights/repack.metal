@@ -1,5 +1,5 @@
-// Repacks the words of GPTQ and AWQ checkpoints to those of packed weights, and unpacks their zero points to [G, N].
-// Only integers are moved, so the results are exact.
+// Converts the words of GPTQ and AWQ checkpoints to the words of packed weights, and unpacks their zero points to [G,
+// N]. The kernels only move integers, so the results are exact.
 #include "kernels/shared/kernel_list.h"
 
 #include "kernels/gemm/function_constants.h"
@@ -7,13 +7,13 @@
 using namespace metal;
 using namespace marlin;
 
-// Column j of an AWQ word sits in nibble 4 * (j % 2) + j / 2 (AutoAWQ, packing_utils.py: order 0 2 4 6 1 3 5 7).
+// Column j of an AWQ word is in nibble 4 * (j % 2) + j / 2 (AutoAWQ, packing_utils.py: order 0 2 4 6 1 3 5 7).
 MARLIN_INLINE uint awq_shift(uint column) {
   return 16 * (column & 1u) + 4 * (column >> 1);
 }
 
-// Word (r, n) of the result holds rows perm[r c] .. perm[r c + c - 1] of the packed input, where c is the number of
-// codes of a word.
+// Word (r, n) of the result contains rows perm[r c] .. perm[r c + c - 1] of the packed input, where c is the number of
+// codes per word.
 [[kernel]] void gptq_repack(const device uint* in [[buffer(kSlotPacked)]], const device int* perm [[buffer(kSlotPerm)]],
                             device uint* out [[buffer(kSlotOut)]],
                             constant RepackParams& params [[buffer(kSlotParams)]],
@@ -37,8 +37,8 @@ MARLIN_INLINE uint awq_shift(uint column) {
   out[ulong(row) * params.columns + n] = word;
 }
 
-// AWQ's words hold eight interleaved columns; the result's hold eight k. Each thread transposes an 8 x 8 block of
-// codes.
+// An AWQ word contains eight interleaved columns; a word of the result contains eight k. Each thread transposes an 8 x
+// 8 block of codes.
 [[kernel]] void awq_repack(const device uint* in [[buffer(kSlotPacked)]], device uint* out [[buffer(kSlotOut)]],
                            constant RepackParams& params [[buffer(kSlotParams)]],
                            uint2 position [[thread_position_in_grid]]) {

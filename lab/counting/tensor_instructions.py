@@ -156,7 +156,7 @@ def calls_of(weight_format: str, group_size: int = 64) -> int:
 
 
 def counted_forms(dtype: str) -> dict[tuple[str, int, int], None]:
-    """Returns (format, group size, levels): groups of 16, whose steps are shorter, and all forms of the model.
+    """gemm_tensor does not support formats with a lut. Its loop differs only for groups of 16.
 
     Formats with a lut have no such kernel. Only groups of 16 change the loop.
     """

@@ -1,6 +1,4 @@
-"""Tests that host code that breaks a rule of Metal gets an error with the rule's name, and that correct host code
-runs.
-"""
+"""Tests that a broken rule of Metal raises an error with the rule's name, and that correct host code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's table of the weight formats is what build_support/embed_formats.py writes, and what the C++ compiler reads."""
+"""build_support/embed_formats.py writes Python's table of the weight formats, which agrees with the C++ compiler's."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ ZEROS_ROLES = ("none", "zero_point", "bias")
 
 
 def test_the_table_is_up_to_date() -> None:
-    """To update it: make build."""
+    """To update the table: make build."""
     assert (ROOT / TABLE).read_text() == format_table((ROOT / HEADER).read_text())
 
 

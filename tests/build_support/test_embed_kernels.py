@@ -1,5 +1,6 @@
-"""Tests the kernels' text that the extension contains. It has fewer bytes than the sources, but a compiler must read
-the same words from it, and each line must keep its number.
+"""Tests the kernels' source text in the extension, which is shorter than the files.
+
+A compiler must read the same tokens from both, and each line must keep its number.
 """
 
 import subprocess
@@ -41,7 +42,7 @@ int line_5 = __LINE__;
 
 
 def tokens(text: str, folder: Path, options: tuple[str, ...]) -> str:
-    """Returns the words that a compiler reads, separated by single spaces."""
+    """Returns the tokens that a compiler reads, separated by single spaces."""
     for header in METAL_HEADERS:
         (folder / header).parent.mkdir(exist_ok=True)
         (folder / header).touch()

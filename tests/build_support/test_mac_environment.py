@@ -10,7 +10,7 @@ from build_support.mac_environment import mac_environment
 from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
-UNIVERSAL2 = {  # the values of Python 3.11 from python.org
+UNIVERSAL2 = {  # the values of python.org's Python 3.11
     "CC": "clang",
     "CFLAGS": "-fno-strict-overflow -Wsign-compare -arch arm64 -arch x86_64 -g",
     "LDSHARED": "clang -bundle -undefined dynamic_lookup -arch arm64 -arch x86_64 -g",

@@ -1,4 +1,4 @@
-"""Tests that the sources still contain the text into which `make macos-mistakes` puts its deliberate mistakes."""
+"""Tests that the sources still contain the text that `make macos-mistakes` replaces by deliberate mistakes."""
 
 import shutil
 from pathlib import Path

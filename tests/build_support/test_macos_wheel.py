@@ -1,4 +1,4 @@
-"""Tests how the wheel for macOS is packed. The compile and the link are left out."""
+"""Tests how the wheel for macOS is packed, without compiling and linking."""
 
 import hashlib
 import time
@@ -20,5 +20,5 @@ def test_two_packs_of_the_same_files_give_the_same_bytes(tmp_path: Path, monkeyp
         wheel = macos.pack(folder / macos.MODULE, folder / macos.CPP_LIBRARY.name, "2.15.0")
         assert wheel.name == f"torch_marlin_metal-0.1.0+torch2.15-{macos.TAG}.whl"
         digests.append(hashlib.sha256(wheel.read_bytes()).hexdigest())
-        time.sleep(2)  # the dates in a zip file count in steps of two seconds
+        time.sleep(2)  # dates in a zip file have a resolution of two seconds
     assert digests[0] == digests[1]

@@ -1,10 +1,10 @@
-"""Runs the parts of the campaign in turn, each in processes of its own, and prints what was found.
+"""Runs the parts of the campaign in turn, each in separate processes, and prints the findings.
 
     python -m tests.campaign --minutes 10
     python -m tests.campaign --part files --case 1700000000-files-12
 
-The first command runs the campaign. The second repeats one case, because the seed alone determines a case. The exit
-code is 1 if anything was found.
+The first command runs the campaign. The second repeats one case, which its seed determines completely. The exit code is
+1 if there is a finding.
 """
 
 import argparse
@@ -23,13 +23,11 @@ from pathlib import Path
 from tests.campaign.parts import PARTS, Part
 
 ROOT = Path(__file__).parents[2]
-MOST_FINDINGS = 5  # a part ends after this many findings, because further ones are mostly alike
+MOST_FINDINGS = 5  # a part ends after this many findings, because most further ones have the same cause
 
 
 @dataclass
 class Record:
-    """The cases and findings of a part."""
-
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     cases: int = 0
@@ -39,7 +37,10 @@ class Record:
 
 
 def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
-    """Runs cases for some time. A process that dies or hangs is a finding. The next case runs in a new process."""
+    """Runs cases for some time.
+
+    If a process dies or hangs, this is a finding, and the next case runs in a new process.
+    """
     began, number = time.monotonic(), 0
     cpu_before = cpu_seconds()
     while (left := seconds - (time.monotonic() - began)) > 0 and len(record.findings) < MOST_FINDINGS:
@@ -93,7 +94,6 @@ def run_part(part: Part, seed: int, seconds: float, record: Record) -> None:
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU seconds of all processes that were started and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""Runs cases of one part. Prints a line of JSON before each case and a line after it.
+"""Runs cases of one part. Prints a line of JSON before and after each case.
 
 python -m tests.campaign.worker PART CASE                       runs one case, and prints the traceback
 python -m tests.campaign.worker PART PREFIX NUMBER SECONDS      runs PREFIX-NUMBER and later numbers, for some time

@@ -2,9 +2,9 @@
 
     python tests/checkpoints/fuzz_readers.py --minutes 10
 
-The run damages copies of every real checkpoint of tests/data/layers, and of one in the package's own format. A damaged
-copy must be read, or refused with CheckpointError, within seconds. Anything else ends the run and prints the seed that
-repeats the case.
+The run damages copies of every real checkpoint of tests/data/layers, and of a checkpoint in the package's own format. A
+damaged copy must be read, or refused with CheckpointError, within seconds. Anything else ends the run and prints the
+seed that repeats the case.
 """
 
 import argparse

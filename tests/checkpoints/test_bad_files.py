@@ -247,7 +247,7 @@ def test_memory_is_used_again_only_when_its_tensor_is_gone(tmp_path) -> None:
     b = read_tensor(infos["b"])
     part, place = a[5:7], a.data_ptr()
     del a
-    c = read_tensor(infos["c"])  # `part` still needs a's memory
+    c = read_tensor(infos["c"])  # `part` is a view of a's memory
     assert torch.equal(part, made["a"].view(torch.int32)[5:7])
     del part
     again = read_tensor(infos["a"])
@@ -266,7 +266,7 @@ def test_a_thread_keeps_only_the_file_open_that_it_read_last(tmp_path, monkeypat
     original = Path.open
     monkeypatch.setattr(Path, "open", lambda *args, **kw: opened.append(original(*args, **kw)) or opened[-1])
     with keep_file_open():
-        with keep_file_open():  # a caller may keep files open, too
+        with keep_file_open():  # a caller may also keep files open
             values = [read_tensor(infos[name]).tolist() for name in ("a0", "a1", "b0", "b1", "a1")]
         assert values == [[0, 0], [1, 1], [0, 0], [1, 1], [1, 1]]
         assert [stream.closed for stream in opened] == [True, True, False]

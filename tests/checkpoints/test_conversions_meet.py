@@ -1,4 +1,4 @@
-"""Conversions that something disturbs: another conversion, a power failure, a link, or a change of the source."""
+"""Conversions during another conversion, after a power failure, into a link, or with a source that changes."""
 
 import json
 import multiprocessing
@@ -23,7 +23,7 @@ SHARD_BYTES = 1500
 
 
 def many_layers(path: Path, layers: int = 12) -> Path:
-    """Makes GPTQ layers l0, l1, ... and a norm for each layer."""
+    """Writes GPTQ layers l0, l1, ... and a norm for each layer."""
     writers.write_gptq(path, np.random.default_rng(1), 64, 16, 32, version=2)
     one = load_file(path / "model.safetensors")
     tensors = {name.replace(LAYER, f"l{i}"): tensor.clone() for i in range(layers) for name, tensor in one.items()}
@@ -182,7 +182,10 @@ def test_a_damaged_journal_starts_anew_or_goes_on(source, tmp_path, case) -> Non
 
 @pytest.mark.parametrize("target", ["native", "gptq", "compressed-tensors"])
 def test_the_journal_grows_by_what_is_new(tmp_path, target) -> None:
-    """A shard adds only new lines. Rewriting the journal took 15 times as long for 8000 layers as for 2000."""
+    """A shard adds only new lines to the journal.
+
+    Rewriting the journal took 15 times as long for 8000 layers as for 2000.
+    """
     sizes = {}
     for layers in (20, 80):
         (tmp_path / f"{layers}").mkdir()

@@ -13,7 +13,7 @@ import pytest
 from tests.support.fixture_layers import DATA, WRITTEN, key, source_of
 from torch_marlin_metal import convert
 
-NATIVE = DATA / "native"  # does not exist; stands for a checkpoint that prepare() makes
+NATIVE = DATA / "native"  # no such folder: stands for the checkpoint that prepare() writes
 ROUNDS = 40  # number of damaged copies of each checkpoint; --everything makes three times as many
 SECONDS_FOR_ONE = 10  # CPU seconds, because other programs may use the processor
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 7, 10**30, 1e999, "", "x", "mlx", [], {}, [1], {"bits": -4})
@@ -21,7 +21,7 @@ BYTES = (0, 1, 0x22, 0x2C, 0x30, 0x39, 0x7D, 0x7F, 0x80, 0xFF)
 
 
 def damage_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Changes, removes, repeats or cuts off a few bytes. Bytes near the start are hit more often: headers are there."""
+    """Changes, removes, repeats or truncates a few bytes, most often near the start, where headers are."""
     held = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 8))):
         where = rng.randrange(len(held)) if rng.random() < 0.4 else rng.randrange(min(len(held), 700))
@@ -43,7 +43,7 @@ def damage_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_json(content: bytes, rng: random.Random) -> bytes:
-    """Replaces or removes one value at a random place in a JSON text."""
+    """Replaces or removes a random value in a JSON text."""
     root = json.loads(content)
     places: list[tuple[Any, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Exports equal the tensors that other programs would have written, or are refused."""
+"""Exports have the same tensors as files of other programs, or are refused."""
 
 import errno
 import json
@@ -100,7 +100,7 @@ def test_a_real_layer_exported_to_its_own_format_is_unchanged(tmp_path, folder) 
 
 @pytest.mark.parametrize("folder", ["gptq/autoround-8bit-asym-g64", "gptq/autoround-8bit-sym-g32"])
 def test_a_layer_of_8_bit_of_gptq_is_unchanged(tmp_path, folder) -> None:
-    """AutoRound writes no g_idx."""
+    """AutoRound writes no g_idx, so it is not compared."""
     path = convert.export_checkpoint(convert.read_layers(DATA / folder), tmp_path / "out", "gptq")
     before, after = load_file(DATA / folder / "model.safetensors"), load_file(path / "model-00001.safetensors")
     assert [name.rpartition(".")[2] for name in set(after) - set(before)] == ["g_idx"]
@@ -148,7 +148,7 @@ def read(folder: str) -> list[PackedWeight]:
 
 
 def eight(name: str, folder: str) -> PackedWeight:
-    """Returns a weight of 8 bits that a fixture holds, as wide as those of `named`."""
+    """Returns the 8-bit weight of a fixture, cut to the width of the weights of `named`."""
     (weight,) = read(folder)
     weight.name = name
     return weight

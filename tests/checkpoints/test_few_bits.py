@@ -1,4 +1,4 @@
-"""Codes of 1 to 3 bits become codes of 4 bits, those of 7 bits become codes of 8 bits, and 5 and 6 bits stay."""
+"""Codes of 1 to 3 bits become codes of 4 bits, codes of 7 bits become codes of 8 bits, and 5 and 6 bits stay."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def bit_string(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def planes(values: np.ndarray, bits: int) -> np.ndarray:
-    """Packs 32 codes of each column as words of their low bits, then words of the next, as GPTQModel's gptq_p."""
+    """Packs 32 codes of each column as GPTQModel's gptq_p: words of their low bits, then words of the next bits."""
     widths = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}[bits]
     rows = []
     for block in values.reshape(-1, 32, values.shape[1]):
@@ -80,7 +80,7 @@ def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options
 
 
 def wider(bits: int, sym: bool) -> str:
-    """Returns the weight format that holds integers of these bits."""
+    """Returns the weight format for integers with this many bits in a file."""
     width = next(width for width in (4, 5, 6, 8) if width >= bits)
     return f"uint{width}b{1 << width - 1}" if sym else f"uint{width}"
 
@@ -126,7 +126,9 @@ def test_gptq_in_planes(tmp_path, rng, bits) -> None:
 
 @pytest.mark.parametrize(("bits", "ones"), [(2, 0x55555555), (8, 0x01010101)])
 def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> None:
-    """GPTQModel subtracts 1 from each zero point in whole words, so that a 0 becomes 3 and borrows from the next."""
+    """GPTQModel subtracts 1 from whole words of zero points, so a zero point of 0 becomes 3 and borrows from the next
+    one.
+    """
     expected, top = write_gptq(tmp_path, rng, bits, version=2), (1 << bits) - 1
     tensors = load_file(tmp_path / "model.safetensors")
     words = tensors[f"{LAYER}.qzeros"]
@@ -146,7 +148,7 @@ def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> No
     ("bits", "group_size"), [(1, 64), (2, 32), (3, 32), (3, 64), (4, 32), (5, 64), (6, 32), (6, 8), (8, 64)]
 )
 def test_hqq(tmp_path, bits, group_size) -> None:
-    """HQQ packs and decodes. Of 3 bits, the number of groups is no multiple of ten."""
+    """HQQ itself packs and decodes. With 3 bits, the number of groups is not a multiple of ten."""
     torch.manual_seed(0)
     options = {"axis": 1, "compute_dtype": torch.float32, "device": "cpu", "optimize": False}
     packed, meta = Quantizer.quantize(torch.randn(N, K), nbits=bits, group_size=group_size, **options)
@@ -158,7 +160,7 @@ def test_hqq(tmp_path, bits, group_size) -> None:
     weights = {"nbits": bits, "group_size": group_size, "axis": 1}
     config = {"quantization_config": {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}}
     writers.save(tmp_path, {f"{LAYER}.{n}": t.numpy() for n, t in tensors.items()}, config)
-    if group_size == 8:  # no weight format has such groups
+    if group_size == 8:  # no weight format supports groups of 8
         (layer,) = convert.read_layers(tmp_path, on_unsupported="dequantize")
         assert isinstance(layer, convert.DenseWeight)
         np.testing.assert_array_equal(layer.weight.numpy(), expected.numpy())
@@ -168,7 +170,7 @@ def test_hqq(tmp_path, bits, group_size) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7])
 def test_torchao(tmp_path, rng, bits) -> None:
-    """The codes of IntxUnpackedToInt8Tensor are signed, in bytes."""
+    """IntxUnpackedToInt8Tensor stores signed codes in bytes."""
     top = 1 << bits - 1
     codes = rng.integers(-top, top, (N, K)).astype(np.int8)
     scales, points = rng.uniform(0.01, 1, (N, K // 32)).astype(np.float32), rng.integers(-top, top, (N, K // 32))
@@ -186,7 +188,7 @@ def test_torchao(tmp_path, rng, bits) -> None:
 
 @pytest.mark.parametrize(("bits", "sym"), [(2, False), (2, True), (3, False), (3, True), (6, False), (7, True)])
 def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
-    """compressed-tensors packs signed codes and zero points; these along N."""
+    """compressed-tensors packs signed codes and zero points, the zero points along N."""
     top, G = 1 << bits - 1, K // 32
     codes, points = rng.integers(-top, top, (N, K)), rng.integers(-top, top, (N, G)) * (not sym)
     scales = writers.random_floats(rng, (N, G), "fp16")
@@ -204,7 +206,6 @@ def test_compressed_tensors(tmp_path, rng, bits, sym) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
 def test_mlx_in_pieces(tmp_path, rng, monkeypatch, bits) -> None:
-    """A large matrix is unpacked some rows at a time."""
     monkeypatch.setattr("torch_marlin_metal.checkpoints.grouped.PIECE", 5 * K)
     codes = rng.integers(0, 1 << bits, (K, N))
     scales, biases = (rng.uniform(-1, 1, (N, K // 32)).astype(np.float16).astype(np.float32) for _ in range(2))

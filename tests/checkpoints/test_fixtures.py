@@ -176,7 +176,7 @@ def test_the_documentation_lists_the_known_formats() -> None:
 def test_every_read_format_names_known_weight_formats() -> None:
     for fmt in FORMATS:
         if fmt.name == "native":
-            continue  # it holds all of them
+            continue  # this format can represent all layers
         words = " ".join(formats for _, formats in fmt.variants)
         named = set(re.findall(r"\b(?:u?int[48]\w*|float[48]_\w+|nvfp4|mxfp[48]|lut4)\b", words))
         assert named and named <= set(WEIGHT_FORMATS)

@@ -1,4 +1,4 @@
-"""GGUF files that the gguf package writes decode to the values that the package's dequantizers give."""
+"""GGUF files that the gguf package writes decode to the values of the package's own dequantizers."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.formats.gguf_orders import row_order
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The bytes of a block at which fp16 numbers start. Random bytes are not used there, because they could be infinite.
+# The bytes of a block at which fp16 numbers start. They are not random, because random bytes can be infinite.
 FP16_AT = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
@@ -40,7 +40,7 @@ FP16_AT = {
     "IQ3_XXS": [0],
     "IQ3_S": [0],
 }
-# Types, with the group size of the packed weight and its bits for each weight, with scales.
+# For each type: the group size of the packed weight, and its bits per weight, including scales.
 SIZES = {
     "Q4_K": ("uint4_bias", 32, 4.625),
     "IQ4_XS": ("lut4", 32, 4.3125),
@@ -78,7 +78,7 @@ FORMATS = {
 
 
 def random_blocks(rng: np.random.Generator, type_name: str, *rows: int, K: int = 512) -> np.ndarray:
-    """Returns random codes and scales as uint8 `[*rows, bytes of a row]`."""
+    """Returns random codes and scales as uint8 `[*rows, bytes per row]`."""
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     blocks = rng.integers(0, 256, (*rows, K // block, block_bytes), dtype=np.uint8)
     for offset in FP16_AT[type_name]:
@@ -89,13 +89,12 @@ def random_blocks(rng: np.random.Generator, type_name: str, *rows: int, K: int =
     if type_name == "MXFP4":
         blocks[..., 0] = rng.integers(100, 140, blocks.shape[:-1])
     if type_name == "NVFP4":
-        blocks[..., :4] = rng.integers(0, 0x80, (*blocks.shape[:-1], 4))  # scales include 0x7F, which ggml reads as 0
+        # the scales include 0x7F, which ggml reads as 0
+        blocks[..., :4] = rng.integers(0, 0x80, (*blocks.shape[:-1], 4))
     return blocks.reshape(*rows, -1)
 
 
 class Writer:
-    """Writes a GGUF file with the gguf package."""
-
     def __init__(self, path: Path, architecture: str = "llama") -> None:
         self.path, self.gguf = path, GGUFWriter(path, architecture)
 
@@ -127,7 +126,7 @@ def test_type(tmp_path, type_name, rows) -> None:
 
 
 def fp16_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the bits of finite fp16 numbers of all magnitudes and signs; some are zeros and subnormal."""
+    """Returns the bytes of finite fp16 numbers of all magnitudes and signs, including zeros and subnormal numbers."""
     bits = rng.integers(0, 0x7C00, shape).astype(np.uint16) | (rng.integers(0, 2, shape) << 15).astype(np.uint16)
     bits.flat[:4] = (0, 0x8000, 1, 0x8001)
     return bits
@@ -135,12 +134,11 @@ def fp16_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("type_name", SIZES)
 def test_types_are_equal_bit_for_bit(tmp_path, type_name) -> None:
-    """Reads 10,000 random blocks of each type."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (100, 100, GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][1]), dtype=np.uint8)
     for offset in FP16_AT[type_name]:
         blocks[..., offset : offset + 2] = fp16_bits(rng, (100, 100, 1)).view(np.uint8)
-    if type_name == "IQ1_M":  # its scale lies in the top bits of four words
+    if type_name == "IQ1_M":  # the scale of IQ1_M is in the top bits of four words
         words, scale = blocks[..., 48:].copy().view(np.uint16), fp16_bits(rng, (100, 100))
         for number in range(4):
             words[..., number] = (words[..., number] & 0xFFF) | ((scale >> 4 * number & 15) << 12)
@@ -202,7 +200,10 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
     ],
 )
 def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, second, tmp_path) -> None:
-    """Types of one weight format differ in levels of scales and in tables; NVFP4 has a scale for each tensor."""
+    """Types of one weight format differ in their levels of scales and in their tables.
+
+    In NVFP4, each tensor has a scale.
+    """
     rng, writer, expected = np.random.default_rng(0), Writer(tmp_path / "m.gguf", "gpt-oss"), []
     for part, type_name, factor in (("gate", first, 0.5), ("up", second, 0.25)):
         data = random_blocks(rng, type_name, 2, 8)
@@ -222,7 +223,7 @@ def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, seco
 
 
 def test_an_empty_mxfp4_block_gets_a_scale_in_range(tmp_path) -> None:
-    """ggml stores the exponent 0 for a block of zeros. The reader turns this 0 into 1 and keeps all other exponents."""
+    """ggml stores the exponent 0 for a block of zeros. The reader replaces this 0 by 1, and no other exponent."""
     data = random_blocks(np.random.default_rng(0), "MXFP4", 4).reshape(4, 16, 17)
     data[2, 5] = 0
     data[1, 7, 1:], data[1, 7, 0] = 0x88, 255 - 5
@@ -236,7 +237,7 @@ def test_an_empty_mxfp4_block_gets_a_scale_in_range(tmp_path) -> None:
 
 def test_other_types_are_refused_or_left_out_or_decoded(tmp_path, monkeypatch) -> None:
     rng, type_name = np.random.default_rng(0), "Q6_K"
-    monkeypatch.delitem(DECODERS, type_name)  # stands for a type that comes later
+    monkeypatch.delitem(DECODERS, type_name)  # this type then stands for a future type
     data, ours = random_blocks(rng, type_name, 16), random_blocks(rng, "Q4_0", 16)
     path = Writer(tmp_path / "m.gguf").add("a.weight", ours, "Q4_0").add("b.weight", data, type_name).write()
     with pytest.raises(convert.UnsupportedFormat, match=rf"m\.gguf: tensor 'b\.weight': {type_name} is not"):
@@ -334,7 +335,9 @@ def test_truncated_at_every_length(tmp_path, type_name) -> None:
 
 
 def test_olmos_biases_stay_where_they_are() -> None:
-    """llama.cpp's converter of OLMo moves the rows of q and k only in the weights; that of Llama moves both."""
+    """llama.cpp's converter of OLMo reorders the rows of q and k only in weights; its converter of Llama also in
+    biases.
+    """
     heads = {"olmo.attention.head_count": 2, "llama.attention.head_count": 2}
     assert row_order("blk.0.attn_q.bias", "olmo", heads, 64) is None
     for name, architecture in (("weight", "olmo"), ("weight", "llama"), ("bias", "llama")):

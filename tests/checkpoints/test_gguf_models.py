@@ -1,4 +1,4 @@
-"""Whole models in GGUF files, of each architecture with a table of names: names, values, and mixed files."""
+"""Whole models in GGUF files, for each architecture with a table of names: names, values, and mixed files."""
 
 import re
 import runpy
@@ -60,7 +60,7 @@ def test_a_model_computes_what_its_decoded_weights_compute(architecture, family,
 
 
 def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
-    """Mixed files keep some matrices in 16 bit, and llama.cpp reorders the rows of q and k in these, too."""
+    """Mixed files store some matrices in 16 bit. llama.cpp also reorders the rows of q and k in these."""
     model = model_of("llama")
     path = write(
         tmp_path / "m.gguf", "llama", model, lambda name: "F16" if "attn_q" in name or "attn_k" in name else "Q4_0"
@@ -76,7 +76,7 @@ def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
 
 
 def test_plain_matrices_of_gpt2_get_back_their_shape(tmp_path) -> None:
-    """transformers has these matrices as `[K, N]`, packed or not."""
+    """In transformers, these matrices are `[K, N]`, packed or not."""
     model, loaded = model_of("gpt2"), model_of("gpt2")
     path = write(tmp_path / "m.gguf", "gpt2", model, lambda name: "F16" if "ffn_up" in name else "Q4_0")
     load_quantized(loaded, path, progress=False)
@@ -91,7 +91,7 @@ def mixed(name: str) -> str:
 
 @pytest.fixture
 def unread(monkeypatch) -> None:
-    """Two types stand for types that come later."""
+    """Makes two types unknown to the reader, in place of future types."""
     for kind in ("Q8_0", "Q5_0"):
         monkeypatch.delitem(DECODERS, kind)
 
@@ -136,7 +136,7 @@ def test_a_mixed_file_says_its_share_and_loads(tmp_path) -> None:
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(("architecture", "family"), [("qwen3moe", "qwen3_moe"), ("gpt-oss", "gpt_oss")])
 def test_only_the_stack_that_is_not_read_becomes_floats(architecture, family, tmp_path) -> None:
-    """llama.cpp's Q4_K_M keeps some down projections in more bits. Gate and up stay packed beside them."""
+    """llama.cpp's Q4_K_M stores some down projections in more bits. Gate and up stay packed."""
     model = model_of(family)
     path = write(
         tmp_path / "m.gguf", architecture, model, lambda name: "Q8_0" if "blk.1.ffn_down_exps" in name else "Q4_0"
@@ -168,7 +168,7 @@ FLOAT_STACKS = (
 
 @pytest.mark.parametrize(("architecture", "family", "parts"), FLOAT_STACKS)
 def test_stacks_of_experts_in_floats_stay_floats(architecture, family, parts, tmp_path) -> None:
-    """A stack that the file has in floats loads beside packed stacks and alone, without a warning about its type."""
+    """A float stack loads beside packed stacks and alone, without a warning about its type."""
     model, loaded = model_of(family), model_of(family)
     stack = re.compile(rf"ffn_({parts})_exps")
     path = write(
@@ -186,7 +186,7 @@ def test_stacks_of_experts_in_floats_stay_floats(architecture, family, parts, tm
 
 
 def test_from_pretrained_loads_experts_in_floats(tmp_path) -> None:
-    """transformers neither gets these tensors nor reports them as unexpected."""
+    """transformers neither receives these tensors nor reports them as unexpected."""
     model = model_of("gpt_oss")
     write(tmp_path / "m.gguf", "gpt-oss", model, lambda name: "F16" if "_exps" in name or "emb" in name else "Q4_0")
     config = model_of("gpt_oss").config
@@ -218,7 +218,7 @@ def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
 
 
 def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> None:
-    """Value heads are columns of the output projection. Heads of 16 cannot change places within groups of 32."""
+    """Value heads are columns of the output projection. Within groups of 32, heads of 16 cannot be reordered."""
     small = {"linear_value_head_dim": 16}
     model, loaded = model_of("qwen35", **small), model_of("qwen35", **small)
     path = write(tmp_path / "m.gguf", "qwen35", model)
@@ -233,7 +233,10 @@ def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> Non
 
 
 def test_nvfp4_of_gemma_4_has_the_scales_of_experts_in_its_own(tmp_path) -> None:
-    """llama.cpp multiplies the scales of NVFP4 by the router's, so the model's become 1. Beside Q4_0 they stay."""
+    """llama.cpp multiplies the scales of NVFP4 by the router's, so the model's scales become 1.
+
+    With Q4_0, they stay.
+    """
     scales, nvfp4 = torch.tensor([0.5, 1.0, 2.0, 3.0]), GGMLQuantizationType.NVFP4
     for kind, router in ((nvfp4, torch.ones(4)), (GGMLQuantizationType.Q4_0, scales)):
         writer = GGUFWriter(tmp_path / "m.gguf", "gemma4")
@@ -265,14 +268,14 @@ def test_the_page_lists_the_architectures() -> None:
 
 
 def test_what_both_projects_have_is_read_or_refused_with_a_reason() -> None:
-    """Architectures whose names in gguf and in transformers agree but for signs and the ending of text models."""
+    """Architectures whose names in gguf and transformers are equal, except for punctuation and a suffix."""
     page = (ROOT / "docs" / "formats" / "checkpoints.md").read_text()
     refused = page.partition("Some architectures that llama.cpp and transformers have in common are not read:")[2]
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", refused.partition("\n\ntransformers gives")[0], re.MULTILINE)
     stated = {name for row in rows[1:] for name in row.split(", ")}
     theirs = {re.sub("[^a-z0-9]|text$", "", kind) for kind in MODEL_MAPPING_NAMES}
     both = {name for name in MODEL_ARCH_NAMES.values() if re.sub("[^a-z0-9]", "", name) in theirs}
-    assert len(stated) > 10 and both - ARCHITECTURES.keys() - stated == {"clip"}  # the part of a model that sees images
+    assert len(stated) > 10 and both - ARCHITECTURES.keys() - stated == {"clip"}  # clip is the image encoder of a model
 
 
 def test_an_unknown_architecture_says_what_to_do(tmp_path) -> None:
@@ -292,7 +295,7 @@ def test_an_unknown_architecture_says_what_to_do(tmp_path) -> None:
 
 
 def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(tmp_path, monkeypatch) -> None:
-    """T5 has no table of names here, and transformers has code of its own for it, which decodes the whole file."""
+    """T5 has no table of names here. transformers' own code for T5 decodes the whole file."""
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 1, "num_heads": 2}
     config = T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
     model, writer = T5ForConditionalGeneration(config).eval(), GGUFWriter(tmp_path / "m.gguf", "t5")
@@ -312,7 +315,7 @@ def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(
     for name, tensor in model.state_dict().items():
         target, values = names.get_name(name, try_suffixes=(".weight",)), tensor.numpy()
         if name.endswith("embed_tokens.weight"):
-            continue  # they are the shared table
+            continue  # these names are tied to the shared table
         if values.ndim == 1 or "relative" in name:
             writer.add_tensor(target, values)
             continue

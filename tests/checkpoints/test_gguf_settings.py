@@ -1,4 +1,4 @@
-"""What a GGUF file says about a model is honoured or refused, by both doors, for values that are not the defaults."""
+"""from_pretrained and load_quantized apply or refuse a GGUF file's settings that differ from the class's defaults."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ from torch_marlin_metal.models.gguf_settings import differences
 from torch_marlin_metal.models.gguf_special import SPECIAL
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
-# Warnings about tables and projections that no weight format holds in some models.
+# Warnings about tables and projections that no weight format can represent in some models.
 EXPECTED = r".*(has a forward of its own|computes with its weight|become floats: Q4_0 of attn_k_b)"
 
 
@@ -39,7 +39,7 @@ def test_a_t5_file_that_lacks_tensors_says_nothing_of_their_sizes() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_doors_take_what_the_file_says(case, tmp_path) -> None:
-    """`from_pretrained` makes the config from the file, and `load_quantized` takes a model of the same settings."""
+    """`from_pretrained` makes the config from the file; `load_quantized` gets a model with the same settings."""
     _, family, settings, _ = CASES[case]
     _, logits = reference(case, tmp_path / "m.gguf")
     assert "gguf" in integration.taken_over()
@@ -72,7 +72,7 @@ def test_within_restored_the_config_is_transformers_own(tmp_path) -> None:
     assert AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").rope_parameters["rope_type"] == "linear"
 
 
-# What the error says of a model with the class's defaults: the key, and what the file and the model have.
+# The error for a model with the class's defaults: the key, the file's value and the model's value.
 REFUSED = {
     "llama3": "llama.rope.freq_base = 20000, rope_freqs.weight, but config.rope_parameters is {",
     "linear": "llama.rope.scaling.type = 'linear', llama.rope.scaling.factor = 4, but config.rope_parameters is {",
@@ -158,14 +158,14 @@ def test_a_zero_is_no_divisor(architecture, family, key, value, said) -> None:
 
 
 def tiny(path, architecture: str, states, **settings):
-    """Writes a model of two layers of the class's defaults with the keys that `states` adds, and returns the model."""
+    """Writes a model of two layers with the class's defaults and the keys that `states` adds, and returns the model."""
     model = model_of({"qwen3moe": "qwen3_moe"}.get(architecture, architecture), **settings)
     write(path, architecture, model, kinds, states)
     return model
 
 
 def test_layers_of_another_kind_are_refused(tmp_path) -> None:
-    """The heads of an LFM 2 file say which layers are convolutions."""
+    """The head counts in an LFM 2 file define which layers are convolutions."""
     reference("lfm2", tmp_path / "m.gguf")
     _, family, settings, _ = CASES["lfm2"]
     model = model_of(family, **settings | {"layer_types": ["full_attention", "conv"]})
@@ -212,7 +212,7 @@ def test_a_key_that_the_class_has_no_setting_for_is_refused(key, tmp_path) -> No
     said = re.escape(f"{architecture}.{key} = {value}")
     with pytest.raises(ModelMismatchError, match=f"{said}.*, but .*load_quantized\\(ignore="):
         load_quantized(model, tmp_path / "m.gguf", progress=False)
-    if key != "expert_count":  # from_pretrained builds a Mixtral
+    if key != "expert_count":  # from_pretrained creates a Mixtral for this key
         with pytest.raises(ModelMismatchError, match=f"from_pretrained: .*{said}"):
             AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", device_map="cpu")
     load_quantized(model, tmp_path / "m.gguf", ignore=f"{architecture}.{key}", progress=False)
@@ -238,7 +238,7 @@ def test_three_biases_are_refused_for_llama_and_right_in_qwen2(tmp_path) -> None
 
 BROKEN = {
     "llama.rope.freq_base": -1.0,
-    "llama.rope.dimension_count": 64.0,  # of a head of 32
+    "llama.rope.dimension_count": 64.0,  # a head has 32
     "llama.rope.scaling.factor": -4.0,
     "llama.rope.scaling.attn_factor": float("nan"),
     "llama.attention.key_length": "wide",
@@ -262,7 +262,7 @@ def test_values_with_the_meaning_of_an_absent_key_are_not_refused(tmp_path) -> N
         writer.add_clamp_kqv(0.0)
         writer.add_causal_attention(True)
         writer.add_rope_scaling_type(RopeScalingType.NONE)
-        writer.add_rope_scaling_factor(8.0)  # counts for nothing with this type
+        writer.add_rope_scaling_factor(8.0)  # ignored with this type
         writer.add_attention_scale(32**-0.5)
         writer.add_array("llama.attention.head_count", [2, 2])
         writer.add_tensor_data_layout("Meta AI original pth")
@@ -336,7 +336,7 @@ def test_the_pattern_of_layers_with_a_window(pattern, tmp_path) -> None:
 
 
 def keys_of_gguf() -> set[str]:
-    """Returns the keys of the package gguf that depend on the architecture."""
+    """Returns the package gguf's keys that depend on the architecture."""
     groups = [group for group in vars(gguf.Keys).values() if isinstance(group, type)]
     groups += [inner for group in groups for inner in vars(group).values() if isinstance(inner, type)]
     values = [value for group in groups for value in vars(group).values() if isinstance(value, str)]
@@ -348,7 +348,7 @@ def test_the_table_has_every_key_of_gguf_and_of_transformers() -> None:
     assert KEYS.keys() - keys_of_gguf() == {"rope.scale_linear"}
     tables = [GGUF_CONFIG_MAPPING.get(kind.removesuffix("_text"), {}) for kind in MODEL_TYPES.values()]
     mapped = {key for table in tables for key in table}
-    assert mapped - KEYS.keys() == {"sliding_window"}  # a mistake in its table for gpt-oss
+    assert mapped - KEYS.keys() == {"sliding_window"}  # an error in gguf's table for gpt-oss
     assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"llama4", "qwen35", "qwen35moe", "lfm2"}
     assert {architecture for architecture, *_ in CASES.values()} == set(ARCHITECTURES) - {"llama4"}
 

@@ -1,4 +1,4 @@
-"""A file that states larger sizes than it holds is refused before the reader spends memory or time."""
+"""A file whose header states larger sizes than the file has is refused before the reader uses memory or time."""
 
 import json
 import struct
@@ -97,7 +97,7 @@ def string(text: str) -> bytes:
 
 
 def gguf_with(path: Path, *metadata: bytes) -> Path:
-    """Makes a file with one Q4_0 matrix [2, 32] that has the name of a model's first query projection."""
+    """Writes a file with one Q4_0 matrix [2, 32] that has the name of a model's first query projection."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(metadata)) + b"".join(metadata)
     head += string("blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 32, 2, 2, 0)
     (path / "m.gguf").write_bytes(head + bytes(-len(head) % 32) + bytes(64))
@@ -130,7 +130,7 @@ def test_a_wrong_number_of_heads_is_not_taken_for_none(tmp_path, count) -> None:
 
 
 def test_names_of_all_layers_are_made_once(tmp_path, monkeypatch) -> None:
-    """A conversion asks for each layer's name. Making all names each time took minutes for 40,000 experts."""
+    """A conversion asks for each layer's name. Building all names each time took minutes for 40,000 experts."""
     writers.write_gpt_oss(tmp_path, np.random.default_rng(0), 96, 24, experts=5)
     reader = convert.open_reader(tmp_path)
     made, names = [], reader.names

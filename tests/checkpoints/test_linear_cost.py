@@ -1,4 +1,4 @@
-"""Opening and converting take work in proportion to the number of layers. The tests count function calls, not time."""
+"""The work to open and convert grows linearly with the number of layers. The tests count function calls, not time."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch_marlin_metal import convert
 
 
 def calls(path: Path, kind: str, count: int) -> int:
-    """Counts the function calls that open a checkpoint and, if this kind of checkpoint can be converted, convert it."""
+    """Counts the function calls that open a checkpoint and, if its kind can be converted, convert it."""
     make, converts = KINDS[kind]
     source = make(path / f"source{count}", count)
     found = 0

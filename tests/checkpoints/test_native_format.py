@@ -27,7 +27,7 @@ JOURNAL = ".torch_marlin_metal.json"
 
 
 def large_checkpoint(path: Path, layers: int = 12) -> Path:
-    """Makes GPTQ layers, a norm for each layer, and an embedding whose dtype torch reads as a different dtype."""
+    """Writes GPTQ layers, a norm for each layer, and an embedding whose dtype torch would read as another dtype."""
     writers.write_gptq(path, np.random.default_rng(0), 256, 64, 32, sym=True, act_order=True)
     held = {name.removeprefix(LAYER): tensor for name, tensor in load_file(path / "model.safetensors").items()}
     tensors = {
@@ -91,7 +91,7 @@ def test_shards_other_tensors_and_small_files(tmp_path) -> None:
     shards = sorted(set(index["weight_map"].values()))
     assert len(shards) > 3
     held = {}
-    for shard in shards:  # reads each shard with the safetensors library
+    for shard in shards:
         with safe_open(path / shard, "pt") as file:
             held |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         assert (path / shard).stat().st_size < 30_000 + shard_writer.HEADER_BYTES + 8
@@ -140,7 +140,8 @@ def test_layers_that_cannot_be_packed_are_stored_as_floats_on_request(tmp_path) 
 @pytest.mark.skipif(sys.platform == "darwin", reason="fork without exec is unsafe with Apple's frameworks")
 def test_killed_at_random_points_and_resumed(tmp_path) -> None:
     source, destination = large_checkpoint(tmp_path / "source"), tmp_path / "out"
-    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")  # not timed: the first call is slower
+    # not timed, because the first call is slower
+    convert.write_checkpoint(convert.open_reader(source), tmp_path / "first")
     started = time.monotonic()
     whole = convert.write_checkpoint(convert.open_reader(source), tmp_path / "whole", max_shard_bytes=30_000)
     seconds, expected = time.monotonic() - started, contents(whole)
@@ -151,7 +152,7 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    torch.set_num_threads(1)  # fork does not copy the parent's other threads
+                    torch.set_num_threads(1)  # after a fork, the child has no other threads
                     convert.write_checkpoint(convert.open_reader(source), destination, max_shard_bytes=30_000)
                     os._exit(0)
                 finally:
@@ -164,7 +165,7 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
             shards = list((tmp_path / "out.partial").glob("model-*.safetensors"))
             resumed += bool(shards)
             for shard in shards:
-                load_file(shard)  # complete, although the process was killed
+                load_file(shard)  # the file is complete, although the process was killed
         if (destination / JOURNAL).exists():
             convert.write_checkpoint(convert.open_reader(source), destination)
         assert contents(destination) == expected
@@ -173,7 +174,7 @@ def test_killed_at_random_points_and_resumed(tmp_path) -> None:
 
 
 def write_interrupted(source: Path, path: Path) -> None:
-    """Starts to convert a checkpoint to `path`, and stops when seven layers are written."""
+    """Converts a checkpoint to `path`, and stops after seven layers."""
 
     def interrupt(name: str, done: int, count: int) -> None:
         if done == 7:
@@ -245,7 +246,7 @@ def test_another_source_starts_anew(tmp_path) -> None:
 
 
 class FullDisk:
-    """A stream that fails after some writes, like one on a full disk."""
+    """A stream that fails after some writes, as on a full disk."""
 
     def __init__(self, stream, writes: int) -> None:
         self._stream, self._left = stream, writes
@@ -283,7 +284,7 @@ def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypat
 def test_short_memory_in_the_writing_thread_names_the_file_and_leaves_no_half_of_it(
     tmp_path, monkeypatch, writes
 ) -> None:
-    """A batch that is lost in the thread would leave a hole in a shard whose header says that it is complete."""
+    """A batch that the thread loses would leave a hole in a shard whose header claims that the shard is complete."""
     source = large_checkpoint(tmp_path / "source")
     original, count = shard_writer.ShardWriter._write_all, iter(range(10**6))
 
@@ -293,7 +294,7 @@ def test_short_memory_in_the_writing_thread_names_the_file_and_leaves_no_half_of
         original(writer, data)
 
     monkeypatch.setattr(shard_writer.ShardWriter, "_write_all", write_all)
-    monkeypatch.setattr(shard_writer, "BATCH_BYTES", 1 << 13)  # several batches, so that early and late ones fail
+    monkeypatch.setattr(shard_writer, "BATCH_BYTES", 1 << 13)  # small batches, so that both early and late batches fail
     with pytest.raises(convert.CheckpointError, match=r"model-00001\.safetensors: cannot be written \(no memory\)"):
         convert.write_checkpoint(convert.open_reader(source), tmp_path / "out")
     assert next(count) > writes

@@ -16,12 +16,12 @@ def one(path, **options):
 
 
 def signed_pairs(codes: np.ndarray) -> np.ndarray:
-    """Packs signed codes `[N, K]` as FBGEMM's pack_int4 does: even k in the low nibble."""
+    """Packs signed codes `[N, K]` like FBGEMM's pack_int4, with even k in the low nibble."""
     return ((codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)).astype(np.int8)
 
 
 def tiles(codes: np.ndarray) -> np.ndarray:
-    """Lays codes `[N, K]` out as CUDA's _convert_weight_to_int4pack with 8 inner tiles, word by word."""
+    """Packs codes `[N, K]` in the layout of CUDA's _convert_weight_to_int4pack with 8 inner tiles, word by word."""
     N, K = codes.shape
     out = np.zeros((N // 8, K // 128, 32, 4), dtype=np.uint32)
     for row_tile, k_tile, lane, inner in np.ndindex(out.shape):
@@ -52,7 +52,7 @@ def test_int4_tensor(symmetric, group_size, tmp_path) -> None:
     assert np.array_equal(layer.dequantize().T.numpy(), exact.astype(np.float32))
 
 
-@pytest.mark.parametrize(("N", "K"), [(40, 384), (36, 200)])  # the second is padded
+@pytest.mark.parametrize(("N", "K"), [(40, 384), (36, 200)])  # the second shape is padded
 def test_tiles_of_a_gpu(N, K, tmp_path) -> None:
     rng, group_size, padded = np.random.default_rng(1), 32, (-(-N // 8) * 8, -(-K // 128) * 128)
     codes = random_codes(rng, *padded)

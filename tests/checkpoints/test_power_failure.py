@@ -1,4 +1,4 @@
-"""Simulates a power failure at every moment of a conversion, with any of the unsynced writes lost."""
+"""Simulates a power failure at every moment of a conversion that loses any of the unsynced writes."""
 
 import random
 import sys
@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def record(source: Path, folder: Path, *, sync: bool) -> list[Event]:
-    """Returns the events of a conversion, and checks that their replay without a loss gives the converted folder."""
+    """Returns the events of a conversion, after checking that a full replay gives the converted folder."""
     folder.mkdir()
     recording = Recording(folder)
     with recording.watch():
@@ -54,7 +54,7 @@ def record(source: Path, folder: Path, *, sync: bool) -> list[Event]:
 
 
 def failures(events: list[Event], losses: tuple[str, ...], seeds: int = 1) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the folders that a power failure may leave, each with a description of the moment and the loss."""
+    """Yields the folders that a power failure may leave, each with a description of the moment and the loss."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for count in range(len(events) + 1):
         root = replay(events[:count])
@@ -89,7 +89,7 @@ def test_with_sync_a_destination_is_whole_and_a_later_run_ends(source, tmp_path,
 
 
 def test_with_sync_no_finished_shard_is_converted_again(source, tmp_path) -> None:
-    """If the journal's line for a shard is on the disk, the shard is on the disk, too."""
+    """If the journal's line for a shard is on the disk, so is the shard."""
     events = record(source, tmp_path / "recorded", sync=True)
     lines = [
         count + 1
@@ -109,7 +109,7 @@ def test_with_sync_no_finished_shard_is_converted_again(source, tmp_path) -> Non
 
 
 def test_without_sync_lost_files_are_refused_or_written_again(source, tmp_path) -> None:
-    """Nothing is synced, so a power failure may leave names without bytes. No such file is read as a weight."""
+    """Without sync, a power failure may leave names without bytes. Such a file is never read as a weight."""
     whole = write(source, tmp_path / "whole")
     events = record(source, tmp_path / "recorded", sync=False)
     assert not [event for event in events if event[0] == "sync"]

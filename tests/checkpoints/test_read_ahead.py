@@ -1,4 +1,4 @@
-"""Tensors that threads read before they are asked for: the same bytes, in bounded memory, with the same errors."""
+"""Tensors that threads read in advance have the same bytes and errors as otherwise, and use bounded memory."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ LIMIT = 9000
 
 @pytest.fixture
 def groups(tmp_path) -> dict[int, list[TensorInfo]]:
-    """Two files; a group has tensors of both, and every fourth tensor belongs to no group."""
+    """Writes two files. A group has tensors of both, and every fourth tensor is in no group."""
     infos: list[TensorInfo] = []
     for part in "ab":
         tensors = {
@@ -41,7 +41,7 @@ def groups(tmp_path) -> dict[int, list[TensorInfo]]:
 
 
 def small_pieces(monkeypatch) -> None:
-    """Makes batches, calls and the limit so small that every border lies inside the test's tensors."""
+    """Makes batches, calls and the limit so small that each boundary is inside a tensor of the test."""
     for name, size in {"BATCH_BYTES": 2000, "CALL_BYTES": 700, "CALL_BUFFERS": 3}.items():
         monkeypatch.setattr(read_ahead, name, size)
 
@@ -54,7 +54,7 @@ def reading_threads() -> int:
 @pytest.mark.parametrize("most", [None, 37], ids=["whole calls", "short calls"])
 def test_the_tensors_are_those_of_the_files(groups, order, most, monkeypatch) -> None:
     small_pieces(monkeypatch)
-    if most:  # a system may read less than it was asked for
+    if most:  # a system call may read fewer bytes than requested
         preadv = os.preadv
         monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:most]], offset))
     ahead = ReadAhead(groups, LIMIT)
@@ -72,7 +72,7 @@ def test_the_tensors_are_those_of_the_files(groups, order, most, monkeypatch) ->
 
 
 def test_memory_is_bounded(groups, monkeypatch) -> None:
-    """Tasks start only while the tensors that nobody has taken are below the limit, and go on as they are taken."""
+    """Tasks start only while the tensors that wait for the caller are below the limit."""
     small_pieces(monkeypatch)
     read: list[int] = []
     original = read_ahead._read
@@ -81,7 +81,7 @@ def test_memory_is_bounded(groups, monkeypatch) -> None:
     assert sum(sizes.values()) > 5 * LIMIT
     ahead = ReadAhead(groups, LIMIT)
     for number in groups:
-        ahead._threads.submit(int).result()  # the tasks before this one have started
+        ahead._threads.submit(int).result()  # ends after all earlier tasks have started
         waiting = [sizes[other] for other in read if other >= number]
         assert sum(waiting) - waiting[-1] < LIMIT
         assert ahead.take(number)
@@ -142,7 +142,7 @@ def test_from_pretrained_reads_packed_layers_ahead(folder, monkeypatch) -> None:
 
 
 def test_layers_that_the_model_lacks_make_room_for_others(tmp_path, monkeypatch) -> None:
-    """A base model leaves a packed head of the checkpoint unread, also if memory has room for the head only."""
+    """A head that a base model does not read must not block other layers, even if memory has room for the head only."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
         tie_word_embeddings=False,
@@ -160,6 +160,6 @@ def test_layers_that_the_model_lacks_make_room_for_others(tmp_path, monkeypatch)
     monkeypatch.setattr(ReadAhead, "take", lambda self, index: taken.setdefault(index, take(self, index)))
     AutoModel.from_pretrained(tmp_path)
     assert len(taken) == len(reader)
-    order = list(taken)  # the first are tried before the load, ahead of the threads
+    order = list(taken)  # before the load, the loader tries these layers without the threads
     assert order.index(head) < len(order) - 1
     assert all(taken[index] for index in order[order.index(head) :])

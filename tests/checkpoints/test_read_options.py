@@ -1,4 +1,4 @@
-"""Tests `ReadOptions`, which readers, models and the command line take."""
+"""Tests `ReadOptions` in readers, models and the command line."""
 
 import dataclasses
 

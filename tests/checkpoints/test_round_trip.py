@@ -1,4 +1,4 @@
-"""Checkpoints that an independent packer wrote, in many shapes, decode to the expected fp32 bits."""
+"""Checkpoints of many shapes that an independent packer wrote decode to the expected fp32 bits."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_awq_gemm(tmp_path, seed, K, N, group, dtype) -> None:
 def test_awq_gemv(tmp_path, seed, K, N, group, version) -> None:
     expected = writers.write_awq(tmp_path, np.random.default_rng(seed), K, N, group, version=version)
     weight = read_one(tmp_path)
-    assert weight.weight_format == "uint4"  # the reader finds integer zero points, even if the file stores z * s only
+    assert weight.weight_format == "uint4"  # the reader finds integer zero points, although the file may store z * s
     assert_equal(weight, expected)
 
 
@@ -130,7 +130,7 @@ def test_gpt_oss_experts_are_layers_of_their_own(tmp_path) -> None:
     double_quant=st.booleans(),
 )
 def test_bitsandbytes(tmp_path, seed, shape, kind, double_quant) -> None:
-    """Covers block sizes that divide K, and blocks that cross the end of a row (K 96, blocks of 64; K 64, of 4096)."""
+    """Block sizes divide K, or blocks continue in the next row (K 96 with blocks of 64; K 64 with blocks of 4096)."""
     K, N, blocksize = shape
     rng = np.random.default_rng(seed)
     expected = writers.write_bitsandbytes(tmp_path, rng, K, N, blocksize, kind=kind, double_quant=double_quant)

@@ -31,7 +31,7 @@ def decode(path: Path, **options) -> np.ndarray:
 
 
 def change(path: Path, *, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
-    """Replaces settings and tensors of the layer. For the value None, removes the tensor."""
+    """Replaces settings and tensors of the layer. A tensor whose value is None is removed."""
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= settings or {}
     (path / "config.json").write_text(json.dumps(config))
@@ -52,7 +52,7 @@ def test_gptq_words_from_the_format_description(tmp_path, words, codes) -> None:
 
 
 def test_compressed_tensors_words_from_the_format_description(tmp_path) -> None:
-    """compressed-tensors adds 8 to signed codes and zero points before packing. Zero points are packed along N."""
+    """compressed-tensors adds 8 to signed codes and zero points before it packs them. It packs zero points along N."""
     word, points = np.uint32(0x194BF870), np.uint32(0x988F0A78)
     codes, zeros = np.array([-8, -1, 0, 7, 3, -4, 1, -7]), np.array([0, -1, 2, -8, 7, 0, 0, 1])
     tensors = {
@@ -192,7 +192,7 @@ def test_mlx_settings_of_single_modules_and_transformers_names(tmp_path, rng) ->
 def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
     """Reads MLX layers under the configs that transformers' Metal quantizer and AutoRound write.
 
-    AutoRound has the settings of single modules only under "quantization".
+    AutoRound stores the settings of single modules only under "quantization".
     """
     (expected,) = writers.write_mlx_affine(tmp_path, rng, K, N, 32)
     own = {LAYER: {"group_size": 32, "bits": 4}}
@@ -205,7 +205,7 @@ def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
 
 
 def test_compressed_tensors_zero_points_that_are_not_packed(tmp_path, rng) -> None:
-    """Old versions store int8 zero points. So does the strategy "tensor", which has a single scale."""
+    """Old versions, and the strategy "tensor", which has a single scale, store int8 zero points."""
     expected = writers.write_compressed_tensors(tmp_path, rng, K, N, -1, sym=False)
     packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight_zero_point"]
     points = unpack_codes(packed)[:N].to(torch.int8) - 8
@@ -232,7 +232,7 @@ def test_modelopt_settings_in_a_file_of_their_own(tmp_path, rng) -> None:
     old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(old))
     np.testing.assert_array_equal(decode(tmp_path), expected)
-    assert list(convert.open_reader(tmp_path).other_tensors()) == []  # input_scale counts as part of the layer
+    assert list(convert.open_reader(tmp_path).other_tensors()) == []  # the reader assigns input_scale to the layer
 
 
 def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
@@ -249,7 +249,7 @@ def test_compressed_tensors_global_scale_divides(tmp_path, rng) -> None:
 
 
 def sharded(path: Path, rng: np.random.Generator) -> np.ndarray:
-    """Makes a layer and a norm. The layer's tensors are in two shards."""
+    """Writes a layer and a norm. The layer's tensors are in two shards."""
     expected = writers.write_gptq(path, rng, K, N, 32, act_order=True, sym=True)
     tensors = load_file(path / "model.safetensors") | {"norm.weight": torch.ones(3)}
     (path / "model.safetensors").unlink()
@@ -297,7 +297,7 @@ def test_pickles_are_read_only_on_request(tmp_path, rng, zipped) -> None:
 
 
 class Explosive:
-    """An object whose unpickling would create a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Tests what the tables of `torch-marlin-metal bench` contain. Times on the software device mean nothing."""
+"""Tests the contents of the tables of `torch-marlin-metal bench`. Times on the software device mean nothing."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests that `torch-marlin-metal bench MODEL` counts as llama-bench does. Times of this machine mean nothing."""
+"""Tests that `torch-marlin-metal bench MODEL` measures the same tests as llama-bench. Times here mean nothing."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypatch):
-    """With a clock that ticks once for each call of the model, every rate is a simple count."""
+    """A fake clock ticks once for each call of the model, so that each rate is a simple number."""
     calls = []
     forward = LlamaForCausalLM.forward
 
@@ -55,7 +55,8 @@ def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypa
 
 
 def test_the_table_and_a_wrong_use(folder, device, monkeypatch):
-    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)  # most of its kernels are for other prompts
+    # skips the compile, because most of its kernels are for other prompts
+    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)
     line = ["bench", str(folder), "--new-tokens", "2", "--rounds", "3", "--device", device, "--weight-format", "uint4"]
     done = CliRunner().invoke(app, line)
     assert (done.exit_code, "tg2" in done.stdout, "pp512" in done.stdout) == (0, True, False), done.output
@@ -79,7 +80,8 @@ def test_the_prediction_is_the_planners_for_every_packed_product(folder):
         tmm.profiling.plan(6, *sizes, weight_format="uint4", group_size=32, dtype=torch.float32) for sizes in 2 * N_K
     ]
     expected = sum(found.chosen.seconds for found in plans)
-    sizes = model.lm_head.out_features, 128  # of which only the last token of each sequence is computed
+    # sizes of the output layer, which computes only the last token of each sequence
+    sizes = model.lm_head.out_features, 128
     head = tmm.profiling.plan(2, *sizes, weight_format="uint8b128", group_size=32, dtype=torch.float32)
     expected += head.chosen.seconds
     assert timing._predicted(Opened(folder, model, "mps", 0.0), 6, 2) == pytest.approx(expected)

@@ -196,7 +196,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("limit", [200_000, 700_000])
 def test_a_file_that_cannot_grow_further(tmp_path, limit):
-    """Imitates a full disk with the system's limit on file sizes, which makes writes fail or cuts them short."""
+    """The system's limit on file sizes makes writes fail or truncates them, as on a full disk."""
     source = many_layers(tmp_path / "floats")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -235,7 +235,7 @@ def test_small_files_that_cannot_be_written(tmp_path):
 
 @pytest.fixture
 def ctrl_c():
-    """Restores the effect of Ctrl-C, which the processes of pytest-xdist ignore."""
+    """Restores Ctrl-C, which the processes of pytest-xdist ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Each failure of each command exits with the code of docs/use/command-line.md and prints one line or one JSON object."""
+"""Each failure of each command has the exit code of docs/use/command-line.md and prints one line or one JSON object."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from torch_marlin_metal.cli.app import COMMANDS, app
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "command-line.md"
-# For each command: arguments that it accepts, and a function that it calls. A test makes this function fail.
+# For each command: valid arguments, and a function that the command calls. A test makes this function fail.
 LINES = {
     "inspect": (["x"], "open_reader"),
     "convert": (["x", "y"], "open_reader"),
@@ -39,7 +39,7 @@ FAILURES = {
     "no device": (RuntimeError("no mps device on this machine"), 3),
     "no memory": (MemoryError(), 3),
 }
-SENTENCES = {  # where they are not the error's own text
+SENTENCES = {  # expected messages that differ from the exception's own text
     "no permission": "x: Permission denied",
     "a full disk": "y: No space left on device",
     "no memory": "MemoryError",
@@ -49,7 +49,7 @@ SENTENCES = {  # where they are not the error's own text
 def test_the_table_of_failures_has_every_command_and_every_code():
     assert list(LINES) == [command.__name__ for command in COMMANDS]
     rows = re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)
-    # Codes 0 and 1 are answers and not failures. test_cli.py tests them.
+    # Codes 0 and 1 are not failures; test_cli.py tests them.
     assert {int(row) for row in rows} == {0, 1, 130, 141} | {code for _, code in FAILURES.values()}
 
 

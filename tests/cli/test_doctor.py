@@ -1,4 +1,4 @@
-"""Tests `torch-marlin-metal doctor`: the report, checks that fail or whose process crashes, and the real checks."""
+"""Tests `torch-marlin-metal doctor`: the report, checks that fail or whose process crashes, and real checks."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from torch_marlin_metal.extension import native
 from torch_marlin_metal.gpu.tuning.errors import LARGEST_ERROR
 from torch_marlin_metal.gpu.tuning.products import Product
 
-# The program of a child process. It runs one check, whose name says how it ends.
+# The program of a child process. It runs one check, whose name determines how it ends.
 CHILD = """
 import os, sys, time
 name = sys.argv[-1]
@@ -71,7 +71,7 @@ def test_after_a_failing_check_all_further_checks_run(child, tmp_path, monkeypat
 
 def test_a_check_runs_without_validation_and_under_each_kind_alone(child, tmp_path, monkeypatch):
     for variable in ("MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION"):
-        monkeypatch.setenv(variable, "1")  # as in a shell in which somebody looks for a fault
+        monkeypatch.setenv(variable, "1")  # as in a shell that is set up for debugging
     code, _, found = deep_report(("good",), tmp_path / "report.json", monkeypatch)
     assert code == 0
     runs = {"": found["good"], **found["good"]["validated"]}
@@ -106,7 +106,7 @@ def test_a_check_that_hangs_fails(child):
 
 
 def test_a_check_uses_the_modules_of_its_parent(tmp_path, monkeypatch):
-    """The current folder holds another package of the same name, as a source tree does."""
+    """The current folder contains another package of the same name, as in a source tree."""
     (tmp_path / "torch_marlin_metal").mkdir()
     (tmp_path / "torch_marlin_metal" / "__init__.py").write_text("raise RuntimeError('the wrong package')")
     monkeypatch.chdir(tmp_path)
@@ -164,12 +164,12 @@ def test_deep_needs_a_gpu(monkeypatch):
     assert "--deep: expected a torch with an mps device" in done.stderr
 
 
-# Checks of which other tests run a part, or which only measure times.
+# Excluded because other tests run a part of these checks, or because they only measure times.
 UNUSED = ("first product again",)
 
 
 def kinds(everything: bool) -> list[doctor_variants.Kind]:
-    """Returns every kind of product that the check of variants compares, or two of them.
+    """Returns every kind of product that the check of variants compares, or only two of them.
 
     The sample has zeros and a lookup table. The quick check multiplies in float16, and tests/kernels compares every
     format with fp64.
@@ -186,7 +186,7 @@ def test_every_kind_is_compared():
 @pytest.mark.large
 @pytest.mark.parametrize(
     "name",
-    [  # in a run that takes a sample, test_every_variant_of_an_m5 has the variants
+    [  # in a sampled run, test_every_variant_of_an_m5 covers the variants
         pytest.param(name, marks=pytest.mark.whole if name == "every variant" else ())
         for name in doctor_steps.STEPS
         if name not in UNUSED
@@ -235,7 +235,7 @@ def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
 @pytest.mark.large
 @pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5")
 def test_every_variant_of_an_m5(everything):
-    # The other kernels are those of every chip, which the check on the device's M1 compares for two kinds.
+    # All chips have the other kernels; the check on the device's M1 compares them for two kinds.
     compared = kinds(True) if everything else [("uint4", "bfloat16")]
     program = "import json\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
     program += f"print(json.dumps(compare({compared})))"

@@ -1,4 +1,4 @@
-"""Tests what programs rely on: the exit codes, one JSON object in every case, and no control characters from files."""
+"""Tests what scripts rely on: exit codes, exactly one JSON object, and no control characters from files."""
 
 import json
 import os
@@ -133,7 +133,7 @@ def test_numbers_that_json_cannot_represent_are_null(tmp_path):
 
 
 def renamed(path: Path, name: str) -> Path:
-    """Makes a checkpoint with a layer name that the safetensors library refuses to write."""
+    """Writes a checkpoint with a layer name that the safetensors library refuses to write."""
     path.mkdir()
     raw = (GPTQ / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -193,13 +193,13 @@ def test_brackets_of_a_table_are_text(how, capsys):
 
 
 def heed_ctrl_c() -> None:
-    """Restores the effect of SIGINT, which a process ignores if a shell runs the tests in the background."""
+    """Restores SIGINT, which a process ignores if a shell runs the tests in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("way", ["module", "script", "another program"])
 def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
-    """Sends the signal while a stand-in for torch waits in its import."""
+    """The signal arrives while a replacement of torch waits in its import."""
     (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
     script = tmp_path / ("torch-marlin-metal" if way == "script" else "program.py")
     script.write_text("from torch_marlin_metal.cli.main import main\nmain()\n")
@@ -220,7 +220,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
 
 
 def test_ctrl_c_in_a_command_is_an_exception_of_the_command(tmp_path):
-    """After the imports, Ctrl-C must raise KeyboardInterrupt in the command, so that the command can clean up."""
+    """After the imports, Ctrl-C must raise KeyboardInterrupt in the command, so that it can clean up."""
     code = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -244,8 +244,8 @@ main()
 
 def run(*arguments: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_marlin_metal", *arguments]
-    # The child's output is buffered, so a failing write shows only when the output is flushed. If a command forgets to
-    # flush, these tests fail.
+    # The child's output is buffered, so a failing write is detected only at a flush. These tests fail if a command does
+    # not flush.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Tests `torch-marlin-metal fit` beside loaded models, real caches and what PyTorch's allocator records of a run."""
+"""Compares `torch-marlin-metal fit` with loaded models, real caches and the records of PyTorch's allocator."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def fitted(*arguments: object) -> dict:
 
 
 def allocated(first, second) -> int:
-    """Returns the most bytes that PyTorch's allocator has handed out while the second function runs."""
+    """Returns the peak of PyTorch's allocations while the second function runs."""
     with profile(profile_memory=True) as record:
         first()
         with record_function("second"):
@@ -82,7 +82,7 @@ CONTEXT, TOKENS = 160, 96
 RUNS = {
     "llama": (LlamaConfig(**SMALL), "floats", 0),
     "gemma2": (Gemma2Config(**SMALL, sliding_window=32), "uint4b8", 0),
-    # The CPU copies the interleaved halves of the experts' first products; the GPU's kernel reads them where they are.
+    # The CPU copies the interleaved halves of the experts' first products; the GPU's kernel reads them in place.
     "gpt-oss": (
         GptOssConfig(
             **SMALL | {"intermediate_size": 512}, num_local_experts=2, num_experts_per_tok=2, sliding_window=32
@@ -95,7 +95,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_memory_is_that_of_a_run(name, tmp_path):
-    """The real run computes attention as PyTorch does on mps: with all scores of a prompt."""
+    """The real run computes attention as PyTorch does on mps: it stores all scores of a prompt."""
     config, weight_format, copies = RUNS[name]
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     found = fitted(tmp_path, "--context", CONTEXT, "--prompt-tokens", TOKENS)
@@ -112,7 +112,8 @@ def test_the_memory_is_that_of_a_run(name, tmp_path):
     with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):
         most = allocated(lambda: run(ids[:, :-TOKENS]), lambda: run(ids[:, -TOKENS:]))
     cache = sum(one.untyped_storage().nbytes() for layer in held[0].layers for one in (layer.keys, layer.values))
-    assert found["cache_bytes"] == pytest.approx(cache, abs=64)  # and a window's own length, a number
+    # the cache also stores the length of a window, a number
+    assert found["cache_bytes"] == pytest.approx(cache, abs=64)
     assert found["activation_bytes"] + found["cache_bytes"] + copies == pytest.approx(most, rel=0.01)
     (total,) = (row["total_bytes"] for row in found["formats"] if row["format"] == weight_format)
     assert total + copies == pytest.approx(module_bytes(model) + most, rel=0.005)
@@ -129,7 +130,8 @@ def test_a_sliding_window_and_experts(tmp_path):
     assert {row["format"]: row["weight_bytes"] for row in found["formats"]}["uint4b8"] == module_bytes(packed)
     cache = packed(torch.zeros(1, 64, dtype=torch.long), use_cache=True).past_key_values.layers
     expected = sum(one.untyped_storage().nbytes() for layer in cache for one in (layer.keys, layer.values))
-    assert found["cache_bytes"] == pytest.approx(expected, abs=64)  # and the window's own length, a number
+    # the cache also stores the length of the window, a number
+    assert found["cache_bytes"] == pytest.approx(expected, abs=64)
 
 
 def test_what_a_mac_lends_its_gpu():

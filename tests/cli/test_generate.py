@@ -1,4 +1,4 @@
-"""Tests `torch-marlin-metal generate` beside a plain loop over the same model, and each of its failures."""
+"""Compares `torch-marlin-metal generate` with a plain loop over the same model, and tests each failure."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
 
 
 def plain_loop(model: torch.nn.Module, ids: list[int]) -> list[int]:
-    """Returns the likeliest next tokens, each computed from all tokens before it without a cache."""
+    """Returns the most probable next tokens, each computed from all earlier tokens without a cache."""
     ids = list(ids)
     with torch.no_grad():
         for _ in range(NEW):
@@ -48,7 +48,8 @@ def words(ids: list[int]) -> str:
 
 
 def test_the_text_is_that_of_a_plain_loop_in_floats_and_in_4_bit(folder, device, monkeypatch):
-    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)  # most of its kernels are for longer prompts
+    # skips the compile, because most of its kernels are for longer prompts
+    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)
     floats, packed = ((), None), (("--weight-format", "uint4"), MarlinConfig("uint4"))
     for option, config in (floats, packed) if device == "cpu" else (packed,):
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map=device)
@@ -80,7 +81,7 @@ def test_a_gguf_file_with_a_tokenizer_from_elsewhere(folder, tmp_path):
 
 
 def test_a_chat_keeps_the_conversation_and_its_cache(folder):
-    """The second prompt is the template of all messages. What the cache has of it is not computed again."""
+    """The second prompt is the template of all messages. Tokens that the cache already has are not computed again."""
     code, out, err = call("generate", folder, "w1 w2", "--chat", "--tokens", NEW, "--json", stdin="\nw3\n")
     assert code == 0, err
     assert keys_of(json.loads(out)) == documented("generate")
@@ -94,7 +95,7 @@ def test_a_chat_keeps_the_conversation_and_its_cache(folder):
 
 
 def test_the_rates_count_what_is_computed(folder, monkeypatch):
-    """A clock that ticks one second at each question gives rates that are plain counts."""
+    """A fake clock advances one second at each call, so that each rate is a simple number."""
     clock = itertools.count()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     found = json.loads(call("generate", folder, "w1 w2 w3 w4", "--tokens", NEW, "--json")[1])["answers"][0]

@@ -1,4 +1,4 @@
-"""Tests `torch-marlin-metal perplexity` beside a plain loop in fp64 with the formulas of llama-perplexity."""
+"""Compares `torch-marlin-metal perplexity` with a plain loop in fp64 that uses llama-perplexity's formulas."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def text(tmp_path) -> tuple[Path, list[int]]:
 
 
 def probabilities(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
-    """Returns the probabilities of the tokens after the second half's positions of each piece, `[tokens, vocabulary]`."""
+    """Returns the predicted probabilities `[tokens, vocabulary]` for the second half of each piece."""
     rows = []
     for start in range(0, len(ids) - len(ids) % CONTEXT, CONTEXT):
         with torch.no_grad():
@@ -54,7 +54,8 @@ def call(*arguments: object, device: str = "cpu") -> tuple[int, str, str]:
 
 
 def test_each_measure_is_that_of_a_plain_loop_in_fp64(folder, text, device, monkeypatch):
-    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)  # most of its kernels are for other prompts
+    # skips the compile, because most of its kernels are for other prompts
+    monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)
     path, ids = text
     line = [folder, path, "--context", CONTEXT, "--weight-format", "nf4", "--against", folder, "--json"]
     code, out, err = call(*line, device=device)
@@ -93,7 +94,7 @@ def test_a_model_against_itself_and_the_table(folder, text):
 
 
 def test_each_piece_begins_as_the_tokenizer_begins_a_text(tmp_path, text):
-    """A tokenizer that puts a token before a text gives it to each piece, in place of the piece's first token."""
+    """A tokenizer that begins a text with a special token puts this token in place of the first token of each piece."""
     path, ids = text
     folder = save_small_llama(tmp_path / "begins")
     words = AutoTokenizer.from_pretrained(folder)
@@ -112,7 +113,7 @@ def test_each_piece_begins_as_the_tokenizer_begins_a_text(tmp_path, text):
 def test_each_failure_is_one_sentence(folder, tmp_path, text):
     other = save_small_llama(tmp_path / "other", vocab_size=64, tokenizer=False)
     empty = save_small_llama(tmp_path / "empty")
-    (empty / "model.safetensors").unlink()  # so a load fails
+    (empty / "model.safetensors").unlink()  # a load would fail
     (tmp_path / "old.txt").write_bytes("wörter".encode("latin-1"))
     for arguments, code, sentence in (
         ((folder, tmp_path / "none.txt"), 3, "none.txt: No such file or directory"),

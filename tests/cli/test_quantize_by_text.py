@@ -20,7 +20,7 @@ def call(*arguments: object) -> tuple[int, str, str]:
 
 
 def test_a_limit_of_memory_is_spent_by_a_text(tmp_path: Path) -> None:
-    """The choice is the one that quantize_model makes of the same pieces of the text."""
+    """The command chooses the same formats as quantize_model with the same pieces of the text."""
     folder = save_small_llama(tmp_path / "floats")
     ids = torch.arange(1100) * 7 % 90 + 1
     (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in ids.tolist()))

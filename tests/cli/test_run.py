@@ -1,4 +1,4 @@
-"""`python -m torch_marlin_metal.run` gives a program that was not written for this package the import that it needs."""
+"""`python -m torch_marlin_metal.run` imports the integration in a program that was not written for this package."""
 
 import sys
 

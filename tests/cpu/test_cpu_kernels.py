@@ -23,9 +23,9 @@ PROGRAMS = (
 PLAIN = ("-O2",)
 SANITIZERS = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREADS = ("-O1", "-fsanitize=thread")
-# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. The sanitizers still
-# see its templates, because the portable family uses them too. A vector load beyond the end of the test data crashes in
-# any build, because the data ends at unreadable pages.
+# Unrolled vector code takes minutes to compile with sanitizers, so it is compiled without them. The portable family
+# uses the same templates, so sanitizers still check these. The test data ends at unreadable pages, so a vector load
+# beyond the end crashes in any build.
 VECTOR_STEMS = ("kernels_avx2", "kernels_avx512", "bf16_dot_avx512", "byte_split_avx512", "byte_split_avx2")
 SOURCES = [
     path
@@ -70,7 +70,7 @@ def build(
     Args:
         folder: the fixture `run_folder`.
         flags: compiler flags.
-        compiler: the compiler; None for this machine's own.
+        compiler: the compiler; None for this machine's default compiler.
         plain: sources that are compiled with `plain_flags` instead.
         plain_flags: compiler flags.
         tile_flags: additional flags for the AMX kernels.
@@ -175,7 +175,7 @@ def test_absent_family_is_an_error(program: Path) -> None:
 
 
 def test_amx_kernels_pass_with_emulated_tiles(program: Path, run_folder: Path) -> None:
-    """Runs the AMX kernels with tiles emulated in plain C++, so that CPUs without AMX test them too."""
+    """Emulates tiles in plain C++, so that machines without AMX also test the AMX kernels."""
     if "avx512" not in run(program, "capability").stdout.split("available:")[1].split():
         pytest.skip("needs AVX-512: tiles are emulated, the code around them is not")
     programs = build(run_folder, *PLAIN, tile_flags=("-include", str(ROOT / "tests/cpu/amx_emulated.h")))
@@ -184,7 +184,7 @@ def test_amx_kernels_pass_with_emulated_tiles(program: Path, run_folder: Path) -
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the targets of the x86 sources")
 def test_no_symbol_is_shared_between_instruction_sets(run_folder: Path) -> None:
-    """If two sets shared a symbol, the linker could keep the copy with instructions that the CPU does not have."""
+    """If two instruction sets shared a symbol, the linker could choose the copy that the CPU cannot execute."""
     targets: dict[str, set[str]] = {}
     for source, compiled in kernel_objects(run_folder, SOURCES, PLAIN).items():
         found = re.search(r"^MARLIN_TARGET\((.*)\)$", source.read_text(), re.MULTILINE)

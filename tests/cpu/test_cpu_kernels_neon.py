@@ -9,10 +9,10 @@ from test_cpu_kernels import PRODUCTS, SOURCES, build
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
-# qemu's CPU models, each with the features that the test program must report on it. The first has the features of
-# Apple's M1, the second has those of Apple's M2, and the third has no dot products.
+# qemu's CPU models, each with the features that the test program must report. The first has the features of Apple's M1,
+# the second those of Apple's M2, and the third has no dot products.
 CPUS = {"neoverse-n1": " dotprod", "max": " dotprod bf16 i8mm", "cortex-a72": ""}
-# The other sources are empty for this processor.
+# On this processor, the other sources compile to nothing.
 FOR_ARM = [path for path in SOURCES if "x86" not in path.parts and "avx" not in path.stem]
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def test_neon_kernels_agree_with_fp64(run_folder: Path, everything: bool) -> Non
         "cpu_plan_test": ["shapes"],
         "cpu_decoder_test": [],
     }
-    # The products run on the NEON kernels, so the portable ones, which take longest to compile, are not optimised.
+    # The NEON kernels compute the products. The portable kernels, which take longest to compile, are not optimized.
     programs = build(
         run_folder, "-O1", "-static", compiler=COMPILER, plain=(PRODUCTS,), plain_flags=("-O0",),
         programs=("cpu_kernels_test", *others), sources=FOR_ARM,

@@ -23,5 +23,5 @@ def test_every_request_gets_the_compilers_error(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(AssertionError, match="as expected"):
             cxx.objects(tmp_path, [source], [cxx.compiler()])
-        source.write_text("")  # compiles now, but the result of the first attempt is kept for the whole run
+        source.write_text("")  # would compile now, but the result of the first attempt is kept for the whole run
     assert not list(tmp_path.rglob("*.o"))

@@ -1,7 +1,7 @@
-"""A weight format of known kinds is added in four files, and every part of the package computes with it.
+"""Adds a weight format of known kinds in four files; every part of the package then computes with it.
 
-The toy format's codes are integers, as those of uint4b8, but its offset is 5. docs/inside/architecture.md, "Where things
-go", names the same files.
+The toy format has integer codes, like uint4b8, but with the offset 5. docs/inside/architecture.md, "Add a format, a
+kernel or an operator", names the same files.
 """
 
 import re
@@ -25,7 +25,7 @@ MOST_FILES = 4
 
 
 def add_format(root: Path) -> None:
-    """Adds the toy format to a copy of the repository, as a person would, and builds Python's table."""
+    """Adds the toy format to a copy of the repository, as a developer would, and builds Python's table."""
     last = list(WEIGHT_FORMATS)[-1]
     row = f'X({TOY}, integer, 4, 5, floating, none, 0, "(q - 5) * s", __VA_ARGS__)'
     edit(root, HEADER, rf"^(  X\({last},.*__VA_ARGS__\))$", rf"\1 \\\n  {row}")
@@ -83,7 +83,7 @@ def test_the_whole_package_computes_with_an_added_format(copy: Path, everything:
     assert built.returncode == 0, built.stdout + built.stderr
     tests = ("tests/ops/test_gemm.py", "tests/ops/test_embedding.py", "tests/docs/test_docs.py")
     chosen = f"({TOY} and cpu) or format_table"
-    (copy / "softmetal").mkdir()  # the copy's tests have no Metal device
+    (copy / "softmetal").mkdir()  # the copy's tests then find no Metal device
     (copy / "softmetal/__init__.py").write_text(
         "class Unavailable(RuntimeError): ...\n\n\ndef install():\n    raise Unavailable('a copy')\n"
     )

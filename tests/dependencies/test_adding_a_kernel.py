@@ -1,7 +1,7 @@
-"""What adds a kernel for products: three files. test_adding_a_kernel_to_a_family.py compiles and runs the result.
+"""Adds a kernel for products in three files. test_adding_a_kernel_to_a_family.py compiles and runs the result.
 
-The toy kernel is gemv with one row per threadgroup and K undivided. docs/inside/architecture.md, "Add a format, a kernel or an operator", names
-the same files.
+The toy kernel is gemv with one row per threadgroup and undivided K. docs/inside/architecture.md, "Add a format, a
+kernel or an operator", names the same files.
 """
 
 import os
@@ -39,7 +39,7 @@ PLANNED = f"{TOY}_uint4b8_float16 {TOY}<WeightFormat::uint4b8, half> 3x2 101"
 
 
 def add_kernel(root: Path) -> list[str]:
-    """Adds the toy kernel to a copy of the repository, as a person would, and returns the files that this touches."""
+    """Adds the toy kernel to a copy of the repository, as a developer would, and returns the changed files."""
     shader = (root / "kernels/gemm/gemv.metal").read_text()
     (root / SHADER).write_text(shader.replace(" gemv(", f" {TOY}(").replace("KERNELS_GEMV", "KERNELS_TOY"))
     row = f'#define MARLIN_KERNELS_TOY(X) X("gemm/{TOY}", {TOY}, format_element, kMaskProduct)\n\n'

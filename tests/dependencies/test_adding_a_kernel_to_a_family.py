@@ -1,7 +1,7 @@
-"""A kernel for products, experts, the decoder or the mLSTM is added in three files, and its family's plan launches it.
+"""Adds a kernel for products, experts, the decoder or the mLSTM in three files; the family's plan then launches it.
 
-The toy kernels are copies of kernels of their families, under another name. Each is launched for one size, where the
-plan had the original.
+The toy kernels are copies of kernels of their families under another name. The plan launches each for one size, in
+place of the original.
 """
 
 import re
@@ -18,7 +18,8 @@ from tests.support import cxx
 from tests.support.copied_tree import ROOT, copy_tree, edit, run, touched_files
 
 MOST_FILES = 4
-# Compiles kernels of the tree in the working directory for the software Metal device, and finds each by its host name.
+# Compiles kernels of the tree in the working directory for the software Metal device, and looks up each by its host
+# name.
 COMPILED = """
 import sys
 from pathlib import Path
@@ -33,16 +34,16 @@ for kernel, weight_format in zip(sys.argv[2::2], sys.argv[3::2]):
 
 @dataclass(frozen=True)
 class Family:
-    """A family of kernels, and a kernel of it that the toy copies.
+    """A family of kernels, and one of its kernels, which the toy kernel copies.
 
     Attributes:
         shader: the copied file, below `kernels/`, without its suffix.
         kernel: the copied kernel.
         rows: the name of the macro in the list of kernels.
         plan: the file that chooses the kernel.
-        chosen: what `plan` has in place of the toy.
-        toy: the same with the toy, `{toy}`, for one size.
-        weight_format: the format of the kernel's weight, if it has one.
+        chosen: the text of `plan` that chooses the original.
+        toy: the replacement of this text, which chooses `{toy}` for one size.
+        weight_format: the format of the kernel's weight, if it has a weight.
         program: the body of a C++ program that plans that size, with `plan` as the result.
     """
 
@@ -110,7 +111,7 @@ int main() {
 
 
 def add_kernel(root: Path, family: Family, toy: str) -> list[str]:
-    """Adds a toy kernel to a copy of the repository, as a person would, and returns the files that this touches."""
+    """Adds a toy kernel to a copy of the repository, as a developer would, and returns the changed files."""
     shader = f"kernels/{Path(family.shader).parent}/{toy}.metal"
     text = (root / f"kernels/{family.shader}.metal").read_text()
     renamed = text.replace(f" {family.kernel}(", f" {toy}(").replace(f"KERNELS_{family.rows}(", f"KERNELS_{toy}(")

@@ -1,4 +1,4 @@
-"""Includes between the folders of csrc/ and kernels/ run one way, as the table below allows."""
+"""Includes between the folders of csrc/ and kernels/ point in one direction, as the table below allows."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = {".h", ".cpp", ".mm", ".metal"}
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s+["<]([^">]+)[">]', re.MULTILINE)
 
-# For each folder, the folders or files that it may include besides itself. A file belongs to the longest matching name.
+# For each folder, the folders or files that it may include besides itself. For a file, the longest matching name
+# applies.
 ALLOWED = {
     "kernels/shared": [],
     "kernels/gemm": ["kernels/shared"],
@@ -16,14 +17,14 @@ ALLOWED = {
     "kernels/experts": ["kernels/shared", "kernels/gemm", "kernels/decoder/gated.h"],
     "kernels/decoder": ["kernels/shared", "kernels/gemm/function_constants.h"],
     "kernels/mlstm": ["kernels/shared", "kernels/gemm"],
-    # What all families of operators share. No file here knows an operator.
+    # All families of operators share these folders. No file in them includes an operator.
     "csrc/core": ["kernels/shared"],
     "csrc/cpu": ["csrc/core"],
     "csrc/planner": [
         *("csrc/core/gemm_variants.h", "csrc/core/math.h", "kernels/shared"),
     ],
     "csrc/mps": ["csrc/planner"],
-    # The families of operators: each may use those above it.
+    # The families of operators: each may include the families above it.
     "csrc/weights": ["csrc/core", "csrc/cpu", "csrc/planner", "csrc/mps/encoder.h"],
     "csrc/gemm": ["csrc/core", "csrc/cpu", "csrc/planner", "csrc/mps", "csrc/weights"],
     "csrc/decoder": [
@@ -31,7 +32,7 @@ ALLOWED = {
         "kernels/decoder",
     ],
     "csrc/experts": ["csrc/core", "csrc/cpu", "csrc/planner", "csrc/weights", "csrc/gemm", "csrc/decoder"],
-    # Nothing may use the mLSTM.
+    # No other folder may include the mLSTM.
     "csrc/mlstm": [
         *("csrc/core", "csrc/planner/plan.h", "csrc/planner/launch_cache.h", "csrc/mps/encoder.h"),
         *("csrc/planner/commit_policy.h", "csrc/planner/rates.h", "csrc/cpu"),
@@ -75,7 +76,7 @@ def room_of(path: str) -> str:
 
 
 def includes(root: Path) -> Iterator[tuple[str, str]]:
-    """Returns pairs of a file and a file that it includes, both relative to the repository."""
+    """Yields pairs of a file and a file that it includes, both relative to the repository."""
     for folder in ("csrc", "kernels"):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in SUFFIXES:

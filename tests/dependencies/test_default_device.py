@@ -1,4 +1,4 @@
-"""Results do not depend on PyTorch's default device: what the package makes for itself names its device."""
+"""Results do not depend on PyTorch's default device, because each new tensor of the package names its device."""
 
 import ast
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from torch_marlin_metal.checkpoints.exporters import EXPORTERS
 from torch_marlin_metal.packed_weight import PackedWeight
 
 PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
-# What a default device changes.
+# The factories that a default device affects.
 FACTORIES = {name for name, function in vars(torch).items() if any(function is made for made in _device_constructors())}
-# Parameters of a layer that a user makes. They are on the default device, as those of nn.Linear are.
+# Parameters of a layer that a user creates. Like nn.Linear's, they are on the default device.
 OF_USERS = {("xlstm/layer.py", "self.weight = nn.Parameter"), ("xlstm/layer.py", "self.bias = nn.Parameter")}
 
 
 def factories(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yields the line, the text and whether it names a device, for each call that makes a new tensor."""
+    """For each call that creates a tensor, yields the line, the text and whether the call names a device."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         called = node.func if isinstance(node, ast.Call) else None
@@ -49,7 +49,7 @@ def test_every_factory_names_its_device() -> None:
 
 @pytest.fixture
 def default_meta() -> Iterator[None]:
-    """Makes the meta device the default: a factory without a device then makes a tensor without values."""
+    """Makes meta the default device, so that a factory without a device creates a tensor without values."""
     torch.set_default_device("meta")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Code asks for what a format or a kernel is, not for its name: names are compared with nothing outside the tables."""
+"""Code asks for properties of formats and kernels: outside of the tables, it compares no names."""
 
 import ast
 import re
@@ -18,15 +18,15 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Names:
-    """Names that are rows of a table.
+    """The names in the rows of a table.
 
     Attributes:
-        enumeration: the names' type in C++. C++ outside of `tables` must not write its enumerators at all.
-        names: the names as text, which may be passed on and stored, but not compared.
-        is_chosen: C++ may write an enumerator where it chooses one, as where a plan names its kernel, but not compare.
-            Python does not know the names: a word such as "dequantize" means an option there.
+        enumeration: the names' type in C++. C++ files outside of `tables` must not write its enumerators at all.
+        names: the names as text. Code may pass and store them, but not compare them.
+        is_chosen: whether C++ may write an enumerator to choose it, for example where a plan names its kernel, but not
+            to compare. Python is then not checked, because a word such as "dequantize" means an option there.
         tables: files of csrc/ and kernels/ that have a row for each name.
-        left: how many comparisons each file of the package still has. Numbers may only shrink; remove zeros.
+        left: the number of comparisons that each file of the package still has. A number may only shrink; remove zeros.
     """
 
     enumeration: str
@@ -45,7 +45,8 @@ KINDS = {
     "kernel variants": Names(
         enumeration="GemmVariant",
         names=frozenset(native.gemm_variants()),
-        tables=("csrc/planner/decision_rows.h", "csrc/planner/variants.cpp"),  # kernels/shared/kernel_list.h lists them
+        # kernels/shared/kernel_list.h lists these names
+        tables=("csrc/planner/decision_rows.h", "csrc/planner/variants.cpp"),
     ),
     "kernels": Names(
         enumeration="Kernel",
@@ -57,7 +58,7 @@ KINDS = {
 
 
 def in_cpp(text: str, kind: Names) -> Iterator[int]:
-    """Yields the lines that write an enumerator, or compare with a name."""
+    """Yields the lines that write an enumerator, or that compare a value with a name."""
     names = "|".join(sorted(kind.names, key=len, reverse=True))
     literal = rf'"(?:{names})"'
     enumerator = rf"\b{kind.enumeration}::(?:{names})\b"
@@ -70,7 +71,7 @@ def in_cpp(text: str, kind: Names) -> Iterator[int]:
 
 
 def constants(node: ast.AST) -> Iterator[str]:
-    """Yields the texts of an operand: of a literal, or of the items of a tuple, list or set."""
+    """Yields the strings of an operand: of a literal, or of the items of a tuple, list or set."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.Tuple | ast.List | ast.Set):
@@ -93,7 +94,7 @@ def in_python(text: str, kind: Names) -> Iterator[int]:
 
 
 def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
-    """Returns the lines of each file of the product that depend on a name."""
+    """Returns, for each file of the product, the lines that depend on a name."""
     found = {}
     for room, readers in (
         ("csrc", {".h": in_cpp, ".cpp": in_cpp, ".mm": in_cpp}),

@@ -1,11 +1,11 @@
-"""Imports between the folders of the Python package run one way, as the table below allows."""
+"""Imports between the folders of the Python package point in one direction, as the table below allows."""
 
 import ast
 from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_marlin_metal"
-# For each folder, the folders that it may import; "base" stands for the modules outside of folders.
+# For each folder, the folders that it may import; "base" means the modules outside of folders.
 ALLOWED = {
     "base": set(),
     "ops": {"base"},
@@ -35,7 +35,7 @@ ALLOWED = {
     "run": {"integrations"},
     "public": {"base", "ops", "quantize", "fuse", "layers", "checkpoints", "models", "load", "gpu", "xlstm"},
 }
-# Modules that only re-export names for users. Inside the package only the command line imports them.
+# Modules that only re-export names for users. Inside the package, only the command line imports them.
 PUBLIC = {"__init__", "convert", "profiling", "tuning"}
 
 
@@ -43,13 +43,12 @@ def room_of(module: str) -> str:
     first = module.split(".")[1] if "." in module else "__init__"
     if first in PUBLIC:
         return "public"
-    if (PACKAGE / first).is_dir() or first == "run":  # run is a program of its own, which nothing imports
+    if (PACKAGE / first).is_dir() or first == "run":  # run is a program that no module imports
         return first
     return "cli" if first == "__main__" else "base"
 
 
 def imports(path: Path, root: str = "torch_marlin_metal") -> set[str]:
-    """Returns the modules below a root package that a file imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -87,7 +86,7 @@ def test_imports_follow_the_table() -> None:
 
 
 def test_the_software_device_imports_nothing_of_this_repository() -> None:
-    """The folder `softmetal/` is a project of its own. Its tests, too, may name only what lies in it."""
+    """The folder `softmetal/` is a project of its own: it and its tests may import nothing else of the repository."""
     project = PACKAGE.parent / "softmetal"
     files = [path for part in ("src", "tests", "examples") for path in (project / part).rglob("*.py")]
     others = {path.name for path in PACKAGE.parent.iterdir() if (path / "__init__.py").exists()} | {
@@ -100,7 +99,7 @@ def test_the_software_device_imports_nothing_of_this_repository() -> None:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Returns the files of a package by their names as modules; a folder's `__init__.py` has the folder's name."""
+    """Returns the files of a package by module name. `__init__.py` gets its folder's name."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root.parent).with_suffix("").parts
@@ -109,9 +108,10 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported_files(path: Path, known: Iterable[str]) -> set[str]:
-    """Returns the modules among `known` that a file imports; `from folder import module` imports the folder, too.
+    """Returns the modules among `known` that a file imports. `from folder import module` also imports the folder.
 
-    Not the package itself: its `__init__.py` imports the public names for users, and every import of a module loads it.
+    The package itself is excluded: its `__init__.py` imports the public names for users, and every import of a module
+    loads it.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -123,7 +123,7 @@ def imported_files(path: Path, known: Iterable[str]) -> set[str]:
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Returns the groups of files that import each other in a circle."""
+    """Returns the groups of files with circular imports."""
     files = modules(root)
     graph = {name: imported_files(path, files) - {name} for name, path in files.items()}
 

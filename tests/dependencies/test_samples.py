@@ -1,4 +1,4 @@
-"""The samples that a run takes have each value, and --everything has the rest."""
+"""The sample of a run contains each value of each argument, and --everything runs the other cases."""
 
 import itertools
 import os
@@ -46,7 +46,8 @@ def test_always_on_mps(x, y, mps): pass
 def test_a_run_takes_a_sample_unless_everything_is_asked_for(tmp_path) -> None:
     """Runs a file with the project's plugin on a worker of pytest-xdist.
 
-    A sample of a product of parameters has all cases on the CPU and each value on mps. Of one list it has all cases.
+    If a test combines two lists of parameters, its sample has all cases on the CPU, and each value on mps. For a single
+    list, the sample has all cases.
     """
     (tmp_path / "test_marks.py").write_text(PROGRAM)
     counts = []

@@ -1,4 +1,4 @@
-"""Runs the demo on a few sentences. 4-bit embeddings must keep their meaning, and layers of other programs be exact."""
+"""Runs the demo on a few sentences. 4-bit embeddings keep their meaning; layers of other programs are exact."""
 
 import importlib.util
 import sys
@@ -28,7 +28,7 @@ def demo(monkeypatch):
 @pytest.mark.large
 @pytest.mark.beyond_sample
 def test_real_weights_keep_their_meaning(demo, tmp_path, device, everything, monkeypatch):
-    if device == "mps" and not everything:  # the CPU runs all formats; the software device takes a minute for them
+    if device == "mps" and not everything:  # the CPU runs all formats; the software device would need a minute for them
         monkeypatch.setattr(demo, "FORMATS", demo.FORMATS[1:2])
     results, topics = demo.run_formats(device, "rtn", Console(quiet=True))
     dense = results[0]

@@ -1,4 +1,4 @@
-"""Runs the mixture demo on a text that is learnt in a few steps. Packed experts must keep what the model has learnt."""
+"""Runs the mixture demo on a text that a model learns in a few steps. Packed experts must predict the text as well."""
 
 import importlib.util
 import itertools

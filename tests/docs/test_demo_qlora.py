@@ -1,4 +1,4 @@
-"""Runs three steps of the fine-tuning demo. Packed and float weights must train the same adapters."""
+"""Runs three steps of the fine-tuning demo. Adapters on packed and on float weights must train equally."""
 
 import importlib.util
 import sys

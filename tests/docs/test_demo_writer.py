@@ -1,4 +1,4 @@
-"""Runs the demo that writes on a text that is learnt in a few steps: the packed model must continue it by the command."""
+"""Runs the demo that writes, on a text that a model learns in a few steps. The packed model must continue the text."""
 
 import importlib.util
 import itertools
@@ -14,7 +14,7 @@ STEPS = 60
 
 
 def run_forked(command, check):
-    """Runs the command of the package, as the demo does, in a process that need not import torch again."""
+    """Runs the package's command in a fork that has already imported torch."""
     assert command[0] == sys.executable and check
     done = run_python(*command[1:])
     print(done.stdout)

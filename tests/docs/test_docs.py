@@ -65,7 +65,7 @@ def run_program(text: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", ["use/command-line.md", "formats/checkpoints.md"])
 def test_commands_run(page, tmp_path, monkeypatch):
-    """Runs the page's commands and the snippets before them, and checks the exit code that a comment states."""
+    """Runs the page's commands and the snippets before them, and checks each exit code that a comment states."""
     found = re.findall(r"^```(python|sh)\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     last = max(i for i, (language, _) in enumerate(found) if language == "sh")
     monkeypatch.chdir(tmp_path)
@@ -84,7 +84,10 @@ def test_commands_run(page, tmp_path, monkeypatch):
 
 
 def test_the_commands_of_the_readme_exist():
-    """Parses this package's commands without running them; `make` must have the targets, and pyproject.toml the extra."""
+    """Parses this package's commands without running them.
+
+    `make` must have the targets, and pyproject.toml the extra.
+    """
     text = (ROOT / "README.md").read_text()
     shell = "\n".join(blocks(ROOT / "README.md", "sh"))
     inline = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -147,7 +150,7 @@ def test_which_format_quotes_the_measurements():
     for name, group_size, method, bits, distance in rows:
         assert f"| {name} | {group_size} | {method} | {distance} |" in measured
         packed = tmm.quantize_weight(weight, name, int(group_size))
-        constant = {"lut", "global_scale"}  # these take a few bytes, whatever the size of the weight
+        constant = {"lut", "global_scale"}  # a few bytes, independent of the size of the weight
         size = sum(tensor.nbytes for key, tensor in packed.tensors().items() if key not in constant)
         assert 8 * size / weight.numel() == float(bits)
 
@@ -212,7 +215,7 @@ def test_named_paths_exist(page):
 def picture_places() -> dict[str, tuple[int, float]]:
     """Returns the place (y, x) of each folder of the code in the picture of folders.
 
-    Folders of C++ and Metal are named in boxes of their own, those of Python in front of the colons of one box.
+    Each folder of C++ and Metal has its own box. All folders of Python are in one box, before the colons.
     """
     text = (ROOT / "docs/images/folders.svg").read_text()
     places, top = {}, ""
@@ -236,7 +239,7 @@ def test_the_picture_shows_each_folder_of_the_code():
 
 
 def test_no_dependency_runs_back_in_the_picture():
-    """Each folder is above the folders that it uses, or to the left of them in the same row."""
+    """In the picture, each folder is above the folders that it uses, or to their left in the same row."""
     python = {
         f"torch_marlin_metal/{room}": [f"torch_marlin_metal/{other}" for other in others]
         for room, others in PYTHON_ARROWS.items()
@@ -259,7 +262,7 @@ def test_named_tests_exist(page):
 
 
 def test_each_promise_names_a_test_that_exists():
-    """A row of the table of promises names a file below tests/, "the same" as the row above, or the campaign."""
+    """A row of the table names a file below tests/, "the same" as the row above, or a part of the campaign."""
     promises = (ROOT / "docs" / "use" / "reliability.md").read_text().split("## Promises\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \|.*\|(.*)\|$", promises, flags=re.MULTILINE)[1:]
     assert len(rows) > 20

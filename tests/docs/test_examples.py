@@ -1,4 +1,4 @@
-"""Every public function and class has an example in its docstring, and the example does what it says."""
+"""Every public function and class has an example in its docstring, and the examples pass as doctests."""
 
 import doctest
 import inspect

@@ -1,11 +1,11 @@
-"""The page of features keeps a row for each, with a place and a test; test_docs.py checks that both exist."""
+"""The page of features has a row for each feature, with a place and a test; test_docs.py checks that both exist."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "tests/features.md").read_text()
-# The features of each of the five documents. A row may change, and may not go.
+# The features of each of the five documents. A row may change, but must not be removed.
 FEWEST = {
     "Primitives": 18,
     "Stripes": 20,

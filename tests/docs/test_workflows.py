@@ -1,4 +1,4 @@
-"""Tests that the workflows fit GitHub's schema and pin other people's code: actions by commit, packages by hash."""
+"""Workflows follow GitHub's schema and pin other people's code: actions by commit, packages by hash."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ def test_actions_are_pinned_by_commit():
 
 
 def schema_errors(*workflows: Path) -> str:
-    """Returns the errors that GitHub's schema finds in workflow files, or an empty string. Needs no network."""
+    """Returns the errors that GitHub's schema finds in workflow files, or an empty string, without network access."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -81,21 +81,21 @@ def test_the_first_run_on_a_mac_installs_what_it_runs() -> None:
     job = jobs.read_commands("the page", first)
     assert "torch_marlin_metal[transformers]" in job.installs and "tests/ops/test_mps.py" in job.runs
     assert job.missing() == {}
-    # conftest.py skips these on Macs.
+    # conftest.py skips these tests on Macs.
     assert not {"softmetal", "kernels"} & {part for path in job.runs for part in Path(path).parts}
     program = typer.main.get_command(app)
     commands = [
         shlex.split(line.split(" > ")[0]) for line in first.splitlines() if line.startswith("torch-marlin-metal")
     ]
     assert len(commands) == 5
-    for _, name, *arguments in commands:  # an option that the command does not know raises an exception
+    for _, name, *arguments in commands:  # an unknown option raises an exception
         program.commands[name].make_context(name, arguments)
     programs = re.findall(r"^python -m (lab\.\S+)", first, re.MULTILINE)
     assert len(programs) == 2
     assert all((ROOT / name.replace(".", "/")).with_suffix(".py").is_file() for name in programs)
 
 
-# What GNU's programs know and those of macOS do not.
+# Options that only GNU's programs support, not those of macOS.
 GNU_ONLY = r"--wildcards|\bsed\b[^|]*\\t|\bsed -i(?! '')|\bgrep -\w*P|\bcp --|\bdate -d|\bstat -c|\bbase64 -w|\btac\b|\bapt-get\b"
 
 
@@ -111,7 +111,8 @@ def test_steps_on_macs_use_what_macos_has() -> None:
 
 def test_make_help_lists_each_target_in_columns() -> None:
     text = (ROOT / "Makefile").read_text()
-    command = ["make", "--no-print-directory", "help"]  # "make test" runs this test, and a make inside make says so
+    # "make test" runs this test, and a nested make would print directories
+    command = ["make", "--no-print-directory", "help"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     targets = re.findall(r"^([a-z-]+):.*## (.*)$", text, re.MULTILINE)
     assert len(targets) > 15
@@ -119,7 +120,7 @@ def test_make_help_lists_each_target_in_columns() -> None:
 
 
 def test_ci_installs_packages_by_hash():
-    """Each line must have a hash. Each package that pyproject.toml asks for must be there, in a version it allows."""
+    """Each line must have a hash. Each package that pyproject.toml requires must be listed, in an allowed version."""
     head, *lines = (ROOT / ".ci" / "requirements.txt").read_text().splitlines()
     assert "scripts/hash_requirements.py" in head
     found = [re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
@@ -133,8 +134,8 @@ def test_ci_installs_packages_by_hash():
     assert len(asked) > 20
     for name, version in asked:
         name = re.sub(r"[-_.]+", "-", name).lower()
-        # hqq has no wheel, and building one needs other packages. auto-round brings many packages, and its test is
-        # skipped without it.
+        # hqq has no wheel, and building it needs other packages. auto-round installs many packages; without it, its
+        # test is skipped.
         if name in ("torch-marlin-metal", "hqq", "auto-round"):
             continue
         assert name in versions, f"{name}: run scripts/hash_requirements.py"

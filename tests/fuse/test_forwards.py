@@ -1,4 +1,4 @@
-"""fuse_layers sees through decorators and arguments' names, and warns of the parts that it does not recognise."""
+"""fuse_layers looks behind decorators and argument names, and warns of the parts that it does not recognize."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def hiding(function):
 
 
 def fused(monkeypatch, forward):
-    """Fuses a Llama whose attention has another forward; returns what changed in its attention, and the warnings."""
+    """Fuses a Llama whose attention has another forward. Returns the changes in its attention, and the warnings."""
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     model = model_of("llama", 1)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""fuse_layers replaces modules by operators, keeps a model's results, names and training, and can be undone."""
+"""fuse_layers replaces modules by operators, preserves a model's results, names and training, and can be undone."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ from tests.journeys.token_operations import model_of, of_one_layer, pair_of
 from torch_marlin_metal.fuse import gated, norms, rotary, sinks
 from torch_marlin_metal.fuse.layers import FusedLayersReport, _fuse_norms
 
-# The largest number of operations that one more layer may add to a token.
+# The largest number of operations that one more layer may add per token.
 BARS = {
     "llama": 12,
     "phi3": 12,
@@ -44,13 +44,15 @@ def results(model: nn.Module) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-# The calls: a token after a prompt, a prompt after another one, a token with a static cache, and a batch of prompts
+# The calls: a token after a prompt, a prompt after another prompt, a token with a static cache, and a batch of prompts
 # with a static cache.
 CALLS = [{}, {"tokens": 4}, {"is_static": True}, {"is_static": True, "batch": 2, "tokens": 4}]
 
 
 def documented() -> dict[str, list[int]]:
-    """Reads the table in docs/use/fused-layers.md: operations of each family before fusing, and of `CALLS` after it."""
+    """Reads the table in docs/use/fused-layers.md: operations of each family before fusing, and of `CALLS` after
+    fusing.
+    """
     page = (Path(__file__).parents[2] / "docs/use/fused-layers.md").read_text()
     rows = re.findall(r"^\| (\w+) ((?:\| \d+ ){5})\|$", page, flags=re.MULTILINE)
     return {family: [int(number) for number in re.findall(r"\d+", numbers)] for family, numbers in rows}
@@ -75,7 +77,7 @@ def of_floats(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_error_is_no_larger_than_that_of_the_original_order(dtype):
-    """Compares with the same model in fp64. Sums the errors of all logits, so that no single rounding decides."""
+    """Compares with the same model in fp64. The errors of all logits are summed, so that no single rounding decides."""
     model = of_floats(dtype)
     exact = results(copy.deepcopy(model).double())
     before = (results(model).double() - exact).norm()
@@ -222,7 +224,7 @@ def test_on_mps(mps):
 
 
 class Norm(nn.Module):
-    """A norm, or something close to one."""
+    """A norm, or a module that is nearly a norm."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -233,7 +235,7 @@ class Norm(nn.Module):
         if self.kind in ("mean", "centred"):
             x = x - x.mean(-1, keepdim=True)
         eps = 1e-5 if self.kind == "eps" else self.eps
-        divisor = 15 / 16 if self.kind == "centred" else 1  # of an unbiased variance
+        divisor = 15 / 16 if self.kind == "centred" else 1  # the divisor of the unbiased variance
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) / divisor + eps)
         return x * (1 + self.weight if self.kind == "offset" else self.weight)
 
@@ -264,7 +266,7 @@ def test_a_layer_norm_that_is_written_out_becomes_one_operator(dtype):
 
 
 class Block(nn.Module):
-    """A gated block, or something close to one."""
+    """A gated block, or a module that is nearly a gated block."""
 
     def __init__(self, is_gated: bool, dropout: float = 0.0) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ def test_attention_with_sinks():
         arguments = module, query, key, value, mask, 0.3
         for got, expected in zip(ours(*arguments), exact(*arguments), strict=True):
             torch.testing.assert_close(got, expected)
-    wide = torch.randn(3, 4, 2, 8)  # two queries go to the original
+    wide = torch.randn(3, 4, 2, 8)  # two queries: the original forward runs
     assert torch.equal(ours(module, wide, key, value, None, 0.3)[0], exact(module, wide, key, value, None, 0.3)[0])
 
 

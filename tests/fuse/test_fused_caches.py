@@ -35,7 +35,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("make", LAYERS, ids=["all tokens", "window"])
 def test_a_writer_fills_a_cache_as_its_update_does(make):
-    """The window is full after the second step; then the original moves the oldest tokens out."""
+    """The window is full after the second step. Then the original code moves the oldest tokens out."""
     ours, theirs = cache_of(make()), cache_of(make())
     writer = caches.CacheWriter(ours)
     for step, tokens in enumerate((3, 1, 1, 2)):
@@ -96,7 +96,7 @@ def test_generating_with_a_static_cache_on_mps_writes_in_one_dispatch(mps):
     with torch.no_grad():
         model(input_ids=ids.to(mps), past_key_values=cache)
         torch.mps.synchronize()
-        softmetal.faults()  # empties the list of dispatches
+        softmetal.faults()  # clears the list of dispatches
         model(input_ids=ids[:, :1].to(mps), past_key_values=cache)
         torch.mps.synchronize()
     kernels = [record.kernel for record in softmetal.counters()]
@@ -120,7 +120,7 @@ def test_a_mask_is_converted_once_and_again_after_a_change():
     assert "aten.masked_fill_.Scalar" not in agree()
     mask[0, 0, 2, 0] = False
     assert "aten.masked_fill_.Scalar" in agree()
-    with torch.inference_mode():  # tensors do not count their changes
+    with torch.inference_mode():  # tensors then have no version counter
         mask = mask.clone()
         assert "aten.masked_fill_.Scalar" in agree()
         first, module = module, torch.nn.Module().eval()

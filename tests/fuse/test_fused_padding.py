@@ -1,4 +1,4 @@
-"""fuse_layers keeps the results of batches in which some sequences are padded on the left."""
+"""fuse_layers preserves the results of batches in which some sequences are padded on the left."""
 
 import copy
 
@@ -9,7 +9,7 @@ import torch_marlin_metal as tmm
 from tests.journeys.token_operations import model_of
 
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "phi3", "cohere2")
-PADDING = 3  # in front of the second sequence
+PADDING = 3  # tokens before the second sequence
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [0, 0, 0, 12, 13, 14, 15]])
 MASK = torch.tensor([[1] * 7, [0] * PADDING + [1] * 4])
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -34,14 +34,14 @@ def logits(model, ids, mask, **arguments):
 def test_logits_of_a_padded_batch_stay_the_same(models, positions):
     _, fused = models
     arguments = {}
-    if positions == "given":  # as `generate` gives them
+    if positions == "given":  # as `generate` passes them
         arguments["position_ids"] = (MASK.cumsum(1) - 1).masked_fill(MASK == 0, 1)
-    if positions == "with gaps":  # angles of the first sequence give other results for the second
+    if positions == "with gaps":  # the angles of the first sequence would give wrong results for the second
         arguments["position_ids"] = torch.stack([torch.arange(7), 3 * torch.arange(7)])
     expected, got = (logits(each, IDS, MASK, **arguments) for each in models)
     real = MASK.bool()
     torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-5)
-    # The mask and the positions matter: without them, the results of the padded sequence are others.
+    # Without the mask and the positions, the results of the padded sequence differ.
     other = logits(fused, IDS, torch.ones_like(MASK))
     assert (other[1, PADDING:] - got[1, PADDING:]).abs().max() > 1e-3
     if positions == "given":

@@ -16,13 +16,12 @@ import torch_marlin_metal.integrations.transformers
 from tests.support.llama import FOLDERS, IDS
 from tests.support.reference import UNIT_ROUNDOFF
 
-# The most that a logit may be wrong, in roundings of the largest logit. In float32 the sums of products also round.
+# The largest allowed error of a logit, in roundings of the largest logit. In float32, the sums of products also round.
 ROUNDINGS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 16}
 TOKENS = 10
 
 
 def exact(model: nn.Module) -> nn.Module:
-    """Returns the model in fp64, with dense layers of the same weights."""
     wide = copy.deepcopy(model)
     for name, layer in list(wide.named_modules()):
         if isinstance(layer, tmm.MarlinLinear):

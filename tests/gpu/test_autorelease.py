@@ -1,4 +1,4 @@
-"""After a call that fails, no autorelease pool is left. The objects in such a pool would stay until the thread ends."""
+"""A failing call leaves no autorelease pool. The objects in such a pool would stay until the thread ends."""
 
 import sys
 
@@ -8,7 +8,7 @@ from tests.support.programs import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="counts the software Metal device's pools")
 
-# A process of its own, because a kernel whose compile failed stays broken in its process.
+# A separate process, because a kernel whose compile failed stays broken in its process.
 SCRIPT = """
 import softmetal
 import torch
@@ -34,7 +34,7 @@ def test_a_failing_compile(mps):
     assert done.stdout.splitlines() == ["library True 0", "pipeline True 0"], done.stderr
 
 
-# PyTorch's profiler, started with wait_until_completed, waits for the GPU at the end of each kernel.
+# If PyTorch's profiler runs with wait_until_completed, it waits for the GPU at the end of each kernel.
 WAITING_PROFILER = """
 import softmetal
 import torch

@@ -1,4 +1,4 @@
-"""The clocks of tuner and benchmark separate the device's time from the host's. The tests use a fake clock."""
+"""The timers of tuner and benchmark separate the device's time from the host's. The tests use a fake clock."""
 
 import sys
 
@@ -18,8 +18,10 @@ HOST, DEVICE, WAIT = 40.0, 28.0, 100.0
 
 @pytest.fixture
 def time_of(monkeypatch):
-    """Returns a function that makes chains on a fake clock: HOST seconds for a call, DEVICE for its work, WAIT at the
-    end."""
+    """Returns a function that makes chains on a fake clock.
+
+    The clock adds HOST seconds for a call, DEVICE for its work, and WAIT at the end.
+    """
     now, waiting = [0.0], [0]
     monkeypatch.setattr(chains.time, "perf_counter", lambda: now[0])
 
@@ -51,7 +53,7 @@ def test_each_device_has_its_clock() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_each_link_reads_its_product_and_keeps_the_activations(device, dtype) -> None:
-    """A NaN in any one product must reach the end. Finite products, even large ones, must leave no trace."""
+    """A NaN in any product must reach the end of the chain. Finite products, even large ones, must not change it."""
     a = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     largest = 1e4 * torch.ones(2, 4, dtype=dtype, device=device)
     links = 5
@@ -78,7 +80,7 @@ def test_a_long_call_is_measured_alone(monkeypatch, seconds, calls, measured) ->
 
 @pytest.fixture
 def gpu_chain(mps):
-    """Returns a chain of products only, because on the software device PyTorch's addition runs on the CPU."""
+    """Returns a chain of products only, because PyTorch's addition would run on the CPU of the software device."""
     weight = tmm.quantize_weight(torch.randn(64, 64) / 8, "uint4b8", group_size=64).to("mps")
     a = torch.randn(2, 64, dtype=torch.float16, device="mps")
 
@@ -95,7 +97,7 @@ def test_the_gpus_time_is_of_one_command_buffer(gpu_chain) -> None:
     interval = tuning.commit_interval()
     try:
         tuning.set_commit_interval(1e-9)  # each product outside a measurement commits
-        gpu_chain.measure(1)  # the first product asks the GPU for facts that the planner needs
+        gpu_chain.measure(1)  # the first product queries the GPU for the planner
         before = softmetal.stream_counts()
         measured = gpu_chain.measure(3)
         after = softmetal.stream_counts()

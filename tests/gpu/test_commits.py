@@ -30,7 +30,7 @@ def settings():
 
 @pytest.fixture
 def product(mps):
-    """Returns a small product that has run once, and its predicted seconds. The device is idle."""
+    """Returns a small product that has run once, and its predicted seconds, after the device has become idle."""
     weight = tmm.quantize_weight(torch.randn(64, 512), "uint4b8", group_size=64).to("mps")
     x = torch.randn(2, 512, dtype=torch.float16, device="mps")
 
@@ -39,7 +39,7 @@ def product(mps):
 
     run()
     tuning.set_commit_interval(1e-9)
-    run()  # commits the work that earlier tests left
+    run()  # commits the work of earlier tests
     torch.mps.synchronize()
     chip = tmm.profiling.plan(2, 64, 512, group_size=64, gpu="M1").chosen
     return run, chip.seconds
@@ -105,7 +105,7 @@ def test_each_stream_counts_its_own_work(product):
     run, seconds = product
     tuning.set_commit_interval(0.5 * seconds)
     with softmetal.stream(1):
-        assert commits(run, 1) == 1  # the commit includes work that other tests left on the stream
+        assert commits(run, 1) == 1  # one commit, which includes work of other tests on the stream
     tuning.set_commit_interval(1.5 * seconds)
     assert commits(run, 1) == 0
     with softmetal.stream(1):
@@ -130,7 +130,7 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
         return y, sum("reduce" not in record.kernel for record in softmetal.counters())
 
     parts, start = [], 0
-    while start < M:  # divides as ops_mps.mm does: by two, in multiples of 64 rows
+    while start < M:  # like ops_mps.mm, divides by two, in multiples of 64 rows
         rows = M - start
         while rows > 64:
             rows = (rows // 2 + 63) // 64 * 64
@@ -145,7 +145,7 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
 
 
 def test_every_operator_counts_its_work(mps):
-    """With an interval below the time of any kernel, each dispatch commits."""
+    """If the interval is shorter than the time of any kernel, each dispatch commits."""
     weight = reference.make_weight("uint4b8", 128, 32, 64).to(mps)
     x = torch.randn(3, 64, dtype=torch.float16, device=mps)
     heads = torch.randn(1, 2, 4, 16, dtype=torch.float16, device=mps)
@@ -184,7 +184,7 @@ def test_a_long_mlstm_is_divided_by_chunks(mps):
     found = mlstm(*moved, chunk_size=32)[0].cpu()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     tuning.set_commit_interval(1e-9)
-    # The gates of all tokens, and the states and the output of each of the four chunks.
+    # One dispatch for the gates of all tokens, and two for each of the four chunks: states and output.
     assert commits(lambda: mlstm(*moved, chunk_size=32), 1) == 1 + 2 * 4
 
 

@@ -1,4 +1,4 @@
-"""The Metal host under stress: no memory, a GPU that aborts work, many calls, threads, fork, and exit during work."""
+"""The Metal host code under stress: no memory, a GPU that aborts work, many calls, threads, fork, exit during work."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("mps"),
 ]
 TIMED_OUT = "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
-WAIT = 120  # seconds until a process or thread that should have ended counts as hanging
+WAIT = 120  # after this many seconds, a process or thread is reported as hanging
 
 
 def activations(*shape: int) -> torch.Tensor:
@@ -32,13 +32,15 @@ def activations(*shape: int) -> torch.Tensor:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compares within rounding, because exp differs from dispatch to dispatch. NaN, as in unwritten memory, fails."""
+    """Compares within rounding, because exp differs between dispatches. A NaN fails, as in unwritten memory."""
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
 def product(variant: str, M: int, K: int = 512, contiguous: bool = False, **options) -> Callable[[], torch.Tensor]:
-    """Returns a function that computes a product. PyTorch must copy the activations first, unless `contiguous` is
-    true."""
+    """Returns a function that computes a product.
+
+    Unless `contiguous` is true, PyTorch must copy the activations first.
+    """
     weight = reference.make_weight("uint4", K, 40, 64).to("mps")
     a = activations(M, K).to("mps") if contiguous else activations(K, M).to("mps").t()
     return lambda: OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments, variant=variant, **options)
@@ -62,7 +64,7 @@ def dense() -> Callable[[], torch.Tensor]:
     return lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)
 
 
-# Calls, each with the fewest allocations that it makes: results, copies of operands, workspaces, PyTorch's own.
+# For each call, the minimum number of allocations: results, copies of operands, workspaces, PyTorch's own.
 CALLS: dict[str, tuple[Callable[[], Callable[[], torch.Tensor]], int]] = {
     "gemv": (lambda: product("gemv", 2), 2),
     "gemv of a split K": (lambda: product("gemv", 2, K=4096), 3),
@@ -118,7 +120,7 @@ def test_a_command_buffer_that_the_gpu_gives_up_is_an_error_with_its_kernels(cap
     assert re.fullmatch(message + "\n", reported), reported
     with pytest.raises(RuntimeError, match=message):
         third()
-    # The error is raised only once. Afterwards the results are right.
+    # The error is raised only once. Later results are right.
     assert same(third(), expected[2])
     assert same(first(), expected[0])
     assert same(second(), expected[1])
@@ -182,7 +184,7 @@ def test_a_failure_on_another_stream_and_of_a_whole_token(capfd) -> None:
 def test_threads_that_call_at_once_and_empty_the_cache() -> None:
     calls = [product("gemv", 2), product("striped", 9), dense(), repack(), mlstm(), product("two_pass", 9)]
     expected = [call().cpu() for call in calls]
-    gc.collect()  # tracebacks of other tests hold tensors
+    gc.collect()  # frees tensors that tracebacks of other tests hold
     torch.mps.synchronize()
     before = torch.mps.current_allocated_memory()
     wrong: list[str] = []
@@ -210,13 +212,13 @@ def test_threads_that_call_at_once_and_empty_the_cache() -> None:
 
 
 def resident() -> int:
-    """Returns the bytes of memory that this process has now."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.large
 def test_many_calls_do_not_grow(everything) -> None:
-    """Device memory does not grow with the calls. With --everything, 100,000 calls do not grow the process either."""
+    """Device memory does not grow with the calls. With --everything, neither does the process, over 100,000 calls."""
     call = product("gemv", 1, K=64)
     expected = call().cpu()
     torch.mps.synchronize()
@@ -228,7 +230,7 @@ def test_many_calls_do_not_grow(everything) -> None:
             del result
             torch.mps.empty_cache()
             assert torch.mps.current_allocated_memory() == before
-        if turn == 20_000:  # by now the device's record of dispatches and its list of freed buffers are full
+        if turn == 20_000:  # by now, the device's record of dispatches and its list of freed buffers are full
             memory = resident()
     assert not everything or resident() < memory + (8 << 20)
 

@@ -1,4 +1,4 @@
-"""`profile --measure`: its kernels do the work that their times stand for. Times on the software device mean nothing."""
+"""`profile --measure` times kernels that do the stated work. Times on the software device mean nothing."""
 
 import json
 
@@ -50,11 +50,11 @@ def test_kernels_do_the_work_that_is_timed(small) -> None:
             assert record.mmas == simdgroups * measured.ROUNDS * measured.CHAINS, name
         if name in ("simd_sum", "shuffle, varying index", "shuffle, fixed distance"):
             assert record.simd_operations == simdgroups * measured.ROUNDS * measured.CHAINS, name
-    assert state.tolist() == [1.0, 0.0, 0.0, 0.0]  # this element was set by `touch`
+    assert state.tolist() == [1.0, 0.0, 0.0, 0.0]  # `touch` sets the first element
 
 
 def test_profile_measures_beside_the_model(small, monkeypatch) -> None:
-    few = {name: measured.PRIMITIVES[name] for name in ("fma", "simd_sum")}  # each is a kernel to compile
+    few = {name: measured.PRIMITIVES[name] for name in ("fma", "simd_sum")}  # few, because each is a kernel to compile
     monkeypatch.setattr(measured, "PRIMITIVES", few)
     done = CliRunner().invoke(app, ["profile", "--shape", "64,64", "--rows", "1", "--measure", "--json"])
     assert done.exit_code == 0, done.output
@@ -72,7 +72,7 @@ def test_profile_measures_beside_the_model(small, monkeypatch) -> None:
 def test_figures_follow_from_times(mps) -> None:
     gpu = AppleSiliconGPU.from_name("M1")
     operations = gpu.cores * measured.SIMDGROUPS_PER_CORE * measured.ROUNDS * measured.CHAINS
-    of_a_clock = operations / (4 * gpu.cores * gpu.clock_hz)  # seconds if each operation takes a clock
+    of_a_clock = operations / (4 * gpu.cores * gpu.clock_hz)  # seconds if each operation takes one clock
     names = ("matrix fp16", "matrix fp32", *measured.PRIMITIVES)
     seconds = dict.fromkeys(names, 1e-05 + 20 * of_a_clock)
     seconds |= dict.fromkeys(("read", "read in strips"), measured.READ_BYTES / 50e9)

@@ -17,13 +17,13 @@ VARIANTS = (
     "single_stage",
     "striped",
     "double_buffered",
-)  # their plans need workspaces, because N is small and K is not
+)  # the plans need workspaces, because N is small and K is large
 Product = Callable[[], torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
 def no_commits(mps):
-    """Prevents commits, so that all kernels run at the end and would overwrite a workspace that two streams share."""
+    """Prevents commits. All kernels then run at the end, and would overwrite a workspace that two streams share."""
     interval = tuning.commit_interval()
     tuning.set_commit_interval(0)
     yield
@@ -31,7 +31,7 @@ def no_commits(mps):
 
 
 def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], object]]:
-    """Returns a function that computes the product of this seed, and a function that compares its result with fp64."""
+    """Returns two functions: one computes the product of this seed, the other compares its result with fp64."""
     weight = reference.make_weight("uint4b8", 1024, 32, 64, seed=seed)
     a = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed)).half()
     exact, bound = reference.gemm(a, weight)

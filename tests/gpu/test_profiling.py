@@ -1,4 +1,4 @@
-"""Compares plans, chips, tiles and rooflines with values worked out by hand, and with the software device's counts."""
+"""Compares plans, chips, tiles and rooflines with values computed by hand, and with the software device's counters."""
 
 import functools
 import itertools
@@ -94,7 +94,7 @@ def test_roofline(tmp_path):
     few, many = roof.points
     assert few.intensity < roof.gpu.balance < many.intensity
     assert many.attainable == roof.gpu.matrix_flop_per_second
-    moved = 4096 * 4096 / 2 + 4096 * 4096 / 128 * 2 + 2 * 4096 * 2  # codes, scales, and a row in and out
+    moved = 4096 * 4096 / 2 + 4096 * 4096 / 128 * 2 + 2 * 4096 * 2  # codes, scales, and one row of input and output
     assert few.intensity == pytest.approx(2 * 4096 * 4096 / moved)
     assert few.attainable == pytest.approx(few.intensity * 68.25e9 * 0.88)
     roof.plot(tmp_path / "roof.png")
@@ -125,7 +125,7 @@ def test_selection_guide_covers_every_row():
 
 
 def test_selection_guide_claims_no_row_that_was_not_planned():
-    """From 65 to 72 rows, an M1 takes blocks of 24 rows, between two ranges with blocks of 32."""
+    """From 65 to 72 rows, an M1 uses blocks of 24 rows; below and above, blocks of 32."""
     guide = profiling.selection_guide("M1", 4096, 4096)
     chosen = {M: choice.tile for choice in guide for M in range(choice.first, choice.last + 1)}
     assert set(chosen) == {*range(1, 129), 192, 256, 512, 1024, 2048, 4096}
@@ -152,9 +152,9 @@ def test_without_a_mac():
 
 
 def test_trace_calls(mps, monkeypatch, tmp_path):
-    """A fake profiler records in order what trace asks of PyTorch's profiler.
+    """A fake profiler records trace's calls of PyTorch's profiler, in order.
 
-    Only a Mac can show whether Instruments and Xcode read the trace.
+    Only a Mac can show whether Instruments and Xcode can read the trace.
     """
     calls = []
 
@@ -220,7 +220,7 @@ def test_cores_of_a_chip():
 
     fewer, all_cores = planned("--gpu", "M3 Max", "--cores", "30"), planned("--gpu", "M3 Max")
     assert (fewer["cores"], all_cores["cores"]) == (30, 40)
-    # 300 and 400 GB/s of memory, by Apple's specification.
+    # Apple specifies memory bandwidths of 300 and 400 GB/s.
     assert fewer["chosen"]["estimated_seconds"] > 1.2 * all_cores["chosen"]["estimated_seconds"]
     assert "expected 30 to 40 for M3 Max, got 41" in planned("--gpu", "M3 Max", "--cores", "41")["error"]
     assert "--cores: expected --gpu with it, got 8" in planned("--cores", "8")["error"]
@@ -235,7 +235,7 @@ def weight(N: int, K: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("M", "variant"), [(3, "gemv"), (8, "fused"), (33, "fused"), (64, "double_buffered:64x64x32")])
 def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
-    """The device runs the planned dispatches, and counts the matrix products and bytes of whole tiles."""
+    """The device runs the planned dispatches, and counts the matrix products and bytes of complete tiles."""
     import softmetal
 
     monkeypatch.setenv("TORCH_MARLIN_METAL_GPU", "M1")
@@ -262,7 +262,7 @@ def test_counts_of_the_software_device(mps, monkeypatch, M, variant):
 
 
 def test_an_unknown_gpu_is_planned_as_its_family(mps, monkeypatch):
-    """The software device is a family Apple7, so it is planned as one, whatever its number of cores."""
+    """The software device reports the family Apple7, so it is planned as Apple7, with any number of cores."""
     monkeypatch.delenv("TORCH_MARLIN_METAL_GPU", raising=False)
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M5 Ultra")
     for cores, name in ((80, "M1 Ultra"), (10, "M1"), (20, "M1 Pro")):

@@ -56,7 +56,7 @@ def test_the_commands_show_it(gpu, shown):
     ],
 )
 def test_this_machines_plans_follow_its_own_gate(environment, has_units):
-    """`tune` and `doctor` choose what to run by this machine and not by the chip for which it plans."""
+    """`tune` and `doctor` run the variants that this machine supports, also when they plan for another chip."""
     program = (
         "from torch_marlin_metal import tuning\nfrom torch_marlin_metal.profiling import plan\n"
         "from torch_marlin_metal.gpu.tuning.tuner import candidates\n"

@@ -1,4 +1,4 @@
-"""The tuner times the right candidates and keeps the fastest. The operators then use the fastest candidate."""
+"""The tuner times the right candidates and keeps the fastest. The operators then use this candidate."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def table_of(*ranges: tuple[int, int, str], machine: Machine | None = None) -> t
 
 
 def kernels_for(M: int, **changes) -> list[str]:
-    """Returns the names of the kernels that a product with M rows dispatches."""
+    """Returns the names of the kernels that a product of M rows dispatches."""
     import softmetal
 
     product = dataclasses.replace(PRODUCT, **changes)
@@ -99,7 +99,7 @@ def test_an_unknown_variant_and_another_machine_are_refused():
 
 
 def counted(chains):
-    """Returns costs of chains from counted work: 1000 for each matrix product, and 1 for each thread."""
+    """Returns the costs of chains, computed from counters: 1000 for each matrix product, and 1 for each thread."""
     import softmetal
 
     costs = {}
@@ -135,7 +135,7 @@ def test_the_least_cost_wins_for_the_rows_that_were_measured():
             assert entry.speedup == pytest.approx(model / least)
         else:
             assert (entry.variant, entry.speedup) == (entry.model_variant, 1.0)
-    # For one row, gemv is cheapest in counted work, because other kernels compute the matrix products of a whole tile.
+    # For one row, gemv has the lowest cost, because other kernels compute the matrix products of a full tile.
     assert found.ranges[0].variant.startswith("gemv")
 
 

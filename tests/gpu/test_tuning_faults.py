@@ -1,4 +1,4 @@
-"""The tuner compares results before times: a candidate that is wrong or fails is reported and never chosen."""
+"""The tuner checks results before it compares times: a wrong or failing candidate is reported and never chosen."""
 
 import sys
 
@@ -18,7 +18,10 @@ pytestmark = [
 
 
 def tuned_with_faults(monkeypatch, wrong) -> TunedRange:
-    """Tunes 40 rows. The result of each variant that `wrong` accepts is 1.05 times too large, and these are the fastest."""
+    """Tunes 40 rows.
+
+    The variants for which `wrong` returns true are the fastest, but their results are 1.05 times too large.
+    """
 
     def gemm(a, weight, *, variant):
         result = tmm.gemm(a, weight, variant=variant)

@@ -1,4 +1,4 @@
-"""With the import, diffusers loads and saves what it loads and saves without it: floats, and every method's directory."""
+"""After the import, diffusers loads and saves the same as without it: floats, and the directories of every method."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.integrations.test_diffusers import transformer
 from tests.support.diffusers_outcomes import outcomes
 from tests.support.programs import run_python
 
-# Methods whose packages are not in the test environment: diffusers' own error must come through.
+# The packages of these methods are not installed in the test environment. diffusers' own error must be raised.
 SETTINGS = {
     "bitsandbytes_4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "bitsandbytes_8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},

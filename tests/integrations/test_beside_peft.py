@@ -1,4 +1,4 @@
-"""With the import, peft does on models of floats what it does without it: every adapter, its gradients and its file."""
+"""After the import, peft gives the same results for float models: every adapter, its gradients and its file."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.support.adapters import IDS, config, llama, packed_model
 from torch_marlin_metal.integrations import peft as integration
 
-# Those that need further inputs, a second model, other adapters, or modules of another kind.
+# These adapters need further inputs, a second model, other adapters, or other modules.
 LEFT = {"XLORA", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "HIRA", "POLY", "SHADOW", "TRAINABLE_TOKENS"}
 KINDS = [kind for kind in PEFT_TYPE_TO_CONFIG_MAPPING if kind.value not in LEFT]
 
@@ -35,7 +35,7 @@ def settings_of(kind):
 
 
 def result(settings, path) -> dict[str, torch.Tensor]:
-    """Trains one step, saves the adapter and loads it. Returns the logits, gradients and the adapter's file."""
+    """Trains one step, saves the adapter and loads it. Returns the logits, the gradients and the adapter's file."""
     torch.manual_seed(1)
     model = get_peft_model(llama().eval(), settings)
     with torch.no_grad():

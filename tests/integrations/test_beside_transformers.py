@@ -1,4 +1,4 @@
-"""With the import, transformers loads what it loads without it: every method of a checkpoint that it reads on a CPU."""
+"""After the import, transformers loads the same as without it, for every method that it reads on a CPU."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def scheme(layout: str, bits: int = 8, kind: str = "int", status: str = "compres
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs unsigned codes along the last dimension, the first into the low bits."""
+    """Packs unsigned codes along the last dimension. The first code is in the low bits."""
     per_word = 32 // bits
     parts = codes.to(torch.int64).unflatten(-1, (-1, per_word)) << (bits * torch.arange(per_word))
     total = parts.sum(-1)
@@ -47,7 +47,7 @@ def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def e5m2(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A kind of 8 bits that no weight format holds."""
+    """Writes E5M2, which no weight format can represent."""
     return {"weight": weight.contiguous().to(torch.float8_e5m2), "weight_scale": torch.ones(len(weight), 1)}
 
 
@@ -75,7 +75,7 @@ def ternary(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """8 bit, one group, version 1."""
+    """Writes GPTQ of 8 bits in one group, version 1."""
     codes, scale = scaled(weight, LARGEST["int8"])
     zeros = torch.full((1, len(weight)), 127)
     return {
@@ -91,7 +91,7 @@ E5M2 = (e5m2, scheme("float-quantized", kind="float", input_activations=TOKENS))
 
 
 def write(path, part, settings: dict, **sizes) -> LlamaForCausalLM:
-    """Writes a tiny Llama whose projections `part` turns into tensors, and returns the model of floats."""
+    """Writes a tiny Llama whose projections `part` converts to tensors, and returns the float model."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval()
     tensors: dict[str, torch.Tensor] = {}
@@ -112,7 +112,7 @@ def logits(path, **kwargs) -> tuple[torch.Tensor, LlamaForCausalLM]:
         return model(IDS).logits, model
 
 
-@torch._dynamo.config.patch(disable=True)  # transformers compiles the decoding of BitNet
+@torch._dynamo.config.patch(disable=True)  # transformers would compile the decoding of BitNet
 def test_what_this_package_does_not_read_is_loaded_by_transformers(tmp_path, monkeypatch) -> None:
     write(tmp_path, ternary, BITNET)
     lines: list[str] = []
@@ -159,7 +159,7 @@ def test_if_nobody_reads_it_the_error_has_both_reasons(tmp_path) -> None:
     ],
 )
 def test_8_bit_stays_packed_and_equals_what_transformers_decodes(part, settings, weight_format, tmp_path) -> None:
-    """transformers rounds the activations of the first kind to E4M3, which this package does not."""
+    """transformers rounds the activations of the first case to E4M3; this package does not."""
     floats = write(tmp_path, part, settings)
     with restored():
         want, _ = logits(tmp_path)
@@ -174,7 +174,7 @@ def test_8_bit_stays_packed_and_equals_what_transformers_decodes(part, settings,
 
 @pytest.mark.parametrize("layout", ["dense", "pack-quantized"])
 def test_weights_of_floats_beside_scales_are_loaded_as_floats(layout, tmp_path) -> None:
-    """What llm-compressor saves without compression. transformers alone loads random weights."""
+    """llm-compressor saves such files without compression. transformers alone loads random weights from them."""
     floats = write(tmp_path, frozen, scheme(layout, bits=4, status="frozen"))
     got, model = logits(tmp_path)
     assert torch.equal(got, floats(IDS).logits)
@@ -207,7 +207,7 @@ def test_what_it_does_read_is_better(tmp_path) -> None:
 
 
 def test_a_config_for_floats_reaches_its_own_quantizer(tmp_path) -> None:
-    """transformers 5.23 does not quantize to HQQ while it loads; bitsandbytes, torchao and quanto are not installed."""
+    """transformers 5.23 does not quantize to HQQ during a load; bitsandbytes, torchao and quanto are not installed."""
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     for context in (restored, nullcontext):
         with context(), pytest.raises(NotImplementedError, match="HQQ is not available yet"):

@@ -1,4 +1,4 @@
-"""Models of diffusers: quantized while loading or in memory, saved, loaded with and without this package."""
+"""Models of diffusers: quantized during a load or in memory, saved, and loaded with and without this package."""
 
 import os
 
@@ -20,7 +20,7 @@ from torch_marlin_metal.integrations.diffusers import MarlinConfig  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 Flux = diffusers.FluxTransformer2DModel
-# Parts that a pipeline does not need if it gets the embeddings of a prompt.
+# Parts of a pipeline that are not needed if the call passes the embeddings of a prompt.
 FLUX_WITHOUT = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 SD_WITHOUT = dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -73,7 +73,7 @@ def stable_diffusion_like(model):
 
 
 def image(pipe, size: int) -> torch.Tensor:
-    """Runs two steps on random embeddings of a prompt; the latents are the result."""
+    """Runs two steps on random embeddings of a prompt, and returns the latents."""
     generator = torch.Generator().manual_seed(1)
     given = {"prompt_embeds": torch.randn(1, 16, 32, generator=generator)}
     if isinstance(pipe, diffusers.FluxPipeline):
@@ -133,7 +133,7 @@ def test_a_model_quantized_in_memory_is_saved_in_shards_and_loads_the_same_bits(
     [(transformer, flux_like, "transformer", 256), (unet, stable_diffusion_like, "unet", 64)],
 )
 def test_a_pipeline_quantizes_saves_and_loads_one_part(make, pipeline, part, size, tmp_path) -> None:
-    """Products have many rows: the pipeline like Flux has 4096 + 16 tokens, the other 1024."""
+    """Products have many rows: 4096 + 16 tokens in the pipeline like Flux, 1024 in the other pipeline."""
     dense = pipeline(make())
     without = FLUX_WITHOUT if part == "transformer" else SD_WITHOUT
     dense.save_pretrained(tmp_path / "floats")

@@ -1,6 +1,6 @@
-"""Single files of diffusion transformers, from file to image: packed as they are, against diffusers' own decoded model.
+"""Single files of diffusion transformers, packed, from file to image, compared with diffusers' own decoded model.
 
-Each family of models is read once from a GGUF file of two types, and once from another kind of file.
+Each family of models is read from a GGUF file of two types, and from another kind of file.
 """
 
 import json
@@ -54,7 +54,7 @@ FILES = {
     "ltx": [("Q4_1", "Q2_K"), "nvfp4", "comfy_nvfp4", "comfy_mxfp8"],
 }
 CASES = [(name, kind) for name, kinds in FILES.items() for kind in kinds]
-LEAST = 100  # dB of two steps in fp32
+LEAST = 100  # the minimum PSNR in dB, for two steps in fp32
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def packed(model: nn.Module) -> dict[str, MarlinLinear]:
 
 
 class Checked:
-    """Checks every product of a model's packed layers against the product in fp64, as far as fp32 allows."""
+    """Compares every product of a model's packed layers with fp64, within the error of fp32."""
 
     def __init__(self, model: nn.Module, exact: nn.Module) -> None:
         self.products = 0
@@ -90,7 +90,7 @@ class Checked:
     def _check(self, exact: nn.Linear, layer: MarlinLinear):
         weight, bias = to_numpy(exact.weight.detach()).T, to_numpy(exact.bias.detach())
         held, offset = layer.to_packed().one_level(), WEIGHT_FORMATS[layer.weight_format].fixed_offset
-        most = abs(weight)  # and what a kernel adds before it subtracts it
+        most = abs(weight)  # plus the offset that a kernel adds and later subtracts
         for factor, values in ((offset, held.scales), (1, held.zeros)):
             if factor and values is not None:
                 spread = values.cpu().float().repeat_interleave(layer.group_size, 0)[: layer.in_features]
@@ -114,7 +114,7 @@ def test_a_file_stays_packed_at_both_doors(name, kind, tmp_path) -> None:
     other = family.model().eval()
     report = load_quantized(other, file.path, progress=False)
     kept = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    wide = {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}  # diffusers keeps them in fp32
+    wide = {f"condition_embedder.time_embedder.linear_{i}" for i in (1, 2)}  # diffusers keeps these layers in fp32
     assert kept == {"wan": wide, "flux": {"x_embedder"} if given is not None else set()}.get(name, set())
     assert packed(other).keys() - packed(model).keys() == kept & wide
     assert len(packed(other)) == sum(not entry.reason for entry in report.layers)
@@ -145,7 +145,7 @@ def test_a_file_makes_the_image_on_mps(name, kind, tmp_path, mps) -> None:
     got = image(family, model, mps)
     assert psnr(got, image(family, exact)) > LEAST
     assert checked.products
-    model, hook = accelerate.cpu_offload_with_hook(model.to("cpu"), mps)  # as enable_model_cpu_offload does it
+    model, hook = accelerate.cpu_offload_with_hook(model.to("cpu"), mps)  # as enable_model_cpu_offload does
     assert torch.equal(image(family, model, mps), got)
     hook.offload()
     assert {held.device.type for layer in packed(model).values() for held in layer.buffers()} == {"cpu"}
@@ -173,7 +173,7 @@ def test_every_kind_of_file_of_every_family_makes_the_image(name, kind, where, t
 def test_layers_of_diffusers_are_taken_over_in_memory(tmp_path) -> None:
     family, file = write(tmp_path, "wan", ("Q4_K", "Q6_K", "Q2_K", "Q5_0", "IQ4_NL"))
     config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
-    state = load_single_file_checkpoint(str(file.path))  # from tensors in memory, diffusers makes its own layers
+    state = load_single_file_checkpoint(str(file.path))  # from tensors in memory, diffusers creates its own layers
     model = family.cls.from_single_file(state, config=str(file.config), quantization_config=config)
     theirs = {n: m for n, m in model.named_modules() if type(m).__name__ == "GGUFLinear"}
     report = replace_linear_layers(model, progress=False)
@@ -233,13 +233,14 @@ def test_directories_of_quanto_and_torchao_are_packed_by_load_quantized(kind, tm
 
 @pytest.mark.parametrize("kind", [("Q4_K",), ("Q8_0",), "comfy"])
 def test_memory_is_that_of_the_file(kind, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)  # as small beside this model as it is beside a real one
+    # makes the pieces as small relative to this model as they are for a real model
+    monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(safetensors, "POOLED_BYTES", 1 << 40)
     settings = FAMILIES["flux"].settings | {"num_single_layers": 6}
     monkeypatch.setitem(FAMILIES, "flux", replace(FAMILIES["flux"], settings=settings, shapes=partial(flux, 6)))
     family, file = write(tmp_path, "flux", kind)
     dtype = torch.float32 if isinstance(kind, tuple) else torch.bfloat16
-    by_single_file(family, file, torch_dtype=dtype)  # what is made once and kept does not count
+    by_single_file(family, file, torch_dtype=dtype)  # allocates what is created once and kept
     made = []
     peak = peak_of(lambda: made.append(by_single_file(family, file, torch_dtype=dtype)))
     assert held_by(made[0]) <= 1.03 * file.path.stat().st_size

@@ -1,4 +1,4 @@
-"""Whole pipelines of diffusers with packed models: offloading to the CPU, and the text encoder of a GGUF file."""
+"""Complete pipelines of diffusers with packed models: offloading to the CPU, and a text encoder from a GGUF file."""
 
 import warnings
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def test_an_offloaded_pipeline_makes_the_image_of_the_cpu(sequential, transforme
 
 
 class Letters:
-    """Stands for T5's tokenizer: a letter is a token."""
+    """Replaces T5's tokenizer: each letter is a token."""
 
     model_max_length = 512
     tokenize, added_tokens_encoder = list, {}
@@ -83,7 +83,7 @@ def test_a_text_encoder_of_a_gguf_file_encodes_the_prompt(transformer, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_quantized(encoder, path, progress=False)
-    assert len(packed(encoder)) == 16  # its table has two names
+    assert len(packed(encoder)) == 16  # the table has two names
     pipe, images = diffusion.pipeline(transformer), []
     for model in (encoder, exact):
         pipe.register_modules(text_encoder_2=model, tokenizer_2=Letters())
@@ -104,7 +104,7 @@ def test_a_pipeline_of_a_single_file_has_a_packed_transformer(kind, count, tmp_p
             file = write_gguf(tmp_path / "file", family, kind)
         else:
             file = write_safetensors(tmp_path / "file", family, "comfy", PREFIX)
-        if kind == "comfy":  # another model of the file
+        if kind == "comfy":  # ComfyUI's file also contains another model
             tensors = load_file(file.path) | {"vae.decoder.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
             save_file(tensors, file.path)
         if kind is None:

@@ -1,4 +1,4 @@
-"""Every tensor of a loaded model is set by a file, by the host library or by its class, or the load stops."""
+"""A file, the library or the model's class sets every tensor of a loaded model; otherwise the load stops."""
 
 import ast
 import copy
@@ -22,7 +22,7 @@ from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 MODELS = Path(transformers.__file__).parent / "models"
-# The class of a model with the table, and arguments of its config beside small sizes. None means the class's config.
+# The model class that has the table, and arguments of its config besides small sizes. None means the default config.
 FAMILIES: dict[str, tuple[str, dict | None]] = {
     "diffusion_gemma": ("DiffusionGemmaEncoderTextModel", {"top_k_experts": 2}),
     "embedding_gemma2": ("EmbeddingGemma2TextModel", {}),
@@ -36,11 +36,11 @@ FAMILIES: dict[str, tuple[str, dict | None]] = {
     "t5gemma2": ("T5Gemma2ForConditionalGeneration", None),
     "vaultgemma": ("VaultGemmaForCausalLM", {}),
 }
-WITHOUT_LOOKUP = {"fsmt"}  # its class only makes the weight itself
+WITHOUT_LOOKUP = {"fsmt"}  # only the class itself creates the weight
 
 
 def made(family: str) -> PreTrainedModel:
-    """Returns a small model with random weights and scales that are not 1."""
+    """Returns a small model with random weights, whose scales differ from 1."""
     name, more = FAMILIES[family]
     kind = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     if more is None:
@@ -50,7 +50,7 @@ def made(family: str) -> PreTrainedModel:
 
 
 def table_families() -> set[str]:
-    """Returns the models of transformers that have a class of embeddings with tensors beside the weight."""
+    """Returns the models of transformers with a class of embeddings that has tensors besides the weight."""
     found = set()
     for file in MODELS.glob("*/modeling_*.py"):
         text = file.read_text()
@@ -114,7 +114,7 @@ def test_a_packed_table_with_other_tensors_computes_what_the_decoded_model_compu
 
 
 class Forgetful(LlamaForCausalLM):
-    """A model whose class sets a buffer only where it is made with values."""
+    """A model whose class sets a buffer only if the model is created with values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -122,7 +122,7 @@ class Forgetful(LlamaForCausalLM):
 
 
 def loads_of(model: Forgetful, path: Path) -> dict[str, Callable[[], object]]:
-    """Returns the loads in which the model's class would have to set the buffer."""
+    """Yields the loads in which the model's class would have to set the buffer."""
     exact = checkpoint(model, path / "saved")
     exact.save_pretrained(path / "floats")
     with torch.device("meta"):
@@ -143,5 +143,5 @@ def test_a_tensor_that_nobody_sets_stops_the_load(door, tmp_path) -> None:
     message = "Forgetful: the tensors extra are in no checkpoint, and the model's class does not compute them"
     with pytest.raises(ModelMismatchError, match=message):
         load()
-    load_quantized(model, tmp_path / "saved", progress=False)  # the class has set it in this model
+    load_quantized(model, tmp_path / "saved", progress=False)  # in this model, the class has set the buffer
     assert torch.equal(model.extra, torch.full((3,), 2.0))

@@ -1,4 +1,4 @@
-"""The experts of checkpoints in floats are packed by from_pretrained with a MarlinConfig and by the quantize command."""
+"""from_pretrained with a MarlinConfig and the command quantize pack the experts of float checkpoints."""
 
 import gc
 from collections import Counter
@@ -39,13 +39,13 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    # nvfp4 has a global scale, which gate and up share
+    # gate and up share nvfp4's global scale
     [*((name, ("uint4b8", 32)) for name in FAMILIES), *((name, ("nvfp4", 16)) for name in ("mixtral", "gpt-oss"))],
 )
 def test_every_way_to_quantize_a_mixture_gives_the_same_bits(name, how, tmp_path) -> None:
     model = family(name)
     model.save_pretrained(tmp_path / "floats")
-    # transformers computes buffers such as rotary frequencies while it loads
+    # transformers computes buffers such as rotary frequencies during a load
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
     quantize_model(expected, *how, progress=False)
     loaded = load(tmp_path / "floats", *how)
@@ -61,7 +61,7 @@ def test_every_way_to_quantize_a_mixture_gives_the_same_bits(name, how, tmp_path
 
 
 def pytest_generate_tests(metafunc) -> None:
-    """Compiles two families, or all of them with --everything: each takes seconds."""
+    """Compiles two families, or all with --everything, because each takes seconds."""
     if "family_to_compile" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--everything")
         metafunc.parametrize("family_to_compile", FAMILIES if everything else ["mixtral", "gpt-oss"])
@@ -75,14 +75,14 @@ def test_generate_compiles_with_a_static_cache(family_to_compile) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(IDS, **options)
     how = CompileConfig(fullgraph=True, backend="eager", mode=None)
-    how._compile_all_devices = True  # by default generate compiles only on CUDA
+    how._compile_all_devices = True  # by default, generate compiles only on CUDA
     got = model.generate(IDS, **options, cache_implementation="static", compile_config=how)
     assert got.tolist() == expected.tolist()
     assert counters["stats"]["unique_graphs"] == 1
 
 
 def floats_of(objects: list[Any]) -> int:
-    """Returns the bytes of the matrices in floats among `objects`, and of stacks of them."""
+    """Returns the bytes of float matrices and stacks among `objects`."""
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in objects
@@ -116,7 +116,7 @@ def test_beside_the_stacks_only_one_expert_is_in_floats(tmp_path, monkeypatch, n
     down, gate_up = 64 * 40 * 4, 64 * 80 * 4
     for name, size in seen:
         assert size >= (own := down if "down" in name else gate_up)
-        assert size < 2 * own + 64 * 64 * 4, name  # the parts before they are joined, and what is not packed
+        assert size < 2 * own + 64 * 64 * 4, name  # the parts before they are joined, and float tensors
 
 
 @pytest.mark.filterwarnings("ignore:.*only .* of the matrix weights were quantized")
@@ -205,7 +205,7 @@ def test_experts_whose_forward_was_changed_stay_in_floats(tmp_path, monkeypatch)
 
 
 def test_gate_and_up_are_read_once_each(tmp_path, monkeypatch) -> None:
-    """With nvfp4 they share a global scale, so either must know the other's values, whichever is asked for first."""
+    """With nvfp4, gate and up share a global scale, so each needs the other's values, in any order of requests."""
     family("mixtral").save_pretrained(tmp_path)
     read: Counter[str] = Counter()
     original = checkpoint.read_tensor
@@ -217,7 +217,7 @@ def test_gate_and_up_are_read_once_each(tmp_path, monkeypatch) -> None:
     assert set(read.values()) == {1}
     assert {f"{name}.weight" for name in reader.layer_names} == set(read)
     read.clear()
-    # In this order a gate is asked for long before its up, and only one matrix may be kept meanwhile.
+    # In this order, each gate is requested long before its up, but only one matrix may be kept in memory.
     gates_first = sorted(range(len(reader)), key=lambda index: reader.layer_names[index].rpartition(".")[2])
     for index in gates_first:
         assert same(reader.read(index).tensors(), expected[index].tensors())

@@ -1,4 +1,4 @@
-"""from_pretrained and the directories of mlx-lm: settings without a method, packed embeddings, an output layer tied to it."""
+"""from_pretrained loads directories of mlx-lm: settings without a method, packed embeddings, tied output layers."""
 
 import json
 
@@ -15,7 +15,7 @@ SETTINGS = {"group_size": 32, "bits": 4}
 
 
 def write_mlx(folder, keys: tuple[str, ...], **config) -> dict[str, torch.Tensor]:
-    """Writes a directory as mlx-lm 0.32 does, and returns the decoded weights by layer."""
+    """Writes a directory like mlx-lm 0.32, and returns the decoded weights by layer."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True, **config)).eval()
     tensors, exact = {}, {}
@@ -72,7 +72,7 @@ def test_a_float_model_is_loaded_as_before(tmp_path) -> None:
 
 
 def test_bits_and_a_group_size_alone_are_not_those_of_mlx(tmp_path) -> None:
-    """The settings of other methods contain bits and a group size, too. The file's metadata tells them apart."""
+    """Settings of other methods also contain bits and a group size. The metadata of mlx-lm's files identifies them."""
     exact = write_mlx(tmp_path, ("quantization_config",))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(model.get_submodule(name).dequantize(), weight) for name, weight in exact.items())

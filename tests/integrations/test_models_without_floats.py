@@ -1,4 +1,4 @@
-"""What libraries ask a model's parameters, when the whole model is packed: its dtype and its device."""
+"""A model whose matrices are all packed still answers the library's requests for its dtype and device."""
 
 import copy
 
@@ -17,13 +17,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "nu
 
 
 def config() -> OlmoConfig:
-    """Returns a config of its own for each model: a model that is saved packed writes its settings into its config."""
+    """Returns a new config, because saving a packed model writes its settings into its config."""
     return OlmoConfig(vocab_size=64, eos_token_id=1, **SIZES)
 
 
 def floats() -> OlmoForCausalLM:
     torch.manual_seed(0)
-    return OlmoForCausalLM(config()).bfloat16().eval()  # its norms have no weights
+    return OlmoForCausalLM(config()).bfloat16().eval()  # the norms of OLMo have no weights
 
 
 def quantized() -> OlmoForCausalLM:
@@ -100,7 +100,7 @@ def test_load_quantized_lets_the_library_save(tmp_path, monkeypatch) -> None:
 
 
 class Bare(ModelMixin, ConfigMixin):
-    """A model of diffusers whose only parameter besides two matrices stays in fp32."""
+    """A model of diffusers in which one parameter stays in fp32; its other parameters are two matrices."""
 
     _keep_in_fp32_modules = ("norm",)
 

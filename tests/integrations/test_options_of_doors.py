@@ -1,4 +1,4 @@
-"""What a refusal tells the user to type can be typed at that door: Python, from_pretrained, the command line."""
+"""The option that an error names works at its entry point: Python, from_pretrained, the command line."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def of_command(path, *options):
 
 @pytest.fixture
 def pickled(tmp_path):
-    """A GPTQ directory of pickles, as old AutoGPTQ wrote them."""
+    """Returns a GPTQ directory of pickles, in old AutoGPTQ's layout."""
     return made(tmp_path, lambda path, state: torch.save(state, path / "pytorch_model.bin"))
 
 
@@ -74,7 +74,7 @@ def made(path, save, version: int = 1, **settings):
 
 @pytest.fixture
 def mislabelled(tmp_path):
-    """A symmetric GPTQ directory of version 2 whose settings say version 1."""
+    """Returns a symmetric GPTQ directory of version 2 whose settings state version 1."""
     save = lambda path, state: save_file(state, path / "model.safetensors", {"format": "pt"})  # noqa: E731
     return made(tmp_path, save, 2, checkpoint_format="gptq", format="gptq")
 
@@ -102,7 +102,7 @@ def test_the_error_names_what_works_at_its_door(kind, door, request) -> None:
 
 
 def test_a_layer_that_can_be_decoded_says_how(tmp_path) -> None:
-    """E5M2, at each door."""
+    """Loads E5M2 with each entry point."""
     from tests.integrations.test_beside_transformers import E5M2, write
 
     write(tmp_path, *E5M2)
@@ -120,7 +120,7 @@ def test_a_layer_that_can_be_decoded_says_how(tmp_path) -> None:
 
 
 def test_further_layers_can_be_left_out(tmp_path) -> None:
-    """A checkpoint with one more block than the model, as those with multi-token prediction."""
+    """The checkpoint has one block more than the model, as with multi-token prediction."""
     config = json.loads((GPTQ / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     shutil.copy(GPTQ / "model.safetensors", tmp_path)
@@ -131,7 +131,7 @@ def test_further_layers_can_be_left_out(tmp_path) -> None:
 
 
 def test_a_gguf_file_takes_the_same_config(tmp_path, monkeypatch) -> None:
-    monkeypatch.delitem(DECODERS, "Q8_0")  # stands for a type that comes later
+    monkeypatch.delitem(DECODERS, "Q8_0")  # this type then stands for a future type
     write_gguf(tmp_path / "tiny.gguf", MODELS / "auto-round-asym-g32", "Q4_0", embedding="Q8_0")
 
     def load(**options):

@@ -1,4 +1,4 @@
-"""`ignore_mismatched_sizes`: a packed layer of another size than the model's is initialized by the model's class."""
+"""`ignore_mismatched_sizes`: the model's class initializes a packed layer of another size than the model's."""
 
 import pytest
 import torch

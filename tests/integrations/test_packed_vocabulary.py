@@ -1,4 +1,4 @@
-"""Embeddings in 4 bit, and output layers tied to them: quantized in memory and while loading, saved, loaded, excluded."""
+"""4-bit embeddings and output layers tied to them: quantized in memory and during loads, saved, loaded, excluded."""
 
 import warnings
 
@@ -31,9 +31,9 @@ WHOLE = MarlinConfig("uint4", 32, vocabulary_format="uint4")
 
 def made(family: str, **settings):
     torch.manual_seed(0)
-    if family == "bert":  # its output layer has a bias
+    if family == "bert":  # BERT's output layer has a bias
         return BertForMaskedLM(BertConfig(**SIZES, **settings)).eval()
-    if family == "t5":  # three modules share the table
+    if family == "t5":  # T5's three modules share the table
         sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
         return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **settings)).eval()
     kind, config = (Gemma3ForCausalLM, Gemma3TextConfig) if family == "gemma3" else (LlamaForCausalLM, LlamaConfig)
@@ -48,7 +48,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def tables(model: nn.Module) -> dict[str, MarlinLinear]:
-    """Returns the modules that hold the table, and checks that they share it."""
+    """Returns the modules that hold the table, after checking that they share it."""
     table = model.get_input_embeddings()
     assert type(table) is MarlinEmbedding
     found = {
@@ -88,7 +88,7 @@ def test_the_vocabulary_is_packed_once_saved_and_loaded(family, how, tmp_path) -
     expected = logits(model)
     model.save_pretrained(tmp_path / "packed")
     stored = sum(file.stat().st_size for file in (tmp_path / "packed").glob("*.safetensors"))
-    assert stored < module_bytes(model) + 20_000  # the table is in the file once
+    assert stored < module_bytes(model) + 20_000  # the file stores the table once
     again, info = type(model).from_pretrained(tmp_path / "packed", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert set(tables(again)) == set(SHARED[family])
@@ -131,7 +131,7 @@ def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4"))
     assert module_bytes(empty) == pytest.approx(
         module_bytes(loaded), abs=16
-    )  # the note of a format is one tensor or two
+    )  # the format is stored as one or two tensors
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -185,7 +185,8 @@ def test_a_packed_directory_is_decoded_where_a_pattern_says_so(tmp_path) -> None
     quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     model.save_pretrained(tmp_path)
     exact = model.model.embed_tokens.dequantize()
-    for name in ("lm_head", "model.embed_tokens"):  # the file has only the second, and the model ties the first to it
+    # the file has only the second name, and the model ties the first one to it
+    for name in ("lm_head", "model.embed_tokens"):
         config = MarlinConfig(modules_to_not_convert=name)
         floats = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
         assert torch.equal(floats.model.embed_tokens.weight, exact)

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on packed layers, beside peft's own layers on the same weights in fp32."""
+"""LoRA adapters of peft on packed layers, compared with peft's own layers on the same weights in fp32."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def dense_twin(model: nn.Module) -> nn.Module:
-    """Returns a copy whose packed layers are nn.Linear layers with the decoded weight, in fp32."""
+    """Returns a copy whose packed layers are replaced by nn.Linear layers with the decoded weights, in fp32."""
     twin = copy.deepcopy(model)
     for name, layer in list(twin.named_modules()):
         if isinstance(layer, MarlinLinear):
@@ -39,7 +39,7 @@ def dense_twin(model: nn.Module) -> nn.Module:
 
 
 def pair(**options) -> tuple[PeftModel, PeftModel]:
-    """Returns a packed model with an adapter, and peft's own adapter with the same values on the weights in fp32."""
+    """Returns a packed model with an adapter, and peft's own adapter with the same values on fp32 weights."""
     base = packed_model()
     models = get_peft_model(base, config(**options)), get_peft_model(dense_twin(packed_model()), config(**options))
     for model in models:
@@ -234,7 +234,7 @@ def test_a_config_without_targets_takes_the_default_of_the_model_family():
 
 @pytest.mark.parametrize("change", ["load", "assign", "scales"])
 def test_dora_follows_a_weight_that_was_written_or_replaced(change):
-    """The layer keeps the norms of the decoded weight between calls, and must compute them again after a write."""
+    """The layer caches the norms of the decoded weight, and must compute them again after the weight changes."""
     dora = config(use_dora=True)
     adapted = get_peft_model(packed_model(), dora)
     adapted(IDS)

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on the packed experts of a mixture, beside peft's own on the same experts in fp32."""
+"""LoRA adapters of peft on the packed experts of a mixture, compared with peft's own on the same experts in fp32."""
 
 import copy
 
@@ -40,7 +40,7 @@ def mixture(family: str = "mixtral", weight_format: str = "uint4") -> nn.Module:
 
 
 def dense_twin(model: nn.Module) -> nn.Module:
-    """Returns a copy whose experts are the model's own, with the decoded weights."""
+    """Returns a copy in which the model's own experts have the decoded weights."""
     twin = copy.deepcopy(model)
     for layer in twin.model.layers:
         layer.mlp.experts = layer.mlp.experts.to_floats(torch.float32)
@@ -203,7 +203,7 @@ def make_experts() -> MarlinExperts:
 
 
 def test_a_step_on_each_device_where_some_ids_name_no_expert(device):
-    """Ids outside [0, E) add nothing, and neither do the adapters of experts that a token does not use."""
+    """Ids outside [0, E) contribute nothing, and neither do the adapters of experts that a token does not use."""
     model = get_peft_model(
         nn.Sequential(make_experts()), settings(target_modules=[], target_parameters=["0.down_proj"])
     )
@@ -227,6 +227,6 @@ def test_a_step_on_each_device_where_some_ids_name_no_expert(device):
     got.sum().backward()
     assert not layer.lora_A["default"].weight.grad.isnan().any() and (x.grad[3] == 0).all()
     with torch.no_grad():
-        layer.lora_A["default"].weight[2 * 3 :] = torch.inf  # expert 2, which only the second token uses
+        layer.lora_A["default"].weight[2 * 3 :] = torch.inf  # only the second token uses expert 2
         got = layer(x, ids.to(device), weights.to(device)).cpu()
     torch.testing.assert_close(got[[0, 2, 3]], expected[[0, 2, 3]], rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Merging adapters of peft into packed layers: the sum is quantized again, and the old bits come back."""
+"""Merging adapters of peft into packed layers quantizes the sum again; unmerging restores the old bits."""
 
 import warnings
 
@@ -61,7 +61,7 @@ def test_merging_in_two_calls_is_merging_in_one():
 
 @pytest.mark.parametrize("kinds", [("bias", "dora"), ("dora", "bias"), ("dora", "dora"), ("lora", "dora")])
 def test_several_merged_adapters_give_the_sum_of_the_forward_pass(kinds):
-    """DoRA scales what the adapters before it add, to the weight and to the bias."""
+    """DoRA scales the contributions of earlier adapters, to the weight and to the bias."""
     torch.manual_seed(0)
     model = nn.Sequential(MarlinLinear.from_linear(nn.Linear(64, 24), "uint4", 16))
     adapted = None
@@ -126,7 +126,7 @@ def test_a_bias_cannot_be_merged_where_there_is_none():
 
 
 def test_a_merge_keeps_a_group_size_beyond_k():
-    """The merged weight must load into the layer's twin, whose packed_format names the group size."""
+    """The merged weight must load into a layer of the same group size, which packed_format states."""
     layer = MarlinLinear.from_packed(tmm.quantize_weight(torch.randn(32, 64), "uint4", group_size=128))
     model = nn.Sequential(layer, nn.Linear(32, 4))
     before = model.state_dict()["0.packed_format"].clone()
@@ -135,7 +135,7 @@ def test_a_merge_keeps_a_group_size_beyond_k():
 
 
 def fill_last_badly(model: nn.Module, value: float) -> str:
-    """Makes the last layer's adapter one that cannot be merged, and returns the layer's name in peft's model."""
+    """Makes the last layer's adapter unmergeable, and returns the layer's name in peft's model."""
     layer = layers_of(model)[-1]
     with torch.no_grad():
         layer.lora_A["default"].weight.fill_(1.0)
@@ -189,7 +189,7 @@ def test_a_decoded_model_merges_without_rounding(tmp_path):
 
 
 def test_tying_keeps_a_head_into_which_an_adapter_was_merged(tmp_path):
-    """The head shares the embedding's words. After a merge it has its own, which tie_weights must not throw away."""
+    """The head shares the embedding's words. After a merge it has its own words, which tie_weights must not replace."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)).eval()
     tmm.quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)

@@ -1,4 +1,4 @@
-"""If peft asks for something that packed layers do not support, an error names it and the model does not change."""
+"""If peft requests a feature that packed layers do not support, an error names it and the model does not change."""
 
 from dataclasses import fields
 
@@ -41,7 +41,7 @@ def test_experts_that_take_each_token_are_named_and_the_model_stays():
 
 def test_what_a_packed_layer_cannot_take_is_named_and_the_model_stays():
     model = packed_model()
-    # A float layer in front of the packed ones. peft changes it first, so a late refusal would leave the model changed.
+    # A float layer before the packed layers. peft changes it first, so a late refusal would leave the model changed.
     model.model.layers[0].self_attn.q_proj = nn.Linear(64, 64)
     refused(model, config(init_lora_weights="pissa"), "init_lora_weights: expected True, False or 'gaussian'.*'pissa'")
     refused(model, config(alora_invocation_tokens=[1]), r"alora_invocation_tokens: expected None.*got \[1\]")

@@ -1,4 +1,4 @@
-"""What peft and Trainer say about a whole model: parameters, preparation, prompts, and what is trained."""
+"""peft and Trainer with a complete model: counts of parameters, preparation, prompts, and trained parameters."""
 
 import copy
 import subprocess
@@ -142,7 +142,7 @@ def trainer(model: nn.Module, folder) -> Trainer:
 
 @pytest.fixture
 def said(caplog):
-    """Returns what was logged about Trainer."""
+    """Returns Trainer's log messages."""
     return lambda: [record.getMessage() for record in caplog.records if "Trainer" in record.getMessage()]
 
 
@@ -201,6 +201,6 @@ def test_peft_needs_no_import_of_this_package(first, third):
     script = WITHOUT_IMPORT.format(**values)
     if first:
         done = run_python("-c", script)
-    else:  # a fork of run_python has peft already
+    else:  # a fork of run_python has already imported peft
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout == "MarlinLoraLinear\n", done.stderr

@@ -1,4 +1,4 @@
-"""save_pretrained of models quantized in memory, and programs that open the saved directory without this package."""
+"""save_pretrained of models quantized in memory, and programs that load the saved directory without this package."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def packed(model) -> list[str]:
 
 
 def alone(code: str) -> str:
-    """Runs a program that does not import this package. The program must fail. Returns the program's standard error."""
+    """Runs a program that does not import this package and must fail. Returns its standard error."""
     done = run_python("-c", code)
     assert done.returncode == 1
     assert "torch_marlin_metal" not in done.stdout
@@ -75,7 +75,7 @@ def test_a_model_quantized_in_memory_is_saved_and_loaded(name, layers, tmp_path)
     assert same(again.state_dict(), model.state_dict())
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     assert (tmp_path / "README.md").read_text() == CARD
-    # dequantize() restores floats, and the layer classes of the original model: GPT-2's layers hold transposed weights.
+    # dequantize() restores floats and the original layer classes: GPT-2's layers hold transposed weights.
     again.dequantize().save_pretrained(tmp_path / "floats")
     floats = AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
     torch.testing.assert_close(floats(IDS).logits, model(IDS).logits)
@@ -188,11 +188,11 @@ def skeleton(quantized: bool, meta: bool = False) -> nn.Module:
 @pytest.mark.parametrize(("device_map", "meta"), [(None, False), ({"": "cpu"}, False), ({"": "cpu"}, True)])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_accelerate_never_leaves_random_weights(name, device_map, meta, tmp_path) -> None:
-    """accelerate refuses to load packed layers into a model of floats.
+    """accelerate refuses to load packed layers into a float model.
 
-    It ignores tensors that the model does not have, and would leave the model's weights at their initial values. Packed
-    layers therefore store a guard of one byte under the name `weight`. A model with float layers has a tensor of this
-    name, and accelerate finds that the sizes differ.
+    accelerate ignores tensors that the model does not have, and would leave the model's weights at their initial
+    values. Packed layers therefore store a guard of one byte under the name `weight`. A float layer has a tensor of
+    this name, and accelerate detects that the sizes differ.
     """
     model = make_model("cpu")
     quantize_model(model, "uint4", 32, progress=False)

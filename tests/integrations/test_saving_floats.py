@@ -1,4 +1,4 @@
-"""A model or a conversion without any packed layer is one of floats: what it writes loads with and without this package."""
+"""A model or conversion without packed layers writes floats, which load with and without this package."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from torch_marlin_metal.integrations.transformers import MarlinConfig, restored
 
 @pytest.fixture(scope="module")
 def q8_0(tmp_path_factory) -> Iterator[Path]:
-    """Yields a directory with the config and a GGUF file of a type that stands for one that is not read."""
+    """Yields a directory with the config and a GGUF file whose type the reader does not know."""
     folder = tmp_path_factory.mktemp("q8_0")
     write_gguf(folder / "model.gguf", GPTQ, "Q8_0")
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def from_gptq(q8_0: Path, folder: Path):
 
 
 def from_settings_without_layers(q8_0: Path, folder: Path):
-    """Loads a directory as it was written before, with settings that name no layer."""
+    """Loads a directory of an old version of this package, whose settings name no layer."""
     from_gptq(q8_0, folder).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     settings = {"quant_method": "torch_marlin_metal", "format_version": 1, "load_in_4bit": True, "layers": {}}
@@ -58,7 +58,7 @@ def dequantized(q8_0: Path, folder: Path):
 
 
 def unpacked_by_hand(q8_0: Path, folder: Path):
-    """Returns a model whose packed layers were replaced by the caller, so that only its quantizer tells of them."""
+    """Returns a model whose packed layers the caller has replaced, so that only its quantizer still shows them."""
     model = AutoModelForCausalLM.from_pretrained(GPTQ, dtype=torch.float32)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, MarlinLinear):

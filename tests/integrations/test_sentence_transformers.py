@@ -49,7 +49,7 @@ def packed(model) -> int:
 def test_a_model_quantized_in_memory_loads_the_same_bits(floats, tmp_path) -> None:
     model = library.SentenceTransformer(str(floats), device="cpu")
     quantize_model(model, "uint4", 32, progress=False)
-    assert packed(model) == 15  # six of each layer, the embedding, the pooler and the Dense
+    assert packed(model) == 15  # six layers in each block, the embedding, the pooler and the Dense
     model.save(str(tmp_path / "saved"))
     again = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert packed(again) == 15

@@ -1,4 +1,4 @@
-"""from_pretrained finds the quantization settings of a checkpoint wherever a producer puts them."""
+"""from_pretrained finds the quantization settings of a checkpoint in every place that producers use."""
 
 import json
 import logging
@@ -102,7 +102,7 @@ def test_a_config_that_the_script_made(tmp_path) -> None:
 
 
 def test_the_class_of_a_sub_model(tmp_path) -> None:
-    """CLIPTextModel takes the text_config; the settings stand above it."""
+    """CLIPTextModel gets only the text_config; the settings are at the top level."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = sizes | {"vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 5}
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_load_quantized_finds_the_same(tmp_path) -> None:
 
 
 def test_the_dtype_is_that_of_the_weights_and_not_of_scales(tmp_path) -> None:
-    """The class takes the part of a config that states no dtype."""
+    """The part of the config that the class gets does not state a dtype."""
     text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -1,4 +1,4 @@
-"""Packed tables that several modules share: decoded and stored once, found under any name of the file, tied again."""
+"""A packed table that several modules share is decoded and stored once, loads under each name, and stays tied."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_a_file_may_name_any_of_the_tied_modules(held, tmp_path) -> None:
 
 
 def test_columns_of_fused_layers_are_not_taken_for_shared_words(monkeypatch) -> None:
-    """Each look-up makes a new tensor, which may get the id of an earlier tensor that was freed."""
+    """Each attribute access creates a new tensor, which may get the id of a tensor that was freed."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 4}, num_key_value_heads=2))
     quantize_model(model, "uint4", 32, progress=False)
     fuse_projections(model)

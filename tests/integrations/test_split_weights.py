@@ -1,4 +1,4 @@
-"""Weights that transformers splits off one tensor of the checkpoint (q, k and v in one), some of them excluded."""
+"""Weights that transformers splits from one tensor of the checkpoint (q, k and v), some of them excluded."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def directory(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("gte")
     model = class_of("gte")(shrunken("gte")).eval()
-    model.save_pretrained(folder)  # under the original names: q, k and v in one tensor
+    model.save_pretrained(folder)  # saves q, k and v in one tensor, under the original name
     return folder
 
 

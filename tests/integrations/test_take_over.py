@@ -1,4 +1,4 @@
-"""The integration takes over transformers' tables of quantizers, restores them, and names a transformers that is too old."""
+"""The integration replaces entries of transformers' quantizer tables, restores them, and refuses old versions."""
 
 import importlib
 import os
@@ -72,7 +72,7 @@ def test_an_old_peft_is_named_when_it_is_imported(monkeypatch) -> None:
 
 
 def test_the_import_works_after_that_of_a_module_of_transformers() -> None:
-    """The package of transformers can then lack the module's name."""
+    """The package of transformers can then lack the module's attribute."""
     first = "import transformers.modeling_gguf_pytorch_utils, transformers.modeling_utils, transformers.trainer_utils"
     lacking = 'assert not {"modeling_gguf_pytorch_utils", "modeling_utils"} & vars(transformers).keys()'
     done = run_python("-c", f"{first}\n{lacking}\nimport torch_marlin_metal.integrations.transformers")

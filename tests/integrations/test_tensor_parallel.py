@@ -1,4 +1,4 @@
-"""transformers' tensor parallelism on the CPU: each process reads its part of the packed layers, or the error says why not."""
+"""transformers' tensor parallelism on the CPU: each process reads its part of the packed layers, or raises."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Heads whose bias is also a tensor of another module, so that a file has it under one of the two names."""
+"""Heads whose bias is also a tensor of another module, so that a file stores it under one of two names."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def flava() -> FlavaForPreTraining:
     return FlavaForPreTraining(FlavaConfig(**parts, hidden_size=64, projection_dim=64, init_codebook=False))
 
 
-# The head's bias, the tensor that is the same one, and which of the two a saved file has.
+# The head's bias, the tensor that shares its memory, and the one that a saved file contains.
 XLM = xlm_roberta, "lm_head.decoder.bias", "lm_head.bias", "lm_head.bias"
 FLAVA = flava, "mlm_head.decoder.bias", "mlm_head.bias", "mlm_head.decoder.bias"
 

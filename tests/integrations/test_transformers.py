@@ -1,4 +1,4 @@
-"""from_pretrained loads checkpoints of other programs on each device. Also saving, compiling and quantizing on load."""
+"""from_pretrained loads checkpoints of other programs on each device; also saving, compiling, quantizing on load."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def packed_layers(model) -> dict[str, MarlinLinear]:
 
 
 def greedy(model, count: int) -> list[int]:
-    """Generates tokens by whole forward passes without a cache."""
+    """Generates tokens by complete forward passes without a cache."""
     ids = IDS.to(model.device)
     for _ in range(count):
         ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
@@ -164,7 +164,7 @@ def test_devices_without_kernels_are_refused(place) -> None:
 @pytest.mark.parametrize(
     ("fuse", "backend"),
     [
-        (False, "aot_eager"),  # inductor's own compile of the float operations takes half a minute
+        (False, "aot_eager"),  # inductor's compile of the float operations takes half a minute
         pytest.param(False, "inductor", marks=pytest.mark.whole),
         pytest.param(True, "eager", marks=pytest.mark.whole),
     ],
@@ -185,7 +185,7 @@ def test_a_compiled_step_with_a_static_cache(fuse, backend) -> None:
             ids = torch.cat((ids, token), dim=1)
     assert ids[0].tolist() == expected
     how = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    how._compile_all_devices = True  # by default generate compiles only on CUDA
+    how._compile_all_devices = True  # by default, generate compiles only on CUDA
     counters["stats"].clear()
     static = model.generate(IDS, max_new_tokens=4, do_sample=False, cache_implementation="static", compile_config=how)
     assert static[0].tolist() == expected
@@ -208,7 +208,7 @@ WRITERS = {
 
 
 def one_packed_layer(path: Path, writer) -> np.ndarray:
-    """Makes the tiny Llama with one 4-bit layer, in another program's layout. Every other layer is fp16."""
+    """Writes the tiny Llama with one 4-bit layer in another program's layout. Every other layer is fp16."""
     reference = writer(path, np.random.default_rng(0))
     packed, settings = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     with open(path / "model.safetensors", "rb") as file:

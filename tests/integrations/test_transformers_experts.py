@@ -51,7 +51,7 @@ def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
 
 
 def test_loading_makes_no_module_for_each_expert_and_opens_a_file_once(tmp_path, monkeypatch) -> None:
-    """A mixture may have 18,432 of them, and each module would cost a fifth of a millisecond."""
+    """A mixture may have 18,432 expert matrices, and each module would take a fifth of a millisecond."""
     split_experts(tmp_path / "source")
     model = MixtralForCausalLM(MixtralConfig(**SIZES))
     linear = sum(type(module) is torch.nn.Linear for module in model.model.modules())
@@ -78,7 +78,7 @@ def test_a_model_with_experts_compiles_as_one_graph(write, tmp_path) -> None:
 
 
 def bytes_of_words(objects: list[Any]) -> int:
-    """Returns the bytes of the packed words among `objects` that belong to no stack."""
+    """Returns the bytes of packed words among `objects` that are in no stack."""
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in objects
@@ -105,9 +105,9 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch, new_obj
     monkeypatch.setattr(ExpertWeights, "_fill", counted_fill)
     monkeypatch.setattr(loader, "MOST_AHEAD", 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
-    part = 64 * 96 // 2  # bytes of one matrix; `//` below drops the four bytes of an outline
-    # Each of the two layers fills gate and up of its four experts, and then down of its four experts.
-    # The plan tries one matrix of each kind and keeps it until its turn: down of the first expert waits meanwhile.
+    part = 64 * 96 // 2  # bytes of one matrix; `//` below ignores four bytes of overhead
+    # For each of the two layers, the loader fills gate and up of the four experts, and then down. The plan reads one
+    # matrix of each kind in advance, so down of the first expert stays in memory until its turn.
     assert [size // part for size in filling] == 4 * [3] + 4 * [1] + 4 * [2] + 4 * [1]
     assert len(reading) == 24 and max(reading) // part == 2
     assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part
@@ -161,7 +161,7 @@ def test_experts_that_compute_something_else_are_left_alone() -> None:
     name = "model.layers.0.mlp.experts.0.w1"
     model = MixtralForCausalLM(MixtralConfig(**SIZES))
     experts = model.model.layers[0].mlp.experts
-    experts.post_expert_norm = torch.nn.RMSNorm(64)  # as MuseSpark's have after down
+    experts.post_expert_norm = torch.nn.RMSNorm(64)  # as in MuseSpark's experts, after down
     assert ExpertFinder(dict(model.named_modules())).find(name) is None
     del experts.post_expert_norm
     found = ExpertFinder(dict(model.named_modules())).find(name)
@@ -195,7 +195,7 @@ def test_dequantize_gives_a_model_of_floats_that_computes_the_same(write, tmp_pa
 
 @pytest.mark.parametrize("load", ["from_pretrained", "load_quantized"])
 def test_loading_makes_no_layer_for_an_expert(load, tmp_path, monkeypatch) -> None:
-    """Large mixtures have tens of thousands of expert matrices, and a layer costs about half a millisecond."""
+    """Large mixtures have tens of thousands of expert matrices; creating a layer takes about half a millisecond."""
     source = split_experts(tmp_path / "source")
     made: list[MarlinLinear] = []
     create = MarlinLinear.__init__

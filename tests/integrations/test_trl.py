@@ -77,7 +77,7 @@ def test_sft_trainer_trains_an_adapter_that_loads_and_merges(tmp_path):
 
 
 def test_a_packed_head_is_named(tmp_path):
-    """SFTTrainer itself multiplies with lm_head.weight, which a packed head does not have as a tensor."""
+    """SFTTrainer multiplies with lm_head.weight itself; a packed head has no such tensor."""
     trainer = sft_trainer(packed_model(), tmp_path)
     with pytest.raises(TypeError, match=r"weight\[...\]: got MarlinLinear.weight, which only describes a packed"):
         trainer.train()

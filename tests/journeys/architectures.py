@@ -1,14 +1,14 @@
-"""Tries a tiny random model of every architecture that transformers can build. Loads it in 4 bit, runs and saves it,
-and loads what was saved.
+"""Tries a tiny random model of every architecture that transformers can build: loads it in 4 bit, runs it, saves it,
+and loads the saved model.
 
     python -m tests.journeys.architectures [FAMILY ...] > results
     python -m tests.journeys.architectures --record PAGE results ...
 
-The first command prints the result of each family. The second makes a page of printed results; a later result of a
+The first command prints the result of each family. The second writes a page from printed results; a later result of a
 family replaces an earlier one. "right" means that the model ran, that the saved model has the same bits and gives the
-same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same, except that
-nothing ran, because this script cannot run the model in floats. If a model cannot be built from a shrunken config, the
-page gives the reason, which says nothing about this package.
+same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same without a run,
+because this script cannot run the model in floats. If a model cannot be built from a shrunken config, the page states
+the reason, which is not a fault of this package.
 """
 
 import contextlib
@@ -78,12 +78,12 @@ and names the matrices that stay in floats.
 
 | result | families | meaning |
 |---|---|---|"""
-LARGEST = 240_000_000  # larger models, in bytes, are left out
+LARGEST = 240_000_000  # in bytes; larger models are skipped
 FIRST = ("clip", "siglip", "llava", "gemma3", "t5", "modernbert", "wav2vec2", "mamba", "mamba2")
 
 
 def families() -> list[str]:
-    """Returns every model type for which transformers has a base or language-model class."""
+    """Returns every model type with a base class or a language-model class in transformers."""
     known = {name for table in HEADS for name in getattr(auto, table)}
     return [*FIRST, *sorted(known - set(FIRST))]
 
@@ -94,18 +94,18 @@ def shrunken(family: str) -> PreTrainedConfig:
 
 
 def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a new config with small sizes, from which the class computes further values.
+    """Returns a new config with small sizes, from which the class computes its other values.
 
-    If the class refuses the sizes, the given config is changed instead.
+    If the class refuses the sizes, this function changes the given config instead.
     """
     inside = {name: smaller(value) for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if isinstance(getattr(config, name, None), int)}
     if config.model_type == "blt":
-        sizes["encoder_hash_byte_group_vocab"] = 64  # 500,002 by default, six times
+        sizes["encoder_hash_byte_group_vocab"] = 64  # the default of 500,002 is needed six times
     if config.model_type in ("mamba2", "bamba"):
         sizes |= {"num_heads": 4, "n_groups": 1}
     if isinstance(getattr(config, "initializer_range", None), float):
-        sizes["initializer_range"] = 0.02  # BLIP's 1e-10 gives weights that no fp16 scale can hold
+        sizes["initializer_range"] = 0.02  # with BLIP's default of 1e-10, no fp16 scale could represent the weights
     with contextlib.suppress(Exception):
         return type(config)(**sizes, **inside)
     before = getattr(config, "num_hidden_layers", None)
@@ -113,8 +113,8 @@ def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
         with contextlib.suppress(Exception):
             setattr(config, name, value)
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == before:  # one entry for each layer
-            with contextlib.suppress(AttributeError):  # some configs compute this value and do not let it be set
+        if isinstance(value, list) and len(value) == before:  # the list has one entry per layer
+            with contextlib.suppress(AttributeError):  # some configs compute this value and raise if it is set
                 setattr(config, name, value[: config.num_hidden_layers])
     return config
 
@@ -173,7 +173,7 @@ def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def journey(family: str) -> tuple[str, str]:
-    """Returns the result of one family, and a note about it."""
+    """Returns the result of one family, and a note about the result."""
     torch.manual_seed(0)
     try:
         cls = class_of(family)
@@ -232,7 +232,7 @@ def first_line(error: Exception) -> str:
 
 
 def result_of(family: str) -> tuple[str, str]:
-    """Calls `journey` without the output of the libraries. If it raises, returns the error as the result."""
+    """Calls `journey` without the output of the libraries. An exception becomes the result."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             return journey(family)

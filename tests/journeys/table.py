@@ -2,8 +2,8 @@
 
     python -m tests.journeys.table [NUMBER ...]
 
-The command prints a line for each user's journey. A journey returns what happened, or raises AssertionError if this
-must not happen. If a journey needs a library that is not installed, the line says that it was not tried.
+The command prints a line for each user. A function returns what happened, or raises AssertionError if this must not
+happen. If a function needs a library that is not installed, the line says that it was not tried.
 """
 
 import importlib.metadata
@@ -245,7 +245,7 @@ JOURNEYS: dict[int, Callable[[Path], str]] = dict(
 
 
 def take(number: int) -> tuple[bool, str]:
-    """Runs a journey. Returns True if it ended as it must, and what happened."""
+    """Runs the function of one user. Returns True if it ended as it must, and what happened."""
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):

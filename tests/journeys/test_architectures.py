@@ -7,8 +7,8 @@ from tests.journeys.architectures import FIRST, families, result_of
 SAMPLE = (
     *FIRST,
     *("falcon_mamba", "gpt2", "falcon", "whisper", "vit", "gte", "inkling_text", "fastspeech2_conformer"),
-    "olmo",  # has no parameter of floats when all its matrices are packed
-    "xlm-roberta",  # its head stands before its table, and has the bias of another tensor
+    "olmo",  # has no float parameter if all its matrices are packed
+    "xlm-roberta",  # defines its head before its table, and the head has the bias of another tensor
     "qwen3_omni_moe_thinker",  # its blocks initialize the tensors of their experts
 )
 

@@ -1,4 +1,4 @@
-"""Files whose layers have 4, 5, 6 and 8 bits side by side take as much memory as the file, within 3 percent."""
+"""Files with layers of 4, 5, 6 and 8 bits need as much memory as the file has bytes, within 3 percent."""
 
 from pathlib import Path
 
@@ -11,13 +11,15 @@ from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 
 def q4_k_m_of_gemma(name: str) -> str:
-    """llama.cpp's recipe for a mixture whose down projections have no whole blocks of 256, as Gemma 4 26B."""
+    """Returns types by llama.cpp's recipe for a mixture whose down projections are no multiple of 256, as in Gemma 4
+    26B.
+    """
     if "down_exps" in name:
         return "Q8_0" if "blk.0" in name else "Q5_0"
     return "Q6_K" if name.startswith("token_embd") else ranks.q4_k_m(name)
 
 
-# The architecture in the file, the family of the model, the type of each tensor, sizes, and the formats in memory.
+# The architecture in the file, the model's family, the type of each tensor, sizes, and the formats in memory.
 GGUF = {
     "Llama 3.1 8B, Q4_K_M": ("llama", "llama", ranks.q4_k_m, {}, {"uint4_bias", "uint6b32"}),
     "Qwen3 30B A3B, Q4_K_M": ("qwen3moe", "qwen3moe", ranks.q4_k_m, {}, {"uint4_bias", "uint6b32"}),

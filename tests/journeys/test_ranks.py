@@ -1,4 +1,4 @@
-"""The ten commonest kinds of files, from file to generated tokens in the lines that a user types.
+"""The ten most common kinds of files, from file to generated tokens, with the lines that a user types.
 
 `python -m tests.journeys.test_ranks --write` writes the table of docs/use/what-loads.md.
 """
@@ -37,11 +37,12 @@ IDS = torch.tensor([[3, 9, 27, 5]])
 NEW = 4
 # K-quants have blocks of 256 weights.
 LARGE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 8}
-FAR = 0.003  # of the norm of the logits: twice what fp16 changes; wrong words in one kind of layer change 0.008 or more
+# relative to the norm of the logits: twice the error of fp16; wrong words in one kind of layer cause 0.008 or more
+FAR = 0.003
 
 
 def blocks_of(values: np.ndarray, kind: Any) -> np.ndarray:
-    """Quantizes with the package gguf, or with our own encoders of the types that it only decodes."""
+    """Quantizes with the package gguf, or with our own encoders for the types that gguf can only decode."""
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:
@@ -49,12 +50,12 @@ def blocks_of(values: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def q4_k_m(name: str) -> str:
-    """The recipe of llama.cpp, as far as two layers have it."""
+    """Returns the type of a tensor by llama.cpp's recipe, as far as it applies to two layers."""
     return "Q6_K" if "attn_v" in name or "ffn_down" in name or name.startswith("output") else "Q4_K"
 
 
 def ud_q4_k_xl(name: str) -> str:
-    """Experts as unsloth has them: gate and up Q4_K, down Q5_K, everything else Q8_0."""
+    """Returns the type of a tensor in unsloth's files: gate and up Q4_K, down Q5_K, everything else Q8_0."""
     return "Q5_K" if "down_exps" in name else "Q4_K" if "_exps" in name else "Q8_0"
 
 
@@ -62,7 +63,7 @@ def ud_q2_k_xl(name: str) -> str:
     return "Q3_K" if "down_exps" in name else "Q2_K" if "_exps" in name else "Q8_0"
 
 
-Made = tuple[Path, torch.Tensor]  # a file, and the logits of its weights as its producer decodes them
+Made = tuple[Path, torch.Tensor]  # a file, and the logits of the weights that its producer decodes
 
 
 def of_gguf(architecture: str, family: str, kinds: Callable[[str], str]) -> Callable[[Path], Made]:
@@ -75,13 +76,13 @@ def of_gguf(architecture: str, family: str, kinds: Callable[[str], str]) -> Call
             file = gguf_models.write(path / "model.gguf", architecture, model, kinds)
         finally:
             gguf_models.quantize = before
-        return file, gguf_models.outputs(model, IDS)  # the model has the values that gguf decodes
+        return file, gguf_models.outputs(model, IDS)  # gguf decodes the weights of the model
 
     return made
 
 
 def of_layers(path: Path) -> Made:
-    """Returns the logits of a directory's weights, decoded by their definitions in numpy."""
+    """Returns the logits of a directory's weights, decoded in NumPy by the formats' definitions."""
     state = load_file(path / "model.safetensors")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     for name, tensor in model.state_dict().items():
@@ -92,7 +93,7 @@ def of_layers(path: Path) -> Made:
 
 
 def nvfp4_and_fp8(path: Path) -> Made:
-    """The MLP in NVFP4 and the attention in FP8, as compressed-tensors stores them."""
+    """Writes the MLP in NVFP4 and the attention in FP8, as compressed-tensors does."""
 
     def part(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         if weight.shape[0] == weight.shape[1]:
@@ -109,7 +110,7 @@ def nvfp4_and_fp8(path: Path) -> Made:
 
 
 def four_and_eight(path: Path) -> Made:
-    """AutoRound's: most layers in 4 bit, some in 8."""
+    """Writes AutoRound's layers, most in 4 bit and some in 8 bit."""
     names = [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
     settings = GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:gptq"}
     settings["extra_config"] = {name: {"bits": 8} for name in names}
@@ -118,7 +119,7 @@ def four_and_eight(path: Path) -> Made:
 
 
 def in_halves(path: Path, dtype: torch.dtype, scales: torch.dtype | None = None) -> Path:
-    """Stores what is not quantized in 16 bits, and scales, too, if a dtype is given."""
+    """Stores unquantized tensors in 16 bits, and scales in `scales` if it is given."""
     file = path / "model.safetensors"
     state = load_file(file)
     for name, value in state.items():
@@ -136,13 +137,13 @@ def block_fp8(path: Path) -> Made:
 
 
 def of_mlx(folder: str) -> Callable[[Path], Made]:
-    """Files of mlx-lm, with the logits of mlx-lm's own model."""
+    """Writes a directory of mlx-lm. Returns it with the logits of mlx-lm's own model."""
     file = MODELS / "mlx" / folder
     return lambda path: (file, torch.from_numpy(np.load(file / "logits.npy"))[None, : IDS.shape[1]])
 
 
 def bitsandbytes(path: Path) -> Made:
-    """A file of bitsandbytes, with the weights that it decodes."""
+    """Writes a directory of bitsandbytes. Returns it with the logits of the weights that bitsandbytes decodes."""
     file = MODELS / "bitsandbytes-nf4-doublequant"
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
     state = load_file(file / "model.safetensors") | load_file(file / "reference.safetensors")
@@ -152,7 +153,7 @@ def bitsandbytes(path: Path) -> Made:
 
 @dataclass(frozen=True)
 class Journey:
-    """One kind of file: its rank, its name, what makes a small one, and what of it stays packed."""
+    """A kind of file: its rank, its name, a function that writes a small one, and its packed parts."""
 
     rank: int
     what: str
@@ -178,7 +179,7 @@ JOURNEYS = (
 
 
 def load(path: Path, device: str) -> Any:
-    """The lines that a user types."""
+    """Loads a file with the lines that a user types."""
     if path.suffix == ".gguf":
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent)).half()
         load_quantized(model, path, device=device, progress=False)
@@ -187,7 +188,7 @@ def load(path: Path, device: str) -> Any:
 
 
 def bytes_of(model: nn.Module) -> tuple[int, int]:
-    """Returns the bytes of a model's tensors, and those of its packed layers."""
+    """Returns the bytes of a model's tensors, and of its packed layers."""
     held = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     layers = [layer for layer in model.modules() if isinstance(layer, PackedLayer)]
     inside = {id(t): t.nbytes for layer in layers for t in layer.buffers()}
@@ -195,7 +196,6 @@ def bytes_of(model: nn.Module) -> tuple[int, int]:
 
 
 def bytes_in(path: Path) -> int:
-    """Returns the bytes of the tensors of a file."""
     if path.suffix == ".gguf":
         return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
     total = 0
@@ -206,7 +206,7 @@ def bytes_in(path: Path) -> int:
 
 
 def run(made: Made, device: str = "cpu") -> tuple[float, float]:
-    """Loads, compares and generates. Returns bytes in memory over those in the file, and the packed share of memory."""
+    """Loads, compares and generates. Returns the bytes in memory over those in the file, and the packed share."""
     path, expected = made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -230,7 +230,7 @@ def rows_of_page() -> list[str]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Callable[[Journey], Made]:
-    """Returns a function that makes a journey's file when a test first asks for it."""
+    """Returns a function that writes the file of a kind when a test first needs it."""
     return functools.cache(lambda journey: journey.make(tmp_path_factory.mktemp("file")))
 
 
@@ -240,7 +240,7 @@ def test_a_file_of_each_rank_loads_and_generates_as_the_page_says(journey, files
 
 
 def is_sampled(journey: Journey) -> bool:
-    """Returns whether a run on mps takes a journey. The others have layouts and kernels like one that it takes."""
+    """Returns whether the sample includes this kind on mps. The other kinds have similar layouts and kernels."""
     return journey.what not in ("MLX mxfp8, mixture", "MLX mixed_4_6, mixture", "FP8 in blocks")
 
 
@@ -257,7 +257,7 @@ def test_the_page_has_all_ranks() -> None:
     assert len(rows_of_page()) == len(JOURNEYS)
 
 
-# Shrunken in all sizes, but with the share of the vocabulary and of the heads that the models have.
+# All sizes are reduced, but the vocabulary and the heads have the same shares as in the real models.
 LLAMA_8B = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 3}
 LLAMA_8B |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 GPT_OSS = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16}
@@ -287,7 +287,7 @@ def shrunken(architecture: str, family: str, sizes: dict[str, int], kinds: Calla
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-# What makes a file, and the largest ratio of bytes in memory to bytes in the file.
+# A function that writes a file, and the largest allowed ratio of bytes in memory to bytes in the file.
 EIGHT_BITS = {
     "Llama FP8, a scale for each row": (of_safetensors(fp8, scheme("float-quantized"), torch.bfloat16), 1.01),
     "Llama int8": (of_safetensors(int8, scheme("int-quantized"), torch.bfloat16), 1.01),

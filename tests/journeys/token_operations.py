@@ -1,10 +1,10 @@
-"""Counts the operations of one more decoder layer in one decoded token, before and after `fuse_layers`.
+"""Counts the operations of one additional decoder layer in one decoded token, before and after `fuse_layers`.
 
     python -m tests.journeys.token_operations [FAMILY ...]
 
 The models are tiny and random, have 4-bit layers, and run in eager mode on the CPU. On a Mac, every operation except a
-view would be a dispatch. If no families are named, the command takes every family with a causal language model.
-The command prints a page in Markdown.
+view would be a dispatch. Without arguments, the command runs every family with a causal language model. It prints a
+page in Markdown.
 """
 
 import contextlib
@@ -42,10 +42,13 @@ def fill(text: Any) -> None:
 
 
 def model_of(family: str, layers: int | None = None) -> Any:
-    """Returns a tiny random model in 4 bit, with `layers` layers of attention, or None for the family's own layers."""
+    """Returns a tiny random model in 4 bit.
+
+    It has `layers` layers of attention, or the family's default number if None.
+    """
     config = shrunken(family)
     cls = class_of(family)
-    if not isinstance(config, cls.config_class):  # the model is the text part of a composite one
+    if not isinstance(config, cls.config_class):  # the model is the text part of a composite model
         config = config.get_text_config()
     text = config.get_text_config()
     fill(text)
@@ -53,7 +56,7 @@ def model_of(family: str, layers: int | None = None) -> Any:
         text.num_hidden_layers = layers
         if types := getattr(text, "layer_types", None):
             kind = next((kind for kind in types if "attention" in kind and "linear" not in kind), types[0])
-            with contextlib.suppress(AttributeError):  # some configs compute this value and do not let it be set
+            with contextlib.suppress(AttributeError):  # some configs compute this value and raise if it is set
                 text.layer_types = [kind] * layers
     torch.manual_seed(0)
     model = cls._from_config(config).eval()
@@ -68,7 +71,7 @@ def model_of(family: str, layers: int | None = None) -> Any:
 
 
 def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = False) -> Counter[str]:
-    """Counts the operations of `tokens` tokens that follow six tokens in the cache."""
+    """Counts the operations of `tokens` tokens after six tokens in the cache."""
     ids = torch.arange(5, 11 + tokens).repeat(batch, 1)
     cache = StaticCache(config=model.config, max_cache_len=16) if is_static else None
     with torch.no_grad():
@@ -79,7 +82,7 @@ def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = F
 
 
 def pair_of(family: str, fuse: bool) -> tuple[list[Any], FusedLayersReport]:
-    """Returns two models, one with a single layer and one with two layers, and what was fused in the latter.
+    """Returns two models, with one layer and with two layers, and the report of fusing the second.
 
     Args:
         family: the models' type.
@@ -93,14 +96,14 @@ def pair_of(family: str, fuse: bool) -> tuple[list[Any], FusedLayersReport]:
 
 
 def of_one_layer(models: list[Any], **options: Any) -> Counter[str]:
-    """Counts the operations of one more layer in a pair of models. The options are those of `of_one_call`."""
+    """Counts the operations that a second layer adds, in a pair of models. The options are those of `of_one_call`."""
     one, two = (of_one_call(model, **options) for model in models)
     two.subtract(one)
     return +two
 
 
 def of_a_token(family: str, fuse: bool) -> tuple[Counter[str], FusedLayersReport]:
-    """Counts the operations of one more layer in one decoded token, and returns what was fused."""
+    """Counts the operations that a layer adds to one decoded token, and returns the report of fusing."""
     models, report = pair_of(family, fuse)
     return of_one_layer(models), report
 
@@ -118,8 +121,6 @@ def of_whole_model(family: str, fuse: bool) -> tuple[Counter[str], FusedLayersRe
 
 @dataclass
 class Row:
-    """A family's line of the table."""
-
     family: str
     note: str = ""
     before: int = 0
@@ -129,7 +130,6 @@ class Row:
     failure: str = ""
 
     def __str__(self) -> str:
-        """Returns a row of Markdown."""
         if self.failure:
             return f"| {self.family} | | | {self.failure} | |"
         fused = ", ".join(f"{count} {kind}" for kind, count in self.fused.items()) or "nothing"
@@ -137,7 +137,7 @@ class Row:
 
 
 def row_of(family: str) -> Row:
-    """Measures one more layer of a family, or its whole model if that is not possible."""
+    """Measures the operations that a layer of a family adds, or of its complete model if that is not possible."""
     row = Row(family)
     for measure, note in ((of_a_token, ""), (of_whole_model, " *")):
         row.note = note

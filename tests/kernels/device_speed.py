@@ -1,4 +1,4 @@
-"""Measures how fast the software Metal device runs in fast and in checked mode, in CPU time of one core.
+"""Measures the speed of the software Metal device in fast and in checked mode, in CPU time of one core.
 
 python tests/kernels/device_speed.py
 """
@@ -40,7 +40,7 @@ kernel void sums(device float* y, uint i [[thread_index_in_threadgroup]]) {
 
 
 class Clock:
-    """Measures the CPU seconds spent in kernel launches, without preparing and checking tensors."""
+    """Measures the CPU seconds of kernel launches, without preparing and checking tensors."""
 
     seconds = 0.0
 
@@ -62,7 +62,7 @@ class Clock:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Returns the shortest of several rounds. The first round is not counted, because it compiles."""
+    """Returns the shortest of several rounds, without the first round, which compiles."""
     work()
     taken = []
     for _ in range(ROUNDS):

@@ -1,7 +1,7 @@
-"""Shows which products stay within their error bound under Metal's default options: fast math and fast functions.
+"""Shows which products stay within their error bound with Metal's default options: fast math and fast functions.
 
-`PYTHONPATH=. python tests/kernels/fast_mode.py` prints for each weight format and kernel the largest error, in multiples of
-the bound of docs/use/operators.md. The package compiles its kernels in safe mode.
+`PYTHONPATH=. python tests/kernels/fast_mode.py` prints the largest error for each weight format and kernel, in
+multiples of the bound of docs/use/operators.md. The package compiles its kernels in safe mode.
 """
 
 import functools

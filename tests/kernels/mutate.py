@@ -35,7 +35,7 @@ from tests.support.kernels import launch as kernel_launch  # noqa: E402
 KERNELS = kernel_launch.KERNELS
 TIMEOUT_SECONDS = 120
 OUTCOMES = ("caught", "survived", "explained", "does not compile", "cannot be judged")
-# Why a mutant may survive. EXPLAINED below maps descriptions of mutants to such reasons.
+# Reasons why a mutant may survive. EXPLAINED below maps descriptions of mutants to these reasons.
 _NO_TOKENS = "a block without tokens, or of no chunks, is the scan's neutral element"
 _GUARDED = "the last whole step goes through the guarded one: the same loads, the same sums"
 _EQUAL = "equal values"
@@ -104,7 +104,7 @@ def without_comments(text: str) -> str:
 
 
 def _operand(code: str, position: int, step: int) -> int:
-    """Returns the end of the operand that begins at `position`, going in the direction of `step`."""
+    """Returns the end of the operand that begins at `position`, in the direction of `step`."""
     opening, closing = ("(", ")") if step > 0 else (")", "(")
     depth = 0
     while 0 <= position < len(code):
@@ -164,9 +164,9 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
 
 def _run(folder: str, file: str) -> str:
-    """Runs the cases of a file on the kernels in `folder`, in a process of its own, and returns the verdict."""
+    """Runs the cases of a file on the kernels in `folder`, in a separate process, and returns the verdict."""
     kernel_launch.KERNELS = Path(folder) / "kernels"
-    os.chdir(folder)  # the compiler looks for the kernels' headers in the working directory first
+    os.chdir(folder)  # the compiler searches the working directory for the kernels' headers first
     for name, case in mutation_cases.cases_of(file):
         try:
             case()
@@ -242,7 +242,7 @@ def main() -> int:
 
 
 def summary(results: list[tuple[Mutant, str, str]], not_there: list[str], seconds: float) -> int:
-    """Prints counts by file and the mutants that no test caught. Returns 0 if EXPLAINED has a reason for each.
+    """Prints counts by file and the mutants that no test caught. Returns 0 if EXPLAINED has a reason for each of them.
 
     Args:
         results: mutants with outcome and verdict.

@@ -1,4 +1,7 @@
-"""Has a few small cases for each file of `kernels/`, with tails on all sides. Every mutant of a file runs its cases."""
+"""A few small cases for each file of `kernels/`, with tails in all dimensions.
+
+Every mutant of a file runs its cases.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -76,7 +79,7 @@ def _embedding_cases() -> Iterator[Case]:
 
 
 def _decode_cases() -> Iterator[Case]:
-    """Every code of 8 bits in the kernels that decode in different ways; those of 4 bits are in the kernels' own cases."""
+    """Yields every code of 8 bits in kernels with different decodes; the kernels' own cases have 4-bit codes."""
     for kernel in ("gemv", "gemv_or_form", "fused", "tensor", "double_buffered"):
         for weight_format in ("uint8b128", "float8_e4m3", "uint5b16", "uint6b32"):
             yield f"every code {kernel} {weight_format}", partial(eight_bits.test_every_code, kernel, weight_format)
@@ -209,7 +212,7 @@ def _moe_loop_cases(kernel: str) -> Iterator[Case]:
 
 
 def _shared_body_cases(dense: Callable[[], Iterator[Case]], kernel: str) -> Iterator[Case]:
-    """Yields the cases of a dense kernel and of the kernel for experts that has loops with fewer rows."""
+    """Yields the cases of a dense kernel, and of the kernel for experts with the same body and loops for fewer rows."""
     yield from dense()
     yield from _moe_loop_cases(kernel)
 
@@ -283,7 +286,7 @@ def _many_chunks() -> None:
 
 
 def _mlstm_cases() -> Iterator[Case]:
-    # First tails on all sides with scalar loads, then with vector loads, then no tails.
+    # First tails in all dimensions with scalar loads, then with vector loads, then no tails.
     yield _mlstm(mlstm.Sequence(S=77, DK=33, DV=38, chunk_size=64, offset=1), simdgroups=1, segment=1)
     yield _mlstm(mlstm.Sequence(S=84, DK=72, DV=96, chunk_size=32, m0=2.0), simdgroups=4, gate_simdgroups=3, segment=2)
     yield _mlstm(mlstm.Sequence(S=128, DK=32, DV=64, chunk_size=64, regime="strong"))

@@ -1,4 +1,4 @@
-"""Faults that no general rule of `mutate.py` makes, for example wrong layouts of operands."""
+"""Faults that the general rules of `mutate.py` do not make, for example wrong layouts of operands."""
 
 # For each file of `kernels/`: a kind of fault, the original text, which occurs once in the file, and its replacement.
 SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {

@@ -1,4 +1,4 @@
-"""The kernels of kernels/decoder/ in checked mode: results within the operators' bound, and no access outside of tensors."""
+"""The kernels of kernels/decoder/ in checked mode: results within the bound, no access outside of tensors."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ NORMS = [
     (1, 1, FLOAT, False, 0),
     (33, 3, HALF, True, 7),
     (777, 2, BFLOAT, True, 0),
-    (8200, 2, FLOAT, False, 3),  # all threads, and a tail in the second turn
+    (8200, 2, FLOAT, False, 3),  # all threads, and a tail in the second iteration
 ]
 
 
@@ -60,7 +60,7 @@ def test_rotary(
     whole = [t.double().expand(B, -1, -1) for t in (cos, sin)]
     if "PerPair" in flags:
         whole = [t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in whole]
-    if "Transposed" in flags:  # element i gets the sine of element j, with the opposite sign
+    if "Transposed" in flags:  # element i is multiplied by the sine of element j, with the opposite sign
         whole[1] = -whole[1].roll(R // 2, -1)
     for got, x in zip(run_rotary(q, k, cos, sin, *flags), (q, k), strict=True):
         wide = (x.double(), *whole)

@@ -1,4 +1,4 @@
-"""The kernels of products, on codes of 5, 6 and 8 bits, agree with fp64: every code, and sampled shapes, groups and dtypes."""
+"""Products with codes of 5, 6 and 8 bits agree with fp64: every code, and a sample of shapes, groups and dtypes."""
 
 import random
 
@@ -30,7 +30,7 @@ from tests.support.kernels.problems import (
 )
 from tests.support.kernels.tiles import STAGED, STRIPED
 
-# Formats of 5 and 6 bits differ from each other and from those of 8 bits only in the planes, so a sample has them.
+# Formats of 5 and 6 bits differ from each other and from formats of 8 bits only in the planes, so a sample is enough.
 SAMPLE = (*reference.EIGHT_BITS, "uint5", "uint6_bias")
 KERNELS = {
     "gemv": (GEMV_AXES, DIRECT_LAUNCH),
@@ -43,7 +43,7 @@ BLOCKS = {"weight_format": "float8_e4m3", "group_size": 128, "block_scales": Tru
 
 
 def every_code(K: int, N: int, weight_format: str) -> np.ndarray:
-    """Returns all codes of a format, one after the other down each column."""
+    """Returns all codes of a format, in turn along each column."""
     codes = (np.arange(K)[:, None] + np.arange(N)[None, :]) % (1 << reference.code_bits(weight_format))
     return codes.astype(np.uint8)
 
@@ -55,7 +55,7 @@ def test_every_code(kernel: str, weight_format: str) -> None:
     p = problem(256, 4, 256, weight_format=weight_format, dtype=widest(kernel), group_size=16)
     codes = every_code(p.K, p.N, weight_format)
     if weight_format == "float8_e4m3":
-        codes[codes & 127 == 127] -= 1  # NaN, which every row would get
+        codes[codes & 127 == 127] -= 1  # NaN codes would make every row NaN
     weight = reference.make_weight(weight_format, p.K, p.N, p.group_size, codes=codes)
     inputs = Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)
     assert torch.equal(RUNS[kernel](p, inputs=inputs), torch.from_numpy(weight.exact).float().to(p.dtype))
@@ -93,7 +93,7 @@ def test_nan_codes_reach_their_column_and_no_other(kernel: str) -> None:
     p = problem(5, 40, 72, weight_format="mxfp8", dtype=widest(kernel), group_size=32)
     inputs = make_inputs(p)
     words = inputs.weight.b_packed.clone()
-    columns = {7: 0x7F, 12: 0xFF, 21: 0xFF, 30: 0x7F}  # each in another byte of a word
+    columns = {7: 0x7F, 12: 0xFF, 21: 0xFF, 30: 0x7F}  # one code for each byte of a word
     for column, code in columns.items():
         words.numpy().view(np.uint8).reshape(p.K // 4, p.N, 4)[column % 18, column, column % 4] = code
     weight = reference.replace(inputs.weight, b_packed=words)

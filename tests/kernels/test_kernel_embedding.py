@@ -1,4 +1,4 @@
-"""The embedding kernel against the exact weight, with tails on both sides, and with ids and a perm out of range."""
+"""Compares the embedding kernel with the exact weight, with tails in N and K, and with ids and a perm out of range."""
 
 from dataclasses import replace
 

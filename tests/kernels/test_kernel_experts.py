@@ -1,7 +1,7 @@
-"""The kernels of mixtures, in checked mode: the sorted table is exact, and products of all experts are within the bound.
+"""The kernels of mixtures, in checked mode: the sorted table is exact, and all products are within the bound.
 
-In checked mode, reading memory that no kernel has written is a fault. Blocks beyond the last and ids that name no
-expert must therefore read nothing.
+In checked mode, a read of memory that no kernel has written is a fault. Blocks beyond the last block, and ids that name
+no expert, must therefore read nothing.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SORTS = [
     (40, 2, 5, 16, torch.int32),
     (40, 3, 512, 8, torch.int64),  # more experts than threads
     (70, 1, 2, 32, torch.int64),
-    (300, 1, 256, 8, torch.int32),  # as many experts as threads, so ids that name no expert are sorted in a second pass
+    (300, 1, 256, 8, torch.int32),  # with as many experts as threads, ids that name no expert need a second pass
 ]
 
 
@@ -58,9 +58,9 @@ def mixture(
         ids: the experts of each token's slots.
         E: number of experts.
         K: rows of a weight.
-        N: columns of a weight.
-        **options: `by_slot`: a row for each slot; `weighted`: the dtype of row weights; `group_size`, `bias`, `reduce`,
-            `use_perm`: as in `moe_gemm`; `two_levels`: whether scales and zeros have codes.
+        N: columns of a weight. **options: `by_slot`: whether each slot has its own row; `weighted`: the dtype of row
+            weights; `group_size`, `bias`, `reduce`, `use_perm`: as in `moe_gemm`; `two_levels`: whether scales and
+            zeros have codes.
     """
     group = min({"nvfp4": 16, "mxfp4": 32}.get(weight_format, options.pop("group_size", 16)), K)
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
@@ -89,7 +89,7 @@ def check(p: Mixture, kernel: str, **options: int | str) -> torch.Tensor:
     return got
 
 
-IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # one expert has more than a block of rows; 3 names no expert
+IDS = [[0, 2], [2, 3], [-1, 2], [1, 1]] + [[2, 0]] * 9  # expert 2 has more than a block of rows; 3 names no expert
 
 
 def case_of_one_sum(kernel: str, **options: int | str) -> None:
@@ -102,7 +102,7 @@ def case_of_pairs(kernel: str, **options: int | str) -> None:
 
 
 def case_of_planes(kernel: str, **options: int | str) -> None:
-    """The second plane of an expert ends with a word that has fewer k."""
+    """Returns a case in which the last word of an expert's second plane is partly filled."""
     check(mixture("uint5_bias", HALF, IDS[:4], E=3, K=72, N=36), kernel, **options)
 
 
@@ -127,13 +127,13 @@ def test_products(case, kernel: str, options: dict[str, int | str]) -> None:
     case(kernel, **options)
 
 
-# Blocks that are full, and last blocks for which the kernels have loops of their own: the rows of five experts.
+# The number of rows of five experts: full blocks, and last blocks for which the kernels have special loops.
 ROWS_OF_EXPERTS = {"moe_gemv_blocks": (1, 2, 3, 4, 7), "moe_fused": (5, 13, 22, 31, 37)}
-MOST_ROWS = {"moe_gemv_blocks": (4,), "moe_fused": (32, 24, 16)}  # of a block; they take turns, too
+MOST_ROWS = {"moe_gemv_blocks": (4,), "moe_fused": (32, 24, 16)}  # maximum rows of a block; the values are used in turn
 
 
 def case_of_rows(kernel: str, turn: int, dtype: torch.dtype) -> None:
-    """Multiplies experts with different numbers of rows. Formats, sizes and options take turns."""
+    """Multiplies experts with different numbers of rows. Formats, sizes and options are used in turn."""
     counts = ROWS_OF_EXPERTS[kernel]
     ids = np.random.default_rng(turn).permutation(np.repeat(np.arange(len(counts)), counts))
     p = mixture(
@@ -154,11 +154,14 @@ def test_last_blocks(turn: int, kernel: str, everything: bool) -> None:
 
 
 def every_second(count: int, first: int) -> list[Any]:
-    """Returns turns of which the sample has every second one. The two tests below have the formats of a sample between them."""
+    """Returns all turns; only every second one is in the sample.
+
+    The samples of the two tests below complement each other.
+    """
     return [pytest.param(turn, marks=() if turn % 2 == first else pytest.mark.whole) for turn in range(count)]
 
 
-# top_k, slices of K, K, and the dtype of activations and results. The order of a sum shows in fp32 only.
+# top_k, slices of K, K, and the dtype of activations and results. Only fp32 results depend on the order of a sum.
 SLOTS = [
     (1, 4, 264, HALF),
     (2, 3, 136, FLOAT),
@@ -171,10 +174,10 @@ SLOTS = [
 
 
 def case_of_summed_slots(turn: int, dtype: torch.dtype | None = None) -> None:
-    """Multiplies and adds by `moe_gemv_reduce`, and compares its bits with those of `moe_gemv` and `moe_reduce`.
+    """Multiplies and adds with `moe_gemv_reduce`, and compares the bits with `moe_gemv` and `moe_reduce`.
 
-    Formats, sizes and options take turns. A token's experts are random, so some repeat and some ids name none. The last
-    token has no expert, and its weights are not numbers.
+    Formats, sizes and options are used in turn. A token's experts are random, so some repeat and some ids name no
+    expert. The last token has no expert, and its weights are NaN.
     """
     top_k, slices, K, usual = SLOTS[turn]
     ids = np.random.default_rng(turn).integers(-1, 5, (3, top_k))
@@ -212,9 +215,9 @@ GATED = [
 
 
 def case_of_a_gate(turn: int, dtype: torch.dtype | None = None) -> None:
-    """Multiplies by `moe_gemv_gated`, and compares its bits with those of `moe_gemv` and `gated_activation`.
+    """Multiplies with `moe_gemv_gated`, and compares the bits with `moe_gemv` and `gated_activation`.
 
-    Formats, sizes and options take turns.
+    Formats, sizes and options are used in turn.
     """
     simdgroups, K, usual = GATED[turn]
     p = mixture(
@@ -237,12 +240,12 @@ def test_an_activation_in_the_same_dispatch(turn: int, everything: bool) -> None
         case_of_a_gate(turn, dtype)
 
 
-# Expert 1 has 71 rows, which are more than a block of 32 or 64, expert 0 has 32 and expert 2 none. 3 ids name no expert.
+# Expert 1 has 71 rows, more than a block of 32 or 64; expert 0 has 32 rows, and expert 2 none. 3 ids name no expert.
 SKEWED = [[1, 0]] * 32 + [[1, -1]] * 2 + [[1, 7]] + [[1, 1]] * 18
 
 
 def case_of_skewed_rows(turn: int, dtype: torch.dtype) -> None:
-    """Multiplies by `moe_tensor` in a format. Tiles, sizes and options take turns."""
+    """Multiplies with `moe_tensor` in a format. Tiles, sizes and options are used in turn."""
     p = mixture(
         TENSOR_FORMATS[turn], dtype, SKEWED, E=3, K=(72, 136, 264)[turn % 3], N=(132, 41, 64, 70)[turn % 4],
         group_size=(32, 16, 128, 64)[turn % 4], by_slot=turn % 3 == 0, bias=turn % 3 != 1, use_perm=turn % 2 == 0,

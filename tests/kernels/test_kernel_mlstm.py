@@ -26,7 +26,7 @@ AXES: dict[str, list[Any]] = {
     "dtype": FLOATS,
     "gate_dtype": FLOATS,
     "sizes": [(1, 1), (1, 2), (2, 3)],
-    # Lengths: one token, one less and one more than a block of 32, whole chunks, and several tails.
+    # Lengths: one token, one less and one more than a block of 32, complete chunks, and several tails.
     "S": [1, 16, 31, 32, 33, 64, 77, 100],
     "chunk_size": [16, 32, 64, 128],
     # Sizes: one; the widths of a lane, fragment, simdgroup and tile; and sizes between these.
@@ -71,14 +71,13 @@ def test_a_sequence_agrees_with_the_recurrence(p: Sequence, options: dict[str, i
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("chunk_size", [64, 256])
 def test_every_regime_of_gates_agrees_over_long_chunks(regime: str, chunk_size: int) -> None:
-    """Every regime of gates works over long chunks. Runs in fast mode."""
+    """Runs in fast mode."""
     for m0 in (None, 20.0, -20.0):
         p = Sequence(S=512, DK=32, DV=48, chunk_size=chunk_size, regime=regime, m0=m0)
         check_close(p, run(p, checked=False), reference(make_inputs(p)))
 
 
 def test_a_forget_gate_of_minus_infinity_resets_the_state() -> None:
-    """A forget gate of minus infinity makes the result exactly independent of earlier tokens."""
     p = Sequence(S=96, DK=32, DV=32, chunk_size=64)
     inputs = dict(make_inputs(p))
     inputs["f"] = inputs["f"].clone()
@@ -91,7 +90,10 @@ def test_a_forget_gate_of_minus_infinity_resets_the_state() -> None:
 
 @pytest.mark.parametrize("save_every", [1, 2, 4])
 def test_saved_states_do_not_depend_on_how_many_are_saved(save_every: int) -> None:
-    """Saved states have the same bits, whether all are saved or only some. The stabilisers of all chunks are saved."""
+    """All saved states have the same bits as if every state were saved.
+
+    The stabilizers of all chunks are always saved.
+    """
     p = Sequence(S=128, DK=40, DV=72, chunk_size=16, m0=3.0)
     every, some = (Run(p, make_inputs(p), {}, save_every=n) for n in (1, save_every))
     for states in (every, some):
@@ -109,7 +111,7 @@ def test_saved_states_do_not_depend_on_how_many_are_saved(save_every: int) -> No
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_output_uses_the_states_that_it_is_given(groups: int) -> None:
-    """If the caller gives the states, mlstm_gates reads their stabilisers and does not write them."""
+    """If the caller passes the states, mlstm_gates reads their stabilizers and does not write them."""
     p = Sequence(S=64, DK=24, DV=40, chunk_size=16)
     whole = run(p)
     given = Run(p, make_inputs(p), {})
@@ -173,7 +175,7 @@ def test_a_value_that_is_not_finite_stays_in_its_tokens_and_columns(name: str, v
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_each_token_with_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
-    """If token t of v is infinite in column t, column t of h is infinite from token t on and unchanged before."""
+    """If token t of v is infinite in column t, column t of h is infinite from token t on, and unchanged before."""
     p = Sequence(S=37, DK=8, DV=40, chunk_size=64, dtype=dtype)
     inputs = dict(make_inputs(p))
     clean = run(p, inputs=inputs).read("H")
@@ -193,15 +195,16 @@ def test_no_work_is_done_twice() -> None:
     states, output = got.counters["mlstm_states"], got.counters["mlstm_output"]
     assert states.mmas == p.heads * p.DK // 8 * p.DV // 8 * p.S // 8
     assert states.threadgroup_barriers == 0
-    # Of the four blocks of queries, two see only their own block of keys, and two also see an earlier block. With its
-    # own block, a block of queries computes 12 score fragments and multiplies 10 of them with v. With an earlier block,
-    # it computes 16 score fragments and multiplies all of them.
+    # Each of the four blocks of queries multiplies its own block of keys: 12 score fragments, 10 of which are
+    # multiplied with v. Two of the blocks also multiply an earlier block of keys: 16 score fragments, all of which are
+    # multiplied with v.
     blocks = p.heads * p.S // 32
     scores = blocks * (12 + 16 // 2) * p.DK // 8
     values = blocks * (10 + 16 // 2) * p.DV // 8
     assert output.mmas == blocks * 4 * p.DK // 8 * p.DV // 8 + scores + values
     assert output.threadgroup_barriers == blocks
-    # Scores are stored in pairs of fragments, six for an own block and eight for another, plus one sum per query.
+    # Scores are stored in pairs of fragments: six for the own block and eight for another block, plus one sum per
+    # query.
     assert output.threadgroup_bytes_written == blocks * 4 * (128 * (6 + 8 // 2) + 32)
     assert states.buffers is not None and output.buffers is not None
     state_bytes = p.heads * p.DK * p.DV * 4

@@ -1,6 +1,6 @@
-"""gemv, fused, the staged kernels and the kernel for tensor units agree with fp64 within the error bound of docs/use/operators.md.
+"""Kernels of products agree with fp64 within the error bound of docs/use/operators.md.
 
-Small shapes run in checked mode: an access out of bounds, a read of memory that nobody wrote or a race fails the test.
+Small shapes run in checked mode: an access out of bounds, a read of uninitialized memory or a race fails the test.
 Memory around the tensors is NaN.
 """
 
@@ -27,7 +27,8 @@ from tests.support.kernels.problems import Problem, check, run_gemv
 from tests.support.kernels.tensor import TILES, run_tensor
 from tests.support.kernels.tiles import STAGED, STRIPED, Tile, run_striped, run_tiles
 
-# One column; values around the columns of a lane, a simdgroup and a tile; and several lanes, simdgroups and tiles.
+# One column; values around the number of columns of a lane, a simdgroup and a tile; several lanes, simdgroups and
+# tiles.
 COLUMNS = [1, 7, 8, 40, 63, 64, 65, 100, 128, 200]
 GEMV_AXES = COMMON | {
     "M": [1, 2, 3, 4, 5, 6, 7, 8, 9, 17],
@@ -101,9 +102,10 @@ def test_tensor_agrees_with_fp64(problems: list[Problem], options: dict) -> None
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
 def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
-    """The host asks for no more threadgroup memory than the kernel uses: with 16 bytes less, an access is out of bounds.
+    """The host requests only the threadgroup memory that the kernel uses: 16 bytes less cause an access out of bounds.
 
-    The host rounds up to a multiple of 16 bytes, so the last 12 may be padding, and the kernel runs without these.
+    The host rounds up to a multiple of 16 bytes, so the last 12 bytes may be padding, and the kernel runs without
+    these.
     """
     p = problem(40, 24, 40, weight_format="lut4", dtype=torch.bfloat16, group_size=16)
     tile = Tile.of(kernel)
@@ -126,9 +128,9 @@ STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_row" in metafunc.fixturenames:
-        # Without --everything one shape per kernel is enough, because test_gemv_agrees_with_fp64,
-        # test_fused_agrees_with_fp64, test_tensor_agrees_with_fp64 and test_staged_kernels_agree_with_fp64 sample the
-        # shapes.
+        # Without --everything, one shape per kernel is enough. Other tests sample the shapes:
+        # test_gemv_agrees_with_fp64, test_fused_agrees_with_fp64, test_tensor_agrees_with_fp64 and
+        # test_staged_kernels_agree_with_fp64.
         whole = metafunc.config.getoption("--everything")
         rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(130, [65])]
         metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])
@@ -136,7 +138,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("kernel", ["gemv", "fused", "tensor", *STAGED, *STRIPED])
 def test_every_shape_agrees_with_fp64(kernel: str, matrix_row: tuple[int, list[int]]) -> None:
-    """Runs each kernel at each shape. Formats, dtypes and options are drawn at random with a fixed seed per shape."""
+    """Runs each kernel at each shape. Formats, dtypes and options are random, with a fixed seed per shape."""
     axes, launch = {
         "gemv": (GEMV_AXES, DIRECT_LAUNCH),
         "fused": (FUSED_AXES, DIRECT_LAUNCH),

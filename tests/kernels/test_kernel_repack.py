@@ -1,4 +1,4 @@
-"""The repack kernels, on the software Metal device, agree with NumPy bit for bit."""
+"""The repack kernels, on the software Metal device, give the same bits as NumPy."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_gptq_repack_of_bytes() -> None:
 
 
 def test_gptq_repack_perm_beyond_range() -> None:
-    """An index that is out of range reads nothing and gives code 0."""
+    """An index out of range reads nothing and gives code 0."""
     K, N = 32, 64
     q = codes(K, N)
     perm = np.arange(K, dtype=np.int32)

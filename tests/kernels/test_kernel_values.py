@@ -36,7 +36,7 @@ def widest(kernel: str) -> torch.dtype:
 
 
 def every_code(p: Problem, **options: torch.dtype) -> Inputs:
-    """Returns the identity as activations, and a weight in which every column runs through the 16 codes."""
+    """Returns the identity as activations, and a weight whose columns all contain the 16 codes in turn."""
     codes = ((np.arange(p.K)[:, None] + np.arange(p.N)[None, :]) % 16).astype(np.uint8)
     weight = reference.make_weight(p.weight_format, p.K, p.N, p.group_size, codes=codes, **options)
     return Inputs(torch.eye(p.K, dtype=p.dtype), weight, None, None)
@@ -59,7 +59,7 @@ def test_dequantize_every_code(weight_format: str, zeros_dtype: torch.dtype | No
     p = problem(1, 65, 40, weight_format=weight_format, dtype=dtype, group_size=16, zeros_dtype=zeros_dtype)
     inputs = every_code(p, zeros_dtype=p.zeros_dtype)
     got, exact = run_dequantize(p, inputs=inputs), inputs.weight.exact
-    # With fp16 scales at most one fp32 operation rounds: q - z or q s + b, and only if zeros have 24 bits.
+    # With fp16 scales, at most one fp32 operation rounds: q - z or q s + b, and only if zeros have 24 significant bits.
     rounded = 2.0**-24 * inputs.weight.magnitude if zeros_dtype is torch.float32 or weight_format == "lut4" else 0.0
     rounded = rounded + 2.0**-23 * np.abs(exact)
     bound = reference.UNIT_ROUNDOFF[dtype] * np.abs(exact) + reference.TINY[dtype] + rounded
@@ -94,9 +94,9 @@ def test_activation_that_is_not_finite(kernel: str, weight_format: str, value: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight_format", ["uint4b8", "float4_e2m1"])
 def test_very_small_activations(weight_format: str, dtype: torch.dtype) -> None:
-    """Some activations are so small that their products with subnormal codes would be flushed to zero.
+    """Some activations are so small that fp32 would flush their products with subnormal codes to zero.
 
-    These activations fill a whole row, every second k in a part of a row, or a single k.
+    These activations fill a complete row, every second k in a part of a row, or a single k.
     """
     p = problem(5, 40, 328, weight_format=weight_format, dtype=dtype, group_size=64, bias_dtype=None)
     inputs = make_inputs(p)
@@ -153,21 +153,21 @@ def test_probe_of_half_subnormals(word: int) -> None:
 
 @pytest.mark.parametrize("foreign", range(6))
 def test_probe_of_tensor_layout(foreign: int) -> None:
-    """The probe finds a matrix whose elements lie elsewhere, among those of half and then of bfloat operands."""
+    """The probe finds a matrix with another layout, first among half operands, then among bfloat operands."""
     found = probed(f"SOFTMETAL_FOREIGN_TENSORS={1 << foreign}")
     matches, element = number("kTensorMatches"), number("kTensorElement")
     assert found[:foreign] + found[foreign + 1 :] == [matches] * 5
-    # In the foreign layout, lane 0 and element 0 have the place of lane 5 and element 1: row 2, column 5.
+    # In the foreign layout, element 0 of lane 0 has the place of element 1 of lane 5: row 2, column 5.
     assert found[foreign] == element | 2 << 8 | 5
 
 
 def test_probe_of_tensor_layout_in_every_order() -> None:
-    """The layouts of a GPU that the kernels know match, whatever a seed chooses for other layouts."""
+    """The known layouts of a GPU match, independent of the seed that shuffles the other layouts."""
     assert probed() == probed(perturb_seed=3) == [number("kTensorMatches")] * number("kTensorProbed")
 
 
 def test_probe_of_the_elements_of_a_lane() -> None:
-    """A lane has 8 elements of the left operand. A probe that expects 16 stores the number."""
+    """A lane has 8 elements of the left operand. A probe that expects 16 stores the actual number."""
     compiled = compile_library("gemm/tensor_probe", replaced=("compare<8>(a,", "compare<16>(a,"))
     out = np.zeros(number("kTensorProbed"), np.uint32)
     compiled.kernel("probe_tensor_layout").launch(groups=1, group=32, buffers={number("kSlotOut"): out})
@@ -191,7 +191,7 @@ def test_the_abi_before_macos_26_2_is_refused(library: str) -> None:
 
 @kernels
 def test_row_stride_beyond_32_bits(kernel: str) -> None:
-    """Multiplies two rows whose distance in elements does not fit in 32 bits."""
+    """Multiplies two rows whose distance in elements needs more than 32 bits."""
     p = problem(3, 64, 32, weight_format="uint4b8", dtype=torch.float16, group_size=32)
     stride = 2**31 + 8
     memory = np.zeros(2 * stride + p.K, np.float16)  # zero pages use no memory; only the rows are written
@@ -203,7 +203,7 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
 
 @kernels
 def test_perm_beyond_range(kernel: str) -> None:
-    """An index that is out of range reads nothing, so its products are zero."""
+    """An index out of range reads nothing, so its products are zero."""
     p = problem(3, 64, 40, weight_format="uint4b8", dtype=widest(kernel), group_size=32, has_perm=True)
     inputs = make_inputs(p)
     perm = inputs.perm.copy()
@@ -216,7 +216,7 @@ def test_perm_beyond_range(kernel: str) -> None:
 
 
 def test_dequantize_perm_beyond_range() -> None:
-    """An index that is out of range writes nothing."""
+    """An index out of range writes nothing."""
     p = problem(1, 64, 40, weight_format="uint4b8", dtype=torch.float32, group_size=32, has_perm=True)
     inputs = make_inputs(p)
     perm = inputs.perm.copy()

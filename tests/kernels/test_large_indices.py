@@ -1,4 +1,4 @@
-"""Kernels at offsets beyond 2^32 elements: the tensors are sparse, so that their rows can be a billion elements apart.
+"""Kernels at offsets beyond 2^32 elements, in sparse tensors whose rows are a billion elements apart.
 
 Each test runs the first threadgroups of a far wider problem. Without a cast to 64 bits in `kernels/gemm/`, an offset
 wraps to memory that holds zeros, or the output stays NaN.
@@ -21,16 +21,17 @@ from tests.support.kernels.launch import Guarded, facts, number, place, place_ou
 from tests.support.kernels.problems import Problem, check, check_dequantize, make_inputs, run_gemv
 from tests.support.kernels.tiles import STAGED, run_staged
 
-STRIDE = 2**30 + 64  # elements from a row to the next: row 4 is beyond 2^32
+STRIDE = 2**30 + 64  # elements from one row to the next: row 4 is beyond 2^32
 STRUCTS = {"reduce": "ReduceParams", "dequantize": "DequantizeParams"}
 
 
 def _spread(buffer: Guarded, rows: int) -> tuple[Buffer, np.ndarray, np.ndarray]:
-    """Copies a dense matrix (a weight's 64 columns, or activations of K columns) to sparse memory with rows STRIDE
-    apart.
+    """Copies a dense matrix to sparse memory, with rows STRIDE apart.
+
+    The matrix is 64 columns of a weight, or activations with K columns.
 
     Returns:
-        The sparse buffer, its rows' first bytes, and those of `buffer`.
+        The sparse buffer, the first bytes of its rows, and the first bytes of the rows of `buffer`.
     """
     dense = buffer.array[buffer.offset :].reshape(rows, -1)
     sparse = Buffer.sparse((rows, dense.shape[1] // buffer.columns * STRIDE), np.uint8)

@@ -1,4 +1,4 @@
-"""Tests how lab/agx counts a kernel's instructions, against a listing counted by hand, so without a compiler."""
+"""Compares lab/agx's instruction counts with a listing that was counted by hand, without a compiler."""
 
 import subprocess
 import sys
@@ -20,8 +20,8 @@ from lab.counting import instructions, kernel_counts  # noqa: E402
 from lab.model import counts as model_counts  # noqa: E402
 from torch_marlin_metal.formats import WEIGHT_FORMATS  # noqa: E402
 
-# Two loops: the inner one is instructions 1 to 5, the outer one 0 to 7. Columns: offset, bytes, name, format, number of
-# elements, target of a jump, text. Format 2 has elements of 4 bytes.
+# Two loops: the inner loop is instructions 1 to 5, the outer loop 0 to 7. Columns: offset, bytes, name, format, number
+# of elements, target of a jump, text. Format 2 has elements of 4 bytes.
 LISTING = [
     ("0", "4", "mov_imm", "-1", "0", "-1"),
     ("4", "8", "device_load", "2", "4", "-1"),
@@ -46,7 +46,8 @@ def test_a_listing_counted_by_hand() -> None:
     inner, outer = sorted(found["loops"], key=lambda loop: loop["instructions"])
     assert (inner["instructions"], outer["instructions"]) == (5, 8)
     assert inner["innermost"] and not outer["innermost"] and found["loops"][found["hot_loop"]] is inner
-    # issue slots: the load, the multiply-add and the bitfield operation take one each, the jump two, the wait none
+    # issue slots: one each for the load, the multiply-add and the bitfield operation, two for the jump, none for the
+    # wait
     assert (inner["issue"], inner["waits"], inner["ic_cycles"], inner["device_load_bytes"]) == (5, 1, 4, 16)
     assert (outer["issue"], outer["simd_cycles"]) == (inner["issue"] + 1 + 2, 15)
     assert inner["est_cycles"] == 5 and outer["est_cycles"] == 8 + 15
@@ -133,7 +134,7 @@ def test_a_missing_compiler_is_named(
 
 
 def test_every_format_without_a_table_has_a_kernel_for_tensor_units_in_the_whole_file_and_is_counted() -> None:
-    """A kind of codes that kernel_list.h does not name would leave a macro in gemm/tensor.metal that nothing defines."""
+    """If kernel_list.h omitted a kind of codes, gemm/tensor.metal would contain an undefined macro."""
     header = (ROOT / "kernels/shared/kernel_list.h").read_text()
     formats = {name: row.code_kind for name, row in WEIGHT_FORMATS.items()}
     assert all(f"#define MARLIN_INSTANTIATE_TENSOR_{kind}(" in header for kind in formats.values())

@@ -1,4 +1,4 @@
-"""What limits a cell of the CPU's table, from made measurements; and instructions counted by single steps."""
+"""The limits of the cells in the CPU's table, from invented measurements; and instructions counted by single steps."""
 
 import platform
 import sys
@@ -23,7 +23,7 @@ def made(
     theirs: float | None = 2.0,
     cached: float = 30.0,
 ) -> tuple[dict[str, Any], dict[Any, dict[str, float]]]:
-    """Returns a cell of 1000 x 1000 weights that take 1 MB, and counts; a plain read has 100 GB/s, so it takes 10 us."""
+    """Returns a cell for 1000 x 1000 weights of 1 MB, and counts. A plain read at 100 GB/s takes 10 us."""
     line = {
         "isa": "amx", "a": "fp32", "M": 8, "weight": "Q8_0", "shape": "1000x1000", "bytes": 1e6, "read": 100e9,
         "us": us, "rivals": {"dense": "dense"}, "rival_us": {"dense": rival_us}, "rates": {"fma_512": 1e9},
@@ -40,14 +40,14 @@ def made(
     [
         ({"us": 11.0}, "m"),  # 0.91 of a plain read
         ({"products": 0.08}, "p"),  # the products take 80 of 100 us
-        ({"products": 0.06, "rival_us": 50.0}, "p"),  # they take 60 us, and the rival's kernel 50
+        ({"products": 0.06, "rival_us": 50.0}, "p"),  # products take 60 us, and the rival's kernel 50 us
         ({"products": 0.04}, "w"),
         ({"ours": 3.0}, "i"),
         ({"ours": 3.0, "theirs": None}, "w"),
-        ({"cached": 75.0}, "c"),  # from caches the kernel takes 75 of 100 us
+        ({"cached": 75.0}, "c"),  # with data in caches, the kernel takes 75 of 100 us
         ({"cached": 60.0, "rival_us": 50.0}, "c"),
         ({"cached": 75.0, "ours": 3.0}, "i"),
-        ({"us": 40.0, "cached": 27.0}, "b"),  # from caches 27 us, and a plain read 10 us
+        ({"us": 40.0, "cached": 27.0}, "b"),  # with data in caches 27 us, and a plain read 10 us
     ],
 )
 def test_reason_of_a_cell(cell: dict[str, Any], letter: str) -> None:
@@ -68,7 +68,7 @@ def test_time_of_products_follows_the_rows() -> None:
     not (sys.platform == "linux" and platform.machine() == "x86_64"), reason="single steps need x86-64 Linux"
 )
 def test_instructions_of_a_product_are_counted() -> None:
-    """Two rows of fp32 take one multiply-add for each vector of codes and row, and one to scale each group's sums."""
+    """Two rows of fp32 need one multiply-add for each vector of codes and row, and one to scale each group's sums."""
     K, N, M = 64, 64, 2
     wide = {"avx2": 8, "avx512": 16, "amx": 16}.get(tmm.cpu_capability().isa)
     if wide is None:

@@ -1,4 +1,4 @@
-"""lab.whole_models.fit compares choices with one format at the same bytes; with a text, a choice is no worse for a trained model."""
+"""lab.whole_models.fit compares choices at the same bytes; a choice with a text is no worse, for a trained model."""
 
 from examples import writer
 from lab.whole_models import fit

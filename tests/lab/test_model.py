@@ -1,4 +1,4 @@
-"""The model predicts the seconds that the planner's C++ model predicted, and lists the tilings that the planner takes."""
+"""The model predicts the same seconds as the planner's former C++ model, and lists the planner's tilings."""
 
 import csv
 import re
@@ -17,7 +17,7 @@ from tests.support.pages import blocks
 from torch_marlin_metal.extension import native
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# Predictions of an independent C++ model, with the counts that it used (cpp_counts.csv).
+# Predictions of an independent C++ model, with its counts (cpp_counts.csv).
 ROWS = list(csv.DictReader((Path(__file__).parent / "cpp_model.csv").open(newline="")))
 M1, M5 = AppleSiliconGPU.from_name("M1"), AppleSiliconGPU.from_name("M5")
 # Products of the planner: (chip, cores, M, N, K, format, group size, activations).
@@ -34,7 +34,6 @@ PRODUCTS = [
 
 
 def problem_of(row: dict[str, str]) -> model.Problem | model.ExpertsProblem:
-    """Returns the product of a row."""
     number = {name: int(row[name] or 0) for name in ("M", "N", "K", "group_size", "experts", "top_k")}
     weight: dict[str, Any] = {name: row[name] for name in ("weight_format", "activations")}
     weight["group_size"] = number["group_size"]
@@ -50,7 +49,6 @@ def problem_of(row: dict[str, str]) -> model.Problem | model.ExpertsProblem:
 
 
 def tiling_of(row: dict[str, str]) -> model.Tiling:
-    """Returns the tiling of a row."""
     names = ("stages", "simdgroups", "k_per_slice", "splits", "rest_rows", "stripes")
     M, N, K = map(int, row["tile"].split("x"))
     return model.Tiling(
@@ -61,7 +59,7 @@ def tiling_of(row: dict[str, str]) -> model.Tiling:
 
 @pytest.fixture
 def counts_of_the_cpp_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table of counts that the C++ model used."""
+    """Replaces the table of counts by that of the C++ model."""
     monkeypatch.setattr(counts, "TABLE", Path(__file__).parent / "cpp_counts.csv")
     tables = (counts.rows, counts._find)
     for table in tables:
@@ -90,7 +88,7 @@ def test_every_row_of_the_cpp_model_is_predicted(counts_of_the_cpp_model: None) 
 
 
 def test_the_tilings_of_the_cpp_model_are_candidates() -> None:
-    """The C++ model split less than 512 k of fused into fewer slices than the four that are now the fewest."""
+    """For less than 512 k, the C++ model split K of fused into fewer than four slices; now four is the minimum."""
     for row in ROWS:
         if row["variant"] == "fused" and int(row["K"]) < 512:
             continue
@@ -152,7 +150,7 @@ def test_the_best_is_the_cheapest_but_for_equal_times() -> None:
         tiling, seconds = model.best(problem, M1)
         least = min(model.predict(problem, other, M1) for other in model.candidates(problem, M1, "auto"))
         assert seconds == pytest.approx(model.predict(problem, tiling, M1)) and least <= seconds <= 1.02 * least
-    # 4 schedulers of 8 cores take 18 clocks for 512 multiply-adds; memory reads 60.06 GB/s.
+    # 4 schedulers in each of 8 cores need 18 clocks for 512 multiply-adds; memory reads 60.06 GB/s.
     compute = 200 * 4096**2 / (512 / 18 * 4 * 8 * 1.278e9)
     assert compute < seconds < 2 * compute
     one = model.best(model.Problem(1, 4096, 4096), M1)[1]
@@ -191,7 +189,7 @@ def test_a_format_with_the_same_codes_uses_the_counted_ones_row() -> None:
 
 
 def test_scales_of_two_levels_take_the_bits_of_their_codes() -> None:
-    """Q4_K and IQ4_XS: codes of scales in bytes, and fp16 for 256 k."""
+    """Q4_K and IQ4_XS: codes of scales in bytes, and an fp16 scale for 256 k."""
     for fmt, scales, bits in (("uint4_bias", "uint8", 4.625), ("lut4", "int8", 4.3125), ("uint4b8", None, 4.5)):
         problem = model.Problem(1, 4096, 14336, fmt, 32, scales=scales)
         assert problem.weight_bytes * 8 / (4096 * 14336) == bits, fmt

@@ -1,4 +1,4 @@
-"""Compares what lab/predictions/ prints with values worked out by hand, and with the figures of the pages."""
+"""Compares the output of lab/predictions/ with values computed by hand, and with the numbers on the pages."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_one_commit_adds_the_host_to_the_gpu_and_more_overlap_them() -> None:
     work = [(2e-3, 2e-3)] * 4
     assert commits.token_seconds(work, 1e-3, 0) == (pytest.approx(4e-3 + boundary + 8e-3 + wait), 1)
     assert commits.token_seconds(work, 1e-3, 2e-3) == (pytest.approx(1e-3 + 4 * boundary + 8e-3 + wait), 4)
-    # If the host is slower, the GPU waits for it. Only the last command buffer runs after the host has ended.
+    # If the host is slower, the GPU waits for the host. Only the last command buffer runs after the host has finished.
     assert commits.token_seconds(work, 5e-3, 2e-3)[0] == pytest.approx(20e-3 + boundary + 2e-3 + wait)
 
 
@@ -27,10 +27,10 @@ def test_a_token_has_every_product_and_kernel() -> None:
 
 
 def test_the_limit_at_one_token_is_memory_and_at_many_tokens_the_matrix_rate() -> None:
-    # Four experts with 2880 x 8640 weights of 4 bits, and a byte for each group of 32. 60.06 GB/s are read.
+    # Four experts with 2880 x 8640 weights of 4 bits, and a byte for each group of 32, read at 60.06 GB/s.
     one = 4 * 2880 * 8640 * (0.5 + 1 / 32) / 60.06e9
     assert experts.limit(GPT_OSS, 1, M1) == pytest.approx(one, rel=1e-3)
-    # 8 cores with 4 schedulers at 1.278 GHz. A scheduler takes 18 clocks for 8^3 multiply-adds.
+    # 8 cores with 4 schedulers each at 1.278 GHz. A scheduler needs 18 clocks for 8^3 multiply-adds.
     many = 2048 * 4 * 2880 * 8640 / (8**3 / 18 * 4 * 8 * 1.278e9)
     assert experts.limit(GPT_OSS, 2048, M1) == pytest.approx(many, rel=1e-3)
 
@@ -43,7 +43,7 @@ def test_the_rows_of_an_expert_have_the_right_mean() -> None:
         assert mean == pytest.approx(tokens * mixture.top_k / mixture.experts, rel=1e-4)
 
 
-# The time over the limit at 1, 16 and 512 tokens, and over that of one expert after the other at 512 tokens.
+# The ratio of time to limit at 1, 16 and 512 tokens, and for one expert after another at 512 tokens.
 @pytest.mark.parametrize(
     ("mixture", "name", "over_limit", "over_one_by_one"),
     [

@@ -13,7 +13,7 @@ from lab.published import published
 POINTS = published.CALIBRATION
 ROWS = published.read(POINTS)
 FOUND, LEFT = published.compare(ROWS)
-# Predicted over published time. A change of the model or of a chip's figures shows here.
+# Predicted divided by published time. A change of the model or of a chip's figures changes these ratios.
 MEDIANS = {
     "llama.cpp, prompts": 0.954,
     "llama.cpp, tokens": 1.02,

@@ -1,4 +1,4 @@
-"""The clocks of other projects' kernels beside ours."""
+"""Compares the clocks of other projects' kernels with ours."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from lab.rivals.rivals import Rival
 
 
 def test_clocks_by_hand() -> None:
-    """gemv with one row has 118 slots for 64 weights of a lane, and 110 at the end of each group of 64."""
+    """gemv with one row needs 118 slots for 64 weights of a lane, and 110 at the end of each group of 64."""
     four_bits = next(form for form in FORMS if form.name == "uint4b8 g64")
     assert count.ours(four_bits, 1) == pytest.approx(118 / 64 + 110 / (64 * 128 / 32))
     mlx = Rival("MLX", "affine4", 64)

@@ -1,4 +1,4 @@
-"""The predicted times of other projects' kernels, against products worked out by hand and against published times."""
+"""Compares predicted times of other projects' kernels with times computed by hand and with published times."""
 
 import re
 
@@ -23,21 +23,21 @@ def test_one_row_takes_the_time_of_its_bytes() -> None:
 
 
 def test_the_published_times_of_mlx_on_an_m3_max() -> None:
-    """17408 x 5120, affine 4 bit, groups of 64, one to 32 rows: the first and last of lab/published's list."""
+    """17408 x 5120, affine 4 bit, groups of 64, one to 32 rows: the first and last entries of lab/published's list."""
     rival = Rival("MLX", "affine4", 64)
     assert seconds(rival, 1, 17408, 5120, M3_MAX) == pytest.approx(0.129e-3, rel=0.12)
     assert seconds(rival, 32, 17408, 5120, M3_MAX) == pytest.approx(0.513e-3, rel=0.12)
 
 
 def test_rows_in_one_block_share_what_is_decoded() -> None:
-    """Eight rows in llama.cpp's kernel for few rows take 14.7 clocks a weight; a ninth needs a larger block."""
+    """In llama.cpp's kernel for few rows, eight rows need 14.7 clocks per weight; a ninth row needs a larger block."""
     rival = Rival("llama.cpp", "q4_0")
     eight, nine = (seconds(rival, M, 4096, 14336, M3_MAX) for M in (8, 9))
     assert seconds(rival, 2, 4096, 14336, M3_MAX) == pytest.approx(eight, rel=0.02) and nine > 1.2 * eight
 
 
 def test_kernels_for_tensor_units_take_at_least_their_bytes_or_their_products() -> None:
-    """The weight is read at 614 GB/s times what reads reach. 64 rows take 4.26 clocks for 512 multiply-adds."""
+    """The weight is read at 614 GB/s times the efficiency of reads. 64 rows need 4.26 clocks for 512 multiply-adds."""
     rival, size = Rival("MLX", "nvfp4"), 4096 * 4096
     sixteen, many = (fastest(rival, rows, 4096, 4096, M5_MAX) for rows in (16, 64))
     moved = size * 4.5 / 8 + 16 * 8192 * 2

@@ -1,6 +1,6 @@
 """lab/software/traffic.py reports the counts that follow from the shapes.
 
-peers.py prints the rows of this package that lab/notes/kernel-costs.md shows.
+peers.py prints this package's rows of lab/notes/kernel-costs.md.
 """
 
 import json
@@ -36,10 +36,10 @@ def test_counts_follow_from_the_shapes() -> None:
             "activations": rows, "weights": words, "scales": scales, "zeros": scales // 2, "global_scale": 0, "lut": 0,
             "out": M * N * 2, "partials": 0,
         }  # fmt: skip
-    row_blocks = M  # a block for each row: with so few columns, larger blocks would leave more cores idle
+    row_blocks = M  # one block per row: with so few columns, larger blocks would leave more cores idle
     assert gemv["total"]["weights"] == row_blocks * words
     assert gemv["total"]["scales"] == row_blocks * scales
-    # One row of 64 x 64 tiles reads each weight once, each scale once, and the activations once per column of tiles.
+    # One row of 64 x 64 tiles reads each weight and each scale once, and the activations once per column of tiles.
     columns = -(-N // 64)
     assert staged["total"]["weights"] == words
     assert staged["total"]["scales"] == scales
@@ -50,7 +50,10 @@ def test_counts_follow_from_the_shapes() -> None:
 
 @pytest.mark.whole
 def test_the_table_of_peers_has_our_kernels_counts() -> None:
-    """The command runs this package's kernels in checked mode: 4 s. The other rows need wheels of other projects."""
+    """The command runs this package's kernels in checked mode, which takes 4 s.
+
+    The other rows need other projects' wheels.
+    """
     command = [sys.executable, "-m", "lab.software.peers", "--ours"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = done.stdout.splitlines()

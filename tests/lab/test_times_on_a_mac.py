@@ -1,4 +1,4 @@
-"""Programs of lab/mac that time the mLSTM and commits. Times on the software device mean nothing."""
+"""Runs the programs of lab/mac that time the mLSTM and commits. Times on the software device mean nothing."""
 
 import json
 import sys

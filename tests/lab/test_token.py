@@ -1,4 +1,4 @@
-"""Tests trace_token, which counts the operations of a whole model from a few layers and predicts a token's time."""
+"""Tests trace_token: it counts a model's operations from a few layers and predicts the time of a token."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_the_count_of_a_whole_model_equals_that_of_running_all_its_layers(family
         assert sum(side.kinds.values()) == side.total
 
 
-# The activation of 96 columns needs a dispatch of its own: a threadgroup computes 64 columns, or none.
+# The activation of 96 columns needs a separate dispatch, because a threadgroup computes 64 columns or none.
 @pytest.mark.parametrize(("inner", "activations"), [(64, 0), (96, 6)])
 def test_every_kind_of_layer_is_run_and_windows_limit_attention(inner, activations):
     config = transformers.GptOssConfig(
@@ -62,7 +62,7 @@ def test_every_kind_of_layer_is_run_and_windows_limit_attention(inner, activatio
         (2, True, False, 6),
         (2, False, True, 6),
     ]
-    # One dispatch for each other operation: the experts' sum needs none of its own, and no product splits K.
+    # One dispatch for each other operation: the sum over experts needs no separate dispatch, and no product splits K.
     assert found.after.costs[0].dispatches == pytest.approx(6e-6 * (found.after.total + activations))
     assert found.after.kinds["attention"] == 2 * 6  # each layer has a product with the keys and one with the values
 

@@ -1,4 +1,4 @@
-"""Weights of 5, 6 and 8 bits are quantized within half a step, train through layers, and split and widen as those of 4 bits."""
+"""Weights of 5, 6 and 8 bits: quantization error below half a step, training, splitting and widening of layers."""
 
 from dataclasses import replace
 

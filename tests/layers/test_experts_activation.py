@@ -1,4 +1,4 @@
-"""MarlinExperts computes known activations in one operator, and keeps all others as they are."""
+"""MarlinExperts computes recognized activations in one operator, and calls all other activations as they are."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ EXPERTS, HIDDEN, INNER, TOP_K = 3, 48, 64, 2
 
 
 class Clamped(nn.Module):
-    """The activation of gpt-oss with other numbers: gate and up alternate and are clamped."""
+    """The activation of gpt-oss with other constants: gate and up alternate and are clamped."""
 
     def __init__(self, limit: float = 5.0, alpha: float = 1.5) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("columns", [16, 2 * INNER])
 def test_known_activations_are_found(name, columns):
     activation, expected = KNOWN[name]
-    with torch.device("meta"):  # as when transformers makes a model
+    with torch.device("meta"):  # as when transformers creates a model
         assert find_known(activation, columns) == expected
 
 
@@ -115,7 +115,7 @@ def layer(activation) -> MarlinExperts:
 
 
 def with_own_activation(experts: MarlinExperts) -> MarlinExperts:
-    """Returns a copy that calls the function it was given."""
+    """Returns a copy that calls the activation function that it was given."""
     own = copy.deepcopy(experts)
     own._known = None
     return own
@@ -186,7 +186,7 @@ def test_a_forward_dispatches_two_kernels_or_six_and_does_not_wait(name, tokens,
     a, ids, weights = arguments(tokens, mps)
     experts(a, ids, weights)  # compiles
     torch.mps.synchronize()
-    softmetal.faults()  # empties the list of dispatches
+    softmetal.faults()  # clears the list of dispatches
     waits = softmetal.stream_counts().waits
     experts(a, ids, weights)
     assert softmetal.stream_counts().waits == waits

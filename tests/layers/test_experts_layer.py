@@ -1,4 +1,4 @@
-"""MarlinExperts stacks packed weights exactly, computes what its experts do one by one, and keeps its state_dict."""
+"""MarlinExperts stacks packed weights exactly, gives the same results as its experts, and preserves its state_dict."""
 
 import re
 from dataclasses import replace

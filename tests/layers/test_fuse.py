@@ -1,4 +1,4 @@
-"""fuse_projections lets one call compute all projections of one input. Layers that do not match stay as they are."""
+"""fuse_projections computes all projections of one input in one call. Layers that do not match stay as they are."""
 
 import copy
 
@@ -40,7 +40,9 @@ CASES = [(name, "cpu") for name in WEIGHT_FORMATS] + [("uint4", "mps"), ("nvfp4"
 
 @pytest.mark.parametrize(("weight_format", "where"), CASES)
 def test_a_fused_group_computes_the_same_and_comes_apart_again(weight_format, where, request) -> None:
-    """The planner splits K alike for the wide matrix and for each narrow matrix, so the results have equal bits."""
+    """The planner splits K of the wide matrix and of each narrow matrix in the same way, so the results have equal
+    bits.
+    """
     device = request.getfixturevalue("mps") if where == "mps" else where
     model = Model(weight_format=weight_format).to(device)
     before = {name: weight.tensors() for name, weight in unfused(model)}

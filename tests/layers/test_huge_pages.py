@@ -1,4 +1,4 @@
-"""The memory of large packed weights is advised to use huge pages, and no memory beside it is."""
+"""The package advises the system to use huge pages for large packed weights, but not for memory beside them."""
 
 import ctypes
 import mmap
@@ -15,7 +15,7 @@ from torch_marlin_metal.checkpoints.files.safetensors import read_header, read_t
 from torch_marlin_metal.extension import native
 
 HUGE_PAGE = 2 << 20
-K, N = 4096, 2048  # 4 MB of words, which contain a whole huge page at any address
+K, N = 4096, 2048  # 4 MB of words contain at least one huge page at any address
 
 pytestmark = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no transparent huge pages"
@@ -54,8 +54,8 @@ SOURCES: dict[str, Callable[[Path], Tensor]] = {
 }
 
 
-# Weights of earlier sources. They are kept, because advice stays with memory that is freed: if the next source got the
-# same memory, it would seem to be advised.
+# Keeps the weights of earlier sources, because freed memory keeps its advice: if the next source got the same memory,
+# it would seem to be advised.
 kept: list[Tensor] = []
 
 

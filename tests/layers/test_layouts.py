@@ -1,4 +1,4 @@
-"""Tensors that are not dense, and torch.jit.script, are refused with a sentence of this package."""
+"""Tensors that are not dense, and torch.jit.script, are refused with an error of this package."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""MarlinLinear: results are within the operators' bound, and the layer survives what PyTorch does to an nn.Module."""
+"""MarlinLinear: results are within the operators' bound, and PyTorch's operations on an nn.Module work."""
 
 import copy
 import io
@@ -113,7 +113,7 @@ def test_an_empty_layer_loads_a_state_dict(weight_format, perm, device):
 @pytest.mark.parametrize("start", ["meta", "cpu"])
 def test_a_layer_filled_after_to_empty_can_be_saved_and_loaded(start, device):
     layer = layer_of("nvfp4", device, perm=True)
-    torch.use_deterministic_algorithms(True)  # PyTorch then fills new memory with invalid values
+    torch.use_deterministic_algorithms(True)  # PyTorch then fills new memory with NaN
     try:
         filled = empty_like(layer, start).to_empty(device=device)
     finally:
@@ -349,7 +349,7 @@ def test_no_warnings_from_loading(device):
 
 @pytest.mark.parametrize("written", ["the layer that moves later", "the layer that has moved"])
 def test_a_layer_that_loads_after_another_has_moved_keeps_its_own_weight(written):
-    """Layers that share tensors still share them after a move, unless one of the layers has loaded another weight."""
+    """After a move, layers still share tensors, unless one of the layers has loaded another weight."""
     dense = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
     first, second = (quantize_weight(weight, "uint4b8", group_size=32) for weight in dense)
     before = first.b_packed.clone()  # load_state_dict writes into the tensors of `first`

@@ -1,4 +1,4 @@
-"""MarlinLinear under PyTorch's tools for modules: parametrizations, FLOP counts, fake tensors, double()."""
+"""MarlinLinear with PyTorch's tools for modules: parametrizations, FLOP counts, fake tensors, double()."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_double_leaves_a_layer_that_computes(requires_grad):
 
 def test_an_average_of_weights_keeps_packed_codes_by_default():
     layer = layer_of()
-    layer.b_packed[0, 0] = 1_000_000_007  # no float32 number
+    layer.b_packed[0, 0] = 1_000_000_007  # float32 cannot represent this number
     model = nn.Sequential(layer)
     averaged, with_buffers = AveragedModel(model), AveragedModel(model, use_buffers=True)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""MarlinLinear beside other layers: hooks, torch.compile, export, autocast, gradients."""
+"""MarlinLinear in models: hooks, torch.compile, export, autocast, gradients."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Heads of classifiers and float32 parts stay in floats through every door that quantizes, unless they are named."""
+"""Every entry point that quantizes keeps heads of classifiers and float32 parts in floats, unless they are named."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def every_class() -> list[str]:
     return [name for name in names if CLASSIFIERS.match(name[name.index("For") :])]
 
 
-# These classes multiply with parameters, or return what another class computes.
+# These classes multiply with parameters, or return the result of another class.
 WITHOUT_HEAD = {"TapasForQuestionAnswering", "ShieldGemma2ForImageClassification"}
 
 
@@ -149,7 +149,7 @@ def test_every_classifier_of_transformers_has_a_head(everything):
             config = kind.config_class()
             with torch.device("meta"):
                 model = kind(config)
-        except Exception:  # some classes need other packages, or their config has no sizes by default
+        except Exception:  # some classes need other packages, or their config has no default sizes
             continue
         made.append(name)
         found = [module for module in model.modules() if id(module) in classifier_heads(model)]

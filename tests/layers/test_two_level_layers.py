@@ -1,4 +1,4 @@
-"""Layers, files, parts and stacks hold scales of two levels without loss."""
+"""Layers, files, parts and stacks store scales of two levels without loss."""
 
 import json
 from dataclasses import replace
@@ -65,12 +65,12 @@ def test_the_own_format_keeps_them(tmp_path, weight_format) -> None:
     assert same(reader.read(0), weight)
     for by, parts in (("columns", split_columns(weight, 2)), ("rows", split_rows(weight, 2))):
         assert all(same(reader.read_part(0, Part(by, 2, rank)), part) for rank, part in enumerate(parts))
-    assert reader.read_part(0, Part("rows", 4, 0)) is None  # its border is inside a block of 256
+    assert reader.read_part(0, Part("rows", 4, 0)) is None  # a border of this part is inside a block of 256
 
 
 @pytest.mark.parametrize("weight_format", ["uint5b16", "uint6b32"])
 def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format) -> None:
-    """A part begins with a word of `b_high`, or the layer is read as a whole: 48 rows end inside one of 32."""
+    """A part begins with a word of `b_high`, or the complete layer is read: 48 rows end inside a word of 32."""
     made = reference.make_weight(weight_format, 96, 24, 16)
     weight = PackedWeight(made.b_packed, made.scales, **made.arguments)
     exporter = NativeExporter()
@@ -89,7 +89,7 @@ def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format)
 
 @pytest.mark.parametrize(("K", "count"), [(1024, 2), (1024, 8), (384, 3)])
 def test_parts_of_8_bit_codes_of_the_own_format(tmp_path, K, count) -> None:
-    """Only the blocks of the super scales say how many codes a word has."""
+    """The number of codes in a word follows only from the number of blocks of the super scales."""
     weight = weight_of("uint8b128", K=K, group=16)
     exporter = NativeExporter()
     tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}

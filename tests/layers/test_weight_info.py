@@ -1,4 +1,4 @@
-"""`layer.weight` of a packed layer answers what models ask, and explains itself for everything else."""
+"""`layer.weight` of a packed layer has the attributes that models read; any other use raises an explaining error."""
 
 import copy
 import operator

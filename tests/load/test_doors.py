@@ -1,4 +1,4 @@
-"""Every door takes the same plan: each case ends in the same way, with the same sentence, wherever it can occur.
+"""Every entry point follows the same plan: each case ends in the same way, with the same error, wherever it can occur.
 
 `python -m tests.load.test_doors` writes the table of docs/use/what-loads.md.
 """
@@ -33,16 +33,16 @@ LOADS, STOPS, HOST, NONE = "loads", "stops", "the library", "-"
 
 @dataclass(frozen=True)
 class Case:
-    """One way in which a checkpoint differs from the model.
+    """A difference between the checkpoint and the model.
 
     Attributes:
         what: the case, for the page.
         change: changes the checkpoint before it is written.
         sentence: what happens, for the page.
-        message: a regular expression for the errors of all doors at which the load stops. "WAY(argument)" stands for
-            what a user types at the door.
-        ends: how the load ends at each door that differs from "loads"; "*" stands for all others.
-        options: arguments, for the doors that take arguments.
+        message: a regular expression for the errors of all entry points at which the load stops. "WAY(argument)" stands
+            for the text that a user types at this entry point.
+        ends: how the load ends, for each entry point at which it does not end with "loads"; "*" means all others.
+        options: arguments, for the entry points that accept arguments.
         floats: the layers that are floats afterwards.
         written: changes the files.
     """
@@ -73,7 +73,7 @@ def part_of_a_stack(made: Saved) -> None:
 
 
 def e5m2_layer(made: Saved) -> None:
-    """Stores two layers as compressed-tensors has them: one in 4 bit, one in E5M2."""
+    """Stores two layers in compressed-tensors' layout: one in 4 bit, one in E5M2."""
     bias = {"block.up.bias": made.weights["block.up"].bias}
     made.floats |= bias | {name: value.float().contiguous() for name, value in stacks(made).items()}
     made.weights.clear()
@@ -86,7 +86,7 @@ def e5m2_layer(made: Saved) -> None:
 
 
 def stacks(made: Saved) -> dict[str, torch.Tensor]:
-    """Returns the floats of the table, the head and the experts."""
+    """Returns the float tensors of the table, the head and the experts."""
     exact = made.exact
     both = [torch.cat([exact[f"experts.{i}.w1"], exact[f"experts.{i}.w3"]]) for i in range(doors.EXPERTS)]
     down = [exact[f"experts.{i}.w2"] for i in range(doors.EXPERTS)]
@@ -261,7 +261,7 @@ CASES = {
     ),
 }
 
-# Rows whose cells have tests of their own.
+# Rows of the table whose cells are tested elsewhere.
 TENSOR_PARALLEL = Case(
     "`DistributedConfig(tp_size=2)`, `split=SplitPlan(...)`",
     lambda made: None,
@@ -285,7 +285,7 @@ def outcome(door: str, case: Case, path: Path) -> nn.Module:
 
 
 def message(case: Case, door: str) -> str:
-    """Returns the regular expression for the error at a door."""
+    """Returns the regular expression for the error at an entry point."""
 
     def way(found: re.Match[str]) -> str:
         name, value = found[1].split("=")
@@ -333,7 +333,7 @@ def test_a_case_ends_as_the_page_says(name, door, tmp_path, request) -> None:
 def test_two_loads_in_two_threads_give_the_same(door, tmp_path) -> None:
     made, other = saved(tied=door not in UNTIED), saved(tied=True)
     path, second = made.write(tmp_path / "first"), other.write(tmp_path / "second")
-    # Libraries replace functions of torch while they make a model, in all threads: this model is made before.
+    # While a library creates a model, it replaces functions of torch in all threads, so this model is created before.
     own = doors.DoorsNet(doors.net_config(second)).float()
     loads = [(lambda: DOORS[door](path), made), (lambda: doors.into(own, second, {}), other)]
     found: dict[int, torch.Tensor] = {}
@@ -373,7 +373,6 @@ def test_processes_load_parts(tmp_path) -> None:
 
 
 def table() -> str:
-    """Returns the table of the page."""
     shown = [door for door in DOORS if door != "load_quantized, meta"]
     lines = [f"| case | {' | '.join(shown)} | what happens |", "|---" * (len(shown) + 2) + "|"]
     for case in (*CASES.values(), TENSOR_PARALLEL, THREADS):

@@ -1,4 +1,4 @@
-"""What loading allocates at most: little more than what stays, because a checkpoint is read in parts that are freed."""
+"""A load allocates little more than the loaded model, because it reads a checkpoint in parts and frees each part."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ from torch_marlin_metal.checkpoints.formats import gguf_blocks
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.quantize import weight as rounding
 
-MOST = 1.1  # of what stays
+MOST = 1.1  # times the memory of the loaded model
 H, LAYERS, EXPERTS, VOCABULARY = 256, 12, 8, 2048
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": H, "intermediate_size": 2 * H, "num_hidden_layers": LAYERS}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True}
@@ -103,7 +103,7 @@ def of_gguf(kind: str):
                 add(f"blk.{layer}.attn_{part}.weight", H, H)
             for part, N, K in (("gate", 2 * H, H), ("up", 2 * H, H), ("down", H, 2 * H)):
                 add(f"blk.{layer}.ffn_{part}.weight", N, K)
-        add("token_embd.weight", VOCABULARY, H)  # the largest one last, beside all others
+        add("token_embd.weight", VOCABULARY, H)  # the largest tensor last, when all others are in memory
         for name in norms:
             writer.add_tensor(f"{name}.weight", np.ones(H, np.float32))
         writer.write_header_to_file()
@@ -115,7 +115,7 @@ def of_gguf(kind: str):
     return write
 
 
-# What writes the files, and arguments of the load.
+# A function that writes the files, and arguments of the load.
 CASES = {
     "as it is stored": (directory(gptq, GPTQ), {}),
     "words along N": (directory(awq, AWQ), {}),
@@ -142,9 +142,9 @@ def held_by(model: torch.nn.Module) -> int:
 
 
 def peak_of(call: Callable[[], object], mapped: Path | None = None) -> int:
-    """Returns the most bytes that torch's allocator for the CPU held at once during a call.
+    """Returns the peak bytes of torch's allocator for the CPU during a call.
 
-    A file that is mapped to memory counts as an allocation, unless `mapped` names it.
+    A file that is mapped to memory is an allocation, unless `mapped` names it.
     """
     ignored = 0 if mapped is None else mapped.stat().st_size
     gc.collect()
@@ -165,13 +165,15 @@ def peak_of(call: Callable[[], object], mapped: Path | None = None) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_little_above_what_stays(name, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)  # as small beside this model as it is beside a real one
+    # makes the pieces as small relative to this model as they are for a real model
+    monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(grouped, "PIECE", 1 << 14)
-    monkeypatch.setattr(safetensors, "POOLED_BYTES", 1 << 40)  # or a tensor could be in memory of the load before
+    # otherwise, a tensor could reuse memory of the load before
+    monkeypatch.setattr(safetensors, "POOLED_BYTES", 1 << 40)
     monkeypatch.setattr(float_rows, "PIECE", 1 << 14)
     write, choices = CASES[name]
     path = write(tmp_path)
-    load_quantized(empty(path), path, **choices, progress=False)  # what is made once and kept does not count
+    load_quantized(empty(path), path, **choices, progress=False)  # allocates what is created once and kept
     model = empty(path)
     peak = peak_of(lambda: load_quantized(model, path, **choices, progress=False))
     assert held_by(model) <= peak < MOST * held_by(model)
@@ -179,7 +181,8 @@ def test_the_peak_is_little_above_what_stays(name, tmp_path, monkeypatch) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_peak_while_a_model_is_quantized_is_little_above_what_stays(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(rounding, "CHUNK_ELEMENTS", 1 << 13)  # as small beside this model as it is beside a real one
+    # makes the chunks as small relative to this model as they are for a real model
+    monkeypatch.setattr(rounding, "CHUNK_ELEMENTS", 1 << 13)
     small = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512}
     config = Qwen3MoeConfig(**SIZES | MIXTURE | small | {"moe_intermediate_size": 128, "num_experts": 16})
     AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The experts of a mixture whose gate, up and down have different formats: each stack that can be packed is packed."""
+"""Experts whose gate, up and down have different formats: each stack that a format can represent is packed."""
 
 import json
 import warnings
@@ -28,7 +28,7 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def decoded(weight: PackedWeight) -> np.ndarray:
-    """Decodes a weight with NumPy: fp64 `[N, K]`."""
+    """Decodes a weight with NumPy, to fp64 `[N, K]`."""
     bits, name = code_bits(weight.weight_format), weight.weight_format
     stored = bits if weight.b_high is None else 4
     words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, stored, dtype=np.uint32)
@@ -61,11 +61,11 @@ def packed(weight: torch.Tensor, name: str, kind: str) -> PackedWeight | None:
 
 
 def write(path: Path, kinds: dict[str, str | list[str]]) -> Qwen3MoeForCausalLM:
-    """Writes a Qwen3 mixture in this package's format, and returns it with the weights that the files mean.
+    """Writes a Qwen3 mixture in this package's format. Returns it with the weights that the files decode to.
 
     Args:
         path: the directory.
-        kinds: the format of each part, or of each expert's.
+        kinds: the format of each part, or of each part of each expert.
     """
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).eval()
@@ -106,7 +106,7 @@ def by_from_pretrained(path: Path, device: str) -> Qwen3MoeForCausalLM:
 
 
 def in_fp64(experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
-    """Computes the experts of a model of floats in NumPy."""
+    """Computes the experts of a float model in NumPy."""
     gate_up, down = (experts.get_parameter(name).detach().double().numpy() for name in ("gate_up_proj", "down_proj"))
     y = np.zeros((len(x), H))
     for token in range(len(x)):
@@ -116,7 +116,7 @@ def in_fp64(experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weight
     return y
 
 
-# The kinds of the parts, the classes of both stacks, and the bytes of each weight of gate, up and down.
+# The formats of the parts, the classes of both stacks, and the bytes per weight of gate, up and down.
 BOTH, DOWN = 2 * E * INNER * H, E * INNER * H
 CASES = {
     "down in floats": (
@@ -171,7 +171,7 @@ def test_each_stack_that_can_be_packed_is_packed(name, device, tmp_path, request
     assert (type(experts.gate_up), type(experts.down)) == classes
     held = [tensor for tensor in experts.state_dict().values() if isinstance(tensor, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in held if tensor.dim() > 1 or tensor.numel() > 8) == size
-    for tokens in (1, 3, FEW_ROWS):  # the last has more rows than are computed one by one
+    for tokens in (1, 3, FEW_ROWS):  # the last number is more rows than are computed one by one
         torch.manual_seed(tokens)
         x, weights = torch.randn(tokens, H), torch.rand(tokens, 2)
         ids = torch.stack([torch.randperm(E)[:2] for _ in range(tokens)])

@@ -1,4 +1,4 @@
-"""The models of mlx-lm, at each door, against the logits that mlx-lm itself computes (tests/data/models/README.md)."""
+"""Loads models of mlx-lm with each entry point, and compares with mlx-lm's own logits (tests/data/models/README.md)."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch_marlin_metal.models.linear_layers import ModelMismatchError
 
 DATA = Path(__file__).parents[1] / "data/models/mlx"
 IDS = torch.tensor([[3, 9, 27, 5, 44, 12, 60, 33]])
-# The layers' experts that become a MarlinExperts, and the largest difference of logits, whose largest is about 1.3.
-# gpt-oss' YaRN rounds its frequencies in another way.
+# The number of layers whose experts become a MarlinExperts, and the largest allowed difference of logits, which are at
+# most about 1.3. gpt-oss' YaRN rounds its frequencies differently.
 MODELS = {
     "mixtral-affine4": (1, 1e-5),
     "qwen3_moe-mixed_4_6": (1, 1e-5),
@@ -41,7 +41,7 @@ ONE_DOOR = (
     "deepseek_v3-affine4",
     "granitemoe-affine4",
     "laguna-affine4",
-)  # their names do not depend on the door
+)  # the entry point does not change their names
 
 
 def by_load_quantized(path: Path) -> nn.Module:
@@ -115,7 +115,7 @@ def test_routers_of_8_bit_become_floats_and_gates_stay_packed_without_a_warning(
     assert len(eight) == 4
     for layer in eight:
         module = model.get_submodule(layer.removeprefix("language_model."))
-        words = state[f"{layer}.weight"].numpy().view(np.uint8)  # one code a byte, groups of 64
+        words = state[f"{layer}.weight"].numpy().view(np.uint8)  # one code per byte, groups of 64
         scales, biases = (state[f"{layer}.{role}"].float().numpy().repeat(64, 1) for role in ("scales", "biases"))
         is_gate = layer.endswith("shared_expert_gate")
         assert isinstance(module, MarlinLinear) is is_gate

@@ -1,4 +1,7 @@
-"""Whole models of several widths: they stay packed. What no weight format holds becomes floats, with one warning."""
+"""Complete models of several widths stay packed.
+
+Layers that no format can represent become floats, with one warning.
+"""
 
 import re
 import warnings
@@ -39,7 +42,7 @@ def test_codes_of_a_method_that_transformers_ignores_are_no_weights(tmp_path) ->
 
 
 def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """GPTQ of 4 bit, one group, version 1."""
+    """Writes GPTQ of 4 bit in one group, version 1."""
     scale = weight.abs().amax(1, keepdim=True) / 7
     return {
         "qweight": words((weight / scale).round() + 8, 4).T.contiguous(),
@@ -50,7 +53,7 @@ def four(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 GPTQ = {"bits": 4, "group_size": -1, "sym": True, "desc_act": False}
-# The part of a matrix of 8 bit, that of one of 4 bit, the settings, and the weight format of 8 bit.
+# A function for 8-bit matrices, one for 4-bit matrices, the settings, and the weight format of the 8-bit matrices.
 MIXTURES = {
     "GPTQ's dynamic": (
         gptq,
@@ -70,7 +73,7 @@ MIXTURES = {
 
 
 def mixture(path: Path, eight, other, settings) -> LlamaForCausalLM:
-    """Writes a Llama whose down projections have 8 bits and whose other projections have 4. Returns its floats."""
+    """Writes a Llama with 8-bit down projections and other projections of 4 bits. Returns the float model."""
     return write(
         path, lambda weight: (eight if weight.shape[1] == SIZES["intermediate_size"] else other)(weight), settings
     )
@@ -138,7 +141,7 @@ def test_the_warning_comes_before_anything_is_loaded(load, tmp_path, monkeypatch
 
 
 def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
-    """As a gate that its producer stored in a way of its own."""
+    """For example, a gate that its producer stored in another format."""
     write(tmp_path, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
     file = tmp_path / "model.safetensors"
     state = load_file(file)
@@ -174,7 +177,7 @@ def test_a_checkpoint_of_8_bit_computes_what_transformers_computes_of_its_floats
 
 @pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
 def test_scales_of_caches_and_activations_are_left_out_with_one_line(load, tmp_path, monkeypatch) -> None:
-    """ModelOpt, compressed-tensors and torchao store them beside the weights; caches and activations are floats here."""
+    """ModelOpt, compressed-tensors and torchao store such scales; this package's caches and activations are floats."""
     write(tmp_path, fp8, MODELOPT | {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
     file, told = tmp_path / "model.safetensors", []
     state = load_file(file)

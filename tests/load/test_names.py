@@ -1,4 +1,4 @@
-"""The beginning of a checkpoint's names that hides its layers from a model."""
+"""Prefixes of a checkpoint's names that do not exist in the model."""
 
 import pytest
 import torch

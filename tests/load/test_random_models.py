@@ -1,4 +1,4 @@
-"""A small sample of the campaign's random models: any family, format and door, against the decoded weights in fp64."""
+"""A small sample of the campaign's random models: any family, format and entry point, compared in fp64."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a load refuses as a whole: layers of several kinds, and two tensors of a checkpoint for one of the model."""
+"""Errors about a complete load: layers of several kinds, and two checkpoint tensors for one tensor of the model."""
 
 import re
 
@@ -49,7 +49,8 @@ def test_the_error_names_every_kind_of_layer_that_is_refused(load, path, monkeyp
         return original(self, index)
 
     monkeypatch.setattr(DirectoryReader, "convert", convert_some)
-    monkeypatch.setattr(DirectoryReader, "kind", lambda self, index: index)  # the headers do not say what is refused
+    # the headers then do not show which layers are refused
+    monkeypatch.setattr(DirectoryReader, "kind", lambda self, index: index)
     with pytest.raises(convert.UnsupportedFormat) as caught:
         load(path)
     state = {name: tensor.nbytes for name, tensor in load_file(path / "model.safetensors").items()}

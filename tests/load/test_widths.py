@@ -1,4 +1,4 @@
-"""Weights of 5 to 8 bits stay packed in every format; layers that no weight format holds are decoded or refused by name."""
+"""Weights of 5 to 8 bits stay packed in every format; layers that no format can represent are decoded or refused."""
 
 import json
 import re
@@ -39,14 +39,14 @@ def by_block(scale: torch.Tensor, rows: int, columns: int) -> np.ndarray:
 
 
 def of_bits(bits: int) -> tuple:
-    """compressed-tensors' own packing, with a scale for each row."""
+    """Packs like compressed-tensors, with one scale per row."""
     codes = torch.from_numpy(RNG.integers(-(1 << bits - 1), 1 << bits - 1, (N, K))).to(torch.int8)
     stored = {"weight_packed": pack_to_int32(codes, bits), "weight_scale": ROWS, "weight_shape": torch.tensor([N, K])}
     return stored, scheme("pack-quantized", bits), wide(codes) * wide(ROWS)
 
 
 def of_hqq(bits: int, axis: int) -> tuple:
-    """HQQ's own quantizer and decoder."""
+    """Packs with HQQ's own quantizer, and decodes with its decoder."""
     linear = torch.nn.Linear(K, N, bias=False)
     config = BaseQuantizeConfig(nbits=bits, group_size=32, axis=axis)
     layer = HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", initialize=True)
@@ -55,7 +55,7 @@ def of_hqq(bits: int, axis: int) -> tuple:
 
 
 def tiles_of_scales(codes: torch.Tensor) -> torch.Tensor:
-    """torchao's order for tensor cores: tiles of 128 x 4 codes, each stored as 32 x 16."""
+    """Returns codes in torchao's order for tensor cores: tiles of 128 x 4 codes, each stored as 32 x 16."""
     stored = np.zeros((128, 4), np.uint8)
     stored[: codes.shape[0], : codes.shape[1]] = codes.numpy()
     order = [[stored[32 * (k // 4) + n, k % 4] for k in range(16)] for n in range(32)]
@@ -63,7 +63,7 @@ def tiles_of_scales(codes: torch.Tensor) -> torch.Tensor:
 
 
 def cases() -> dict[str, tuple]:
-    """The tensors of one layer, the settings, and the weight that they mean, in fp64."""
+    """Returns the tensors of one layer, the settings, and the weight that they decode to, in fp64, by name."""
     exponents = torch.from_numpy(RNG.integers(118, 130, (N, K // 32))).to(torch.uint8)
     groups, tiles = 2.0 ** (wide(exponents) - 127), torch.from_numpy(RNG.uniform(0.1, 1, (2, 3))).float()
     points = torch.from_numpy(RNG.integers(-9, 9, (N, 1))).to(torch.int8)
@@ -163,7 +163,7 @@ def as_text(value: dict) -> torch.Tensor:
 
 
 def floats() -> dict[str, tuple]:
-    """The same, of weights that no weight format holds, and why."""
+    """Returns the same as `cases` for weights that no weight format can represent, with the reason."""
     e5m2 = torch.from_numpy(RNG.normal(size=(N, K))).to(torch.float8_e5m2)
     columns, one = torch.from_numpy(RNG.uniform(0.5, 3, K)).float(), torch.tensor(0.37)
     short = E4M3[:, :92].contiguous()
@@ -228,7 +228,8 @@ def test_what_no_weight_format_holds_is_named_and_decoded(name, tmp_path, monkey
     monkeypatch.setattr(checkpoint, "read_tensor", None)
     found = convert.open_reader(tmp_path).refusals([0], whole=False)
     assert {index: one.kind for index, one in found.items()} == (
-        {} if name == "hqq, axis 0" else {0: decoded.kind}  # the axis is a number in a tensor
+        # the axis is a number in a tensor, which the headers do not show
+        {} if name == "hqq, axis 0" else {0: decoded.kind}
     )
 
 
@@ -304,7 +305,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path) -> None:
 
 @pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(1, N)])
 def test_scales_of_no_known_shape_are_refused(scale, tmp_path) -> None:
-    """Three numbers may be those of q, k and v; N numbers in a row may be of rows or of columns."""
+    """Three numbers may be scales of q, k and v; N numbers in one row may be scales of rows or of columns."""
     one_layer(tmp_path, {"weight": E4M3, "weight_scale": scale}, MODELOPT | {"quant_algo": "FP8"})
     with pytest.raises(convert.CheckpointError, match=rf"{OTHER}.weight_scale': \[.*\]"):
         list(convert.read_layers(tmp_path, on_unsupported="dequantize"))
@@ -323,7 +324,7 @@ def test_a_tensor_may_have_the_name_of_a_layer_of_codes(tmp_path) -> None:
 
 
 def test_a_file_of_comfyui_is_read_by_its_own_name(tmp_path) -> None:
-    """The older kind of file: a marker, one scale for each matrix, and no configuration."""
+    """The older kind of file has a marker, one scale per matrix, and no configuration."""
     tensors = {
         f"{OTHER}.weight": E4M3,
         f"{OTHER}.scale_weight": torch.tensor(0.5),
@@ -371,7 +372,7 @@ def test_few_bits_of_quanto_are_refused_by_name() -> None:
 
 
 def test_experts_of_transformers_fp8_are_a_stack(tmp_path) -> None:
-    """As transformers' Fp8Quantize names them; experts may also be MXFP4 in bytes."""
+    """The names are those of transformers' Fp8Quantize. Experts may also be MXFP4 in bytes."""
     codes = torch.stack([E4M3.view(torch.uint8), E4M3.view(torch.uint8).flip(0)]).view(torch.float8_e4m3fn)
     tiles = torch.from_numpy(RNG.uniform(0.1, 1, (2, 2, 3))).float()
     four = torch.from_numpy(RNG.integers(0, 256, (N, K // 2))).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""quantize_model, from_pretrained and FloatReader choose the same formats by a limit of memory, and by a recipe's name."""
+"""quantize_model, from_pretrained and FloatReader choose the same formats, by a memory limit or a recipe's name."""
 
 import copy
 
@@ -23,7 +23,7 @@ def llama(is_tied: bool = True, layers: int = 3) -> LlamaForCausalLM:
     model = LlamaForCausalLM(
         LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=is_tied)
     )
-    with torch.no_grad():  # layers that matter differently
+    with torch.no_grad():  # makes some layers matter more than others
         for index, layer in enumerate(model.model.layers):
             layer.mlp.down_proj.weight.mul_(4.0**index)
             layer.self_attn.v_proj.weight[0, :8] *= 20
@@ -59,7 +59,7 @@ def test_the_model_has_the_bytes_that_the_report_states(text) -> None:
 
 
 def test_it_is_better_than_one_format_at_the_same_bytes() -> None:
-    """The error is the KL divergence from the model in floats on a text."""
+    """The error is the KL divergence from the float model on a text."""
     floats = llama()
 
     def divergence(model) -> float:
@@ -95,7 +95,7 @@ def test_every_door_makes_the_same_choice(given, is_tied, tmp_path) -> None:
         assert formats(loaded) == expected == formats(written)
         kinds = {name: FORMATS[kind] for name, kind in (("lm_head", "Q8_0"), ("model.layers.0.mlp.up_proj", "Q5_0"))}
         assert {name: expected[name] for name in kinds} == kinds
-    else:  # the bytes that are left may differ by a buffer, and with them a group size
+    else:  # the remaining bytes may differ by a buffer, and so may a group size
         for model in (loaded, written):
             assert {key: name for key, (name, _) in formats(model).items()} == {
                 key: name for key, (name, _) in expected.items()
@@ -142,7 +142,7 @@ def test_a_recipe_needs_no_global_scale_of_the_format_that_it_replaces(tmp_path)
 
 
 def test_the_file_of_a_mixture_has_at_most_the_bytes(tmp_path) -> None:
-    """In a file, each expert's matrix has a description of its format."""
+    """The file has a description of the format for each expert's matrix."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 96}
     config = Qwen3MoeConfig(**sizes, **heads, num_experts=16, num_experts_per_tok=2)

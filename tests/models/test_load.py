@@ -1,4 +1,4 @@
-"""load_quantized loads a whole checkpoint into any model, or changes nothing."""
+"""load_quantized loads a complete checkpoint into any model, or changes nothing."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def skeleton(folder: Path, device: str = "meta", dtype: torch.dtype = torch.floa
 
 def test_a_meta_skeleton_gets_packed_layers_and_the_checkpoints_other_tensors(folder_and_device, monkeypatch) -> None:
     folder, device = folder_and_device
-    monkeypatch.setattr(PackedWeight, "dequantize", None)  # no weight may be decoded
+    monkeypatch.setattr(PackedWeight, "dequantize", None)  # a decode of any weight would fail
     model = skeleton(folder)
     report = load_quantized(model, folder, device=device, progress=False)
     monkeypatch.undo()
@@ -123,7 +123,7 @@ def test_modules_that_share_a_weight_become_floats_together(tmp_path) -> None:
 
 
 class Scaled(nn.Embedding):
-    """An embedding like Gemma's, whose forward multiplies the rows by a factor."""
+    """Like Gemma's embedding, multiplies the rows by a factor in its forward."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * 8

@@ -1,4 +1,4 @@
-"""load_quantized reads the packed experts of mixtures into stacks, or says why it does not."""
+"""load_quantized reads the packed experts of mixtures into stacks, or states the reason why not."""
 
 import copy
 import json

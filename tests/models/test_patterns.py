@@ -1,4 +1,4 @@
-"""quantize_model, load_quantized and FloatReader understand the same name patterns."""
+"""quantize_model, load_quantized and FloatReader accept the same name patterns."""
 
 import json
 import warnings

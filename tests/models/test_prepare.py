@@ -1,4 +1,4 @@
-"""Tests in which threads `prepare` compiles. Before torch 2.15, PyTorch's own kernels are not for several threads."""
+"""Tests which threads `prepare` uses to compile. Before torch 2.15, PyTorch's own kernels are not thread-safe."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.experts import silu_gate
 from torch_marlin_metal.models import prepare as module
 
-WAIT = 20.0  # seconds in which two tasks that may run at once must meet
+WAIT = 20.0  # seconds within which two tasks that may run at once must meet
 
 
 @pytest.fixture

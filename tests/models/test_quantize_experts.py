@@ -1,4 +1,4 @@
-"""quantize_model packs the experts of a mixture in floats; the model then computes what its decoded weights give."""
+"""quantize_model packs the experts of a float mixture; the results are those of the decoded weights."""
 
 import copy
 import re
@@ -51,12 +51,12 @@ def made(name: str) -> nn.Module:
         config = GptOssConfig(**SIZES, intermediate_size=96, num_local_experts=4, layer_types=["full_attention"])
         model = GptOssForCausalLM(config)
         for parameter in model.get_submodule(EXPERTS).parameters():
-            nn.init.normal_(parameter, std=0.05)  # transformers initializes biases with zeros
+            nn.init.normal_(parameter, std=0.05)  # transformers initializes biases to zero
     return model.eval()
 
 
 def decoded_model(floats: nn.Module, packed: nn.Module) -> nn.Module:
-    """Returns a copy of the model in floats with the weights that the packed model's words decode to."""
+    """Returns a float copy of the model, with the weights that the packed model's words decode to."""
     model = copy.deepcopy(floats)
     with torch.no_grad():
         for name, module in packed.named_modules():
@@ -287,7 +287,7 @@ def test_replace_linear_layers_says_that_experts_stay_in_floats() -> None:
 def test_replace_linear_layers_lists_the_experts_of_other_packages(is_loaded) -> None:
     model = made("gpt-oss")
     experts = Mxfp4GptOssExperts(model.config)
-    if is_loaded:  # then transformers has replaced the parameters by tensors of another library
+    if is_loaded:  # transformers has then replaced the parameters by tensors of another library
         for name in ("gate_up_proj", "down_proj"):
             delattr(experts, name)
             setattr(experts, name, object())
@@ -310,7 +310,7 @@ def test_replace_linear_layers_lists_the_experts_of_other_packages(is_loaded) ->
 def test_families_with_a_limit_have_a_known_activation(experts_class, config_class) -> None:
     config = config_class(hidden_size=64)
     config.swiglu_limit = 5.0
-    with torch.device("meta"):  # at the sizes of the models
+    with torch.device("meta"):  # at the sizes of the real models
         layers = ExpertLayers.of(experts_class(config))
     assert not layers.why_unknown
     known = find_known(layers.gate, layers.shapes[0].N)

@@ -1,4 +1,4 @@
-"""quantize_model converts the right layers, reports a reason for every layer it leaves, and changes all or nothing."""
+"""quantize_model converts the right layers, reports a reason for every other layer, and changes all layers or none."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Every bad input raises one error that names the operator, the argument, what was expected and what was passed."""
+"""Every bad input raises one error that names the operator, the argument, the expected value and the actual value."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Checks what the Metal host compiles and when, and what happens if a compile fails.
+"""Checks which functions the Metal host code compiles and when, and what happens if a compile fails.
 
 The scenarios run one after another in a new process, because a process never compiles a function twice.
 """
@@ -23,7 +23,7 @@ from torch_marlin_metal.layers.experts import silu_gate
 OPS = torch.ops.torch_marlin_metal
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT = 120  # seconds until an expected thread counts as missing
+WAIT = 120  # after this many seconds, an expected thread is reported as missing
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="watches the software Metal device compile")
 
 
@@ -47,14 +47,14 @@ def weight_of(weight_format: str, N: int = 64) -> tmm.PackedWeight:
 
 
 def dequantize(weight_format: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """Runs one small kernel; each format and dtype has its own."""
+    """Runs one small kernel. Each format and dtype has a different kernel."""
     return weight_of(weight_format).dequantize(dtype).cpu()
 
 
 def first_product() -> None:
     """The first product compiles the probe and one function; the second product compiles nothing.
 
-    Before the first compile, the host asks Metal to run as many compiles at a time as it can.
+    Before the first compile, the host asks Metal to run as many compiles in parallel as it can.
     """
     import softmetal
 
@@ -89,7 +89,7 @@ def failure_is_remembered_and_alone() -> None:
         expected = "torch_marlin_metal: kernel dequantize_uint4_float16 (weights/dequantize.metal) does not compile: no such type"
         assert messages == [expected] * 3, messages
         assert dequantize("uint4", torch.bfloat16).isfinite().all(), "the next function of the file"
-    # the failure is remembered, although a new compile would succeed
+    # the host remembers the failure, although a new compile would succeed
     with pytest.raises(RuntimeError, match="no such type"):
         dequantize("uint4")
 
@@ -108,7 +108,7 @@ def failing_pipeline_is_remembered() -> None:
 
 
 def interruptions() -> None:
-    """An interrupted compile is repeated once. Two interruptions are an error, and the next call compiles again."""
+    """An interrupted compile is repeated once. A second interruption is an error, and the next call compiles again."""
     import softmetal
 
     interrupted = "Compiler encountered XPC_ERROR_CONNECTION_INTERRUPTED (is the OS shutting down?)"
@@ -130,7 +130,7 @@ def interruptions() -> None:
 
 
 def crash_of_the_compiler() -> None:
-    """A compile that crashes is repeated once. A second crash is remembered, because the text may always crash it."""
+    """A compile that crashes is repeated once. A second crash is remembered, because the source may always crash it."""
     import softmetal
 
     with softmetal.compiles(lambda c: "Compiler encountered an internal error") as seen:
@@ -141,7 +141,7 @@ def crash_of_the_compiler() -> None:
 
 
 def threads_compile_side_by_side() -> None:
-    """Four threads need three functions: three compiles run at once, and no function is compiled twice."""
+    """Four threads need three functions: three compiles run in parallel, and no function is compiled twice."""
     import softmetal
 
     weights = [weight_of(name) for name in ("nvfp4", "nf4", "nvfp4", "nf4")]
@@ -193,7 +193,7 @@ def prepare_leaves_nothing_to_compile() -> None:
     layers = [layer(64, 128), layer(64, 128), layer(64, 128, bias=True), layer(48, 256, weight_format="nvfp4")]
     model = torch.nn.Sequential(*layers).to("mps")
     with softmetal.compiles() as seen:
-        # two of the layers are equal, so they need the same kernels
+        # two layers are equal, so they need the same kernels
         assert tmm.prepare(model, [1, 9, 9, 40], progress=False) == 9
     assert len(set(instances(seen))) == len(instances(seen)) >= 2  # one for each format
     with softmetal.compiles() as seen:
@@ -225,7 +225,7 @@ def prepare_compiles_experts() -> None:
         both = stack(64, 80, dtype=torch.float16), stack(40, 64, dtype=torch.float16)
         return tmm.MarlinExperts(*both, silu_gate, top_k).to("mps")
 
-    model = torch.nn.Sequential(experts(2), experts(2), experts(None))  # two of the layers are equal
+    model = torch.nn.Sequential(experts(2), experts(2), experts(None))  # two layers are equal
     with softmetal.compiles() as seen:
         assert tmm.prepare(model, [1, 40], progress=False) == 4
     assert {"moe_gemv_uint4b8_float16", "moe_gemv_reduce_uint4b8_float16"} <= set(instances(seen)), instances(seen)
@@ -262,7 +262,7 @@ def run_all() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """Runs the scenarios. Returns the tracebacks of those that failed, by name."""
+    """Runs the scenarios. Returns the tracebacks of the scenarios that failed, by name."""
     if not torch.backends.mps.is_available():
         pytest.skip("needs the software Metal device")
     script = "from tests.ops import test_compiles\ntest_compiles.run_all()"

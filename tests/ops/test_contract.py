@@ -1,4 +1,4 @@
-"""The operators work with PyTorch's machinery: opcheck, fake tensors, compile, export, autograd, vmap, autocast."""
+"""The operators work with PyTorch's features: opcheck, fake tensors, compile, export, autograd, vmap, autocast."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
-# On mps the operators of all formats are registered alike, so a sample has zeros, coded scales, a table and two planes.
+# On mps, all formats use the same registration, so a sample is enough: zeros, coded scales, a table and two planes.
 ON_MPS = ("uint4", "nvfp4", "lut4", "uint5_bias")
 OF_ONE_PLANE_AND_TWO = [
     name if name in ON_MPS else pytest.param(name, marks=pytest.mark.beyond_sample)
@@ -29,7 +29,10 @@ def words(shape, device) -> torch.Tensor:
 
 
 def utils(device: str) -> tuple[str, ...]:
-    """Returns opcheck's tests, without test_autograd_registration on mps, which torch 2.13 cannot run there."""
+    """Returns opcheck's tests.
+
+    On mps, test_autograd_registration is left out, because torch 2.13 cannot run it there.
+    """
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     return names if device == "mps" else ("test_autograd_registration", *names)
 
@@ -242,7 +245,7 @@ def test_copy_on_write_activations(device):
 
 
 def test_a_repeated_index_of_perm_leaves_the_other_rows_at_zero():
-    # Tested on the CPU only: on mps the rows that share an index write the same output, which checked mode reports as a race.
+    # CPU only: on mps, rows that share an index write the same output, which checked mode reports as a race.
     weight = weight_of("uint4b8", "cpu")
     perm = torch.zeros(64, dtype=torch.int32)
     dense = OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, perm=perm)

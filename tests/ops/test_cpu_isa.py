@@ -1,4 +1,4 @@
-"""Runs the numerics tests again for each instruction-set family that this machine has."""
+"""Runs the numerics tests for each instruction set that this machine supports."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
 
 
 def run_forced(isa: str, *command: str) -> CompletedProcess[str]:
-    # mps=True, because the tests' conftest.py makes the device
+    # mps=True because the tests' conftest.py creates the device
     return run_python(*command, mps="pytest" in command, env={**os.environ, VARIABLE: isa})
 
 

@@ -1,4 +1,4 @@
-"""The operators of a decoder layer agree with fp64, for any strides, and work with PyTorch's machinery."""
+"""The operators of a decoder layer agree with fp64, for any strides, and work with PyTorch's features."""
 
 import re
 
@@ -28,13 +28,13 @@ UTILS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_rms_norm(dtype, device):
     other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float32, torch.float32: torch.float16}[dtype]
-    # Columns: fewer than a simdgroup has lanes; 777, which leaves a tail; and more than a threadgroup has threads.
+    # Columns: fewer than the lanes of a simdgroup; 777, which leaves a tail; more than the threads of a threadgroup.
     for shape, offset in (((1, 1), 0.0), ((3, 5), 1.0), ((2, 3, 777), 1.0), ((2, 9001), 0.0)):
         x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=other, seed=1)
         got = tmm.ops.rms_norm(x.to(device), weight.to(device), eps=1e-5, weight_offset=offset)
         assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, x.shape, True)
         exact = exact_norm(x.double(), weight.double(), 1e-5, offset)
-        # The sum of weight and offset rounds, so the error is relative to the larger of them.
+        # The sum of weight and offset is rounded, so the error is relative to the larger of the two.
         check(got, exact, exact_norm(x.double(), weight.double().abs(), 1e-5, offset).abs())
 
 
@@ -155,7 +155,9 @@ def test_activations_of_extreme_values(options, device):
 
 
 def test_a_cached_launch_has_the_call_s_own_numbers(mps):
-    """Calls with equal shapes and strides differ in one argument, so a launch cached for another call would show."""
+    """Calls with equal shapes and strides differ in one argument; a launch that was cached for another call would be
+    wrong.
+    """
     x, weight, q = random(3, 40), random(40), random(1, 2, 3, 16)
     tables = random(1, 3, 16, seed=1), random(1, 3, 16, seed=2)
     calls = [
@@ -185,7 +187,7 @@ def test_each_operator_is_one_dispatch(mps):
     )
     for kernel, call in calls:
         torch.mps.synchronize()
-        softmetal.faults()  # empties the list of dispatches
+        softmetal.faults()  # clears the list of dispatches
         call()
         torch.mps.synchronize()
         (record,) = softmetal.counters()

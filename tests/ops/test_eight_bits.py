@@ -1,4 +1,4 @@
-"""Every operator on codes of 5, 6 and 8 bits agrees with fp64: sampled pairs of format, shape, group, dtypes and device."""
+"""Every operator with codes of 5, 6 and 8 bits agrees with fp64, for sampled formats, shapes, groups and dtypes."""
 
 import re
 
@@ -14,12 +14,13 @@ from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 OPS = torch.ops.torch_marlin_metal
 FLOATING_CODES = ("float8_e4m3", "mxfp8")
-# Rows for each kernel of the CPU and of the GPU, K that end inside a word row, a block and a group, and N with tails.
+# Numbers of rows that use each kernel of the CPU and of the GPU; K that end inside a word row, a block and a group; N
+# with tails.
 ROWS = (1, 2, 3, 5, 8, 9, 17, 33, 64)
 SHAPES = ((72, 129), (264, 40), (1000, 7), (8, 65))
 
 
-# On mps the formats of 5 and 6 bits differ from those of 8 bits only in the planes.
+# On mps, formats of 5 and 6 bits differ from formats of 8 bits only in the planes.
 SAMPLE_OF_PLANES = ("uint5b16", "uint6_bias")
 each_wide_format = pytest.mark.parametrize(
     "weight_format",
@@ -33,7 +34,7 @@ each_wide_format = pytest.mark.parametrize(
 
 
 def weight_of(weight_format: str, K: int, N: int, turn: int, **options) -> reference.Weight:
-    """Returns a weight whose group size, dtype of scales and dtype of zeros change with `turn`."""
+    """Returns a weight whose group size, dtype of scales and dtype of zeros depend on `turn`."""
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or (16, 64, K, 32, 128)[turn % 5]
     zeros = (None, *reference.DTYPES)[turn % 4] if weight_format in ("uint5", "uint6", "uint8") else None
     options = {"scales_dtype": reference.DTYPES[turn % 3], "zeros_dtype": zeros} | options
@@ -95,7 +96,7 @@ def test_the_transposed_product_decodes_parts_of_every_size(weight_format, devic
 
 @pytest.mark.parametrize("weight_format", ["uint5b16", "uint5_bias"])
 def test_parts_of_the_transposed_product_begin_at_words_of_upper_bits(weight_format, monkeypatch):
-    """A group of 16 is half such a word."""
+    """A group of 16 is half of such a word."""
     K, N = 104, 24
     weight = reference.make_weight(weight_format, K, N, 16)
     grad = random(3, N, dtype=torch.float32)
@@ -141,7 +142,10 @@ def test_nan_codes_reach_their_column_and_no_other(weight_format, code, device):
 
 @pytest.mark.parametrize("M", [1, 3])
 def test_products_of_e4m3_keep_their_bits_down_to_2_to_the_minus_118(M):
-    """As docs/use/operators.md says. 0x38 is 1, and one activation is not 0, so nothing is rounded."""
+    """docs/use/operators.md states this limit.
+
+    The code 0x38 is 1, and only one activation is nonzero, so nothing is rounded.
+    """
     words = torch.full((8, 16), 0x38383838, dtype=torch.int32)
     scales = torch.full((1, 16), 2.0**100)
     for exponent in (-118, -124):
@@ -155,7 +159,7 @@ def test_products_of_e4m3_keep_their_bits_down_to_2_to_the_minus_118(M):
 @pytest.mark.parametrize("K", [8, 16, 40, 264])
 @pytest.mark.parametrize("code_bits", [5, 6])
 def test_planes_hold_every_code(code_bits, K):
-    """The package's planes of codes are those of the page, and operators read the codes that were packed."""
+    """The package's planes have the layout of the page, and operators decode the codes that were packed."""
     codes = np.random.default_rng(K).integers(0, 1 << code_bits, (K, 9), dtype=np.uint8)
     low, high = pack_planes(torch.from_numpy(codes), code_bits)
     assert torch.equal(low, reference.pack(codes & 15))
@@ -188,7 +192,7 @@ def test_gptq_repack_moves_rows(code_bits, device):
 
 
 def test_bytes_of_rows_are_transposed_words(device):
-    """Bytes `[N, K]`, as checkpoints of 8 bits store them, become the packed layout."""
+    """Bytes `[N, K]`, as in checkpoints of 8 bits, become the packed layout."""
     codes = np.random.default_rng(5).integers(0, 256, (72, 41), dtype=np.uint8)
     stored = torch.from_numpy(np.ascontiguousarray(codes.T)).to(device)
     assert torch.equal(OPS.transpose_words(stored.view(torch.int32)).cpu(), reference.pack(codes, 8))

@@ -1,4 +1,4 @@
-"""embedding decodes rows of a packed table to the bits of dequantize, and refuses wrong ids."""
+"""embedding decodes rows of a packed table to the same bits as dequantize, and refuses wrong ids."""
 
 import re
 
@@ -23,8 +23,8 @@ def look_up(ids: torch.Tensor, weight: reference.Weight, device: str, **options)
     return OPS.embedding(ids.to(device), moved.b_packed, moved.scales, **{**moved.arguments, **options})
 
 
-# Each weight format once, and each dtype of rows and scales. More pairs would make the software device compile more
-# kernels.
+# Each weight format once, and each dtype of rows and scales once. More pairs would need more compiled kernels on the
+# software device.
 PAIRS = list(zip(reference.FORMATS, 3 * reference.DTYPES, strict=False))
 
 

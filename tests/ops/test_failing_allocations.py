@@ -1,4 +1,4 @@
-"""Every allocation of a product, a product with experts, a load and a conversion fails in turn. Each failure is only an exception."""
+"""Every allocation of a product, a product with experts, a load and a conversion fails in turn, and only raises."""
 
 import sys
 
@@ -9,7 +9,7 @@ from tests.campaign.parts import allocations
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replaces the allocator of GNU's C library")
 
 
-# What makes the calls, and how many of their allocations of each kind fail at least.
+# A function that makes the calls, and the minimum number of failing allocations of each kind.
 LEAST = {"product": 1, "experts": 1, "loading": 5, "conversion": 1}
 CALLS = [(kind, 3, of_extension) for kind in LEAST for of_extension in (False, True)]
 

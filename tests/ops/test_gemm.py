@@ -45,8 +45,8 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 def pairs(Ns, K, weight_format, whole):
     """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation.
 
-    The rotation starts at another group size for each K and each three formats, so that the formats together have every
-    pair of a dtype and a group size, where the dtypes rotate, too.
+    The rotation starts at another group size for each K and for each three formats. The dtypes also rotate, so that
+    over all formats each pair of a dtype and a group size occurs.
     """
     groups = group_sizes(weight_format, K)
     first = K_ALL.index(K) + reference.FORMATS.index(weight_format) // len(reference.DTYPES)
@@ -55,7 +55,9 @@ def pairs(Ns, K, weight_format, whole):
 
 
 def dtypes(weight_format, K, whole):
-    """Returns all dtypes if `whole`, otherwise one in rotation, so that each format and each K meets each dtype."""
+    """Returns all dtypes if `whole`, otherwise one in rotation, so that each format and each K is tested with each
+    dtype.
+    """
     return reference.dtypes_in_turn(reference.FORMATS.index(weight_format) + K_ALL.index(K), whole)
 
 
@@ -63,7 +65,7 @@ def dtypes(weight_format, K, whole):
 @pytest.mark.parametrize("K", [pytest.param(K, marks=[pytest.mark.large] * (K > 40)) for K in K_ALL if K <= 264])
 def test_small_shapes(weight_format, K, device, everything):
     whole = everything or device == "cpu"
-    # On mps each N needs kernels of its own, so each K takes every second N.
+    # On mps, each N needs separate kernels, so each K uses every second N.
     Ns = N_ALL if whole else [N for i, N in enumerate(N_ALL) if (i + K_ALL.index(K)) % 2 == 0]
     for dtype in dtypes(weight_format, K, whole):
         for N, group_size in pairs(Ns, K, weight_format, everything):
@@ -93,7 +95,7 @@ def test_scales_and_zeros_of_any_dtype(weight_format, dtype, device, everything)
         cases = ((*pair, M) for pair, M in itertools.product(types, rows))
     else:
         cases = ((*pair, rows[i % 3]) for i, pair in enumerate(types, first))
-        if len(zeros) > 1:  # over the three tests, every pair of two dtypes occurs
+        if len(zeros) > 1:  # every pair of two dtypes occurs in one of the three tests
             cases = (
                 (scales_dtype, zeros_dtype, rows[(first + zero) % 3])
                 for (scale, scales_dtype), (zero, zeros_dtype) in itertools.product(
@@ -207,7 +209,7 @@ def test_zero_rows_and_zero_batches_give_an_empty_result(weight_format, device):
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype, device, everything):
-    """On mps, each format and each dtype meets each value, but not each pair of a format and a dtype."""
+    """On mps, each format and each dtype is tested with each value, but not each pair of a format and a dtype."""
     K, N, row, k = 72, 40, 1, 37
     turn = reference.FORMATS.index(weight_format) + reference.DTYPES.index(dtype)
     values = [np.nan, np.inf, -np.inf]
@@ -367,7 +369,6 @@ def test_dequantize_to_float32_is_exact_if_the_product_is(weight_format, device)
 
 
 def test_a_weight_of_more_than_2_to_the_31_elements():
-    """The last rows and columns are addressed correctly although K * N exceeds 32 bits."""
     K, N = 65536 + 8, 32776
     b_packed = torch.zeros(K // 8, N, dtype=torch.int32)
     b_packed[-1, -3:] = torch.tensor([0x10000000, 0x20000000, 0x30000000], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""gemm_fp32 is gemm before the rounding to the dtype of the activations."""
+"""gemm_fp32 returns the result of gemm before the rounding to the dtype of the activations."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`gemm_transposed`, the derivative of gemm by its activations: values, memory, derivatives and bad input."""
+"""`gemm_transposed`, the derivative of gemm with respect to its activations: values, memory, derivatives, bad input."""
 
 import warnings
 
@@ -13,7 +13,7 @@ OPS = torch.ops.torch_marlin_metal
 
 OPS = torch.ops.torch_marlin_metal
 VARIABLE = "TORCH_MARLIN_METAL_GRADIENT_BYTES"
-K, N = 200, 24  # with groups of 32 the last group is short
+K, N = 200, 24  # with groups of 32, the last group is short
 PART_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16, torch.float32: torch.float32}
 
 
@@ -33,8 +33,9 @@ def run(a: torch.Tensor, weight: reference.Weight) -> torch.Tensor:
 
 
 def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the exact product and the bound of docs/use/operators.md. Parts in bf16 add the rounding of each weight to the
-    bound.
+    """Returns the exact product and the bound of docs/use/operators.md.
+
+    If parts are in bf16, the bound includes the rounding of each weight.
     """
     exact, weighted = rows @ weight.T, np.abs(rows) @ np.abs(weight).T
     part = PART_DTYPES[dtype]
@@ -43,8 +44,8 @@ def bound_of(rows: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> tuple[
     return exact, bound + (16 * 2.0**-24 + rounding * (1 + reference.UNIT_ROUNDOFF[dtype])) * weighted
 
 
-# The operator decodes the weight in parts of at most these bytes. The four limits give parts of a single row, parts
-# within a group, parts of several groups, and one part for the whole weight.
+# The operator decodes the weight in parts of at most this many bytes. The four limits give parts of a single row, parts
+# within a group, parts of several groups, and one part for the complete weight.
 @pytest.mark.parametrize("part_bytes", [1, 20 * 4 * N, 80 * 4 * N, 1 << 26])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, device, monkeypatch):
@@ -60,7 +61,7 @@ def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, d
 
 
 def test_parts_that_do_not_divide_a_group(device, monkeypatch):
-    """A limit of 24 rows gives parts of 24, 24 and 16 rows in each group of 64: none may reach into the next group."""
+    """A limit of 24 rows gives parts of 24, 24 and 16 rows in each group of 64, and no part crosses a group border."""
     monkeypatch.setenv(VARIABLE, str(24 * 4 * N))
     weight = weight_of("uint4", device, group_size=64)
     a = activations((3, N))
@@ -103,6 +104,7 @@ def test_the_gradient_of_gemm_is_this_product(dtype, device):
 
 def test_gradcheck_in_fp32(device):
     """Both operators are linear in their activations, so finite differences are exact for any step, apart from rounding.
+
     A large step keeps the rounding errors of fp32 small.
     """
     weight = weight_of("uint4_bias", device)
@@ -165,7 +167,7 @@ def test_backward_allocates_no_copy_of_the_weight(dtype, group_size, mps, monkey
     y = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
     upstream = torch.ones_like(y)
     kept = peak_bytes(lambda: torch.autograd.grad(y, a, upstream, retain_graph=True))
-    activation_bytes = 6 * rows * (wide + columns) * 4  # the result and copies of rows
+    activation_bytes = 6 * rows * (wide + columns) * 4  # the result, and copies of rows
     assert whole // 8 <= kept <= whole // 8 + activation_bytes < whole // 2
 
 
@@ -189,7 +191,7 @@ def test_backward_in_fp16_copies_no_whole_gradient_to_fp32(with_bias, mps, monke
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_a_wide_matrix_by_parts(dtype, device, monkeypatch):
-    """Multiplies by parts whose rows are as long as those of a model's layer. The last part is smaller."""
+    """Multiplies by parts whose rows are as long as in a model's layer. The last part is smaller."""
     columns = 3000
     weight = reference.make_weight("uint4", K, columns, 32).to(device)
     monkeypatch.setenv(VARIABLE, str(72 * 4 * columns))
@@ -200,9 +202,10 @@ def test_a_wide_matrix_by_parts(dtype, device, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "parts"), [(torch.bfloat16, 2), (torch.float32, 3), (torch.float16, 5)], ids=str)
 def test_parts_on_the_cpu_have_at_most_16_mib(dtype, parts):
-    """Larger blocks of memory go back to the system after each part, and their page faults take long."""
-    rows, columns = 1280, 8192  # 20 MiB in bf16, 40 MiB in fp32; fp16 needs fp32 and half of the bytes for copies
-    packed = torch.zeros(rows // 8, columns, dtype=torch.int32)  # each code stands for -8
+    """Larger blocks of memory are returned to the system after each part, and their page faults take long."""
+    # 20 MiB in bf16, 40 MiB in fp32; fp16 parts are in fp32 and half of the bytes are for copies
+    rows, columns = 1280, 8192
+    packed = torch.zeros(rows // 8, columns, dtype=torch.int32)  # each code means -8
     a = torch.ones(1, columns, dtype=dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         y = OPS.gemm_transposed(

@@ -1,4 +1,4 @@
-"""`activations="int8"`: products of activations that are rounded to 8 bits, against NumPy in fp64."""
+"""`activations="int8"`: compares products of activations that are rounded to 8 bits with NumPy in fp64."""
 
 import copy
 
@@ -11,7 +11,7 @@ import torch_marlin_metal as tmm
 from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
-N = 70  # no multiple of a strip of columns
+N = 70  # not a multiple of the width of a strip
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "nvfp4", "mxfp4", "uint8b128", "uint8", "uint5_bias", "uint6b32")
 
 ISA = tmm.cpu_capability().isa

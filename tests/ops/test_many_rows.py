@@ -1,4 +1,4 @@
-"""`gemm` with so many rows of bf16 that CPU kernels share decoded codes between blocks of rows."""
+"""`gemm` with so many rows of bf16 that the CPU kernel's blocks of rows share decoded codes."""
 
 import pytest
 import torch

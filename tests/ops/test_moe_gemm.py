@@ -1,4 +1,4 @@
-"""moe_gemm multiplies each token with its experts' weights, for any routing, and refuses wrong arguments by name."""
+"""moe_gemm multiplies each token with its experts' weights, for any routing, and names wrong arguments."""
 
 import re
 
@@ -24,7 +24,7 @@ def check(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "c
     assert got.dtype == a.dtype
 
 
-# Each format with each activation dtype and one of the forms of the call.
+# Each format with each activation dtype and one form of the call.
 CASES = [
     (weight_format, dtype, 3 * i + j)
     for i, weight_format in enumerate(reference.FORMATS)
@@ -48,7 +48,7 @@ def test_every_expert_is_within_the_bound(weight_format, dtype, case):
     check_case(weight_format, dtype, case, "cpu")
 
 
-# Each weight format once, because every pair of format and dtype is a kernel that the software device compiles.
+# Each weight format once, because the software device compiles a kernel for every pair of format and dtype.
 @pytest.mark.parametrize(("weight_format", "dtype", "case"), CASES[::4] + CASES[9:10])
 def test_every_expert_is_within_the_bound_on_mps(weight_format, dtype, case, mps):
     check_case(weight_format, dtype, case, mps)
@@ -85,7 +85,7 @@ REAL_LAYERS = {
 
 @pytest.mark.parametrize("name", REAL_LAYERS)
 def test_layers_of_real_size(name):
-    """Compares 24 columns with fp64. The scales of experts that no token chose are not numbers."""
+    """Compares 24 columns with fp64. The scales of unused experts are NaN."""
     weight_format, E, K, N, group_size, top_k = REAL_LAYERS[name]
     generator = torch.Generator().manual_seed(N)
     chosen = torch.randperm(E, generator=generator)[: 2 * top_k]
@@ -116,7 +116,7 @@ def test_the_same_bits_on_every_call(device):
 
 
 def test_a_token_does_not_depend_on_the_others(device):
-    """A token has the same result alone as among others, within rounding. Ids that name no expert read no weight."""
+    """A token has the same result alone as with others, within rounding. Ids that name no expert read no weight."""
     experts = experts_of("uint4b8", E=6)
     experts.scales[5] = torch.nan
     ids = torch.tensor([[0, 5], [1, 2], [-1, 6]])
@@ -167,7 +167,7 @@ def test_any_number_of_threads(threads):
 
 
 def test_activations_that_a_kernel_cannot_represent_are_repeated():
-    """fp32 activations below the bf16 range need another kernel than their neighbours (AMX, bf16 dot products)."""
+    """fp32 activations below the bf16 range need another kernel than other activations (AMX, bf16 dot products)."""
     experts = experts_of("uint4b8", E=3)
     a = random(24, 80)
     a[3] *= 2.0**-110
@@ -326,14 +326,16 @@ def test_tensors_that_require_grad_are_refused(argument):
 
 
 def dispatched(a: torch.Tensor, experts: Experts, ids: torch.Tensor, **options) -> list:
-    """Returns the counters of the dispatches of one call on mps, after asserting that it did not wait for the GPU."""
+    """Returns the counters of the dispatches of one call on mps, after asserting that the call did not wait for the
+    GPU.
+    """
     import softmetal
 
     held, a, ids = experts.to("mps"), a.to("mps"), ids.to("mps")
     options = {k: v.to("mps") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)  # compiles
     torch.mps.synchronize()
-    softmetal.faults()  # empties the list of dispatches
+    softmetal.faults()  # clears the list of dispatches
     waits = softmetal.stream_counts().waits
     OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)
     assert softmetal.stream_counts().waits == waits

@@ -1,4 +1,4 @@
-"""moe_gemm_gated computes moe_gemm and gated_activation, in one dispatch on mps if there are few rows."""
+"""moe_gemm_gated computes moe_gemm and gated_activation; with few rows, in one dispatch on mps."""
 
 import math
 import re
@@ -40,7 +40,7 @@ def in_two_steps(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: s
 
 
 def check_two_steps(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compares bits on the CPU. On mps, the exp of each kernel may have an error of its own, of 4 ulp of fp32.
+    """Compares bits on the CPU. On mps, the exp of each kernel may have its own error, of 4 ulp of fp32.
 
     In the tails of gelu, this is an error relative to gate * up.
     """
@@ -53,7 +53,6 @@ def check_two_steps(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def exact_gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float = 0, alpha: float = 0) -> np.ndarray:
-    """Returns the activation in fp64."""
     if activation == "gelu":
         return 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
     if activation == "gelu_tanh":
@@ -69,7 +68,7 @@ def exact_gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float 
 def check_exact(
     got: torch.Tensor, a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str, **options
 ) -> None:
-    """Compares with fp64. The bound adds what the errors of gate and up become, and the rounding of the result."""
+    """Compares with fp64. The bound contains the propagated errors of gate and up, and the rounding of the result."""
     interleaved, bias = options.pop("interleaved", False), options.pop("bias", None)
     raw_codes = reference.sums_raw_codes(device)
     exact, bound = map(torch.from_numpy, reference_experts.moe_gemm(a, experts, ids, bias=bias, raw_codes=raw_codes))
@@ -90,7 +89,7 @@ CASES = [
     for i, weight_format in enumerate(reference.FORMATS)
     for j in range(2)
 ]
-# On mps the sample has each format, dtype, activation, bias with its width, order of the rows, and form of `a`.
+# On mps the sample has each format, dtype, activation, bias with its width, order of the rows, and shape of `a`.
 ON_MPS = covering(
     [{f, dtype, f"kind {n % 5}", f"bias {n % 3}", f"perm {n % 2}", f"3-D {n % 4 == 3}"} for f, dtype, n in CASES]
 )
@@ -129,7 +128,7 @@ def test_which_products_take_one_dispatch(tokens, N, kernels, mps):
     ids = (torch.arange(2 * tokens).view(tokens, 2) % 5).to(mps)
     run_gated(a, held, ids, mps)  # compiles
     torch.mps.synchronize()
-    softmetal.faults()  # empties the list of dispatches
+    softmetal.faults()  # clears the list of dispatches
     waits = softmetal.stream_counts().waits
     got = run_gated(a, held, ids, mps)
     assert softmetal.stream_counts().waits == waits

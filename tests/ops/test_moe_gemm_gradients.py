@@ -1,4 +1,4 @@
-"""Gradients of moe_gemm: compared with fp64, under autocast and torch.compile, and what is refused."""
+"""Gradients of moe_gemm: compared with fp64, under autocast and torch.compile, and refusals."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_gradients(weight_format, by_slot, reduce, device):
                      row_weights=leaves[1], reduce=reduce, **held.arguments),
         leaves, upstream.to(device))  # fmt: skip
 
-    dense = torch.zeros(6, 80, 41, dtype=torch.float64)  # expert 5 is no expert: zeros
+    dense = torch.zeros(6, 80, 41, dtype=torch.float64)  # expert 5 does not exist: zeros
     for e, weight in enumerate(experts.weights):
         dense[e, torch.from_numpy(experts.perms[e]).long()] = torch.from_numpy(weight.exact)
     shifts = torch.cat([bias.double(), torch.zeros(1, 41, dtype=torch.float64)])
@@ -115,7 +115,7 @@ def test_compile_forward_and_backward():
 
 @pytest.mark.parametrize("use_perm", [False, True])
 def test_an_expert_is_decoded_in_parts(use_perm, monkeypatch):
-    """The limit makes parts of two groups: three for each of the two experts that have rows."""
+    """The limit makes parts of two groups: three parts for each of the two experts that have rows."""
     experts = experts_of("uint4b8", use_perm=use_perm)  # K = 80 in groups of 16, N = 41
     grad, ids = random(3, 2, 41), torch.tensor([[0, 3], [3, 7], [0, -1]])
     whole = OPS.moe_gemm_grad_a(grad, experts.b_packed, experts.scales, ids, **experts.arguments)
@@ -140,7 +140,7 @@ def test_backward_allocates_no_copy_of_an_expert(mps, monkeypatch):
     torch.accelerator.reset_peak_memory_stats()
     torch.autograd.grad(y, a, upstream, retain_graph=True)
     kept = torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - before
-    activation_bytes = 6 * rows * 2 * (wide + columns) * 4  # the result and copies of rows
+    activation_bytes = 6 * rows * 2 * (wide + columns) * 4  # the result, and copies of rows
     assert whole // 8 <= kept <= whole // 8 + activation_bytes < whole // 2
 
 

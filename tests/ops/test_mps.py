@@ -1,4 +1,4 @@
-"""Behaviour of the mps backend only: variants, plans, tensor lifetimes, bindings, threads, odd offsets and perm."""
+"""Behavior of the mps backend only: variants, plans, tensor lifetimes, bindings, threads, odd offsets and perm."""
 
 import os
 import re
@@ -181,7 +181,7 @@ def test_empty_results_dispatch_nothing(shape):
 @pytest.mark.parametrize("variant", ["fastest", "double_buffered:96x64x32", "gemv:64x64x32", "striped:"])
 @pytest.mark.parametrize("device", ["mps", "meta"])
 def test_a_variant_or_tile_that_no_kernel_has_is_refused(device, variant):
-    """The fake kernel refuses a wrong variant too, so that tracing and export fail, and not only the first call."""
+    """The fake kernel also refuses a wrong variant, so that tracing and export fail, and not only the first call."""
     weight = reference.make_weight("uint4b8", 32, 24, 32).to(device)
     with pytest.raises(ValueError, match=f"torch_marlin_metal::gemm: variant: expected one of auto, .*got '{variant}'"):
         run(torch.ones(1, 32, device=device), weight, variant=variant)
@@ -195,7 +195,7 @@ def test_a_tile_of_more_rows_than_the_problem_has_is_refused():
 
 
 def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
-    """The encoder keeps its bindings from one kernel to the next, so a stale tensor could be read."""
+    """The encoder keeps its bindings from one kernel to the next, so a kernel could read a stale tensor."""
     K, N = 64, 24
     weight = reference.make_weight("nvfp4", K, N, 16, global_scale_shape=(-1,))
     a, bias = activations((3, K)), activations((N,), seed=1)
@@ -210,7 +210,7 @@ def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
 
 
 def test_inputs_may_die_before_the_work_runs():
-    """A call only encodes the work, which runs later; its inputs must live until then."""
+    """A call only encodes the work, which runs later; its inputs must be kept until then."""
     K, N = 64, 24
     weight = reference.make_weight("uint4b8", K, N, 16)
     a = activations((3, K))
@@ -270,7 +270,7 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
 
 
 def run_process(script: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a script in a process of its own in which torch, the package and the device are already imported."""
+    """Runs a script in a separate process in which torch, the package and the device are already imported."""
     program = f"import torch, torch_marlin_metal as tmm\n{script}"
     done = run_python("-c", program, cwd=ROOT, env={**os.environ, **environment}, mps=True)
     assert done.returncode == 0, done.stderr
@@ -309,7 +309,7 @@ def test_a_kernel_that_does_not_compile_is_named_with_metals_message(tmp_path):
 
 @software
 def test_a_pipeline_that_allows_too_few_threads_raises_and_dispatches_nothing():
-    """A GPU limits the threadgroup size of a kernel that uses many registers; the plan may need more."""
+    """A GPU limits the threadgroup size of a kernel that uses many registers; the plan may need more threads."""
     import softmetal
 
     weight = reference.make_weight("uint4b8", 64, 64, 32).to("mps")
@@ -332,7 +332,7 @@ def test_a_pipeline_that_allows_too_few_threads_raises_and_dispatches_nothing():
 @pytest.mark.parametrize("magnitude", [1e-33, 1e30])
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_activations_far_from_one(weight_format, magnitude, dtype):
-    """No decode may scale an intermediate product out of fp32's range."""
+    """The decode must not scale an intermediate product out of fp32's range."""
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
     weight = reference.make_weight(weight_format, 64, 40, group_size)
     for M in (1, 4, 33):
@@ -365,7 +365,7 @@ def test_dequantize_has_the_bits_of_the_cpu(weight_format, dtype):
 
 @pytest.mark.parametrize("wait", [False, True], ids=["marks", "waits"])
 def test_products_of_several_dispatches_while_pytorch_profiles(mps, wait):
-    """PyTorch's profiler ends the encoder after each kernel that it records, so each dispatch needs a new one."""
+    """PyTorch's profiler ends the encoder after each kernel that it records, so each dispatch needs a new encoder."""
     weight = tmm.quantize_weight(torch.randn(64, 4096), "uint4b8", group_size=64).to("mps")
     x = torch.randn(40, 4096, dtype=torch.float16, device="mps")
 

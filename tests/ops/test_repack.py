@@ -1,4 +1,4 @@
-"""Repacking gives words that were worked out by hand, and round trips through an independent packer."""
+"""Repacking gives words that were computed by hand, and inverts an independent packer."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.support.reference import pack
 
 OPS = torch.ops.torch_marlin_metal
 
-AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # column 8c + j lies in this nibble of word c
+AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # column 8c + j is in this nibble of word c
 
 
 def int32(*words: int) -> torch.Tensor:
@@ -23,7 +23,6 @@ def codes(seed: int, K: int, N: int) -> np.ndarray:
 
 
 def pack_columns(values: np.ndarray, nibbles=range(8)) -> torch.Tensor:
-    """Packs uint8 codes [R, N] to int32 words [R, N/8]."""
     grouped = values.reshape(values.shape[0], -1, 8).astype(np.uint64)
     words = sum(grouped[:, :, j] << np.uint64(4 * nibble) for j, nibble in enumerate(nibbles))
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
@@ -76,7 +75,7 @@ def test_gptq_zero_rules_differ_where_a_raw_nibble_is_15(word, rule, zeros, devi
 
 
 def test_awq_words_of_worked_examples(device):
-    """The word 0x75316420 holds 0..7 in columns 0..7. The block has q[k][n] = (k + 2n) mod 16."""
+    """The word 0x75316420 has 0..7 in columns 0..7. The block has q[k][n] = (k + 2n) mod 16."""
     rows = int32(0xEA62C840, 0xFB73D951, 0x0C84EA62, 0x1D95FB73, 0x2EA60C84, 0x3FB71D95, 0x40C82EA6, 0x51D93FB7)
     expected = int32(0x76543210, 0x98765432, 0xBA987654, 0xDCBA9876, 0xFEDCBA98, 0x10FEDCBA, 0x3210FEDC, 0x543210FE)
     assert torch.equal(tmm.ops.awq_repack(rows[:, None].to(device)).cpu(), expected[None])

@@ -147,7 +147,7 @@ def test_zero_points_round_trip(device, seed, G, columns, stored):
     zeros = random_codes(seed, G, 8 * columns, device=device)
     qzeros = pack_gptq_zeros(zeros, version, rule=rule)
     assert torch.equal(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), zeros)
-    # The other round trip, from words to zero points and back, keeps any word.
+    # The opposite round trip, from words to zero points and back, preserves any word.
     assert torch.equal(
         pack_gptq_zeros(ops.gptq_unpack_zeros(qzeros, checkpoint_version=version, rule=rule), version, rule=rule),
         qzeros,

@@ -1,4 +1,4 @@
-"""`gemm(variant="rounded")` on the CPU: weights rounded to bf16, as training with `round_weights` multiplies them."""
+"""`gemm(variant="rounded")` on the CPU rounds weights to bf16, as training with `round_weights` does."""
 
 import copy
 

@@ -1,6 +1,6 @@
-"""variant="tensor" of gemm and moe_gemm on a GPU with tensor units: values, the gate, and what follows if the kernel does not compile.
+"""variant="tensor" of gemm and moe_gemm on a GPU with tensor units: values, conditions, and failing compiles.
 
-Each test that needs an M5 runs in a process of its own, because a process asks only once for the GPU's family.
+Each test that needs an M5 runs in a separate process, because a process queries the GPU's family only once.
 """
 
 import json
@@ -62,9 +62,10 @@ def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
 def check_products(
     K: int, N: int, group_sizes: tuple[int, ...], rows: tuple[int, ...], whole: bool, step: int = 1
 ) -> None:
-    """Multiplies in every format of tensor units. Dtypes, group sizes and options take turns, or with `whole` all dtypes run.
+    """Multiplies in every format of tensor units.
 
-    Without `whole`, only every format of number `step` in the list runs.
+    Dtypes, group sizes and options are used in turn; with `whole`, all dtypes run. Without `whole`, only every
+    `step`-th format of the list runs.
     """
     import softmetal
 
@@ -99,7 +100,7 @@ def check_products(
 
 
 def check_mixtures(K: int, N: int, group_sizes: tuple[int, ...], ids: torch.Tensor, whole: bool, step: int = 1) -> None:
-    """Multiplies with experts in every format of tensor units. Dtypes, group sizes and options take turns."""
+    """Multiplies with experts in every format of tensor units. Dtypes, group sizes and options are used in turn."""
     import softmetal
 
     kernels()
@@ -153,7 +154,7 @@ def mixture(dtype: torch.dtype, T: int = 33, N: int = 70, K: int = 200, **option
 
 @contextmanager
 def auto_takes_tensor(problem: str | None, kind: str, kernel: str = "gemm_tensor") -> Iterator[list]:
-    """Makes auto prefer tensor, and lets a kind of compile fail with `problem`. Yields the compiles of `kernel`."""
+    """Makes auto prefer tensor, and makes one kind of compile fail with `problem`. Yields the compiles of `kernel`."""
     import softmetal
 
     native.set_tuned([("uint4b8", str(d)[6:], 32, 200, 70, 1, 1000, "tensor") for d in reference.DTYPES])
@@ -170,7 +171,7 @@ def auto_takes_tensor(problem: str | None, kind: str, kernel: str = "gemm_tensor
 
 
 def check_fallback(kind: str) -> None:
-    """Auto takes other kernels for all types. A product that names the kernel gets the error."""
+    """For all dtypes, auto uses other kernels, and a product that names the kernel raises the error."""
     with auto_takes_tensor("no such type", kind) as compiled:
         for dtype in (torch.float16, torch.bfloat16, torch.float16):
             for M in (33, 40):
@@ -183,7 +184,7 @@ def check_fallback(kind: str) -> None:
 
 
 def a_library_that_fails(whole: bool) -> None:
-    # An interruption says nothing about the kernel, so it is an error and the next product tries again.
+    # An interruption does not mean that the kernel is wrong, so it is an error and the next product compiles again.
     interrupted = "Compiler encountered XPC_ERROR_CONNECTION_INTERRUPTED (is the OS shutting down?)"
     with (
         auto_takes_tensor(interrupted, "library"),
@@ -198,7 +199,7 @@ def a_pipeline_that_fails(whole: bool) -> None:
 
 
 def a_mixture_that_fails(whole: bool) -> None:
-    """One failure is enough: then neither mixtures nor products take a kernel for tensor units."""
+    """After one failure, neither mixtures nor products use a kernel for tensor units."""
     with auto_takes_tensor("no such type", "library", "moe_tensor") as compiled:
         for T in (33, 40):
             assert not [name for name in mixture(torch.float16, T) if "tensor" in name]
@@ -219,7 +220,9 @@ def a_library_that_compiles(whole: bool) -> None:
 
 
 def another_layout(whole: bool) -> None:
-    """Of a GPU that holds one kind of matrix otherwise, no tensor units are used, though every kernel compiles."""
+    """If the GPU stores one kind of matrix in another layout, tensor units are not used, although every kernel
+    compiles.
+    """
     with auto_takes_tensor(None, "library", "probe_tensor_layout(") as compiled:
         for dtype in (torch.float16, torch.bfloat16):
             assert not [name for name in product(dtype) if "gemm_tensor" in name]
@@ -231,7 +234,7 @@ def another_layout(whole: bool) -> None:
 
 
 def other_operands(whole: bool) -> None:
-    """Floats and lut4 have no kernel for tensor units. A table that names the variant does not count for them."""
+    """Floats and lut4 have no kernel for tensor units. For them, a tuning table that names the variant is ignored."""
     weights = {name: reference.make_weight(name, 200, 70, 32).to("mps") for name in ("uint4b8", "lut4")}
     experts = {name: make_experts(name, 3, 200, 70, 32) for name in weights}
     units = r"\(tensor units multiply float16 and bfloat16 activations by weights without a lut\)"
@@ -254,7 +257,7 @@ def other_operands(whole: bool) -> None:
 
 
 def auto_by_the_estimate(whole: bool) -> None:
-    """Without a table of tune, auto takes tensor units for nine rows of a product or of an expert, and none for fp32."""
+    """Without a tuning table, auto uses tensor units for nine rows of a product or expert, but never for fp32."""
     assert "gemm_tensor_uint4b8_bfloat16" in product(torch.bfloat16, 9, N=4096, K=1024)
     assert "moe_tensor_uint4b8_bfloat16" in mixture(torch.bfloat16, 14, N=1024, K=512)  # 9 or 10 rows for each expert
     assert product(torch.float32, 16, N=2048, K=512) == ["gemm_fused_uint4b8_float32"]
@@ -263,7 +266,7 @@ def auto_by_the_estimate(whole: bool) -> None:
 
 
 def an_older_system(whole: bool) -> None:
-    """On an older macOS the kernel is not compiled, and a product that names the kernel gets an error."""
+    """On an older macOS the kernel is not compiled, and a product that names it raises an error."""
     with auto_takes_tensor(None, "library") as compiled:
         assert not [name for name in product(torch.float16) if "tensor" in name]
         for variant in ("tensor", "tensor:64x64x32"):

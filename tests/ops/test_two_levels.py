@@ -12,8 +12,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 OPS = torch.ops.torch_marlin_metal
 U8, I8, F16, BF16, F32 = torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32
-# Weight format, dtypes of scales, zeros and super_scales, K, N, group size, dtype of activations. The last group and the
-# last block of K = 520 and K = 264 are short.
+# Weight format, dtypes of scales, zeros and super_scales, K, N, group size, dtype of activations. With K = 520 and K =
+# 264, the last group and the last block are short.
 CASES = [
     ("uint4_bias", U8, U8, F16, 520, 41, 32, F16),
     ("uint4_bias", U8, U8, BF16, 264, 40, 16, BF16),
@@ -51,7 +51,7 @@ def test_products(case, device) -> None:
     a, bias = random(33, K, dtype=dtype), random(N, dtype=dtype)
     exact, bound = reference.gemm(a, weight, bias, perm, reference.sums_raw_codes(device))
     rows = (1, 5, 33)
-    turn = CASES.index(case) % 3  # on mps each number of rows needs kernels of its own
+    turn = CASES.index(case) % 3  # on mps, each number of rows needs separate kernels
     for M in rows if device == "cpu" else rows[turn : turn + 1]:
         result = OPS.gemm(a[:M].to(device), **held.arguments(), bias=bias.to(device))
         reference.check_gemm(result, exact[:M], bound[:M])
@@ -111,7 +111,7 @@ def test_experts(weight_format, scales, zeros, use_perm, device) -> None:
 
 @pytest.mark.large
 def test_kernels_of_many_rows(device) -> None:
-    """Products of many rows have kernels of their own, on the CPU too."""
+    """Products of many rows use separate kernels, also on the CPU."""
     weight = weight_of(("uint4_bias", U8, U8, F16, 520, 72, 32, F16))
     a = random(130, 520, dtype=F16)
     exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))

@@ -1,5 +1,6 @@
-"""Tests the package for C++ programs. A program without Python runs an exported model and an operator. The results must
-be those of Python.
+"""Tests the package for C++ programs.
+
+A program without Python runs an exported model and an operator. The results must equal Python's.
 """
 
 import os

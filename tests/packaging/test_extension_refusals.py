@@ -1,4 +1,4 @@
-"""Tests when the package refuses its extension: it was built for another torch or Python, or from other sources."""
+"""Tests that the package refuses an extension that was built for another torch or Python, or from other sources."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from torch_marlin_metal import extension, interface
 
 
 def load_with(monkeypatch: pytest.MonkeyPatch, found: ModuleType | ImportError) -> str:
-    """Returns the error of the package when the import of the extension returns or raises `found`."""
+    """Returns the package's error when the import of the extension returns or raises `found`."""
 
     def import_module(name: str) -> ModuleType:
         assert name == "torch_marlin_metal._C"
@@ -72,8 +72,8 @@ def test_an_older_build_whose_operator_lacks_an_argument(monkeypatch) -> None:
 def test_the_interface_lists_every_name_of_the_extension() -> None:
     """interface.py lists every operator and function of the extension.
 
-    If it left out a name, the package would load an older build that does not have this name. Operators that only the
-    mps backend has are not compared.
+    If interface.py omitted a name, the package would load an older build that does not have this name. Operators that
+    only the mps backend has are not compared.
     """
     sources = (Path(__file__).parents[2] / "csrc").rglob("*.mm")
     definition = r'm\.def\(\s*(?:weight_schema\()?"(\w+)\('

@@ -1,7 +1,7 @@
 """Tests the first minute in a checkout: install it as the README says, then use it in the same folder.
 
-A fresh virtual environment sees the packages of this one, except this project's. pip installs a copy of the checkout
-there, or its source distribution. The compiled files come from this checkout, because a compile takes minutes. With
+A new virtual environment sees the packages of the current one, except this project's. pip installs a copy of the
+checkout, or its source distribution. The compiled files come from this checkout, because compiling takes minutes. With
 --everything, pip compiles them, and all checks of `doctor --deep` run.
 """
 
@@ -69,14 +69,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def environment(request: pytest.FixtureRequest, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of commands of a fresh environment in which the package is installed."""
+    """Returns the folder of commands of a new environment in which the package is installed."""
     folder = tmp_path_factory.mktemp("environment")
     passed(run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder))
     paths = {"base": str(folder), "platbase": str(folder)}
     scripts = Path(sysconfig.get_path("scripts", "venv", paths))
     site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
-    # Python adds the folder to its path, but ignores the .pth files there, so the editable installation stays hidden.
-    # Python runs the second line when it starts: the collector would take a third of the time of each import.
+    # Python adds the folder to its path but ignores the .pth files there, so the editable installation stays hidden.
+    # Python runs the second line when it starts: the garbage collector would take a third of the time of each import.
     (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\nimport gc; gc.disable()\n")
     what = checkout
     if request.param == "source distribution":
@@ -144,7 +144,7 @@ def test_a_checkout_that_differs_is_refused_but_not_by_doctor(environment: Path,
     assert f"installed in {site_packages}" in done.stdout and "has another layers/fuse.py." in done.stdout
     assert f"`pip install {checkout}`" in done.stdout
     assert done.stderr.splitlines()[-1].endswith(f": {done.stdout.strip()}")
-    # The command is the installed one, and so are its checks.
+    # The command and its checks are the installed ones.
     found = dict(line.split("  ", 1) for line in passed(doctor).splitlines())
     assert found["extension"].strip() == "loaded"
     assert found["products on cpu"].strip().startswith("passed: error of ")

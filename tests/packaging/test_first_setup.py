@@ -1,4 +1,4 @@
-"""What `make` says before it fetches and compiles, and what it shows while it compiles."""
+"""Tests the output of `make` before it downloads and compiles, and while it compiles."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="on a Mac, pip's usua
 
 
 def commands_of_setup(folder: Path, *arguments: str) -> str:
-    """Returns what `make` would run to set up a new environment."""
+    """Returns the commands with which `make` would set up a new environment."""
     command = ["make", "--no-print-directory", "--dry-run", f"VENV={folder}", *arguments, f"{folder}/.installed"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -51,7 +51,7 @@ def test_nothing_is_said_where_torch_is_installed() -> None:
 
 
 def test_the_build_shows_a_file_in_a_line() -> None:
-    """Prints what ninja prints, from a process and from its child, and shows other lines unchanged."""
+    """A process and its child print ninja's output; all other lines are shown unchanged."""
     compile_line = "[8/79] ccache c++ -MMD -I/include -c -c /root/csrc/core/x.cpp -o /root/build/x.o -std=c++20"
     program = f"""
 import os, subprocess

@@ -1,5 +1,6 @@
-"""Tests the package for Hugging Face's kernel hub, which is derived from the sources. Each build chooses the namespace
-of its operators.
+"""Tests the package for Hugging Face's kernel hub, which is generated from the sources.
+
+Each build chooses the namespace of its operators.
 """
 
 import importlib
@@ -25,7 +26,7 @@ def derived(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_operator_is_registered_under_the_name_of_the_wheel(derived: Path) -> None:
-    """If the names were the same, one process could not load both the wheel and a kernel of the hub."""
+    """With the same names, one process could not load both the wheel and a kernel of the hub."""
     sources = [path for path in derived.glob("csrc/**/*") if path.suffix in (".cpp", ".h", ".mm")]
     text = "\n".join(path.read_text() for path in sources)
     assert not re.search(r"TORCH_LIBRARY\w*\(torch_marlin_metal", text)
@@ -53,7 +54,7 @@ def test_the_hubs_own_reader_takes_the_build_file(derived: Path) -> None:
 
 
 def test_a_build_for_the_cpu_loads_beside_the_wheel(derived: Path, everything: bool) -> None:
-    # Asks for a module inside the package, because `import kernels` alone would find this repository's folder `kernels`.
+    # Imports a module inside the package, because `import kernels` alone would find this repository's folder `kernels`.
     pytest.importorskip("kernels._rust", reason="the package kernels is not installed")
     kernels: Any = importlib.import_module("kernels")
     if not everything:

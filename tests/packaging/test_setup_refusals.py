@@ -1,4 +1,4 @@
-"""Tests the errors of setup.py on machines where the extension cannot be built, and its search for ninja."""
+"""Tests the errors of setup.py on machines that cannot build the extension, and its search for ninja."""
 
 import os
 from pathlib import Path
@@ -34,8 +34,9 @@ def test_no_compiler(tmp_path: Path) -> None:
 
 
 def test_no_compiler_on_a_mac(tmp_path: Path) -> None:
-    """Without the command-line tools, a Mac's `c++` exists and fails."""
-    imports = "import setuptools, sysconfig, torch.utils.cpp_extension; sysconfig.get_config_vars()"  # of this system
+    """Without the command-line tools, a Mac's `c++` exists but fails."""
+    # caches the settings of this system
+    imports = "import setuptools, sysconfig, torch.utils.cpp_extension; sysconfig.get_config_vars()"
     last = build(tmp_path, f"{imports}; sys.platform = 'darwin'", CXX="false")
     assert "the C++ compiler `false` does not run" in last and last.endswith("; run `xcode-select --install`.")
 

@@ -53,7 +53,7 @@ def test_all_kernels_are_embedded(unpacked: Path) -> None:
 
 
 def test_the_laboratory_and_the_tests_are_not_distributed(unpacked: Path) -> None:
-    """Neither in the source distribution nor, as a package, in a wheel."""
+    """They are neither in the source distribution nor, as a package, in a wheel."""
     assert {"csrc", "kernels", "torch_marlin_metal"} <= {path.name for path in unpacked.iterdir()}
     assert not [name for name in ("lab", "tests", "softmetal") if (unpacked / name).exists()]
     (top_level,) = unpacked.parents[1].glob("*.egg-info/top_level.txt")
@@ -76,7 +76,7 @@ def test_metadata(unpacked: Path) -> None:
 
 
 def test_the_release_tries_the_wheel(unpacked: Path, tmp_path: Path) -> None:
-    """Runs the release's step, without its installation, beside the source distribution."""
+    """Runs the release workflow's step, without its installation, in the folder of the source distribution."""
     wheels = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["wheels"]
     (script,) = (step["run"] for step in wheels["steps"] if step.get("name") == "The wheel multiplies")
     lines = [line for line in script.splitlines() if not line.startswith("pip install ")]
@@ -97,7 +97,6 @@ def test_the_release_tries_the_wheel(unpacked: Path, tmp_path: Path) -> None:
 
 
 def empty_wheel(folder: Path, name: str, version: str, *requires: str) -> None:
-    """Writes a wheel that contains only metadata."""
     info = f"{name}-{version}.dist-info"
     head = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     files = {
@@ -125,13 +124,13 @@ def test_pip_takes_the_wheel_for_the_torch(release: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("isolated", [False, True])
 def test_an_isolated_build_takes_the_installed_torch(isolated: bool, tmp_path: Path) -> None:
-    """Imitates pip's isolation: the build uses the user's interpreter and does not see the user's packages."""
+    """In pip's isolation, the build uses the user's interpreter but does not see the user's packages."""
     show = "from build_support import backend as b; print(b.get_requires_for_build_wheel()); b._show_torch()"
     show += "; import torch; print(torch.__version__)"
     folders = (
         "import setuptools, sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; " if isolated else ""
     )
-    command = [sys.executable, "-c", folders + show]  # no fork of run_python, which has torch already
+    command = [sys.executable, "-c", folders + show]  # not a fork of run_python, which has already imported torch
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == f"[]\n{torch.__version__}\n", done.stderr
 

@@ -1,5 +1,6 @@
-"""Tests the package without a usable extension. It must inspect and convert checkpoints. Every operator must raise the
-same error.
+"""Tests the package without a usable extension.
+
+The package must inspect and convert checkpoints. Every operator must raise the same error.
 """
 
 import json
@@ -17,7 +18,7 @@ from torch_marlin_metal.checkpoints import words
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ROOT / "tests/data/layers"
-# Reading these checkpoints calls each function of checkpoints/words.py in each way in which the readers call it.
+# Together, these checkpoints call each function of checkpoints/words.py in each way in which the readers call it.
 CHECKPOINTS = (
     "gptq/gptqmodel-asym-g64-v1",
     "gptq/gptqmodel-sym-g32-actorder-v1",
@@ -61,7 +62,7 @@ error_of("cpu_capability", tmm.cpu_capability)
 {after}
 print(json.dumps(found))
 """
-# Hides an installed package, from which a source tree would take its modules. Python's importers have their own list.
+# Hides an installed package, which a source tree would use. Python's importers have their own list.
 HIDE_INSTALLED = "import importlib.machinery; importlib.machinery.EXTENSION_SUFFIXES.clear()"
 COMMANDS = """
 from typer.testing import CliRunner
@@ -123,7 +124,7 @@ def test_without_an_extension(tmp_path: Path) -> None:
 
 
 def test_an_extension_for_another_torch_is_not_used(tmp_path: Path) -> None:
-    """The extension itself loads and registers its operators here, but calling them must be an error."""
+    """The extension loads and registers its operators, but calling them must raise an error."""
     found = run(ROOT, "import torch.torch_version; torch.__version__ = torch.torch_version.TorchVersion('2.99.0')")
     (warning,) = found["warnings"]
     built_for = extension.native.torch_version

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and accelerate with packed layers: results and gradients are those of one process."""
+"""DDP, FSDP2 and accelerate with packed layers give the results and gradients of a single process."""
 
 import copy
 import os
@@ -33,7 +33,7 @@ def gradient(model: nn.Module, weight: nn.Parameter, x: torch.Tensor) -> torch.T
 
 
 def compare(rank: int, world: int) -> None:
-    """Runs in each process: every engine averages the gradients of the processes' own inputs."""
+    """Runs in each process. Every engine averages the gradients of the processes' own inputs."""
     inputs = [activations(4, K) * (1 + r) for r in range(world)]
     whole = network()
     wanted = torch.stack([gradient(whole, whole[0].weight, x) for x in inputs]).mean(0)
@@ -46,7 +46,7 @@ def compare(rank: int, world: int) -> None:
         lambda: DistributedDataParallel(layer_of("uint4", K=K, N=N))
     )
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun sets them
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun does
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     prepared = Accelerator(cpu=True).prepare(copy.deepcopy(whole))
     assert isinstance(prepared, DistributedDataParallel)
@@ -58,7 +58,7 @@ def compare(rank: int, world: int) -> None:
     layer = sharded[1]
     assert isinstance(layer, MarlinLinear) and isinstance(sharded[0].weight, DTensor)
     assert torch.equal(sharded(inputs[rank]), y)
-    assert torch.equal(layer.b_packed, whole[1].b_packed)  # a buffer: FSDP2 leaves it whole in every process
+    assert torch.equal(layer.b_packed, whole[1].b_packed)  # FSDP2 does not split buffers
     dist.barrier()
 
 

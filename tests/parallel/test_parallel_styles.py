@@ -1,4 +1,4 @@
-"""Split layers of several processes compute what one process computes."""
+"""Layers that are split over several processes give the results of a single process."""
 
 import copy
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ HIDDEN, WIDE = 128, 768
 
 
 class Block(nn.Module):
-    """The MLP of a decoder layer, which is split by N first and by K second."""
+    """The MLP of a decoder layer. The first product is split by N and the second by K."""
 
     def __init__(self, weight_format: str) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ def check_block(rank: int, mesh: DeviceMesh, plan, weight_format: str, dtype: to
         assert torch.equal(y, compiled(x))
         if world <= 2:
             assert torch.equal(y, first)
-        else:  # compiled, gloo adds more than two parts in an order of its own
+        else:  # compiled, gloo adds more than two parts in its own order
             torch.testing.assert_close(y, first, rtol=1e-5, atol=1e-6)
 
 
 def check_experts(mesh: DeviceMesh) -> None:
-    """Compares split experts with all experts in one process. The ids include some that name no expert."""
+    """Compares split experts with all experts in one process. Some ids name no expert."""
     E, H, inner = 12, 64, 96
     torch.manual_seed(0)
     weights = [
@@ -151,7 +151,7 @@ def check_experts(mesh: DeviceMesh) -> None:
 
 
 def check_sum(layer: MarlinLinear, a: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compares a sum of products with fp64 and the bound of docs/use/operators.md for one product."""
+    """Compares a sum of products with fp64, within the bound of docs/use/operators.md for one product."""
     assert y.dtype == dtype
     x, w = a.double().numpy(), layer.dequantize().double().numpy().T
     wanted = x @ w + layer.bias.double().numpy()
@@ -170,7 +170,7 @@ def check_generate(mesh: DeviceMesh) -> None:
 
 
 def check_plans(rank: int, mesh: DeviceMesh) -> None:
-    """A plan that cannot be followed to its end leaves the model unchanged."""
+    """A plan that fails halfway leaves the model unchanged."""
     model = Block("uint4b8")
     model.extra = layer_of("uint4b8", K=HIDDEN, N=7)
     model.dense = nn.Linear(8, 8)
@@ -213,7 +213,7 @@ def check_errors(rank: int, world: int, mesh, plan) -> None:
     assert "expected a MarlinLinear that is not split, got Linear" in error_of(
         lambda: parallelize_module(nn.Linear(8, 8), mesh, MarlinRowwiseParallel())
     )
-    for style in (ColwiseParallel(), RowwiseParallel()):  # torch's own styles would leave buffers whole
+    for style in (ColwiseParallel(), RowwiseParallel()):  # torch's own styles would not split buffers
         assert "only support nn.Linear" in error_of(lambda s=style: parallelize_module(Block("uint4b8").up, mesh, s))
     x = activations(2, HIDDEN).requires_grad_()
     assert "MarlinColwiseParallel: a: expected activations without a gradient" in error_of(lambda: again(x))

@@ -1,4 +1,4 @@
-"""The parts of a packed weight have the same bits as in the whole weight, and join to the whole weight again."""
+"""The parts of a packed weight have the same bits as in the complete weight, and can be joined again."""
 
 from dataclasses import fields, replace
 
@@ -79,7 +79,7 @@ def test_parts_of_one_group_share_its_scales():
 
 @pytest.mark.parametrize("weight_format", ["uint5_bias", "uint6b32"])
 def test_borders_inside_a_word_of_the_second_plane(weight_format):
-    """Parts of 48 and of 24 rows: a word of `b_high` holds 32 or 16."""
+    """Parts have 48 or 24 rows; a word of `b_high` holds 32 or 16."""
     for group_size, count in ((16, 4), (K, 8)):
         whole = weight_of(weight_format, group_size=group_size)
         parts = split_rows(whole, count)

@@ -1,4 +1,4 @@
-"""Two processes that run examples/pipeline.py generate the tokens of one process, and each reads only its layers."""
+"""Two processes run examples/pipeline.py. They generate the tokens of one process, and each reads only its layers."""
 # ruff: noqa: E402
 
 import importlib.util
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.mps import load_mps
 
-load_mps()  # in each process, before transformers asks torch for the device; the fixture `mps` reports what is missing
+load_mps()  # in each process, before transformers asks torch for the device; the fixture `mps` reports missing parts
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,7 +50,7 @@ def stage(rank: int, world: int, cases, wanted) -> None:
         read.clear()
         model = pipeline.load_stage(str(MODELS / name), device)
         assert f"model.layers.{rank}.mlp.up_proj" in {n.rpartition(".")[0] for n in read}
-        ends = ("model.embed_tokens.",)  # the last process reads them for the tied output layer
+        ends = ("model.embed_tokens.",)  # the last process reads the embedding for the tied output layer
         ends += ("model.norm.", "lm_head.") if rank == world - 1 else ()
         assert not (others := [n for n in read if not n.startswith((f"model.layers.{rank}.", *ends))]), others
         assert len(model.model.layers) == 1 and sum(p.numel() for p in model.parameters()) < 64 * 300

@@ -1,4 +1,4 @@
-"""`prepare` compiles the kernels that split layers use: products that are summed over processes are in fp32."""
+"""`prepare` compiles the kernels of split layers: products that are summed over processes are in fp32."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Processes that load a checkpoint read and hold only their parts of it, and generate the tokens of one process."""
+"""Processes that load a checkpoint read and store only their parts, and generate the tokens of one process."""
 
 import json
 import shutil
@@ -20,14 +20,14 @@ from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.parallel import MarlinColwiseParallel, SplitPlan, split_columns, split_rows
 from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
 
-FORMATS = ("native", "gptq", "awq")  # awq has no table of axes: its layers are read whole and cut
+FORMATS = ("native", "gptq", "awq")  # awq has no table of axes: its layers are read completely and then cut
 # a process reads these tensors of a split layer completely, or not at all
 SHARED = (".packed_format", ".g_idx", ".weight", ".bias")
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """Saves a Llama in each format, and one that differs in one word."""
+    """Saves a Llama in each format, and a Llama that differs in one word."""
     folder = tmp_path_factory.mktemp("checkpoints")
     divisible_llama(bias=True).save_pretrained(folder / "floats")
     options = MarlinConfig("uint4", 32, vocabulary_format="none")  # AWQ has codes of 4 bits only
@@ -90,7 +90,7 @@ def check_parts(model: nn.Module, whole: nn.Module, mesh: DeviceMesh, rank: int)
             wanted = kinds[type(layer)](whole.get_submodule(name).to_packed(), mesh.size())[rank].tensors()
             own = layer.to_packed().tensors()
             assert own.keys() == wanted.keys() and all(torch.equal(own[key], wanted[key]) for key in own)
-            # a tensor is not a view of the whole one
+            # a tensor must not be a view of the complete tensor
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in own.values())
             # only rank 0 has the bias, so that the sum contains it once
             assert (layer.bias is None) == (type(layer) is RowPart and rank > 0)
@@ -99,7 +99,7 @@ def check_parts(model: nn.Module, whole: nn.Module, mesh: DeviceMesh, rank: int)
 
 
 def check_bytes(read: dict[str, int], everything: dict[str, int], count: int) -> None:
-    """Compares the bytes that were read of split layers with the share of all bytes."""
+    """Compares the bytes that were read for split layers with the expected share of all bytes."""
     layers = {name for name in everything if "_proj" in name and not name.endswith(SHARED)}
     assert len(layers) == 14 * 3
     for name in layers:

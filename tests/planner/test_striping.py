@@ -1,4 +1,4 @@
-"""Recomputes the table of stripes in docs/inside/kernels.md by assigning units to stripes one at a time."""
+"""Computes the table of stripes in docs/inside/kernels.md by assigning units to stripes one at a time."""
 
 from pathlib import Path
 

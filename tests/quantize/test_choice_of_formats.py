@@ -1,4 +1,4 @@
-"""The choice of formats by a limit of memory, llama.cpp's recipes, and sizes as people write them."""
+"""The choice of formats by a memory limit, llama.cpp's recipes, and sizes as users write them."""
 
 import itertools
 import random

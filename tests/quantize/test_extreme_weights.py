@@ -1,4 +1,4 @@
-"""Tests quantize_weight at the ends of the float range. It must be as exact as in the middle, or refuse the weight."""
+"""At the ends of the float range, quantize_weight is as exact as in the middle, or refuses the weight."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def relative_error(w: torch.Tensor, *arguments: object, **options: object) -> fl
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_at_the_ends_of_the_range_is_exact_or_refused(name, method, scale_dtype, everything) -> None:
-    """Takes every power of two, or every fourth and those around the ends of float16. Each format has another fourth."""
+    """Tests every power of two, or every fourth and those around the ends of float16. The fourths differ by format."""
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     expected = relative_error(w, name, None, method, scale_dtype=scale_dtype)
     assert expected < 0.2

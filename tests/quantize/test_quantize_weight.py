@@ -1,5 +1,6 @@
-"""Tests quantize_weight with worked examples and a search for the nearest codes. Also tests that "mse" is never worse
-than "rtn".
+"""Tests quantize_weight with worked examples and a search for the nearest codes.
+
+"mse" must never be worse than "rtn".
 """
 
 import itertools
@@ -54,7 +55,7 @@ def weights(kind: str, N: int = 24, K: int = 200, dtype: torch.dtype = torch.flo
 
 
 def scales_of(packed: PackedWeight) -> np.ndarray:
-    """Returns the scale of each weight, fp64 [K, N]."""
+    """Returns the scale of each weight in fp64 [K, N]."""
     stored = to_numpy(packed.scales)
     if packed.weight_format == "nvfp4":
         exact = e4m3(stored) * to_numpy(packed.global_scale)
@@ -65,7 +66,7 @@ def scales_of(packed: PackedWeight) -> np.ndarray:
 
 
 def all_values(packed: PackedWeight) -> np.ndarray:
-    """Returns the value of each of the 16 codes at each place, fp64 [16, K, N]."""
+    """Returns the values of the 16 codes at each place in fp64 [16, K, N]."""
     q = np.arange(16.0)[:, None, None]
     s = scales_of(packed)
     zeros = (
@@ -92,7 +93,7 @@ def group_errors(packed: PackedWeight, w: torch.Tensor) -> np.ndarray:
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrizes the tests in AXES: with --everything by all cases, otherwise by few that have all pairs of values."""
+    """Parametrizes the tests in AXES: all cases with --everything, otherwise few cases with all pairs of values."""
     axes = AXES.get(metafunc.function.__name__)
     if axes is None:
         return
@@ -105,7 +106,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def one_device(request):
-    """Returns the device of one case, while the fixture `device` would run each case on both devices."""
+    """Returns the device of one case; the fixture `device` would run each case on both devices."""
     return request.getfixturevalue("mps") if request.param == "mps" else request.param
 
 
@@ -177,8 +178,8 @@ def test_a_scale_that_rounds_to_zero_gives_zeros(device):
 
 
 def test_nvfp4_worked_example(device):
-    # The first weight is 0.301 and not 0.3. The weight 0.3 is 0.75 scales, exactly between two codes, so the rounding
-    # of the scale would choose the code.
+    # The first weight is 0.301 and not 0.3, because 0.3 is 0.75 scales, exactly between two codes. The rounding of the
+    # scale would then decide.
     row = [0.301, -0.7, 0.05, 1.2, -2.4, 0.9, 0, -0.02, 0.11, 0.5, -0.33, 1.9, -1.1, 0.61, 0.26, -0.15]
     w = torch.tensor([row, [4.8] + [0.0] * 15], device=device)
     packed = quantize_weight(w, "nvfp4")

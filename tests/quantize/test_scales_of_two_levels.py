@@ -1,4 +1,4 @@
-"""Scales of two levels from quantize_weight: the words decode to the nearest levels, in fewer bits and with less error."""
+"""Scales of two levels from quantize_weight decode to the nearest levels, with fewer bits and smaller errors."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def rows(kind: str, N: int = 48, K: int = 1024) -> torch.Tensor:
 
 
 def levels(packed: PackedWeight) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the scale and the bias of each weight with NumPy: fp64 `[K, N]`."""
+    """Returns the scale and the bias of each weight, computed with NumPy in fp64 `[K, N]`."""
     k = np.arange(packed.K)
     group, block = k // packed.group_size, k // 256
     scales = packed.scales.numpy()[group].astype(np.float64) * packed.super_scales.numpy()[block].astype(np.float64)

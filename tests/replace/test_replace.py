@@ -1,4 +1,4 @@
-"""Tests that replace_linear_layers replaces layers of other programs bit for bit, or keeps them and says why."""
+"""replace_linear_layers replaces layers of other programs bit for bit, or keeps them and states the reason."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_layers_of_other_programs_are_taken_over_bit_for_bit(folder, device):
 
 @pytest.mark.parametrize("folder", GPTQ)
 def test_classes_that_convert_zero_points_to_version_2_are_recognized(folder, device):
-    """When GPTQModel loads a file into such a class, it converts the zero points. The config still says version 1."""
+    """When GPTQModel loads a file into such a class, it converts the zero points. The config still states version 1."""
     model, reference = load_fixture(folder, device, PackedLinearV2)
     version = 2 if folder.endswith("v2") else 1
     if version == 1:

@@ -1,6 +1,6 @@
-"""Tests replace_linear_layers on layers of other packages. test_replace.py tests GPTQ layers and AWQ layers for gemm.
+"""Tests replace_linear_layers on layers of other packages. test_replace.py tests layers of GPTQ and of AWQ's gemm.
 
-A test uses the package's own class if the package is installed. Otherwise it uses a class of the same name, with a
+If the package is installed, a test uses the package's own class. Otherwise it uses a class of the same name, with a
 state_dict from a checkpoint that the package wrote.
 """
 
@@ -56,7 +56,7 @@ class MetalLinear(Holder):
 
 
 class Linear4bit(nn.Module):
-    """Imitates bitsandbytes' layer. The layer has one parameter. Everything else is in the parameter's quant_state."""
+    """Imitates bitsandbytes' layer, which has a single parameter, whose quant_state contains everything else."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Linear4bit(nn.Module):
 
 
 class HQQLinear(nn.Module):
-    """Imitates hqq's layer. The layer has the parameter W_q and a dictionary with everything else."""
+    """Imitates hqq's layer, which has the parameter W_q and a dictionary with everything else."""
 
     def __init__(self, state: dict[str, torch.Tensor], shape: torch.Size, settings: dict) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_bitsandbytes_layers_that_ran_on_a_cpu():
 
 
 def test_uint32_words():
-    """transformers keeps MLX's words as uint32. The same words read from a safetensors file are int32."""
+    """transformers stores MLX's words as uint32. The same words read from a safetensors file are int32."""
     layer, reference = make("mlx/affine-g64-bfloat16")
     layer.weight = layer.weight.view(torch.uint32)
     model = nn.ModuleDict({"layer": layer})
@@ -268,7 +268,7 @@ def test_old_tensors_are_freed_one_layer_at_a_time():
 
 
 def test_transformers_metal_linear():
-    """Uses transformers' own class. Only the class's forward needs a Mac."""
+    """The test uses transformers' own class, of which only the forward needs a Mac."""
     metal = pytest.importorskip(
         "transformers.integrations.metal_quantization", reason="transformers is an optional extra"
     )

@@ -80,7 +80,7 @@ def test_hqq(group_size):
 
 
 def awq_parts(group_size: int):
-    """Returns the quantizer's scales and zero points, `[N, G]`, and the weight decoded with these."""
+    """Returns the quantizer's scales and zero points, `[N, G]`, and the decoded weight."""
     torch.manual_seed(0)
     source = nn.Linear(K, 64, bias=False).half()
     grouped = source.weight.float().reshape(-1, group_size)

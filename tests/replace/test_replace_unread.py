@@ -1,4 +1,4 @@
-"""replace_linear_layers names every layer whose packed weight it does not read, and quantize_model every table."""
+"""replace_linear_layers names every packed layer that it does not read, and quantize_model every table."""
 
 import re
 
@@ -14,7 +14,7 @@ K, N = 64, 32
 
 
 class WrappedInt4(Tensor):
-    """Imitates the tensors of torchao and quanto: a float tensor by its dtype, packed integers inside."""
+    """Imitates the tensors of torchao and quanto, which have a float dtype but contain packed integers."""
 
     __module__ = "torchao.fake"
 
@@ -57,7 +57,7 @@ def torchao_table() -> nn.Module:
 
 
 class UnknownLinear(nn.Module):
-    """Imitates a layer of a package that this one does not know."""
+    """Imitates a layer of an unknown package."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_hqq_that_keeps_the_layer_it_was_made_of(del_orig):
 
 
 class Tables(nn.Module):
-    """Has the vocabulary's table, a table of positions, and a bag, as a model of transformers may have."""
+    """Has a vocabulary table, a table of positions, and a bag, like a model of transformers."""
 
     def __init__(self) -> None:
         super().__init__()

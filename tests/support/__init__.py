@@ -1,1 +1,1 @@
-"""Helpers shared by tests: fp64 references, small models and layers, checkpoint writers, launches of single kernels."""
+"""Helpers that several tests share: fp64 references, small models, checkpoint writers, launches of kernels."""

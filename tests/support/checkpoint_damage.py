@@ -1,4 +1,4 @@
-"""Damages the settings and tensors of a checkpoint, and checks the error that a reader raises for the damaged one."""
+"""Damages the settings and tensors of a checkpoint, and checks the error that a reader then raises."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def fails(path: Path, match: str, kind: type = convert.CheckpointError, **option
 
 
 def change(path: Path, **tensors: torch.Tensor | None) -> None:
-    """Replaces tensors of the layer, or removes them if the new value is None."""
+    """Replaces tensors of the layer. A tensor whose new value is None is removed."""
     held = load_file(path / "model.safetensors")
     for role, tensor in tensors.items():
         held.pop(f"{LAYER}.{role}", None)

@@ -1,7 +1,7 @@
-"""Writes synthetic checkpoints in the layouts of other programs, in plain NumPy from the documented layouts.
+"""Writes synthetic checkpoints in the layouts of other programs, in plain NumPy, from the documented layouts.
 
-Nothing here uses the package under test. Every writer fills a directory with one layer, `LAYER`, and returns the
-weight that the producer's own arithmetic gives, fp32 `[N, K]`.
+This file does not use the package under test. Every writer fills a directory with one layer, `LAYER`, and returns the
+weight in fp32 `[N, K]` that the producer's own arithmetic gives.
 """
 
 import json
@@ -33,7 +33,7 @@ def save(path: Path, tensors: Tensors, config: dict[str, Any], metadata: dict[st
 
 
 def random_codes(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Returns random codes 0..15. Every code occurs, whatever the size."""
+    """Returns random codes 0..15, each at least once."""
     codes = rng.integers(0, 16, (rows, columns))
     codes.reshape(-1)[: min(16, codes.size)] = np.arange(min(16, codes.size))
     return codes
@@ -205,7 +205,7 @@ def e8m0_values(codes: np.ndarray) -> np.ndarray:
 def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, container: str) -> np.ndarray:
     """Writes NVFP4 as "compressed-tensors", "modelopt", "torchao", "torchao-swizzled" or "mlx" stores it."""
     codes, scales = random_codes(rng, N, K), e4m3_codes(rng, (N, -(-K // 16)))
-    divisor = np.float32(2.0 ** rng.integers(5, 9))  # a power of two, so that its inverse is exact
+    divisor = np.float32(2.0 ** rng.integers(5, 9))  # the inverse of a power of two is exact
     factor = np.float32(1) if container == "mlx" else np.float32(1) / divisor
     if container == "compressed-tensors":
         tensors: Tensors = {"weight_packed": byte_pairs(codes), "weight_scale": scales}
@@ -234,8 +234,8 @@ def write_nvfp4(path: Path, rng: np.random.Generator, K: int, N: int, *, contain
 def swizzled(scales: np.ndarray) -> np.ndarray:
     """Returns block scales `[rows, columns]` in cuBLAS's layout.
 
-    A tile has 128 rows and 4 columns, and becomes 32 lines of 16. Its row 32 * a + b fills places 4 * a to 4 * a + 3 of
-    line b.
+    A tile has 128 rows and 4 columns, and is stored as 32 lines of 16. Row 32 * a + b of the tile fills places 4 * a to
+    4 * a + 3 of line b.
     """
     rows, columns = scales.shape
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 4)
@@ -316,7 +316,10 @@ def write_bitsandbytes(
 def write_hqq(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, axis: int = 1, dtype: str = "fp16"
 ) -> np.ndarray:
-    """Writes HQQ's layout: rows (axis 1) or columns (axis 0) of a matrix are groups. A byte holds codes of two rows."""
+    """Writes HQQ's layout.
+
+    The groups are rows (axis 1) or columns (axis 0) of a matrix; a byte holds codes of two rows.
+    """
     count = N * K // group_size
     codes = random_codes(rng, N, K)
     matrix = codes.reshape(count, group_size) if axis == 1 else codes.reshape(group_size, count)
@@ -365,7 +368,10 @@ def write_mlx_affine(
 def write_intx(
     path: Path, rng: np.random.Generator, K: int, N: int, group_size: int, *, sym: bool, own_names: bool = False
 ) -> np.ndarray:
-    """Writes torchao's IntxUnpackedToInt8Tensor. `own_names` means the names of torchao's safetensors support."""
+    """Writes torchao's IntxUnpackedToInt8Tensor.
+
+    With `own_names`, tensors have the names of torchao's safetensors support.
+    """
     groups = groups_of(K, group_size)
     G = int(groups[-1]) + 1
     codes, scales = random_codes(rng, K, N) - 8, random_floats(rng, (G, N), "fp32")

@@ -1,4 +1,4 @@
-"""Copies of the repository, to which a test adds something as a person would."""
+"""Copies of the repository that a test edits as a developer would."""
 
 import filecmp
 import os
@@ -18,7 +18,6 @@ def edit(root: Path, file: str, pattern: str, replacement: str) -> None:
 
 
 def copied_files() -> list[str]:
-    """Returns the files that a copy of the repository needs, as git lists them."""
     folders = ("build_support", "csrc", "kernels", "torch_marlin_metal", "tests", "docs")
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders, "setup.py", "pyproject.toml", "conftest.py",
@@ -28,7 +27,6 @@ def copied_files() -> list[str]:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copies the repository, without what git ignores, and returns the copy."""
     for name in copied_files():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target / name)
@@ -36,7 +34,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def touched_files(copy: Path) -> list[str]:
-    """Returns the files of the product, its tests and pages that differ from the repository's, or that it lacks."""
+    """Returns the product's files, tests and pages that differ from the repository's, or that only the copy has."""
     found = {
         path.relative_to(copy).as_posix()
         for folder in ("csrc", "kernels", "torch_marlin_metal", "tests", "docs")
@@ -49,6 +47,6 @@ def touched_files(copy: Path) -> list[str]:
 
 
 def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in the copy, without the settings of this run of the tests."""
+    """Runs a command in the copy, without the environment variables of this test run."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     return subprocess.run([*command], cwd=copy, env=environment, check=False, capture_output=True, text=True)

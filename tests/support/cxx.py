@@ -1,4 +1,7 @@
-"""Compiles C++ for tests, each file once per run. The workers of pytest-xdist share the work and the object files."""
+"""Compiles C++ for tests, each file once per test run.
+
+The workers of pytest-xdist share the work and the object files.
+"""
 
 import fcntl
 import hashlib
@@ -23,14 +26,14 @@ def compiler() -> str:
 def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> dict[Path, Path]:
     """Compiles sources into a folder of this test run. Returns the object file of each source."""
     targets = {source: folder / f"{source.stem}-{_digest([*command, str(source)])}.o" for source in sources}
-    for wait in (False, True):  # first compiles files that no other worker compiles, then waits for the remaining files
+    for wait in (False, True):  # first compiles what no other worker compiles, then waits for the other workers' files
         for source, target in targets.items():
             _once(target, [*command, "-c", str(source)], wait=wait)
     return targets
 
 
 def of_extension(sources: Iterable[Path]) -> dict[Path, Path] | None:
-    """Returns the object files that setup.py compiled for the extension, or None unless they are newer than all sources."""
+    """Returns the object files that setup.py compiled for the extension, or None if a source is newer than they are."""
     found = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
     if not found or not all(path.exists() for path in found.values()):
         return None
@@ -51,10 +54,10 @@ def _digest(command: Sequence[str]) -> str:
 
 
 def _once(target: Path, command: Sequence[str], *, wait: bool) -> None:
-    """Runs a command with `-o target`, unless another worker has made the target.
+    """Runs a command with `-o target`, unless another worker has built the target.
 
-    If another worker is running the command, waits for that worker if `wait` is true, and otherwise returns at once. If
-    the command fails, every worker that needs the target fails with the command's message.
+    If another worker is running the command, this function waits for it if `wait` is true; otherwise it returns at
+    once. If the command fails, every worker that needs the target fails with the command's message.
     """
     failure = target.with_name(f"{target.name}.failed")
     with target.with_name(f"{target.name}.lock").open("w") as lock:

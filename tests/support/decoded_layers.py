@@ -1,4 +1,4 @@
-"""The weights of layers in checkpoint directories, by the definitions of their formats, in numpy."""
+"""Decodes layers of checkpoint directories in NumPy, by the definitions of their formats."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ def decoded(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
 
 
 def _gptq(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Decodes version 1, whose zero points are stored minus one."""
+    """Decodes GPTQ's version 1, which stores each zero point minus one."""
     words, groups = tensors["qweight"].numpy(), tensors["g_idx"].numpy()
     bits = 32 * len(words) // len(groups)
     codes = _fields(words, bits, 0).reshape(len(groups), -1)
@@ -34,7 +34,7 @@ def _gptq(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
 
 
 def _fields(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Unpacks the fields of words along an axis, the lowest first."""
+    """Unpacks the fields of words along an axis. The lowest bits of a word are the first field."""
     parts = [(words.astype(np.int64) >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
     return np.stack(parts, axis + 1)
 

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and gated activation from their definitions, in fp64, and the error bound of the operators."""
+"""Norm, rotary embedding and gated activation in fp64, from their definitions, and the error bound of the operators."""
 
 import math
 
@@ -12,7 +12,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def check(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Requires one rounding to the result's dtype and 16 fp32 roundings of `magnitude`."""
+    """Requires an error of at most one rounding to the result's dtype plus 16 fp32 roundings of `magnitude`."""
     bound = reference.UNIT_ROUNDOFF[got.dtype] * exact.abs() + reference.TINY[got.dtype] + 16 * 2.0**-24 * magnitude
     error = (got.cpu().double() - exact).abs()
     assert not error.isnan().any()
@@ -24,7 +24,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float)
 
 
 def exact_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Multiplies with the rotation matrix, built element by element from the definition."""
+    """Multiplies by the rotation matrix, which is built element by element from the definition."""
     R = cos.shape[-1]
     out = x.clone()
     for pair in range(R // 2):
@@ -35,7 +35,7 @@ def exact_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
 
 
 def rotary_magnitude(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Returns the sum of the sizes of the two terms of each element."""
+    """Returns, for each element, the sum of the magnitudes of its two terms."""
     sizes = x.abs(), cos.abs(), sin.abs()
     one, other = (exact_rotary(*sizes[:2], sign * sizes[2], interleaved).abs() for sign in (1, -1))
     return torch.maximum(one, other)

@@ -1,4 +1,4 @@
-"""What becomes of directories of diffusers; it imports nothing of this package, and runs with and without it.
+"""Prints what loading and saving directories of diffusers gives, with or without this package imported.
 
 python -m tests.support.diffusers_outcomes FOLDER TARGET
 """
@@ -18,7 +18,10 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def outcomes(folder: Path, target: Path) -> dict[str, list[str]]:
-    """Loads each directory, saves it to `target` and loads that. Returns the class and digests, or the error."""
+    """Loads each directory, saves it to `target` and loads the saved directory.
+
+    Returns its class and digests, or the error.
+    """
     found = {}
     for path in sorted(folder.iterdir()):
         try:

@@ -1,6 +1,6 @@
-"""Tiny diffusion transformers, and files of them as their authors, llama.cpp's users and ComfyUI publish them.
+"""Tiny diffusion transformers, and their files in the layouts of the models' authors, llama.cpp's users and ComfyUI.
 
-Each file is made of random values: `decoded` holds what its producer's own code decodes, under the names of the file.
+Each file has random values. `decoded` holds the values that the producer's own code decodes, under the file's names.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.checkpoints.test_gguf import FP16_AT, random_blocks
 
-D = 256  # the width: types of GGUF with blocks of 256 need it
+D = 256  # the width, a multiple of 256, because types of GGUF have blocks of 256
 PREFIX = "model.diffusion_model."
 
 
@@ -29,7 +29,7 @@ def linear(name: str, N: int, K: int) -> dict[str, tuple[int, ...]]:
 
 
 def flux(singles: int = 1) -> dict[str, tuple[int, ...]]:
-    """The names of Black Forest Labs."""
+    """Returns the names of FLUX's tensors in the files of Black Forest Labs."""
     shapes = linear("img_in", D, 64) | linear("txt_in", D, D) | linear("final_layer.linear", 64, D)
     shapes |= linear("final_layer.adaLN_modulation.1", 2 * D, D)
     for name in ("time_in", "vector_in"):
@@ -48,7 +48,7 @@ def flux(singles: int = 1) -> dict[str, tuple[int, ...]]:
 
 
 def sd3() -> dict[str, tuple[int, ...]]:
-    """The names of Stability AI."""
+    """Returns the names of SD3's tensors in the files of Stability AI."""
     shapes = {"pos_embed": (1, 64, D), "x_embedder.proj.weight": (D, 4, 2, 2), "x_embedder.proj.bias": (D,)}
     shapes |= linear("context_embedder", D, D) | linear("final_layer.linear", 16, D)
     shapes |= linear("final_layer.adaLN_modulation.1", 2 * D, D)
@@ -65,7 +65,7 @@ def sd3() -> dict[str, tuple[int, ...]]:
 
 
 def renamed(model: Callable[[], torch.nn.Module], changes: dict[str, str]) -> Callable[[], dict[str, tuple[int, ...]]]:
-    """Returns the function that makes names of diffusers those of the authors, who have the same tensors."""
+    """Returns a function that converts diffusers' tensor names to the authors', for models with the same tensors."""
 
     def shapes() -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
@@ -88,7 +88,7 @@ class Family:
     latent: str
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     architecture: str
-    floats: tuple[str, ...] = ()  # parts of names that producers leave in floats
+    floats: tuple[str, ...] = ()  # producers keep tensors in floats if their names contain one of these parts
 
     def model(self) -> torch.nn.Module:
         return self.cls(**self.settings)
@@ -168,7 +168,9 @@ FAMILIES = {
 
 @contextmanager
 def flux_of_any_width() -> Iterator[None]:
-    """Lets diffusers' conversion of FLUX split single blocks of width D: it has FLUX's own width as a number."""
+    """Lets diffusers' conversion of FLUX split single blocks of width D, because the conversion contains FLUX's own
+    width.
+    """
     import inspect
 
     known = single_file.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
@@ -186,14 +188,13 @@ def flux_of_any_width() -> Iterator[None]:
 
 @dataclass
 class File:
-    """A written file: its path, the directory with the model's configuration, and what its producer decodes."""
+    """A written file: its path, the directory with the model's configuration, and the values that it decodes to."""
 
     path: Path
     config: Path
     decoded: dict[str, Tensor] = field(default_factory=dict)
 
     def reference(self, family: Family) -> torch.nn.Module:
-        """Returns diffusers' own model of the decoded values in fp32."""
         return family.cls.from_single_file(dict(self.decoded), config=str(self.config)).eval()
 
 
@@ -209,7 +210,7 @@ def values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def write_gguf(folder: Path, family: Family, types: tuple[str, ...]) -> File:
-    """Writes a GGUF file whose matrices have the types in turn; other tensors are F32."""
+    """Writes a GGUF file. The types are assigned to the matrices in turn; all other tensors are F32."""
     rng, made = np.random.default_rng(0), _start(folder, family, "model.gguf")
     writer = gguf.GGUFWriter(made.path, family.architecture)
     turn = 0
@@ -230,7 +231,7 @@ def write_gguf(folder: Path, family: Family, types: tuple[str, ...]) -> File:
 
 
 def _calm(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """Divides the scales of blocks, so that products have about the size of their inputs."""
+    """Divides the scales of blocks, so that products have about the same magnitude as their inputs."""
     rows, (block, size) = blocks.shape[0], gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     K = blocks.shape[1] // size * block
     factor = K**-0.5 / gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]).std()
@@ -242,34 +243,34 @@ def _calm(blocks: np.ndarray, kind: str) -> np.ndarray:
 
 
 def fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the codes of a weight in E4M3, and what they decode to."""
+    """Returns the E4M3 codes of a weight, and the values that they decode to."""
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return codes, codes.float() * scale
 
 
 def comfy(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """ComfyUI's and Kijai's scaled FP8: one scale for each matrix."""
+    """Returns the tensors of ComfyUI's and Kijai's scaled FP8, with one scale per matrix."""
     scale = weight.abs().max() / 448
     codes, decoded = fp8(weight, scale)
     return {f"{name}.weight": codes, f"{name}.scale_weight": scale, f"{name}.scale_input": torch.ones(())}, decoded
 
 
 def fp8r(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Black Forest Labs' FP8: one scale for each row."""
+    """Returns the tensors of Black Forest Labs' FP8, with one scale per row."""
     codes, scale = bfl.quantize_fp8r(weight)
     decoded = bfl.dequantize_fp8r(codes, scale)
     return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, decoded
 
 
 def nvfp4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Black Forest Labs' NVFP4, which is ModelOpt's."""
+    """Returns the tensors of Black Forest Labs' NVFP4, the same layout as ModelOpt's."""
     codes, scale, second = bfl.quantize_nvfp4(weight)
     tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": second, "input_scale": torch.ones(())}
     return {f"{name}.{key}": held for key, held in tensors.items()}, bfl.dequantize_nvfp4(codes, scale, second)
 
 
 def rounded(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Values rounded to E4M3, without scales."""
+    """Returns values rounded to E4M3, without scales."""
     codes, decoded = fp8(weight, torch.ones(()))
     return {f"{name}.weight": codes}, decoded
 
@@ -290,7 +291,7 @@ def stated(name: str, kind: str) -> dict[str, Tensor]:
 
 
 def comfy_nvfp4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """ComfyUI's NVFP4: Black Forest Labs' numbers, with swapped codes, and scales in tiles."""
+    """Returns the tensors of ComfyUI's NVFP4: values as in Black Forest Labs' NVFP4, codes swapped, scales in tiles."""
     codes, scale, second = bfl.quantize_nvfp4(weight)
     swapped = (codes % 16) * 16 + codes // 16
     tensors = {"weight": swapped, "weight_scale": tiles(scale).view(torch.float8_e4m3fn), "weight_scale_2": second}
@@ -299,7 +300,7 @@ def comfy_nvfp4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def comfy_mxfp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """ComfyUI's MXFP8: E4M3 codes, and exponents of 32 of them in tiles."""
+    """Returns the tensors of ComfyUI's MXFP8: E4M3 codes, and one exponent per 32 codes, in tiles."""
     blocks = weight.unflatten(1, (-1, 32))
     exponents = (blocks.abs().amax(2) / 448).log2().ceil().clamp(min=-100)
     codes = (blocks / exponents.exp2()[..., None]).to(torch.float8_e4m3fn)
@@ -319,7 +320,7 @@ KINDS = {
 
 
 def write_safetensors(folder: Path, family: Family, kind: str, prefix: str = "") -> File:
-    """Writes a file of one kind of `KINDS`; its other tensors are bf16, or rounded to E4M3, too."""
+    """Writes a file of one kind of `KINDS`. Its other tensors are bf16, or also rounded to E4M3."""
     rng, made, state = np.random.default_rng(0), _start(folder, family, "model.safetensors"), {}
     for name, shape in family.shapes().items():
         held, own = torch.from_numpy(values(rng, shape)), prefix + name
@@ -359,6 +360,5 @@ def image(family: Family, model: torch.nn.Module, device: str = "cpu") -> Tensor
 
 
 def psnr(image: Tensor, exact: Tensor) -> float:
-    """Returns the ratio of peak and noise in dB."""
     peak, error = exact.max() - exact.min(), (image - exact).square().mean()
     return float(10 * torch.log10(peak.square() / error.clamp(min=1e-30)))

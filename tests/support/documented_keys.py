@@ -8,13 +8,13 @@ PAGE = Path(__file__).parents[2] / "docs/use/command-line.md"
 
 
 def documented(command: str) -> set[str]:
-    """Returns the keys that a command's section names after "With `--json`", with those that it refers to."""
+    """Returns the keys that a command's section lists after "With `--json`", including those that it refers to."""
     text = _about_json(command)
     return set(re.findall(r"`([a-z_0-9]+)`", text)) | (_of_a_model() if "describe the model" in text else set())
 
 
 def keys_of(value: Any) -> set[str]:
-    """Returns the keys of an object and of all objects inside, except names of formats."""
+    """Returns the keys of an object and of all nested objects, except names of formats."""
     if isinstance(value, list):
         return set().union(*map(keys_of, value))
     if not isinstance(value, dict):

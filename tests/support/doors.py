@@ -1,4 +1,6 @@
-"""One small network behind every door: transformers, load_quantized, diffusers, sentence-transformers, the command."""
+"""One small network, loaded by each entry point: transformers, load_quantized, diffusers, sentence-transformers,
+command.
+"""
 
 import contextlib
 import json
@@ -103,7 +105,7 @@ class SentenceNet(Module):
 
 @dataclass
 class Saved:
-    """A checkpoint in this package's format before it is written."""
+    """The settings and layers of a checkpoint in this package's format, before it is written."""
 
     tied: bool = True
     weights: dict[str, PackedWeight] = field(default_factory=dict)
@@ -124,7 +126,7 @@ class Saved:
         self.floats = {change(name): tensor for name, tensor in self.floats.items()}
 
     def logits(self) -> torch.Tensor:
-        """Returns the result in fp64 from the decoded weights."""
+        """Returns the network's result in fp64, computed from the decoded weights."""
         x = self.exact["table"][IDS]
         up = torch.relu(x @ self.exact["block.up"].T + self.exact["block.up.bias"])
         x = x0 = x + up @ self.exact["block.down"].T
@@ -167,7 +169,7 @@ def from_pretrained(path: Path, **options: Any) -> nn.Module:
 
 
 def library_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Takes out the options that a library itself has."""
+    """Removes the options that belong to the library, and returns them."""
     names = ("dtype", "device_map", "distributed_config")
     taken = {name: options.pop(name) for name in names if name in options}
     return taken | ({"device_map": {"": options.pop("device")}} if "device" in options else {})
@@ -188,7 +190,7 @@ def load_quantized_meta(path: Path, **options: Any) -> nn.Module:
 
 
 def in_shards(path: Path, last: Callable[[Path, dict[str, str]], None]) -> None:
-    """Makes the file of each library the first of two shards. `last` makes the second one, or changes the index."""
+    """Makes the file of each library the first of two shards. `last` writes the second shard, or changes the index."""
     for name in ("model", "diffusion_pytorch_model"):
         file = path / name / f"{name}.safetensors"
         first = file.rename(path / name / f"{name}-00001-of-00002.safetensors")
@@ -218,7 +220,7 @@ def sentence_transformers_door(path: Path) -> nn.Module:
 
 
 def command(path: Path, **options: Any) -> nn.Module:
-    """Runs `inspect --model`, which only plans. Returns the model of load_quantized, which takes the same plan."""
+    """Runs `inspect --model`, which only plans. Returns the model of load_quantized, which follows the same plan."""
     given = [
         word for name, value in options.items() for one in _list(value) for word in (f"--{name.replace('_', '-')}", one)
     ]

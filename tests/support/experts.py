@@ -1,4 +1,4 @@
-"""Stacks of expert weights and the products with them in NumPy fp64, for tests of moe_gemm."""
+"""Stacks of expert weights, and products with them in NumPy fp64, for tests of moe_gemm."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ OPS = torch.ops.torch_marlin_metal
 
 @dataclass
 class Experts:
-    """Packed weights of E experts, stacked, and the reference weight and permutation of each."""
+    """Packed weights of E experts, stacked, with the reference weight and the permutation of each expert."""
 
     weights: list[reference.Weight]
     perms: list[np.ndarray] | None
@@ -29,7 +29,7 @@ class Experts:
 def make_experts(
     weight_format: str, E: int, K: int, N: int, group_size: int, *, use_perm: bool = False, **options
 ) -> Experts:
-    """Returns random experts; options are those of `reference.make_weight`."""
+    """Returns random experts. The options are those of `reference.make_weight`."""
     weights = [reference.make_weight(weight_format, K, N, group_size, seed=seed, **options) for seed in range(E)]
     arguments = dict(weights[0].arguments)
     for name in ("zeros", "super_scales", "super_zeros", "global_scale", "b_high"):
@@ -53,10 +53,10 @@ def moe_gemm(
     reduce: bool = False,
     raw_codes: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the exact result for the rounded inputs and the error bound of each element.
+    """Returns the exact result for the rounded inputs, and the error bound of each element.
 
-    The bound is that of `reference.gemm` for fp32 results, plus one fp32 rounding for each product with a row weight
-    and each sum, plus the last rounding to a's dtype.
+    The bound is the bound of `reference.gemm` for fp32 results, plus one fp32 rounding for each product with a row
+    weight and for each sum, plus the last rounding to the dtype of `a`.
     """
     T, top_k = ids.shape
     N = experts.weights[0].exact.shape[1]
@@ -85,7 +85,7 @@ def moe_gemm(
 
 
 def experts_of(weight_format: str, E: int = 5, K: int = 80, N: int = 41, **options) -> Experts:
-    """Returns random experts in groups of the size that the format fixes, or of 16."""
+    """Returns random experts. The group size is 16, unless the format fixes another one."""
     group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     options |= {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
     return make_experts(weight_format, E, K, N, group_size, **options)
@@ -96,7 +96,7 @@ def random(*shape, dtype=torch.float32, seed=0) -> torch.Tensor:
 
 
 def run(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu", **options) -> torch.Tensor:
-    """Multiplies by `moe_gemm` on a device and returns the result on the CPU."""
+    """Computes `moe_gemm` on a device and returns the result on the CPU."""
     held = experts.to(device)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     return OPS.moe_gemm(a.to(device), held.b_packed, held.scales, ids.to(device), **{**held.arguments, **moved}).cpu()

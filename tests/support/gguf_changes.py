@@ -1,4 +1,4 @@
-"""What llama.cpp's converters do to the tensors of a model beside renaming them."""
+"""Changes that llama.cpp's converters make to a model's tensors in addition to renaming them."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TRANSPOSED_EXPERTS = ("gpt-oss", "llama4")
 
 
 def value_heads_in_tiles(config: Any, index: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """Returns an array with the n-th value head of all key heads side by side, as llama.cpp stores linear attention."""
+    """Returns an array in llama.cpp's order of linear attention: the n-th value heads of all key heads are adjacent."""
     keys = config.linear_num_key_heads
     index = np.moveaxis(index, axis, 0)
     heads = index.reshape(keys, config.linear_num_value_heads // keys, size, *index.shape[1:])
@@ -22,7 +22,6 @@ def value_heads_in_tiles(config: Any, index: np.ndarray, axis: int, size: int) -
 
 
 def linear_attention(config: Any, name: str, index: np.ndarray) -> np.ndarray:
-    """Returns the elements of a tensor of linear attention in llama.cpp's order."""
     size = config.linear_value_head_dim
     if "conv1d" in name:
         index = index.squeeze()
@@ -37,9 +36,10 @@ def linear_attention(config: Any, name: str, index: np.ndarray) -> np.ndarray:
 
 
 def experts(architecture: str, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of gate, up and down of all experts.
+    """Yields the gate, up and down tensors of all experts.
 
-    Those of gpt-oss and llama4 are `[E, K, N]`. In gpt-oss, gate and up alternate. Gemma 4 keeps gate and up together.
+    The tensors of gpt-oss and llama4 are `[E, K, N]`. In gpt-oss, gate and up alternate. Gemma 4 keeps gate and up in
+    one tensor.
     """
     block, alternates = re.search(r"\.(\d+)\.", name)[1], architecture == "gpt-oss"
     parts = ("gate", "up") if "gate_up" in name else ("down",)
@@ -54,7 +54,7 @@ def experts(architecture: str, name: str, index: np.ndarray) -> Iterator[tuple[s
 
 
 def several(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a block that llama.cpp's converter makes of one tensor."""
+    """Yields the tensors into which llama.cpp's converter splits one tensor of a block."""
     if "shared_mlp.input_linear" in name:
         ending = "_shexp" if config.num_local_experts else ""
         gate, up = np.split(index, 2)
@@ -74,7 +74,6 @@ def several(architecture: str, config: Any, name: str, index: np.ndarray) -> Ite
 
 
 def reordered(architecture: str, config: Any, name: str, index: np.ndarray) -> np.ndarray:
-    """Returns the elements of a tensor in llama.cpp's order and shape."""
     if architecture in TILED and "linear_attn" in name:
         index = linear_attention(config, name, index)
     if "query_key_value" in name and architecture != "falcon":
@@ -99,14 +98,14 @@ def reordered(architecture: str, config: Any, name: str, index: np.ndarray) -> n
 
 
 def changed(architecture: str, name: str, values: np.ndarray) -> np.ndarray:
-    """Returns the values that llama.cpp's converter stores for a tensor of transformers with this name."""
+    """Returns the values that llama.cpp's converter stores for a tensor with this name in transformers."""
     if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return values + 1
     return -np.exp(values) if name.endswith("A_log") else values
 
 
 def factor(architecture: str, config: Any, name: str) -> np.ndarray:
-    """Returns what llama.cpp's converter multiplies a tensor by: in Falcon-H1, the model's multipliers."""
+    """Returns the factor by which llama.cpp's converter multiplies a tensor: in Falcon-H1, the model's multiplier."""
     if architecture != "falcon-h1":
         return np.float32(1)
     if "in_proj" in name:

@@ -1,4 +1,4 @@
-"""The metadata that llama.cpp's converters write beside those of `gguf_metadata`, by architecture."""
+"""Metadata that llama.cpp's converters write in addition to those of `gguf_metadata`, by architecture."""
 
 from statistics import NormalDist
 
@@ -10,7 +10,7 @@ from tests.support.gguf_models import ENCODERS
 
 
 def base(writer: GGUFWriter, config, eps: str = "layer_norm_rms_eps", context: int = 2048) -> None:
-    """Writes what the class of all text models writes."""
+    """Writes the keys that the converter's base class of text models writes."""
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", rope)
     shape(writer, config, eps, context)
@@ -27,14 +27,14 @@ def base(writer: GGUFWriter, config, eps: str = "layer_norm_rms_eps", context: i
 
 
 def set_once(writer: GGUFWriter, key: str, value) -> None:
-    """Writes a key that may have been written before."""
+    """Writes a key, and replaces a value that was written before."""
     writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
     add = writer.add_array if isinstance(value, list) else writer.add_uint32
     add(f"{writer.arch}.{key}", value)
 
 
 def of_latent(writer: GGUFWriter, config) -> None:
-    """Writes what the converter of DeepSeek writes, whose attention has one head of keys in llama.cpp."""
+    """Writes DeepSeek's keys. In llama.cpp, DeepSeek's attention has one key head."""
     base(writer, config)
     writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))
     if config.q_lora_rank:
@@ -66,7 +66,7 @@ def of_latent(writer: GGUFWriter, config) -> None:
 
 
 def of_latent_2024(writer: GGUFWriter, config) -> None:
-    """Writes what the converter of DeepSeek wrote before llama.cpp kept one head of keys."""
+    """Writes the keys that DeepSeek's converter wrote in 2024, when llama.cpp did not use a single key head yet."""
     of_latent(writer, config)
     for key in ("attention.key_length_mla", "attention.value_length_mla"):
         del writer.kv_data[0][f"{writer.arch}.{key}"]
@@ -125,7 +125,7 @@ def of_lfm2moe(writer: GGUFWriter, config) -> None:
 
 
 def of_states(writer: GGUFWriter, config) -> None:
-    """Writes the sizes of Mamba and what surrounds it in hybrid models."""
+    """Writes the sizes of Mamba's state, and the other keys of hybrid models."""
     kind = config.model_type
     base(writer, config)
     own = {"granitemoehybrid": "mamba_", "falcon_h1": "mamba_", "nemotron_h": "mamba_", "jamba": "mamba_"}.get(kind, "")
@@ -243,7 +243,7 @@ def of_hunyuan_moe(writer: GGUFWriter, config) -> None:
 
 
 def of_gpt(writer: GGUFWriter, config) -> None:
-    """Writes what the converters of the first models write, which state little."""
+    """Writes the few keys of the first converters, such as GPT-2's."""
     base(writer, config, "layer_norm_eps")
     writer.kv_data[0].pop(f"{writer.arch}.feed_forward_length", None)
     writer.add_feed_forward_length(4 * config.hidden_size)

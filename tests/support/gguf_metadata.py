@@ -109,7 +109,7 @@ def of_stablelm(writer: GGUFWriter, config) -> None:
     shape(writer, config, PLAIN)
     writer.add_rope_dimension_count(16)
     writer.add_rope_freq_base(20000.0)
-    writer.add_parallel_residual(True)  # the converter writes this also where it is not so
+    writer.add_parallel_residual(True)  # the converter always writes true, also for models without a parallel residual
 
 
 def of_starcoder2(writer: GGUFWriter, config) -> None:
@@ -227,13 +227,14 @@ def of_qwen35(writer: GGUFWriter, config) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     writer.add_full_attention_interval(2)
-    # The block that predicts a second token is one more, and transformers' models lack it.
+    # The count includes the block that predicts a second token, which transformers' models lack.
     del writer.kv_data[0][f"{writer.arch}.block_count"]
     writer.add_block_count(config.num_hidden_layers + 1)
     writer.add_nextn_predict_layers(1)
     for name in ("nextn.eh_proj.weight", "attn_k.weight", "nextn.enorm.weight"):
         writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", np.ones((64, 64), dtype=np.float32))
-    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])  # transformers counts them
+    # transformers derives the vocabulary size from the length of this list
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
 
 
 def of_qwen35moe(writer: GGUFWriter, config) -> None:
@@ -243,7 +244,7 @@ def of_qwen35moe(writer: GGUFWriter, config) -> None:
 
 
 def of_gemma4(writer: GGUFWriter, config) -> None:
-    """Writes what the converter writes for Gemma 4, and the factors that turn only the first pairs of a head."""
+    """Writes the converter's keys for Gemma 4, and the factors that rotate only the first pairs of a head."""
     shape(writer, config)
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     small, large = (config.per_layer_config[config.layer_types.index(kind)] for kind in SLIDING)
@@ -264,7 +265,7 @@ def of_gemma4(writer: GGUFWriter, config) -> None:
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     for layer in range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers):
-        for name in ("attn_k", "attn_v", "attn_k_norm"):  # checkpoints have them, but they are not used
+        for name in ("attn_k", "attn_v", "attn_k_norm"):  # checkpoints have these unused tensors
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones((64, 64), dtype=np.float32))
     kv_heads = [(small if each else large).num_key_value_heads for each in sliding]
     writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
@@ -352,4 +353,5 @@ def of_lfm2(writer: GGUFWriter, config) -> None:
     writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config.layer_types])
     writer.add_shortconv_l_cache(config.conv_L_cache)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])  # transformers counts them
+    # transformers derives the vocabulary size from the length of this list
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])

@@ -1,4 +1,4 @@
-"""Tiny models of transformers of each architecture of GGUF files, and their files, by the rules of llama.cpp."""
+"""Tiny models of transformers for each architecture of GGUF files, and their files, written by llama.cpp's rules."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ ROUTED = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts":
 ROUTED |= {"n_group": 1, "topk_group": 1}
 ENCODER = {"pad_token_id": 0, "max_position_embeddings": 128, "num_key_value_heads": 2}
 NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2}
-# Sizes of a family that has sizes of its own.
+# Sizes of families that do not use the default sizes.
 OWN_SIZES = {
     "deepseek2": LATENT | ROUTED,
     "deepseek_v2": LATENT | ROUTED | {"q_lora_rank": None},
@@ -84,11 +84,11 @@ OWN_SIZES = {
     "glm4moe": {"first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 4, "routed_scaling_factor": 2.5},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    # Two layers share keys and values, and have the double width, as in Gemma 4 E2B.
+    # As in Gemma 4 E2B, two layers share keys and values, and have double width.
     "gemma4": {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64}
     | {"num_hidden_layers": 4, "layer_types": SLIDING * 2, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
     | {"sliding_window": 8},
-    # Keys are values in layers without a window, as in Gemma 4 26B.
+    # As in Gemma 4 26B, the keys are also the values in layers without a window.
     "gemma4 mixture": {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "layer_types": SLIDING}
     | {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True}
     | {"top_k_experts": 2, "sliding_window": 8},
@@ -124,16 +124,16 @@ TYPES |= {"exaone-moe": "exaone_moe", "hunyuan-moe": "hunyuan_v1_moe", "falcon-h
 TYPES |= {"falcon multi query": "falcon", "starcoder": "gpt_bigcode", "chatglm": "glm", "chatglm fused": "glm"}
 TYPES |= dict.fromkeys(("t5encoder", "t5encoder of version 1.0"), "t5")
 TYPES |= {"glm-dsa": "glm_moe_dsa", "nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
-ARGUMENTS = {"bert": {"add_pooling_layer": False}}  # of model classes; files have no pooler
+ARGUMENTS = {"bert": {"add_pooling_layer": False}}  # arguments of model classes: GGUF files have no pooler
 ENCODERS = ("bert", "nomic-bert", "modern-bert", "eurobert", "t5encoder")
 REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo", "mistral3", "granitehybrid")
 LINEAR_ATTENTION = ("qwen35", "qwen35moe", "qwen3next")
-# Tensors that the converter keeps in fp32, by a part of their names.
+# The converter keeps a tensor in fp32 if its name contains one of these parts.
 FP32 = re.compile(
     r"ffn_gate_inp|conv[^.]*\.(weight|bias)|\.bias$|ssm_(a|d)$|_norm\.|position_embd|token_types|altup_\w*coef"
 )
 IDS = torch.tensor([[3, 9, 27, 41, 5]])
-# Names in checkpoints of parameters, which llama.cpp's converters rename further before they ask gguf's table.
+# llama.cpp's converters first rename these parameters, and then look them up in gguf's table.
 RENAMED = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias", "self_attn.sinks": "self_attn.sinks.weight"}
 RENAMED |= {"mixer.dt_bias": "mixer.dt_proj.bias", "mamba.dt_bias": "mamba.dt_proj.bias"}
 RENAMED |= {"layer_scalar": "layer_scalar.weight", "correct_output_scale": "correct_output_scale.weight"}
@@ -145,8 +145,8 @@ RENAMED |= {"attn_sub_norm.weight": "inner_attn_ln.weight", "ffn_sub_norm.weight
 NOMIC = {"self_attn.o_proj": "attn.out_proj", "mlp.up_proj": "mlp.fc11", "mlp.gate_proj": "mlp.fc12"}
 NOMIC |= {"mlp.down_proj": "mlp.fc2", "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2"}
 NOMIC |= {"embeddings.LayerNorm": "emb_ln", "layers": "encoder.layers"}
-FUSED = ("nomic-bert", "chatglm fused")  # checkpoints have q, k and v in one tensor, which transformers splits
-# Parts of names that differ in checkpoints.
+FUSED = ("nomic-bert", "chatglm fused")  # checkpoints store q, k and v in one tensor, which transformers splits
+# Parts of tensor names that differ between transformers and checkpoints.
 PARTS = {
     "nemotron_h": {"model": "backbone"},
     "bloom": {"transformer.": ""},
@@ -157,10 +157,10 @@ PLAIN = ("F32", "F16", "BF16")
 
 
 def model_of(family: str, **settings: Any) -> nn.Module:
-    """Returns a model of a family with random weights, the same at each call."""
+    """Returns a model of a family with random weights, which are the same at each call."""
     torch.manual_seed(0)
     own = OWN_SIZES.get(family, {})
-    # T5's config has other names for all of the sizes.
+    # T5's config uses other names for all sizes.
     sizes = ({"vocab_size": 64} if family.startswith("t5") else SIZES) | own | settings
     if family.startswith("falcon") and family != "falcon-h1":
         del sizes["head_dim"]  # the class has no setting for it
@@ -178,7 +178,7 @@ def model_of(family: str, **settings: Any) -> nn.Module:
 
 
 def auto_class(family: str) -> Any:
-    """Returns the class of transformers that makes a model of a family."""
+    """Returns transformers' auto class for a family."""
     if family.startswith("t5"):
         return AutoModelForTextEncoding
     if family in ENCODERS:
@@ -194,12 +194,13 @@ def outputs(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 
 def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields what llama.cpp's converter stores for a tensor: its names in the file, and its elements in their order.
+    """Yields the tensors that llama.cpp's converter stores for one tensor: the name in the file, and the stored
+    elements.
 
     Args:
         architecture: the architecture of the file.
         config: the model's config.
-        name: the name of a tensor of transformers.
+        name: the name of a tensor in transformers.
         index: the numbers of the tensor's elements, in the tensor's shape.
     """
     arch = next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == architecture)
@@ -213,7 +214,7 @@ def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Ite
             return
     block = re.search(r"\.(\d+)\.", name)
     if ".act_fn." in name:
-        return  # see `write`
+        return  # `write` stores this tensor
     parts = list(several(architecture, config, name, index))
     if parts:
         yield from ((f"blk.{block[1]}.{part}", rows) for part, rows in parts)
@@ -238,13 +239,13 @@ def write(
     kinds: Callable[[str], str] = lambda name: "Q4_0",
     states: Callable[[GGUFWriter], Any] = lambda writer: None,
 ) -> Path:
-    """Writes a model under the names of gguf's own table, and gives the model the decoded values.
+    """Writes a model under the names of gguf's own table, and sets the model's weights to the decoded values.
 
     Args:
         path: the file to write.
         architecture: the name of the architecture in the file.
         model: a model in fp32.
-        kinds: returns the type in which to store a tensor, by its name in the file.
+        kinds: returns the type of a stored tensor, by its name in the file.
         states: adds metadata and further tensors; called before the model's tensors are added.
     """
     config = model.config
@@ -268,7 +269,7 @@ def write(
     stored: dict[str, list[tuple[np.ndarray, np.ndarray, str]]] = {}
     for name, tensor in model.state_dict().items():
         if (name == "lm_head.weight" and tied) or name == "encoder.embed_tokens.weight":
-            continue  # another tensor's values
+            continue  # shares its values with another tensor
         flat = tensor.view(-1).numpy()  # shares the memory of the model
         index = np.arange(flat.size).reshape(tensor.shape)
         fused = re.search(r"\.(\d+)\.self_attn\.[qkv]_proj\.(weight|bias)", name) if model.fuses_qkv else None
@@ -301,7 +302,7 @@ def write(
 
 
 def key_value_heads(architecture: str, config: Any) -> Any:
-    """Returns the number of key heads as the converter writes it."""
+    """Returns the number of key heads that the converter writes."""
     heads = getattr(config, "num_attention_heads", 0)
     if architecture in MLA:
         return 1
@@ -315,7 +316,6 @@ def key_value_heads(architecture: str, config: Any) -> Any:
 
 
 def state_sizes(writer: GGUFWriter, config: Any) -> None:
-    """Writes the sizes of linear attention."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)

@@ -1,4 +1,4 @@
-"""Tiny models with settings that are not their class's defaults."""
+"""Tiny models with settings that differ from the defaults of their classes."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from tests.support import gguf_converters as converters
 from tests.support import gguf_metadata as metadata
 from tests.support.gguf_models import model_of, outputs, write
 
-LENGTH = 96  # of the inputs: longer than the contexts before scaling
+LENGTH = 96  # of the inputs, longer than the context before rope scaling
 IDS = torch.arange(LENGTH)[None] * 37 % 61 + 3
 
 
@@ -37,7 +37,7 @@ GEMMA4 = {
     },
     "final_logit_softcapping": 0.3,
 }
-# name -> (architecture, family, settings that are not the class's defaults, what the converter writes)
+# name -> (architecture, family, settings that differ from the class's defaults, keys that the converter writes)
 CASES = {
     "llama3": (
         "llama",
@@ -330,7 +330,8 @@ CASES |= {
     "eurobert": ("eurobert", "eurobert", PLAIN, converters.of_encoder),
     "t5encoder": ("t5encoder", "t5encoder", {"layer_norm_epsilon": 1e-3}, converters.of_t5),
 }
-# Cases whose file states no multipliers, because they are in the weights, and what a model for it has instead.
+# The files of these cases state no multipliers, because the weights contain them. The values replace the multipliers in
+# a model for such a file.
 NEUTRAL = {
     "folded multipliers": {name: [1.0] * len(value) if isinstance(value, list) else 1.0 for name, value in H1.items()}
 }
@@ -341,17 +342,17 @@ def kinds(name):
 
 
 def reference(case: str, path) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Writes a file, and returns the model with the decoded weights and its logits in fp64."""
+    """Writes a file. Returns the model with the decoded weights, and its logits in fp64."""
     architecture, family, settings, states = CASES[case]
     model = model_of(family, **settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.copy_(torch.rand_like(parameter))
-            elif parameter.dim() > 1:  # so that the attention depends on positions
+            elif parameter.dim() > 1:  # larger weights, so that the attention depends on positions
                 parameter.mul_(6)
     write(path, architecture, model, kinds, lambda writer: states(writer, model.config))
-    model.set_experts_implementation("eager")  # the others have no fp64
+    model.set_experts_implementation("eager")  # the other implementations do not support fp64
     with torch.no_grad():
         logits = outputs(model.double(), IDS)
     return model.float(), logits

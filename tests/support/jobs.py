@@ -1,4 +1,6 @@
-"""Reads shell commands of workflows and pages: what they install, which tests they run, and what these import."""
+"""Reads shell commands of workflows and pages: the packages that they install, the tests that they run, and their
+imports.
+"""
 
 import ast
 import functools
@@ -17,28 +19,28 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "torch_marlin_metal"
-# pip installs what the package needs, and only Linux imports the software Metal device.
+# pip installs the package's requirements. Only Linux imports the software Metal device.
 NOT_FOLLOWED = (PACKAGE, "softmetal")
 OPTIONS_WITH_VALUES = ("-n", "--dist", "--index-url", "--wheel-dir", "--find-links", "-m", "-k")
 
 
 @dataclass
 class Job:
-    """What a job installs, as requirements, and the Python files and folders of tests that it runs."""
+    """The requirements that a job installs, and the Python files and test folders that it runs."""
 
     name: str
     installs: list[str] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
 
     def missing(self) -> dict[str, str]:
-        """Returns each module that the job imports and does not install, with the file that imports it."""
+        """Returns each module that the job imports but does not install, with the importing file."""
         found = imports(self.runs)
         there = modules_of(self.installs)
         return {name: str(file.relative_to(ROOT)) for name, file in sorted(found.items()) if name not in there}
 
 
 def read_commands(name: str, script: str) -> Job:
-    """Returns what a shell script installs and runs."""
+    """Returns the packages that a shell script installs, and what it runs."""
     job = Job(name)
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
@@ -75,7 +77,7 @@ def _operands(words: list[str]) -> list[str]:
 
 
 def _requirement(word: str) -> str:
-    """Returns the requirement that an argument of pip stands for. Files and folders are this package."""
+    """Returns the requirement that an argument of pip names. Files and folders mean this package."""
     if word.startswith("$"):  # a variable with options
         return "pip"
     word = re.sub(r"==\$.*", "", word)  # a version in a variable
@@ -111,7 +113,7 @@ def _applies(condition: str, combination: dict) -> bool:
 
 
 def modules_of(requirements: Iterable[str]) -> set[str]:
-    """Returns the modules that pip installs for requirements, as far as the packages are installed here, too."""
+    """Returns the modules that the requirements install. Only packages that are installed here are looked up."""
     distributions: set[tuple[str, str]] = set()
     waiting = [Requirement(text) for text in requirements]
     while waiting:
@@ -140,10 +142,11 @@ def _requires(name: str) -> list[str]:
 
 
 def imports(paths: Iterable[str]) -> dict[str, Path]:
-    """Returns the modules from outside the repository and Python that files import, each with a file that imports it.
+    """Returns the imported modules that are not from the repository or Python itself, each with an importing file.
 
     Args:
-        paths: Python files and folders of tests, relative to the root. The repository's own modules are followed.
+        paths: Python files and folders of tests, relative to the root. Imports of the repository's own modules are
+            followed.
     """
     waiting: list[Path] = []
     for path in paths:
@@ -172,14 +175,14 @@ def imports(paths: Iterable[str]) -> dict[str, Path]:
 
 @functools.cache
 def _file_beside(name: str) -> Path | None:
-    """Returns the repository's file that a test imports by its bare name, after a change of `sys.path`, or None."""
+    """Returns the repository's file that a test imports by its bare name after it has changed `sys.path`, or None."""
     folders = ("tests", "softmetal/tests", "lab")
     return next((file for folder in folders for file in (ROOT / folder).rglob(f"{name}.py")), None)
 
 
 @functools.cache
 def _imported(file: Path) -> set[str]:
-    """Returns the full names that a file imports, except those whose absence it handles."""
+    """Returns the full names that a file imports. Imports whose failure the file handles are left out."""
     tree = ast.parse(file.read_text())
     handled = {id(node) for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)}
     names: set[str] = set()

@@ -1,7 +1,7 @@
-"""Encodes weights as the k-quants of GGUF files, which the package gguf only decodes. Rounds to the nearest code.
+"""Encodes weights as the k-quants of GGUF files, rounded to the nearest code. The package gguf only decodes them.
 
-The layouts are those of ggml-common.h and of the decoders in ggml-quants.c (llama.cpp). A scale is not searched for, so
-the errors are larger than llama.cpp's; a decode by gguf shows whether the layout is right.
+The layouts are those of ggml-common.h and of the decoders in ggml-quants.c (llama.cpp). This encoder does not search
+for the best scale, so its errors are larger than llama.cpp's. To check a layout, decode it with gguf.
 """
 
 import numpy as np
@@ -20,7 +20,9 @@ def _divided(values: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 def _signed(x: np.ndarray, largest: int, scale_limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns codes from -largest to largest - 1 of groups `[B, G, n]`, the codes of their scales, and d `[B, 1]`."""
+    """Returns signed codes of groups `[B, G, n]`, from -largest to largest - 1, the codes of their scales, and d `[B,
+    1]`.
+    """
     scale = np.abs(x).max(2) / largest
     d = (scale.max(1, keepdims=True) / scale_limit).astype(np.float16).astype(np.float32)
     sc = np.rint(_divided(scale, d)).clip(0, scale_limit)
@@ -28,7 +30,7 @@ def _signed(x: np.ndarray, largest: int, scale_limit: int) -> tuple[np.ndarray, 
 
 
 def _with_minimum(x: np.ndarray, largest: int, scale_limit: int) -> tuple[np.ndarray, ...]:
-    """Returns codes from 0 to `largest`, the codes of scales and of minimums, d and dmin."""
+    """Returns codes from 0 to `largest`, the codes of scales and minimums, d and dmin."""
     low = -np.minimum(x.min(2), 0)
     scale = (x.max(2) + low) / largest
     d, dmin = ((one.max(1, keepdims=True) / scale_limit).astype(np.float16).astype(np.float32) for one in (scale, low))
@@ -38,19 +40,20 @@ def _with_minimum(x: np.ndarray, largest: int, scale_limit: int) -> tuple[np.nda
 
 
 def _six_bits(sc: np.ndarray, m: np.ndarray) -> Bytes:
-    """Packs eight scales and eight minimums of 6 bits into 12 bytes."""
     first = [one[:, :4] | (one[:, 4:] >> 4) << 6 for one in (sc, m)]
     return np.concatenate([*first, (sc[:, 4:] & 15) | (m[:, 4:] & 15) << 4], 1)
 
 
 def _nibbles(q: np.ndarray, run: int) -> Bytes:
-    """Packs 4-bit codes `[B, 256]`: the low nibbles of a run have `run` codes, the high ones the next."""
+    """Packs 4-bit codes `[B, 256]`: in each pair of runs, the first fills the low nibbles of `run` bytes, the second
+    the high nibbles.
+    """
     runs = q.reshape(len(q), -1, 2, run)
     return ((runs[:, :, 0] & 15) | (runs[:, :, 1] & 15) << 4).reshape(len(q), -1)
 
 
 def _planes(q: np.ndarray, bits: int, run: int) -> Bytes:
-    """Packs codes of 1 or 2 bits `[B, 256]`: of 8 / bits runs, each has its codes in the same bits of `run` bytes."""
+    """Packs codes of 1 or 2 bits `[B, 256]`. Each of 8 / bits runs fills one bit position of the same `run` bytes."""
     runs = q.reshape(len(q), -1, 8 // bits, run)
     parts = [runs[:, :, part] << bits * part for part in range(8 // bits)]
     return np.bitwise_or.reduce(parts).reshape(len(q), -1)
@@ -90,6 +93,6 @@ ENCODERS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": 
 
 
 def encode(values: np.ndarray, kind: str) -> Bytes:
-    """Encodes `[..., K]`, with K a multiple of 256, as the blocks of a k-quant, uint8 `[..., bytes of a row]`."""
+    """Encodes `[..., K]` as blocks of a k-quant, uint8 `[..., bytes per row]`. K is a multiple of 256."""
     parts = ENCODERS[kind](values.reshape(-1, BLOCK).astype(np.float32))
     return np.concatenate(parts, 1).reshape(*values.shape[:-1], -1)

@@ -21,7 +21,7 @@ IDS = torch.tensor([[5, 17, 99, 42, 7, 63, 110, 23, 8, 77, 31, 56]])
 
 
 def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> LlamaForCausalLM:
-    """Returns the model in fp64, with decoded weights (`[N, K]` by layer name) and the checkpoint's other tensors."""
+    """Returns the model in fp64 from decoded weights (`[N, K]` by layer name) and the checkpoint's other tensors."""
     config = AutoConfig.from_pretrained(folder)
     del config.quantization_config
     model = LlamaForCausalLM(config).double().eval()
@@ -38,8 +38,8 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 def magnitude(weight: PackedWeight) -> torch.Tensor:
     """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`.
 
-    If a kernel sums raw codes, its rounding errors grow with the codes and zero points, and the magnitude is computed
-    from the codes and zero points.
+    Rounding errors of kernels that sum raw codes grow with the codes and zero points, so the magnitude is computed from
+    these.
     """
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)
@@ -54,7 +54,6 @@ def layer_bound(weight: PackedWeight, a: torch.Tensor, y: torch.Tensor) -> torch
 
 
 def _code_magnitude(weight: PackedWeight) -> torch.Tensor:
-    """Returns s (|q| + |z|) as `[K, N]` in the original order of k."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int64)
     words = weight.b_packed.long() & 0xFFFFFFFF
     codes = ((words[:, None, :] >> shifts[None, :, None]) & 15).reshape(weight.K, weight.N).double()
@@ -84,7 +83,7 @@ class _Norm(nn.Module):
 
 
 class _InFp32(nn.Module):
-    """A packed layer inside a model that computes everything else in fp64."""
+    """Runs a packed layer in fp32 inside a model that computes everything else in fp64."""
 
     def __init__(self, layer: nn.Module, device: str) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class _InFp32(nn.Module):
 
 
 class _Recorded(nn.Module):
-    """A dense layer that keeps its input and output. Autograd then differentiates the logits by this output."""
+    """A dense layer that stores its input and output, so that autograd can differentiate the logits by this output."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -110,10 +109,10 @@ class _Recorded(nn.Module):
 def check_logits(model: LlamaForCausalLM, reference: LlamaForCausalLM, device: str) -> float:
     """Compares the logits of a loaded model with the decoded fp64 reference. Returns the largest error / bound.
 
-    Packed layers compute in fp32 on `device`. Everything else computes in fp64 on the CPU, so that the operator causes
-    all errors. Each element of a layer's output has an error bound. To first order, the error of a logit is at most the
-    sum over all layers and elements of |d logit / d element| times that bound. Autograd gives the derivatives exactly.
-    The factor 1.001 covers the second order.
+    Packed layers compute in fp32 on `device`. Everything else computes in fp64 on the CPU, so that only the operator
+    causes errors. Each element of a layer's output has an error bound. To first order, the error of a logit is at most
+    the sum over all layers and elements of |d logit / d element| times that bound. Autograd gives the derivatives
+    exactly. The factor 1.001 covers the second order.
     """
     packed = {
         name: layer.to_packed().to("cpu") for name, layer in model.named_modules() if isinstance(layer, MarlinLinear)
@@ -165,7 +164,7 @@ def write_gguf(path: Path, folder: Path, kind: str, embedding: str = "F16") -> t
     for name, tensor in (references | embed).items():
         module = name.removesuffix(".weight")
         values = tensor.float().numpy()
-        if module.endswith(("q_proj", "k_proj")):  # llama.cpp stores the two rows of a rotary pair side by side
+        if module.endswith(("q_proj", "k_proj")):  # llama.cpp stores the two rows of a rotary pair next to each other
             heads = config["num_attention_heads" if "q_proj" in module else "num_key_value_heads"]
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         target = f"{names.get_name(module)}.weight"

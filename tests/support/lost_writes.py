@@ -1,8 +1,9 @@
-"""Records a program's changes to the files of a folder, and makes folders that a power failure may leave.
+"""Records a program's changes to the files of a folder, and creates the folders that a power failure may leave.
 
-After a power failure a disk has at least the synced state: the bytes of a file at its last fsync, and the entries of a
-folder at the folder's last fsync. It may also have any part of later changes. `Recording` sees only changes through
-Python's own functions, so a test must check that replaying all events gives the folder that the program made.
+After a power failure, a disk contains at least the synced state: the bytes of each file at its last fsync, and the
+entries of each folder at its last fsync. The disk may also contain any part of later changes. `Recording` sees only
+changes through Python's own functions. A test must therefore check that a replay of all events gives the same folder as
+the program.
 """
 
 import builtins
@@ -31,19 +32,19 @@ class File:
 
 @dataclass
 class Folder:
-    """A folder: each state of its entries, and the oldest one that the disk may show."""
+    """A folder: each state of its entries, and the oldest state that the disk may show."""
 
     states: list[dict[str, "File | Folder"]] = field(default_factory=lambda: [{}])
     synced: int = 0
 
     def change(self, name: str, node: "File | Folder | None") -> None:
-        """Adds, replaces or, with None, removes an entry."""
+        """Adds or replaces an entry. The node None removes the entry."""
         entries = {key: value for key, value in self.states[-1].items() if key != name}
         self.states.append(entries | ({} if node is None else {name: node}))
 
 
 def replay(events: list[Event]) -> Folder:
-    """Returns the folder after some events."""
+    """Returns the folder after these events."""
     root = Folder()
     handles: dict[int, File] = {}
 
@@ -101,9 +102,9 @@ def kept(node: "File | Folder", loss: str, rng: random.Random) -> "bytes | dict[
     Args:
         node: a file or folder.
         loss: what is lost. "nothing". "bytes": every unsynced byte of a file, and its unsynced length. "blocks": the
-            same bytes, but the length is kept. "weights": the same as "blocks", but only in safetensors files. "names":
-            only unsynced entries of the outermost folder. "everything": all unsynced bytes and entries. "some": any
-            part of everything.
+            same bytes, but not the length. "weights": the same as "blocks", but only in safetensors files. "names":
+            only unsynced entries of the outermost folder. "everything": all unsynced bytes and entries. "some": a
+            random part of everything.
         rng: chooses for "some".
     """
     if isinstance(node, Folder):
@@ -127,7 +128,6 @@ def kept(node: "File | Folder", loss: str, rng: random.Random) -> "bytes | dict[
 
 
 def lay_out(tree: dict[str, Any], path: Path) -> Path:
-    """Makes a folder with these entries."""
     path.mkdir()
     for name, inner in tree.items():
         if isinstance(inner, dict):
@@ -138,7 +138,7 @@ def lay_out(tree: dict[str, Any], path: Path) -> Path:
 
 
 class Recording:
-    """Records what happens in a folder during `with recording.watch():`. The folder is empty before that block."""
+    """Records the changes in a folder during `with recording.watch():`. The folder is empty before that block."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -147,7 +147,7 @@ class Recording:
         self._handles = 0
 
     def _name(self, path: Any, folder: int | None = None) -> str | None:
-        """Returns a path relative to the folder, or None outside of it."""
+        """Returns a path relative to the folder, or None for a path outside of the folder."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         elif folder is not None:
@@ -157,7 +157,7 @@ class Recording:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watches Python's functions until the end of the block."""
+        """Replaces Python's functions for files until the end of the block."""
         recording, real_open = self, builtins.open
 
         class Watched(io.FileIO):
@@ -215,7 +215,8 @@ class Recording:
         with ExitStack() as stack:
             for module in (builtins, io):
                 stack.enter_context(mock.patch.object(module, "open", opened))
-            for name in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):  # shutil then copies with write
+            # shutil then copies with write, which is recorded
+            for name in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):
                 if hasattr(shutil, name):
                     stack.enter_context(mock.patch.object(shutil, name, False))
             for name, event in (

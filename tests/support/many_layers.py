@@ -8,7 +8,6 @@ from typing import Any
 
 
 def write_safetensors(path: Path, settings: dict[str, Any], tensors: list[tuple[str, str, list[int], bytes]]) -> Path:
-    """Writes a checkpoint from tuples (name, dtype, shape, content)."""
     path.mkdir()
     entries, place = {}, 0
     for name, dtype, shape, content in tensors:
@@ -35,13 +34,14 @@ def gptq_layer(name: str) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def entries(path: Path, count: int) -> Path:
-    """Writes one layer, and `count` entries without bytes. No other file of its size can hold more entries."""
+    """Writes one layer, and a header with `count` entries of zero bytes, the most entries that a file of this size can
+    hold.
+    """
     empty = [(f"model.layers.{i}.norm.weight", "F16", [0], b"") for i in range(count)]
     return write_safetensors(path, GPTQ, gptq_layer("a") + empty)
 
 
 def layers(path: Path, count: int) -> Path:
-    """Writes GPTQ layers of 16 x 8 weights."""
     return write_safetensors(path, GPTQ, [part for i in range(count) for part in gptq_layer(f"model.layers.{i}.up")])
 
 

@@ -1,4 +1,4 @@
-"""Small mixtures of transformers, saved in 4 bit as other programs save them, and a decoder in NumPy."""
+"""Small mixtures of transformers, saved in 4 bit in the layouts of other programs, and a decoder in NumPy."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ ROUTED = {"moe_intermediate_size": 40, "n_routed_experts": 8, "first_k_dense_rep
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR_ATTENTION |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-# A model class, its config class and the further arguments of the config for each family of mixtures.
+# For each family of mixtures: a model class, its config class, and further arguments of the config.
 FAMILIES = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_hidden_layers": 1}),
     "qwen3": (
@@ -72,12 +72,12 @@ FAMILIES = {
 
 
 def family(name: str) -> PreTrainedModel:
-    """Returns a small mixture in fp32 of a family of `FAMILIES`, with random values in every parameter."""
+    """Returns a small mixture of a family of `FAMILIES` in fp32, with random values in every parameter."""
     model_class, config_class, more = FAMILIES[name]
     torch.manual_seed(0)
     model = model_class(config_class(**FAMILY, **more)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # transformers initializes biases with zeros
+        for parameter in model.parameters():  # transformers initializes biases to zero
             parameter.normal_(std=0.05)
     return model
 
@@ -89,7 +89,7 @@ def quantized(weight: torch.Tensor, name: str, weight_format: str) -> PackedWeig
 
 
 def split_experts(path: Path) -> MixtralForCausalLM:
-    """Saves Mixtral as GPTQ programs do, with a Linear for each part of each expert.
+    """Saves Mixtral in the layout of GPTQ programs, with a Linear for each part of each expert.
 
     Returns the model with the weights that the saved codes decode to.
     """
@@ -157,7 +157,7 @@ def qwen_experts(path: Path, target: str = "awq") -> Qwen3MoeForCausalLM:
 
 
 def decoded(weight: PackedWeight) -> np.ndarray:
-    """Decodes a weight of uint4, uint4b8 or mxfp4 with NumPy: fp64 `[N, K]`."""
+    """Decodes a weight of uint4, uint4b8 or mxfp4 with NumPy, to fp64 `[N, K]`."""
     words, shifts = weight.b_packed.numpy().view(np.uint32), np.arange(0, 32, 4, dtype=np.uint32)
     codes = ((words[:, None] >> shifts[None, :, None]) & 15).reshape(weight.K, weight.N)
     group = np.arange(weight.K) // weight.group_size
@@ -168,7 +168,6 @@ def decoded(weight: PackedWeight) -> np.ndarray:
 
 
 def rewritten(path: Path, change) -> None:
-    """Changes the tensors of a checkpoint."""
     files = sorted(path.glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for file in (*files, *path.glob("*.index.json")):
@@ -177,7 +176,7 @@ def rewritten(path: Path, change) -> None:
 
 
 def llama4() -> Llama4ForCausalLM:
-    """transformers gives the experts of Llama 4 every token, with zeros for the tokens of other experts."""
+    """Returns a Llama 4. transformers passes every token to each expert, with zeros for the tokens of other experts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128}

@@ -1,4 +1,4 @@
-"""Inputs for the mLSTM tests: several regimes of gates, each with the error that it allows."""
+"""Inputs for the mLSTM tests: several distributions of gates, each with its allowed error."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ import torch
 class Regime:
     """Random gates with the means f and i.
 
-    `ill_conditioned` means that the denominator nearly cancels above its floor.
+    `ill_conditioned` states that the denominator nearly cancels but stays above its floor.
     """
 
     f: float
@@ -47,7 +47,7 @@ class Problem:
         return tuple(x.to(device) for x in self.inputs), {name: x.to(device) for name, x in self.state.items()}
 
     def arrays(self) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
-        """Returns the inputs and the state in fp64."""
+        """Returns the inputs and the state as fp64 arrays."""
         return tuple(x.double().numpy() for x in self.inputs), {n: x.double().numpy() for n, x in self.state.items()}
 
 
@@ -81,7 +81,7 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 def relative_to_max(got: torch.Tensor, expected: np.ndarray) -> float:
     """Returns the largest error divided by the largest expected value, or by 1 if all expected values are 0.
 
-    For a NaN, returns infinity.
+    Returns infinity if there is a NaN.
     """
     error = np.abs(array(got) - expected).max(initial=0.0)
     largest = np.abs(expected).max(initial=0.0)

@@ -25,7 +25,6 @@ def log_sigmoid(f: Array) -> Array:
 
 
 def recurrence(q, k, v, i, f, C0=None, n0=None, m0=None, eps=1e-6) -> Result:
-    """Computes the mLSTM token by token."""
     q, k, v, i, f = (np.asarray(x, dtype=np.float64) for x in (q, k, v, i, f))
     B, H, S, DK = q.shape
     DV = v.shape[-1]

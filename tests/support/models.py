@@ -1,4 +1,4 @@
-"""A small model, a small config for transformers, and functions that record what a conversion must not change."""
+"""A small model, a small config for transformers, and functions that record what a conversion must preserve."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Reads the pages' blocks of code, and makes the model that the README's example loads."""
+"""Reads the code blocks of the pages, and writes the model that the README's example loads."""
 
 import re
 import shutil
@@ -16,9 +16,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def readme_program(folder: Path) -> str:
-    """Returns the README's snippets as one program. It loads a model that another program wrote, from `folder`.
+    """Returns the README's snippets as one program, which loads a model from `folder`.
 
-    The model is a GPTQ model of the test data, to which a tokenizer of single bytes is added.
+    The model is a GPTQ model of the test data, with a tokenizer of single bytes.
     """
     shutil.copytree(ROOT / "tests/data/models/gptq-sym-g32-actorder", folder)
     words = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=chr(0)))

@@ -1,6 +1,6 @@
-"""Forks of a process that has imported torch and transformers, and nothing of this package.
+"""Runs programs in forks of a process that has imported torch and transformers, but not this package.
 
-These imports take five seconds of CPU time in a process of its own.
+In a new process, these imports would take five seconds of CPU time.
 """
 
 import contextlib
@@ -26,7 +26,10 @@ FORKS.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def start_server() -> None:
-    """Starts the process whose forks the programs are, unless it runs. It finds its imports from the root."""
+    """Starts the process that is forked for each program, if it does not run yet.
+
+    Its imports are relative to the root.
+    """
     before = Path.cwd()
     os.chdir(ROOT)
     try:
@@ -42,17 +45,18 @@ def run_python(
     mps: bool = False,
     timeout: int = 300,
 ) -> CompletedProcess[str]:
-    """Runs what `python` with these arguments runs, in a fork, and returns the exit code and both outputs.
+    """Runs `python` with these arguments in a fork, and returns the exit code and both outputs.
 
-    Do not use it for a program whose subject is what is imported, or when, or what happens at the interpreter's end: the
-    fork has torch, transformers and peft already, and ends as a fork of multiprocessing. What those packages and the
-    OpenMP runtime read while they load is the environment of the first test that starts the server.
+    Do not use it for a program that tests imports, their order, or the end of the interpreter: the fork has already
+    imported torch, transformers and peft, and ends like a fork of multiprocessing. These packages and the OpenMP
+    runtime read environment variables while they load, so they see the environment of the first test that starts the
+    server.
 
     Args:
         *arguments: `-c` and a program, `-m` and a module, or a file; then the program's own arguments.
         cwd: the folder to run in; by default, this process's.
         env: the environment; by default, this process's.
-        mps: whether the program uses the device. On Linux it is the software Metal device, which is made first.
+        mps: whether the program uses mps. On Linux, the software Metal device is then created first.
         timeout: the seconds after which SIGALRM ends the program.
 
     Raises:
@@ -60,7 +64,7 @@ def run_python(
     """
     words = [str(argument) for argument in arguments]
     environment = dict(os.environ if env is None else env)
-    if sys.platform == "darwin":  # Apple's frameworks do not work in a fork
+    if sys.platform == "darwin":  # Apple's frameworks do not work in a forked process
         command = [sys.executable, *words]
         return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     start_server()
@@ -104,12 +108,12 @@ def _run(
 
 @contextlib.contextmanager
 def _as_interpreter(words: list[str]) -> Iterator[None]:
-    """Sets what a program sees of its interpreter, and flushes its output at the end."""
+    """Sets `sys.argv` and similar state as the interpreter does for a program, and flushes its output at the end."""
     is_file = words[0] not in ("-c", "-m")
     sys.orig_argv = [sys.executable, *words]
     sys.argv = words if is_file else [words[0], *words[2:]]
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    lists = Path(sysconfig.get_path("purelib")).glob("*.pth")  # of projects that are installed as editable
+    lists = Path(sysconfig.get_path("purelib")).glob("*.pth")  # files of editable installations
     listed = {line for file in lists for line in file.read_text().splitlines()}
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix)) or path in listed]
     sys.path[:] = [str(Path(words[0]).parent) if is_file else "", *added, *installed]

@@ -1,4 +1,4 @@
-"""Random models behind the doors of other files and libraries: GGUF, diffusers and sentence-transformers."""
+"""Random models for other entry points: GGUF files, diffusers and sentence-transformers."""
 
 import json
 import random
@@ -27,7 +27,7 @@ FLOATS = ("F16", "BF16", "F32")
 PROMPT = {"encoder_hidden_states": (1, 4, 32)}
 TEXTS = tuple(
     name for name in FAMILIES if name not in ("t5", "bart", "gemma3")
-)  # those of one stack that needs only text
+)  # GGUF's models with one stack of layers and only text as input
 
 
 def flux(rng: random.Random) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
@@ -58,7 +58,7 @@ def pixart(rng: random.Random) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
 
 
 def of_diffusers(rng: random.Random, work: Path) -> str:
-    """Packs some layers of a model of diffusers, which its `from_pretrained` or `load_quantized` loads."""
+    """Packs some layers of a model of diffusers, and loads it with `from_pretrained` or `load_quantized`."""
     make, door = rng.choice((flux, unet, pixart)), rng.choice(("diffusers", "load_quantized"))
     exact, sizes = make(rng)
     layers = pack_some(rng, exact.eval(), "native")
@@ -76,7 +76,7 @@ def of_diffusers(rng: random.Random, work: Path) -> str:
         try:
             load_quantized(loaded, work / "saved", progress=False)
         except ModelMismatchError as error:
-            # Its table of positions is in no file, and diffusers computes it only where the model is made.
+            # The table of positions is in no file, and diffusers computes it only when it creates the model.
             if (make, device) != (pixart, "meta") or "pos_embed.pos_embed" not in str(error):
                 raise
             return "refused: a table that diffusers computes only with values"
@@ -95,7 +95,7 @@ def of_diffusers(rng: random.Random, work: Path) -> str:
 
 
 def of_gguf(rng: random.Random, work: Path) -> str:
-    """Writes a model of any architecture of GGUF files with random types of its matrices."""
+    """Writes a model of any architecture of GGUF files, with random types for its matrices."""
     architecture, family = rng.choice(gguf_models.FAMILIES)
     exact = gguf_models.model_of(family)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def of_gguf(rng: random.Random, work: Path) -> str:
         return kinds.setdefault(name, rng.choice(QUANTIZED + FLOATS))
 
     path = gguf_models.write(work / "model.gguf", architecture, exact, kind_of)
-    # Falcon-H1 computes its vector of multipliers only where the model is made.
+    # transformers computes Falcon-H1's vector of multipliers only when it creates the model.
     device = "cpu" if family == "falcon-h1" else rng.choice(("cpu", "meta"))
     with torch.device(device):
         loaded = type(exact)(exact.config, **gguf_models.ARGUMENTS.get(family, {})).float()
@@ -124,7 +124,7 @@ def of_sentence_transformers(rng: random.Random, work: Path) -> str:
     layers = pack_some(rng, body, target)
     state = random_models.others(body, layers)
     tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, "[UNK]"))
-    # Without a dtype in the config, transformers would take the dtype of the scales.
+    # If the config has no dtype, transformers uses the dtype of the scales.
     config = json.loads(body.config.to_json_string()) | {"dtype": "float32"}
     try:
         write(work / "saved", target, layers, state, config)
@@ -150,7 +150,7 @@ def of_sentence_transformers(rng: random.Random, work: Path) -> str:
 
 
 def pooled(model: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the mean of the last states, by sentence-transformers' module or from the model itself."""
+    """Returns the mean of the last states, computed by sentence-transformers' module or directly from the model."""
     with torch.no_grad():
         if isinstance(model, nn.Sequential):
             return [model(dict(given))["sentence_embedding"]]
@@ -158,11 +158,11 @@ def pooled(model: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 CASES = (of_diffusers, of_gguf, of_sentence_transformers)
-DOORS = (*CASES, *[random_models.case] * len(CASES))  # half of the cases are directories behind this package's doors
+# half of the cases load directories through this package's own entry points
+DOORS = (*CASES, *[random_models.case] * len(CASES))
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Makes and loads one model; see `random_models.case`."""
     torch.manual_seed(rng.randrange(1 << 30))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

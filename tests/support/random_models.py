@@ -1,4 +1,4 @@
-"""A tiny model of a random family, packed in part and saved in a random format, loaded through a random door."""
+"""A tiny model of a random family, partly packed, saved in a random format, and loaded through a random entry point."""
 
 import copy
 import json
@@ -37,13 +37,13 @@ PREFIXES = ("", "", "", "module.", "_orig_mod.")
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Makes and loads one model. Returns "right" or why it was refused; raises if the loaded model is wrong."""
+    """Creates and loads one model. Returns "right" or the reason of a refusal; raises if the loaded model is wrong."""
     family, target, door = rng.choice(FAMILIES), rng.choice(sorted(FORMATS)), rng.choice(DOORS)
     torch.manual_seed(rng.randrange(1 << 30))
     model = class_of(family)(shrunken(family)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # transformers makes them 0
+            if name.endswith("bias"):  # transformers initializes biases to 0
                 parameter.normal_(std=0.05)
     exact = copy.deepcopy(model)
     layers = pack_some(rng, exact, target)
@@ -66,7 +66,7 @@ def case(rng: random.Random, work: Path) -> str:
 
 
 def others(model: Any, layers: list[PackedWeight]) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors of a model beside these layers, as a checkpoint has them."""
+    """Returns the model's tensors, except those of these layers, under their names in a checkpoint."""
     gone = {f"{layer.name}.{key}" for layer in layers for key in ("weight", "bias")} | set(model.all_tied_weights_keys)
     gone |= {layer.name.rsplit(".", 2)[0] + end for layer in layers for end in (".gate_up_proj", ".down_proj")}
     gone |= {f"{name}_bias" for name in gone if name.endswith("_proj")}
@@ -76,7 +76,7 @@ def others(model: Any, layers: list[PackedWeight]) -> list[tuple[str, torch.Tens
 
 
 def pack_some(rng: random.Random, exact: Any, target: str) -> list[PackedWeight]:
-    """Packs some layers of a model, and gives the model their decoded weights."""
+    """Packs some layers of a model, and sets the model's weights to the decoded values."""
     layers = []
     for bias, name, weight in chosen(rng, exact):
         layers.append(packed(rng, target, name, weight))
@@ -119,7 +119,7 @@ def experts_of(rng: random.Random, prefix: str, module: Any) -> Iterator[tuple[t
     for index in range(layers.count):
         gate_up, (down,) = layers.names(index)
         for name, part in zip(gate_up, views["gate_up_proj"][index].chunk(len(gate_up)), strict=True):
-            bias = getattr(module, "gate_up_proj_bias", None)  # then gate and up are one layer
+            bias = getattr(module, "gate_up_proj_bias", None)  # with this bias, gate and up are one layer
             yield None if bias is None else bias[index], f"{prefix}.{name}", part
         bias = getattr(module, "down_proj_bias", None)
         yield None if bias is None else bias[index], f"{prefix}.{down}", views["down_proj"][index]
@@ -174,7 +174,7 @@ def compare(
 ) -> None:
     """Compares the outputs with those of the decoded model in fp64, on two inputs.
 
-    A router may choose other experts for one input, where two of its scores differ by a rounding.
+    If two scores of a router differ by only a rounding, the router may choose other experts for one of the inputs.
     """
     left = [name for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()] if tensor.is_meta]
     assert not left, f"{what}: on the meta device: {left}"

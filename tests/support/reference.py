@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-# Tests of whole grids take the formats of 4 bits. Wider ones have the same rules for groups, scales and zeros, and tests
-# sample their grid.
+# Tests with full grids use the formats of 4 bits. Wider formats have the same rules for groups, scales and zeros, so
+# tests use only a sample of their grid.
 FORMATS = ("uint4b8", "uint4", "uint4_bias", "float4_e2m1", "nvfp4", "mxfp4", "lut4")
 EIGHT_BITS = ("uint8b128", "uint8", "uint8_bias", "float8_e4m3", "mxfp8")
 PLANES = ("uint5b16", "uint5", "uint5_bias", "uint6b32", "uint6", "uint6_bias")
@@ -21,7 +21,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-# The smallest positive results. Every device keeps fp16 subnormals; fp32 and bf16 subnormals may be flushed.
+# The smallest positive results. Every device keeps fp16 subnormals; devices may flush fp32 and bf16 subnormals.
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
@@ -30,14 +30,14 @@ def code_bits(weight_format: str) -> int:
 
 
 def word_bytes(weight_format: str, K: int, N: int) -> int:
-    """Returns the bytes of `b_packed`."""
+    """Returns the size of `b_packed` in bytes."""
     return K * N if weight_format in EIGHT_BITS else K * N // 2
 
 
 def dtypes_in_turn(turn: int, whole: bool) -> tuple[torch.dtype, ...]:
     """Returns all dtypes if `whole` is true, and otherwise only DTYPES[turn % 3].
 
-    Use it to test a grid of two axes with one dtype at each point. If `turn` is the sum of the point's two indices,
+    Use this to test a grid of two axes with one dtype at each point. If `turn` is the sum of the point's two indices,
     each value of each axis is tested with every dtype.
     """
     return DTYPES if whole else (DTYPES[turn % 3],)
@@ -68,8 +68,8 @@ def pack(codes: np.ndarray, bits: int = 4) -> torch.Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
-# Where the upper bits of the eight k of a block begin, and where the blocks of a word of the second plane begin
-# (docs/formats/formats.md).
+# The first bit of the upper bits of each k of a group of eight, and of each group of eight in a word of the second
+# plane (docs/formats/formats.md).
 FIELDS = {5: (0, 4, 1, 5, 16, 20, 17, 21), 6: (0, 4, 2, 6, 16, 20, 18, 22)}
 BLOCKS = {5: (0, 2, 8, 10), 6: (0, 8)}
 
@@ -90,9 +90,9 @@ class Weight:
     """A packed weight, the exact value of each element, and the magnitude of each element in the error bound.
 
     `arguments` are the keyword arguments of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed
-    order of k. The magnitude is s (|q| + |z|) if zero points are applied at the end of a group, and |w| otherwise.
-    `raw_magnitude` is for kernels that sum raw codes: for these, a fixed offset counts as a zero point. `steps` is
-    |s| + magnitude: if fp32 flushes an activation to zero, this is the factor of that activation in the error.
+    order of k. The magnitude is s (|q| + |z|) if kernels apply zero points at the end of a group, and |w| otherwise.
+    `raw_magnitude` is for kernels that sum raw codes; these treat a fixed offset as a zero point. `steps` is |s| +
+    magnitude: if fp32 flushes an activation to zero, the error is the activation times this factor.
     """
 
     b_packed: torch.Tensor
@@ -125,8 +125,8 @@ def make_weight(
 ) -> Weight:
     """Returns a random weight of a format. All scales are multiplied by 2^exponent. E4M3 codes are finite.
 
-    With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8, and
-    biases have two levels too if `zeros_dtype` is uint8. With `block_scales`, one scale stands for 128 columns.
+    With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8.
+    Biases also have two levels if `zeros_dtype` is uint8. With `block_scales`, one scale is for 128 columns.
     """
     rng = np.random.default_rng([seed, K, N, group_size])
     bits = code_bits(weight_format)
@@ -205,7 +205,7 @@ def make_weight(
 def _two_levels(
     rng: np.random.Generator, codes: torch.Tensor, K: int, group_size: int, dtype: torch.dtype, unit: float
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Returns random scales of blocks of 256 k, `[ceil(K / 256), N]`, and their fp32 products with the codes."""
+    """Returns random scales `[ceil(K / 256), N]` of blocks of 256 k, and their fp32 products with the codes."""
     values = torch.from_numpy(rng.uniform(0.5, 1.5, (-(-K // 256), codes.shape[1])) * unit).to(dtype)
     rows = np.arange(codes.shape[0]) * group_size // 256
     products = codes.numpy().astype(np.float64) * to_numpy(values)[rows]
@@ -214,7 +214,7 @@ def _two_levels(
 
 def planned(M: int, weight: Weight, dtype: torch.dtype):
     """Returns the plan of a product of M rows on this machine's GPU."""
-    # The import is here, because `make mutate` reads this file without the built package.
+    # Imported here because `make mutate` reads this file without the built package.
     from torch_marlin_metal.gpu.planning import plan
 
     K, N = weight.exact.shape
@@ -232,10 +232,10 @@ def planned(M: int, weight: Weight, dtype: torch.dtype):
 
 
 def sums_raw_codes(device: str) -> bool:
-    """Returns true if a device has a kernel that sums codes before it subtracts a fixed offset.
+    """Returns whether a device has a kernel that sums codes before it subtracts a fixed offset.
 
-    On mps, gemv is such a kernel. Tests of products on mps therefore use the larger bound that gemv needs, so that they
-    need not ask the planner which kernel computes the product. A test that names a kernel uses that kernel's bound.
+    On mps, gemv is such a kernel. Tests of products on mps therefore use the larger bound of gemv and need not ask the
+    planner which kernel computes the product. A test that names a kernel uses that kernel's bound.
     """
     return device == "mps"
 
@@ -247,7 +247,7 @@ def gemm(
     perm: np.ndarray | None = None,
     raw_codes: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the exact product of the rounded inputs and, per element, the error bound for a's dtype.
+    """Returns the exact product of the rounded inputs and, for each element, the error bound for a's dtype.
 
     `raw_codes` is for kernels that sum the codes of uint4b8 before they subtract the offset.
     """
@@ -264,7 +264,7 @@ def gemm(
 
 
 def check_gemm(result: torch.Tensor, exact: np.ndarray, bound: np.ndarray) -> float:
-    """Asserts that each element is within its bound, or is the right infinity if the dtype cannot hold the result.
+    """Asserts that each element is within its bound, or is the right infinity if the dtype cannot represent the result.
 
     Returns the largest error / bound.
     """
@@ -277,5 +277,5 @@ def check_gemm(result: torch.Tensor, exact: np.ndarray, bound: np.ndarray) -> fl
     inside = ~beyond & ~unsure
     share = np.abs(got - exact)[inside] / bound[inside]
     worst = float(share.max()) if share.size else 0.0
-    assert worst <= 1.0, f"error is {worst:.3g} times the bound"  # NaN fails too
+    assert worst <= 1.0, f"error is {worst:.3g} times the bound"  # a NaN fails too
     return worst

@@ -1,4 +1,4 @@
-"""A pytest plugin: a run takes a sample of the cases; with --everything it takes all."""
+"""A pytest plugin: a run contains a sample of the cases; with --everything it contains all cases."""
 
 from collections import defaultdict
 
@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.samples import covering
 
-SAMPLE = pytest.StashKey[tuple[int, int]]()  # the number of cases in the sample, and of all
+SAMPLE = pytest.StashKey[tuple[int, int]]()  # the numbers of cases in the sample and in total
 
-# What shows that a test uses the software Metal device: fixtures, and folders whose tests launch kernels.
+# A test uses the software Metal device if it has one of these fixtures or is in one of these folders.
 SLOW = {"device", "mps", "kernels", "softmetal"}
 
 
@@ -22,16 +22,17 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects the cases beyond the sample, unless --everything asks for them.
+    """Deselects the cases outside of the sample, unless --everything is given.
 
-    The sample has all cases on the CPU. Of a product of lists of arguments, it has so few cases on the software Metal
-    device that each value of each list occurs.
+    The sample has all cases on the CPU. If a test combines lists of arguments, the sample has only enough cases on the
+    software Metal device for each value of each list to occur.
     """
     collected = len(items)
     if not config.getoption("--everything"):
         beyond, products = set(), defaultdict(list)
         for item in items:
-            lists = item.callspec._idlist if hasattr(item, "callspec") else ()  # the name of the chosen value of each
+            # the name of the chosen value of each list
+            lists = item.callspec._idlist if hasattr(item, "callspec") else ()
             device = item.callspec.params.get("device", "mps") if lists else "cpu"
             if item.get_closest_marker("whole") or (device == "mps" and item.get_closest_marker("beyond_sample")):
                 beyond.add(item)
@@ -52,7 +53,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Keeps what a worker of pytest-xdist collected: each of them collects all cases."""
+    """Stores the numbers that a worker of pytest-xdist reports. Each worker collects all cases."""
     node.config.stash[SAMPLE] = tuple(getattr(node, "workeroutput", {}).get("sample", (0, 0)))
 
 

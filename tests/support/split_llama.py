@@ -10,9 +10,9 @@ from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwisePara
 
 
 def divisible_llama(layers: int = 2, *, bias: bool = False) -> LlamaForCausalLM:
-    """Returns a tiny Llama in floats whose heads and groups of 32 divide by 1, 2, 3 and 4 processes.
+    """Returns a tiny Llama in floats whose heads and groups of 32 can be divided over 1, 2, 3 and 4 processes.
 
-    With `bias`, its projections have biases that change the tokens.
+    With `bias`, its projections have biases that are large enough to change the tokens.
     """
     torch.manual_seed(0)
     sizes = SIZES | {
@@ -30,14 +30,14 @@ def divisible_llama(layers: int = 2, *, bias: bool = False) -> LlamaForCausalLM:
 
 
 def llama_plan() -> dict[str, ParallelStyle]:
-    """Returns the styles of a Llama's layers, as transformers' own plan has them."""
+    """Returns the styles of a Llama's layers, the same as in transformers' own plan."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": MarlinColwiseParallel() for name in columns}
     return plan | {f"model.layers.*.{name}": MarlinRowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
 
 
 def count_bytes_read() -> dict[str, int]:
-    """Returns a table that counts the bytes that this process reads from now on, by the name of the tensor."""
+    """Returns a table that from now on counts the bytes that this process reads, by tensor name."""
     read: dict[str, int] = {}
     read_tensor = checkpoint.read_tensor
 

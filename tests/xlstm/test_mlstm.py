@@ -31,13 +31,12 @@ def check_state(got, expected: mlstm_reference.Result, slots=np.s_[-1]) -> None:
 
 
 def hidden_bound(regime: Regime, m0: float | None) -> float:
-    # A large m0 makes exp(-m) tiny, whatever the gates are. At m0 = 20, even the recurrence in fp32 has errors up to
-    # 3e-3.
+    # A large m0 makes exp(-m) tiny, for any gates. At m0 = 20, even the recurrence in fp32 has errors of up to 3e-3.
     return ILL_CONDITIONED if regime.ill_conditioned or (m0 or 0) > 8 else HIDDEN
 
 
 def check_all(problem: Problem, device: str, chunk_size: int, bound: float) -> None:
-    """Checks mlstm, and then mlstm_states followed by mlstm_output, against the recurrence."""
+    """Compares mlstm, and mlstm_states followed by mlstm_output, with the recurrence."""
     inputs, state = problem.on(device)
     expected = reference(problem)
     h, *final = OPS.mlstm(*inputs, **state, chunk_size=chunk_size)
@@ -157,7 +156,7 @@ def test_steps_are_the_sequence(device):
         h, *carried = OPS.mlstm_step(*(x[:, :, t] for x in inputs), *carried)
         assert relative_to_max(h, expected.h[:, :, t]) <= HIDDEN
         check_state(carried, expected, np.s_[t + 1])
-        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the step does not change its input
+        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))  # the step must not change its input
 
 
 # In checked mode, inexact functions get a different error in every run. Tests that compare bits use fast mode instead.
@@ -192,8 +191,9 @@ def test_a_single_token_may_have_any_stride(device):
 
 @bitwise
 def test_views_and_offsets(device):
-    """Inputs may have the layouts that models use: the heads of a token are adjacent, or the gates are, or a tensor is
-    part of a larger storage.
+    """Inputs may have the layouts that models use.
+
+    The heads of a token may be adjacent, or the gates, or a tensor may be part of a larger storage.
     """
     inputs, state = make(2, 3, 37, 24, 40, m0=0.5).on(device)
     expected = OPS.mlstm(*inputs, **state)
@@ -225,7 +225,7 @@ def test_views_and_offsets(device):
 
 
 def test_every_output_is_written():
-    """On the CPU, new tensors are filled with NaN. On mps, checked mode reports reads of memory without a value."""
+    """On the CPU, new tensors are filled with NaN. On mps, checked mode reports reads of uninitialized memory."""
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
         inputs, state = make(1, 3, 48, 20, 37, m0=0.5).on("cpu")
@@ -248,7 +248,8 @@ def test_a_token_never_sees_a_later_one(argument, bad, device):
     h = OPS.mlstm(*changed, chunk_size=32)[0].cpu()
     assert torch.equal(h[0, 0], clean[0, 0])
     assert torch.equal(h[0, 1, :37], clean[0, 1, :37])
-    if argument == 4 and bad == float("inf"):  # an infinite forget gate keeps everything, so the result is finite
+    # an infinite forget gate does not decay the state, so the result is finite
+    if argument == 4 and bad == float("inf"):
         assert h.isfinite().all()
     else:
         assert not h[0, 1, 37].isfinite().any()
@@ -262,7 +263,7 @@ def test_the_same_bits_twice(device):
 
 
 def test_the_same_bits_whatever_the_number_of_threads():
-    inputs, state = make(1, 1, 93, 24, 200, m0=0.5).on("cpu")  # one head, whose columns are divided
+    inputs, state = make(1, 1, 93, 24, 200, m0=0.5).on("cpu")  # the kernel divides the columns of the only head
     threads = torch.get_num_threads()
     results = []
     try:
@@ -303,8 +304,9 @@ def test_fp64_is_the_reference_on_the_cpu():
 
 
 def test_memory_grows_with_the_sequence_only():
-    """For 65,536 tokens, inputs and h take 17 MB. One entry for each pair of tokens would take 16 GB, and one state for
-    each token 64 MB.
+    """For 65,536 tokens, inputs and h take 17 MB.
+
+    One entry for each pair of tokens would take 16 GB, and one state for each token 64 MB.
     """
     program = """
 import resource, torch, torch_marlin_metal as tmm

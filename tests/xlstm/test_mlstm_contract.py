@@ -20,7 +20,10 @@ NAMES = ("q", "k", "v", "i", "f", "C0", "n0", "m0")
 
 
 def utils(device: str) -> tuple[str, ...]:
-    """Returns opcheck's tests, without test_autograd_registration on mps, which torch 2.13 cannot run there."""
+    """Returns opcheck's tests.
+
+    On mps, test_autograd_registration is left out, because torch 2.13 cannot run it there.
+    """
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     return names if device == "mps" else ("test_autograd_registration", *names)
 
@@ -80,7 +83,7 @@ def test_compile_with_a_dynamic_length_compiles_once(device):
         inputs, _ = make(1, 2, S, 8, 12).on(device)
         torch.testing.assert_close(compiled(*inputs), block(*inputs))
         counts.append(compiled_graphs.frame_count)
-    assert counts[1:] == counts[:1] * 2  # the first length is traced twice, because eps is no tensor
+    assert counts[1:] == counts[:1] * 2  # the first length is traced twice, because eps is not a tensor
 
 
 @repeatable
@@ -148,7 +151,7 @@ GRADIENTS = [
 
 @pytest.mark.parametrize(("S", "regime", "m0", "eps", "chunk_size"), GRADIENTS, ids=str)
 def test_gradients_against_differences_of_the_recurrence_in_fp64(S, regime, m0, eps, chunk_size):
-    """Checks gradients through every output, including the stabiliser. In fp64, the operator uses the recurrence."""
+    """Checks gradients through every output, including the stabilizer. In fp64, the operator uses the recurrence."""
     problem = make(1, 2, S, 3, 4, regime, m0, dtype=torch.float64)
     tensors = [x.requires_grad_() for x in (*problem.inputs, *problem.state.values())]
 
@@ -172,7 +175,7 @@ def test_gradients_in_fp32_against_fp64(regime, device):
             scale = exact.abs().max()
             assert (exact - got.cpu().double()).abs().max() <= 1e-4 * scale + 1e-30, (
                 name
-            )  # exp(-120) is near the end of fp32
+            )  # exp(-120) is near the smallest fp32 numbers
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str)

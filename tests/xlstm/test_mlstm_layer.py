@@ -1,4 +1,4 @@
-"""Tests the mLSTM modules: in transformers' xLSTM model, against transformers' layer, in 4 bit, and in the example."""
+"""The mLSTM modules in transformers' xLSTM model, against transformers' own layer, in 4 bit, and in the example."""
 
 import importlib.util
 import itertools
@@ -28,7 +28,7 @@ def transformers_model(config, device):
     model = xLSTMForCausalLM(config).to(device).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "gate_preact" in name:  # with random weights the gates differ from token to token
+            if "gate_preact" in name:  # with random weights, the gates differ between tokens
                 parameter.add_(0.3 * torch.randn(parameter.shape).to(device))
     return model
 

@@ -9,7 +9,7 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
-# A format's mask of magnitude bits, which are all zero in a word of zeros, and the number of words in a block.
+# Format -> (mask of the magnitude bits in a word, words in a block). A word of zeros has no magnitude bits set.
 MAGNITUDES = {"mxfp4": (0x77777777, 4), "mxfp8": (0x7F7F7F7F, 8)}
 
 

@@ -51,7 +51,7 @@ class Checkpoint:
             if part is not None:
                 whole = tensor if index is None else tensor[index]
                 return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
-            # A complete tensor is not copied: tensors of a pickle may share memory, and copies would not.
+            # A complete tensor is not copied. Tensors of a pickle may share memory, and copies would use more.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         if index is None and part is None and name in self.ahead:
             return self.ahead.pop(name)

@@ -104,7 +104,7 @@ def _is_in_order(groups: Tensor, shape: Sequence[int]) -> bool:
 
 
 def exponents(stored: Tensor) -> Tensor:
-    """Decodes E8M0 codes to bf16, which represents every power of two among them. Code 255 becomes NaN."""
+    """Decodes E8M0 codes to bf16, which represents all these powers of two. Code 255 becomes NaN."""
     codes = stored.view(torch.uint8)
     return torch.exp2(codes.float() - 127).masked_fill_(codes == NAN_EXPONENT, torch.nan).bfloat16()
 

@@ -57,7 +57,7 @@ class FloatLayer:
 
     @property
     def partner(self) -> str:
-        """Returns an expert's up layer for its gate layer and the reverse, by name. Returns "" for other layers."""
+        """Returns the name of the up layer for an expert's gate layer, and the reverse. Else returns ""."""
         owner, _, part = self.name.rpartition(".")
         for gate, up, _ in PARTS if self.experts and self.index is None else ():
             if part in (gate, up):
@@ -164,7 +164,7 @@ class FloatModel:
 def choose_layers(
     checkpoint: Checkpoint, include: NameFilter | None, exclude: NameFilter, vocabulary_format: str | None
 ) -> tuple[list[FloatLayer], dict[str, int]]:
-    """Returns the layers to quantize, and the bytes of each selected matrix that remains in floats nevertheless.
+    """Returns the layers to quantize, and the bytes of each selected matrix that stays in floats, by name.
 
     Args:
         checkpoint: a checkpoint of floats.

@@ -134,7 +134,6 @@ class FloatReader(CheckpointReader):
         return [self._recipe.format_of(layer.name)[0] for layer in self._layers]
 
     def _as_chosen(self, chosen: Mapping[str, LayerFormat], layers: list[FloatLayer]) -> Recipe:
-        """Returns the recipe with the formats that the caller chose."""
         recipe = replace(self._recipe, chosen=dict(chosen))
         for layer in layers:
             if not recipe.is_chosen(layer.name):

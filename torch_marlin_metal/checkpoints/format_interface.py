@@ -41,7 +41,7 @@ def _own_name(checkpoint: Checkpoint, name: str, expert: int | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryFormat(Format):
-    """A format of checkpoint directories: how to recognise the format, and how to find and convert its layers.
+    """A format of checkpoint directories: how to recognize the format, and how to find and convert its layers.
 
     A tensor's *role* is its function in a layer, for example "scales". A layer's tensors are named `<layer>.<ending>`.
 
@@ -52,7 +52,7 @@ class DirectoryFormat(Format):
         fields: field of `PackedWeight` -> role. An error about a field names the tensor with this role.
         check: raises UnsupportedFormat if the settings of a checkpoint describe layers that are not supported.
         read: converts one layer.
-        implied: recognises checkpoints of this format whose settings do not name a method.
+        implied: recognizes checkpoints of this format whose settings do not name a method.
         delegate: returns the wrapped format, for a format that only wraps others.
         stacked_rank: rank of an anchor tensor that stacks experts along its first dimension. Each expert is a layer.
         extras: endings of tensors that belong to a layer but are ignored, for example scales of activations.

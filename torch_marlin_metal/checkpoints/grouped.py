@@ -18,7 +18,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import high_bit_places
 from torch_marlin_metal.repack import unpack_planes as unpack_both
 
-# The integer formats. Below: code bits -> format with zero points, without zero points, with biases.
+# The integer formats, and the names of those with zero points, without zero points and with biases, by code bits.
 INTEGERS = [fmt for fmt in WEIGHT_FORMATS.values() if fmt.code_kind == "integer"]
 ZERO_POINT, SYMMETRIC, BIAS = (
     {fmt.code_bits: fmt.name for fmt in INTEGERS if fmt.zeros_role == role} for role in ("zero_point", "none", "bias")

@@ -44,7 +44,7 @@ class Journal:
     exporter: dict[str, Any] = field(default_factory=dict)
 
     def add(self, shard: str, tensors: list[str], items: int, exporter: Any, sync: bool) -> None:
-        """Adds a finished shard and what the exporter's state gained. `sync` waits until the line is on the disk.
+        """Adds a finished shard and the new entries of the exporter's state. `sync` waits until both are on the disk.
 
         Raises:
             CheckpointError: the journal cannot be written.
@@ -83,10 +83,7 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock.
-
-        `sync` waits until the rename is on the disk.
-        """
+        """Renames the directory to the destination and releases the lock. `sync` waits until this is on the disk."""
         try:
             self.work.rename(destination)
             if sync:  # before the journal is removed, because open_journal refuses a directory without a journal

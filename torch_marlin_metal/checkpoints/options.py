@@ -14,7 +14,7 @@ GgufNames = Literal["gguf", "hf"]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How `read_layers`, `open_reader` and `load_quantized` read a checkpoint.
+    """The options of `read_layers`, `open_reader` and `load_quantized` for reading a checkpoint.
 
     Attributes:
         on_unsupported: the action for a layer that the operators cannot represent without loss. "error" raises an

@@ -29,9 +29,9 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: the part to read.
 
     Returns:
-        The part as a layer, or None if the part is not a rectangle in every tensor. Then a border of the part is inside
-        a word, a group or a block of scales, or the part has only some rows of a weight with act-order or a single
-        group.
+        The part as a layer, or None if the part is not a rectangle in every tensor. It is not a rectangle if one of its
+        borders is inside a word, a group or a block of scales, or if it has only some rows of a weight with act-order
+        or a single group.
     """
     roles = [role for role in layer.roles if role in axes]
     if any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -100,7 +100,7 @@ def _slices(
 ) -> dict[str, Slice]:
     """Returns the slice of each tensor that contains `count` columns or rows from `first` on.
 
-    `labels` maps each axis to cut to the number of columns or rows that one entry along the axis represents.
+    `labels` maps each axis that is cut to the number of columns or rows per entry along the axis.
     """
     slices = {}
     for role in roles:

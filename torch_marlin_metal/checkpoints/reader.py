@@ -159,10 +159,7 @@ class CheckpointReader(ABC):
         """Frees tensors that were read ahead but not converted. Does nothing if `read_ahead` was not called."""
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that affect reading, as JSON types.
-
-        A resumed conversion compares them with the first run's.
-        """
+        """Returns the settings that affect reading, as JSON types. A resumed conversion compares them."""
         return asdict(self.options)
 
     @cached_property

@@ -195,7 +195,7 @@ def _write(
 ) -> Path:
     """Writes a checkpoint. If `identity` is None, the run cannot be resumed, and an error removes all files."""
     destination = Path(destination)
-    if identity is not None and (destination / JOURNAL).exists():  # the run that finished was killed before this
+    if identity is not None and (destination / JOURNAL).exists():  # an earlier run was killed before this step
         (destination / JOURNAL).unlink(missing_ok=True)
         return destination
     exporter = exporter_class(**options)

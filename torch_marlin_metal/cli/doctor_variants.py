@@ -88,7 +88,7 @@ def _products(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
 
 
 def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Multiplies by two experts. Of three rows, one selects both experts, and two have one id of no expert."""
+    """Multiplies by two experts. Of three rows, one selects both, and two select one expert and an invalid id."""
     weight = problem.make_weight("cpu")
     a = _activations(problem, TOKENS)
     ids = torch.stack([torch.arange(TOKENS, device="cpu") % 3, torch.arange(1, TOKENS + 1, device="cpu") % 3], dim=1)

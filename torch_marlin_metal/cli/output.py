@@ -25,7 +25,7 @@ from torch_marlin_metal.convert import CheckpointError
 from torch_marlin_metal.printing import printable
 
 DONE = 0
-ANSWER_IS_NO = 1  # inspect found a layer to refuse, verify a difference, or fit no format that fits
+ANSWER_IS_NO = 1  # inspect found an unreadable layer, verify a difference, or fit no format that fits
 WRONG_USE = 2  # click's own code for a wrong command line
 FAILED = 3  # the input is damaged or refused, or the output cannot be written
 INTERRUPTED = interrupt.EXIT_CODE

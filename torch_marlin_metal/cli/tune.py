@@ -1,4 +1,4 @@
-"""`torch-marlin-metal tune`: measures the planner's candidates on this GPU and keeps the fastest."""
+"""`torch-marlin-metal tune`: measures the planner's candidates on this GPU and stores the fastest."""
 
 from pathlib import Path
 from typing import Annotated

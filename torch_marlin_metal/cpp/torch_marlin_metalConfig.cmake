@@ -1,4 +1,4 @@
-# find_package(torch_marlin_metal) gives C++ programs the target torch_marlin_metal::torch_marlin_metal: PyTorch with the
+# find_package(torch_marlin_metal) defines the target torch_marlin_metal::torch_marlin_metal: PyTorch with the
 # operators torch.ops.torch_marlin_metal.*, without Python. Put this folder and PyTorch's into CMAKE_PREFIX_PATH.
 include("${CMAKE_CURRENT_LIST_DIR}/built_for.cmake") # TORCH_MARLIN_METAL_BUILT_FOR: a version of torch
 include(CMakeFindDependencyMacro)
@@ -20,7 +20,7 @@ if(NOT TARGET torch_marlin_metal::torch_marlin_metal)
   if(APPLE)
     set(_torch_marlin_metal_link "${_torch_marlin_metal_lib}/libtorch_marlin_metal.dylib")
   else()
-    # A program that runs an exported model calls no function of the library, and a linker would leave it out.
+    # A program that runs an exported model calls no function of the library, so a linker would drop the library.
     string(CONCAT _torch_marlin_metal_link "-Wl,--push-state,--no-as-needed,"
       "\"${_torch_marlin_metal_lib}/libtorch_marlin_metal.so\",--pop-state")
   endif()

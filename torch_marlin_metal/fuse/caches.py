@@ -119,7 +119,7 @@ def is_proved() -> bool:
 
 
 def with_writer(original: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """Returns a forward that wraps the cache, which is this argument, in a `CacheWriter`."""
+    """Returns a forward that wraps its cache, the argument called `argument`, in a `CacheWriter`."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(argument)

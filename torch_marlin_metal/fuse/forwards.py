@@ -32,7 +32,7 @@ def globals_of(forward: Forward) -> Iterator[tuple[str, Any]]:
 
 
 def function_called(forward: Forward, parameters: list[str]) -> tuple[str, FunctionType] | None:
-    """Returns the name and object of the first function that a forward uses whose first parameters are `parameters`."""
+    """Returns the name and object of the first function in a forward whose parameters start with `parameters`."""
     for name, value in globals_of(forward):
         if (
             isinstance(value, FunctionType)

@@ -19,7 +19,7 @@ KEPT = "_torch_marlin_metal_kept"  # the mask's attribute for values computed fr
 
 
 def functions_of(forward: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Returns transformers' table of attention functions, preceded by its name in the forward's Python file.
+    """Returns (name in the forward's Python file, transformers' table of attention functions).
 
     Returns None if the forward does not use the table.
     """
@@ -38,9 +38,9 @@ def kept_with(mask: Tensor, key: Any, module: Any, make: Callable[[], Tensor]) -
     Args:
         mask: the mask, which stores the result as an attribute.
         key: everything that the result depends on besides the mask.
-        module: the calling module. Tensors made in inference mode do not count their changes. For such a mask, if the
-            module that computed the stored result calls again, a new forward has started, and the result is computed
-            again.
+        module: the calling module. It is used only for masks made in inference mode, whose changes PyTorch does not
+            count. If the module that computed the stored result calls again, a new forward has started, and the result
+            is computed again.
         make: computes the result.
     """
     if torch.compiler.is_compiling():

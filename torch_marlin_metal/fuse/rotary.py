@@ -32,10 +32,7 @@ def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, 
 
 
 def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
-    """Returns the variant that reproduces a function's results on random input, or None.
-
-    Tests whole and partial heads.
-    """
+    """Returns the variant with a function's results on random input, for whole and partial heads, or None."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 16, generator=generator, device="cpu") for heads in (4, 2))
     results = []

@@ -154,7 +154,7 @@ class AppleSiliconGPU(RichText):
 
     @property
     def balance(self) -> float:
-        """Returns the flop of matrix products that the GPU can do while memory delivers one byte."""
+        """Returns the peak flop of matrix products per byte that memory delivers in the same time."""
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:

@@ -96,7 +96,7 @@ kernel void primitive(device float* state [[buffer(0)]], constant uint& rounds [
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """A measured figure, next to the figure in the planner's model.
+    """A measured figure and the figure in the planner's model.
 
     Attributes:
         name: the name of the measured rate.
@@ -113,7 +113,7 @@ class MeasuredFigure:
 
 @dataclass(frozen=True)
 class MeasuredGPU(RichText):
-    """The measured rates of a GPU, next to the planner's. Prints as a table.
+    """The measured rates of a GPU and the rates in the planner's model. Prints as a table.
 
     Attributes:
         gpu: the GPU for which this machine plans.

@@ -16,8 +16,5 @@ def packed_weights(modules: Iterable[nn.Module]) -> int:
 
 
 def packed_dtype(model: nn.Module) -> torch.dtype | None:
-    """Returns the dtype of the float layer that a model's first packed layer replaced.
-
-    Returns None without packed layers.
-    """
+    """Returns the dtype of the float layer that the first packed layer replaced, or None without packed layers."""
     return next((module.dtype for module in model.modules() if isinstance(module, PackedLayer)), None)

@@ -4,7 +4,7 @@
     model = SentenceTransformer("a directory that SentenceTransformer.save wrote")
 
 `integrations.transformers` saves and loads the transformers model inside. The other modules, such as `Dense`, save and
-load a plain state_dict. This module makes their loader recognise packed layers in the state_dict. `quantize_model`
+load a plain state_dict. This module makes their loader recognize packed layers in the state_dict. `quantize_model`
 imports this module for sentence-transformers models.
 """
 

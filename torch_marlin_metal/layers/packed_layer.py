@@ -22,8 +22,6 @@ from torch_marlin_metal.packed_weight import (
 )
 
 FORMAT_VERSION = 1
-# The tensors that define the weight. They move between devices but are never converted to another dtype.
-# The state_dict has a tensor of one element with the name of the float weight. Without this tensor, a loader that
 # The name of the float weight. The state_dict has a tensor of one element with this name. Without it, a loader that
 # ignores unknown tensors would leave a float layer at its initial values. With it, the loader reports a wrong size.
 GUARD = "weight"
@@ -125,7 +123,7 @@ class PackedLayer(nn.Module):
         )
 
     def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
-        """Returns the weights in these tensors, whose values are then checked."""
+        """Returns the weights in these tensors. The caller checks their values."""
         return [PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors)]
 
     def _weight_buffers(self) -> Mapping[str, Any]:

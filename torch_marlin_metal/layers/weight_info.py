@@ -62,10 +62,7 @@ class WeightInfo:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raises an error for every torch function.
-
-        nn.TransformerEncoderLayer avoids its fused path because of this method.
-        """
+        """Raises an error for every torch function. This keeps nn.TransformerEncoderLayer off its fused path."""
         raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
 
 

@@ -14,7 +14,7 @@ from torch_marlin_metal.quantize.recipe import Recipe
 from torch_marlin_metal.sizes import parse_size
 
 SAMPLE_EXPERTS = 4  # experts per layer of a mixture for which a format's error is measured
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the count in transformers' configs
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the expert count in transformers' configs
 # The factor of the vocabulary's error in the sum with all other layers' errors. It is 1/4 to 3 in small trained models.
 # The larger number preserves many bits for the vocabulary.
 VOCABULARY_WEIGHT = 4

@@ -99,7 +99,6 @@ class ConvertedReader(CheckpointReader):
         return FloatRows.of(self._values(self._layers[index][1]))
 
     def _values(self, tensor: RowTensor) -> Tensor:
-        """Reads the rows of a placeholder as floats `[N, K]`."""
         parts = []
         for own, rows in tensor.table.runs(tensor.rows):
             try:

@@ -247,7 +247,6 @@ class Loader:
             yield self._report(spot, spot.target.module, "it has another size in the checkpoint")
 
     def _pack(self, spot: Spot, weight: PackedWeight, device: torch.device | None) -> MarlinLinear:
-        """Replaces a Linear or an embedding by a packed layer."""
         caller = self._caller
         layer: MarlinLinear
         if spot.shape is None:
@@ -358,7 +357,6 @@ class Loader:
         return replace(entry, bytes_after=module_bytes(stack))
 
     def _fit_expert(self, name: str, experts: ExpertsPlace, inner: str) -> PackedWeight | DenseWeight:
-        """Reads one layer's weight of an expert, on the expert's device."""
         caller, shape = self._caller, experts.shapes[inner]
         device = caller.device_of(name) or real_device(shape.device)
         weight: PackedWeight | DenseWeight | None
@@ -380,13 +378,11 @@ class Loader:
 
     @staticmethod
     def _float_expert(name: str, experts: ExpertsPlace, inner: str) -> DenseWeight:
-        """Reads a layer of an expert that is stored in floats."""
         values, bias = experts.floats[inner]
         rows = FloatRows.of(values())
         return DenseWeight(name, rows, None if bias is None else bias(), "floats in the checkpoint")
 
     def _decode_experts(self, experts: ExpertsPlace) -> None:
-        """Decodes the weights of a mixture's experts into the stacked parameters of the model's own module."""
         target, caller = experts.target, self._caller
         module, path = target.module, self._reader.path
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}

@@ -41,8 +41,8 @@ class PendingLinear(nn.Module):
 class PendingExperts(nn.Module):
     """A placeholder without parameters for the packed experts of a mixture.
 
-    For models that initialize tensors of their children, see `PendingLinear`, it has a tensor without values for each
-    parameter of the replaced module.
+    Some models initialize tensors of their children (see `PendingLinear`). For them, the placeholder has a meta tensor
+    for each parameter of the replaced module.
     """
 
     def __init__(self, experts: nn.Module) -> None:

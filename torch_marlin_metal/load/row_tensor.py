@@ -41,10 +41,7 @@ class RowTable:
     starts: Tensor
 
     def runs(self, rows: Tensor) -> Iterator[tuple[int, slice | Tensor]]:
-        """Splits a matrix's rows into runs from the same layer.
-
-        Yields (index of the layer, the run's rows in the layer).
-        """
+        """Yields (index of a layer, row numbers in the layer) for each run of rows that come from the same layer."""
         layers = torch.bucketize(rows, self.starts, right=True) - 1
         indexes, counts = torch.unique_consecutive(layers, return_counts=True)
         for index, part in zip(indexes.tolist(), torch.split(rows, counts.tolist()), strict=True):

@@ -22,8 +22,8 @@ def left_matrices(
 
     Args:
         model: the model in its current state.
-        chosen: returns True if the caller selects a module. Arguments: its name, or its parameter's name, and the
-            module.
+        chosen: returns True if the caller selects a module. It is called with the name of the module, or of a
+            parameter, and the module.
         is_listed: returns True if the report already lists a module. Parameters in this module are not listed again.
         tables: True to list the tables of embeddings too.
     """

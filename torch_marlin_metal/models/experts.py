@@ -176,7 +176,6 @@ class ExpertLayers:
         return kind(self, gate_up, down)
 
     def _stack(self, number: int, read: Any, dtype: torch.dtype | None, floats: Any) -> Any:
-        """Makes the stack of gate and up (`number` 0) or of down (1)."""
         own = self.shapes[number].dtype
         kept = dtype or (own if own in FLOAT_DTYPES else None)
         names = [self.names(index)[number] for index in range(self.count)]
@@ -216,7 +215,6 @@ class ExpertLayers:
     def _floats(
         self, number: int, names: Sequence[Sequence[str]], read: Any, dtype: torch.dtype | None, floats: Any
     ) -> FloatExpertWeights:
-        """Makes a float stack from the names of the experts' layers."""
         values: Tensor | None = None
         biases: Tensor | None = None
         sizes: list[int] = []

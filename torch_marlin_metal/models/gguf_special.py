@@ -159,10 +159,7 @@ def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _sections(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference in the parts of a head that are rotated by time, height and width.
-
-    For text they are equal.
-    """
+    """Yields a difference in the parts of a head that time, height and width rotate. They are equal for text."""
     sections = [each for each in (value if isinstance(value, list) else [value]) if each]
     held = (getattr(case.config, "rope_parameters", None) or {}).get("mrope_section")
     if held is not None and list(held) != sections:
@@ -245,7 +242,7 @@ def _causal(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _alibi(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference in the slope, or in the limit of q, k and v, which are in a sub-config of MPT."""
+    """Yields a difference in MPT's ALiBi slope or in its limit for q, k and v. Both are in a sub-config."""
     if not has_setting(case.config, "attn_config"):
         yield from plain(case, name, Key(("clip_qkv",), (0,)) if name.endswith("kqv") else Key(neutral=(0,)), value)
         return

@@ -38,10 +38,7 @@ class LinearShape:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Returns True for transformers' `Conv1D`, a Linear layer with a weight `[K, N]`.
-
-    The class is recognized by name.
-    """
+    """Returns True for transformers' `Conv1D`, a Linear layer with a weight `[K, N]`. Recognizes it by name."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

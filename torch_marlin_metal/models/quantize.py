@@ -330,7 +330,6 @@ def _converted(entry: LayerReport, layer: PackedLayer, error: float | None) -> L
 
 
 def _shared_weights(targets: list[Target]) -> set[int]:
-    """Returns the ids of weights that several targets share."""
     seen: set[int] = set()
     shared: set[int] = set()
     for target in targets:

@@ -179,7 +179,6 @@ def _estimates(
 
 
 def _round(name: str, module: nn.Module, weight: Tensor, recipe: Recipe) -> None:
-    """Rounds a weight in place to its format in a recipe."""
     transposed = stores_transposed(module) if is_experts(module) else is_transposed(module)
     for matrix in weight if weight.dim() == 3 else [weight]:
         rows = matrix.T if transposed else matrix

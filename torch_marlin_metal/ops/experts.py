@@ -27,7 +27,6 @@ def _moe_gemm_flops(
 def _moe_gemm_grad_a_flops(
     grad_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, weight_format: str, **__: Any
 ) -> int:
-    """Counts the backward product of each pair, like the formula of `moe_gemm`."""
     return 2 * grad_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[1]
 
 

@@ -28,7 +28,6 @@ def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, *
 def _gemm_transposed_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, weight_format: str, **__: Any
 ) -> int:
-    """Counts the backward product like `FlopCounterMode` for `nn.Linear`."""
     return 2 * a_shape.numel() * find_format(weight_format).codes_per_word * b_packed_shape[0]
 
 

@@ -1,4 +1,4 @@
-"""Packed weights split over the processes of `torch.distributed`."""
+"""Splits packed weights over the processes of `torch.distributed`."""
 
 from torch_marlin_metal.parallel.agreement import check_checkpoint
 from torch_marlin_metal.parallel.failures import naming_failed_ranks

@@ -1,4 +1,4 @@
-"""Checks that all processes have the same package, checkpoint and weights. The error names the first that differs."""
+"""Checks that all processes have the same package, checkpoint and weights. Errors name the first that differs."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ _TENSORS = {"b_packed": "packed words", "global_scale": "global scale"} | {
 
 
 def number_of(text: str | bytes) -> int:
-    """Returns a number that differs for most texts, and is the same in every process."""
+    """Returns a hash of a text as an integer. The hash is the same in every process."""
     data = text.encode() if isinstance(text, str) else text
     return int(hashlib.sha256(data).hexdigest()[:12], 16)
 
 
 def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Returns the values of every process, in the order of ranks."""
+    """Returns the values of all processes, in the order of ranks."""
     own = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group)
@@ -33,12 +33,12 @@ def gather(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
 def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -> None:
     """Compares values between processes.
 
-    Raises an error with the first rank whose values differ from rank 0's.
+    If values differ, raises an error that names the first rank whose values differ from those of rank 0.
 
     Args:
-        what: for the error: the operation, and which values must be the same.
-        values: number by name; every process has the same names.
-        group: the processes; each calls this function.
+        what: the operation and the values that must be equal, for the error message.
+        values: name -> number. All processes have the same names.
+        group: the processes. All of them must call this function.
 
     Raises:
         RuntimeError: a process has other values.
@@ -54,7 +54,7 @@ def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -
 
 
 def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> None:
-    """Raises unless every rank has rank 0's package version and weight; names the first that differs."""
+    """Raises an error that names the first value, version or weight field, that differs between a rank and rank 0."""
     values = {"version": number_of(__version__), "weight format": number_of(weight.weight_format)}
     values |= {"group size": weight.group_size, "K": weight.K, "N": weight.N}
     values |= {name: _digest(getattr(weight, field)) for field, name in _TENSORS.items()}
@@ -64,14 +64,13 @@ def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> Non
 def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup) -> None:
     """Compares the package and the checkpoint between processes.
 
-    If a rank has another package or another checkpoint than rank 0, raises an error that names this rank.
-
-    Of a checkpoint, `CheckpointReader.fingerprint` is compared.
+    For the checkpoint, `CheckpointReader.fingerprint` is compared. If values differ, raises an error that names the
+    first rank whose package or checkpoint differs from that of rank 0.
 
     Args:
-        op: the caller's name, for the error.
+        op: the caller's name for the error message.
         reader: the checkpoint, see `convert.open_reader`.
-        group: the processes; each calls this function.
+        group: the processes. All of them must call this function.
 
     Raises:
         RuntimeError: a process has another package or checkpoint.
@@ -81,7 +80,7 @@ def check_checkpoint(op: str, reader: CheckpointReader, group: dist.ProcessGroup
 
 
 def _digest(tensor: Tensor | None) -> int:
-    """Returns a checksum that also depends on the order of columns."""
+    """Returns a checksum that also depends on the order of the columns."""
     if tensor is None:
         return -1
     held = tensor.detach().contiguous()

@@ -1,4 +1,4 @@
-"""Names the processes that ended or hang when an operation between processes fails."""
+"""Names the processes that have ended or hang, when communication between processes fails."""
 
 import time
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Limits how long a process waits for the reports of all others, in seconds. The wait ends this long after the group's
-# timeout. If only one report is missing, it ends this long after the last report that came.
+# Seconds that a process waits for the reports of the other processes. The wait ends this long after the timeout of the
+# group. If only one report is missing, the wait ends this long after the last received report.
 GRACE = 2.0
 
 
 @contextmanager
 def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """If communication inside the block fails, raises an error with the processes that ended or hang.
+    """If communication inside the block fails, raises an error that names the processes that have ended or hang.
 
-    gloo's own error contains an address at most. After a failure, a process therefore writes a report into the store of
-    the process group. The error then names the processes without a report, which have ended or hang. If rank 0, which
-    holds the store, has ended, the error names rank 0.
+    gloo's own error contains at most an address. After a failure, each process therefore writes a report into the store
+    of the process group. The error then names the processes without a report, because these have ended or hang. Rank 0
+    owns the store, so if rank 0 has ended, the error names rank 0.
 
-    A process learns only after the timeout of `init_process_group` that another one hangs. The default is 30 minutes.
+    A process detects that another process hangs only after the timeout of `init_process_group`, by default 30 minutes.
 
     Args:
-        operation: what the processes do, for the error.
-        group: the processes; None means all.
+        operation: a description of the operation for the error message.
+        group: the processes. None means all processes.
 
     Raises:
         RuntimeError: communication inside the block raised a RuntimeError. The new error contains its message.
@@ -41,7 +41,7 @@ def naming_failed_ranks(operation: str, group: dist.ProcessGroup | None = None) 
 
 
 def _culprits(group: dist.ProcessGroup) -> str:
-    """Reports this process's failure and returns a sentence about the processes that do not report any."""
+    """Reports the failure of this process. Returns a sentence about the processes that do not report."""
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
     prefix = f"torch_marlin_metal/failed/{group.group_name}"
     now = time.monotonic()
@@ -57,7 +57,7 @@ def _culprits(group: dist.ProcessGroup) -> str:
             time.sleep(0.05)
             now = time.monotonic()
         if own == 0:
-            time.sleep(GRACE / 4)  # the store ends with this process, and other processes may still read it
+            time.sleep(GRACE / 4)  # the store ends with this process, and others may still read it
     except RuntimeError:
         missing = {0}
     if not missing:
@@ -67,6 +67,5 @@ def _culprits(group: dist.ProcessGroup) -> str:
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
-    """Returns the seconds after which an operation of the group fails."""
     options = group._get_backend(torch.device("cpu")).options
     return float(options._timeout.total_seconds())

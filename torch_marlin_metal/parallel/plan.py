@@ -1,4 +1,4 @@
-"""A plan that splits the packed layers of a model, while it loads or later."""
+"""A plan for splitting the packed layers of a model, during loading or later."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ from torch_marlin_metal.parallel.styles import LinearStyle, PackedStyle
 
 
 class SplitPlan:
-    """Says which layers of a model are split over which processes, and how.
+    """Maps the layers of a model to the styles that split them over processes.
 
     With `load_quantized(model, path, split=SplitPlan(...))`, a process reads only its part of each layer, so its memory
     never exceeds its share of the model plus one layer. `apply` splits a model that is already loaded.
 
     Args:
-        mesh: the processes, in one dimension.
-        plan: styles by the names of modules, with wildcards as in `parallelize_module`: a "*" stands for one part of a
+        mesh: the processes, as a mesh with one dimension.
+        plan: module name -> style. Names may have wildcards as in `parallelize_module`: a "*" matches one part of a
             name between dots.
 
     Raises:
@@ -41,18 +41,18 @@ class SplitPlan:
         self.mesh, self.plan = mesh, dict(plan)
 
     def style_of(self, name: str) -> ParallelStyle | None:
-        """Returns the style of the first pattern that matches a name."""
+        """Returns the style for the first pattern that matches a name."""
         return next((style for pattern, style in self.plan.items() if _matches(pattern, name)), None)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Splits a loaded model in place, as `parallelize_module` does. If a process fails, its model is unchanged.
+        """Splits a loaded model in place, like `parallelize_module`. If a process fails, its model does not change.
 
-        The former tensors are freed at the end, so a process needs memory for the whole model and for its share.
+        The old tensors are freed at the end, so a process needs memory for the complete model and for its share.
 
         Raises:
-            ValueError: a pattern matches no module, or a layer does not divide by the number of processes.
-            TypeError: a style does not fit the layer to which the plan gives it.
-            RuntimeError: the processes hold different weights or versions of this package.
+            ValueError: a pattern matches no module, or the size of a layer is not divisible by the number of processes.
+            TypeError: a style does not support the layer that the plan assigns to it.
+            RuntimeError: the processes have different weights or versions of this package.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         self._check_names("SplitPlan.apply", modules)
@@ -79,12 +79,12 @@ class SplitPlan:
         whole: Collection[str],
         reader: CheckpointReader,
     ) -> None:
-        """Refuses a plan that `load` cannot follow, and processes with another package or checkpoint.
+        """Raises an error for a plan that `load` cannot execute, and for processes with another package or checkpoint.
 
         Raises:
             ValueError: a pattern matches no module.
-            TypeError: a style is not one of this package's styles for Linear layers, or a layer of the plan is not
-                packed, or its bias is tied.
+            TypeError: a style is not one of this package's styles for Linear layers, or a layer in the plan is not
+                packed or has a tied bias.
             RuntimeError: a process has another version of this package or another checkpoint.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -116,7 +116,7 @@ class SplitPlan:
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module | None:
-        """Makes this process's part of a layer as `LinearStyle.load` does, or returns None if no style is for it."""
+        """Makes this process's part of a layer, like `LinearStyle.load`. Returns None if the layer has no style."""
         style = next((found for name in names if (found := self.style_of(name))), None)
         if not isinstance(style, LinearStyle):
             return None
@@ -136,7 +136,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 @contextmanager
 def _restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores the modules, without their children, if the block raises."""
+    """If the block raises an error, restores the modules without their children."""
     before: list[tuple[Any, type, dict[str, Any]]] = []
     for module in modules:
         held = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}

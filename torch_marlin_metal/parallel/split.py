@@ -1,4 +1,4 @@
-"""Cuts packed weights into parts by N or by K, and joins the parts to the same bits."""
+"""Splits packed weights along N or K into parts, and joins the parts bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,25 +13,25 @@ from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SUPER_BLOCK, Packed
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 _BY_GROUP = ("scales", "zeros")  # fields whose first dimension is the number of groups
-_BY_BLOCK = ("super_scales", "super_zeros")  # fields whose first dimension is the number of blocks of SUPER_BLOCK rows
+_BY_BLOCK = ("super_scales", "super_zeros")  # fields whose first dimension is the number of blocks of SUPER_BLOCK k
 
 
 def split_columns(
     weight: PackedWeight, count: int, *, parts: Sequence[int] | None = None, only: int | None = None
 ) -> list[PackedWeight]:
-    """Cuts a weight `[K, N]` into `count` weights `[K, N/count]`, for layers that share their input.
+    """Splits a weight `[K, N]` into `count` weights `[K, N/count]`, for layers that share their input.
 
-    Bias, scales, zero points and a global scale per column are cut with the columns. The other tensors are shared.
+    Bias, scales, zero points and a global scale per column are split with the columns. The other tensors are shared.
 
     Args:
-        weight: the whole weight.
-        count: the number of weights to return, 1 or more.
-        parts: for a weight that holds several projections side by side, such as q, k and v, the number of columns of
-            each. Each result then has its share of every projection. The default is one projection of N columns.
-        only: make only this one of the weights, in a list of one.
+        weight: the complete weight.
+        count: the number of resulting weights, 1 or more.
+        parts: the number of columns of each projection, for a weight of several adjacent projections such as q, k and
+            v. Each result then has its share of every projection. The default is one projection of N columns.
+        only: the index of the only weight to make. The result is then a list with this weight.
 
     Raises:
-        ValueError: `parts` do not sum to N, or `count` does not divide one of them.
+        ValueError: `parts` do not sum to N, or one of them is not divisible by `count`.
     """
     sizes = [weight.N] if parts is None else list(parts)
     if sum(sizes) != weight.N or min(sizes, default=0) < 1:
@@ -48,12 +48,12 @@ def split_columns(
 def reorder_columns(weight: PackedWeight, order: Tensor) -> PackedWeight:
     """Returns a weight whose column n is column `order[n]` of the given weight.
 
-    Use it for the layer before a layer with an act-order `perm`. If `down` reads the outputs of `up`,
-    `reorder_columns(up, down.perm)` puts these outputs in the order in which the rows of `down` are packed.
+    Use this function for the layer before a layer with an act-order `perm`. If `down` reads the outputs of `up`,
+    `reorder_columns(up, down.perm)` puts these outputs in the order of the packed rows of `down`.
 
     Args:
         weight: the weight `[K, N]`.
-        order: column numbers of `weight`, any integer dtype.
+        order: column numbers of `weight`, in any integer dtype.
 
     Raises:
         ValueError: a number is not in 0..N-1.
@@ -71,25 +71,25 @@ def reorder_columns(weight: PackedWeight, order: Tensor) -> PackedWeight:
 def split_rows(
     weight: PackedWeight, count: int, *, gathered: bool = False, only: int | None = None
 ) -> list[PackedWeight]:
-    """Cuts a weight `[K, N]` into `count` weights `[K/count, N]`, whose products sum to the whole product.
+    """Splits a weight `[K, N]` into `count` weights `[K/count, N]`, whose products sum to the complete product.
 
-    If a border of scales with two levels is inside a block of 256 rows, the parts have fp32 scales of one level.
+    If a border between parts is inside a block of 256 rows with two-level scales, the parts have one-level fp32 scales.
 
-    Part r multiplies the features r * K/count to (r + 1) * K/count - 1 of the activations. The first part keeps the
-    bias, so that the sum has it once.
+    Part r multiplies the features r * K/count to (r + 1) * K/count - 1 of the activations. Only the first part has the
+    bias, so the sum includes the bias once.
 
     Args:
-        weight: the whole weight.
-        count: the number of weights to return, 1 or more. Each border must be a border of a group, unless one group
-            holds all of K: the parts then share its scales.
-        gathered: set it if the weight has an act-order `perm` that moves features between parts. The parts then have no
+        weight: the complete weight.
+        count: the number of resulting weights, 1 or more. Each border must be a border of a group. If one group
+            contains all of K, every border is allowed, and the parts share the scales.
+        gathered: True for a weight with an act-order `perm` that moves features between parts. The parts then have no
             `perm`, and part r multiplies the features `weight.perm[r * K/count : (r + 1) * K/count]`. The preceding
-            layer must write its features in this order; `reorder_columns` changes it accordingly.
-        only: make only this one of the weights, in a list of one.
+            layer must output its features in this order; `reorder_columns` changes that layer.
+        only: the index of the only weight to make. The result is then a list with this weight.
 
     Raises:
-        ValueError: K does not divide into `count` parts at borders of groups, or `perm` moves features between parts
-            and `gathered` is false.
+        ValueError: K cannot be split into `count` parts at borders of groups, or `perm` moves features between parts
+            and `gathered` is False.
     """
     K, group_size = weight.K, weight.group_size
     rows = K // max(count, 1)
@@ -126,7 +126,7 @@ def split_rows(
 
 
 def _planes(weight: PackedWeight, first: int, rows: int) -> dict[str, Tensor]:
-    """Returns the planes of some rows, in tensors that do not keep the whole. A word of `b_high` may cross a border."""
+    """Copies the planes of some rows. A word of `b_high` may cross a border between parts."""
     fmt = weight_format(weight.weight_format)
     low = weight.b_packed[first // fmt.codes_per_word : (first + rows) // fmt.codes_per_word].clone()
     if weight.b_high is None:
@@ -146,7 +146,6 @@ def _packed_planes(codes: Tensor, code_bits: int) -> dict[str, Tensor]:
 
 
 def _joined_planes(weights: Sequence[PackedWeight]) -> dict[str, Tensor]:
-    """Stacks the planes of weights along K."""
     fmt = weight_format(weights[0].weight_format)
     high = [w.b_high for w in weights if w.b_high is not None]
     if high and len(high) > 1 and weights[0].K % fmt.k_per_high_word:
@@ -175,14 +174,14 @@ def _perms(weight: PackedWeight, rows: int, gathered: bool) -> list[Tensor | Non
 
 
 def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None = None) -> PackedWeight:
-    """Joins the results of `split_columns` to the whole weight, with the same bits.
+    """Joins the results of `split_columns` to the complete weight, bit for bit.
 
     Args:
         weights: the weights, in order.
-        parts: the numbers of columns of the whole weight that `split_columns` took as `parts`.
+        parts: the argument `parts` of `split_columns`.
 
     Raises:
-        ValueError: the weights differ in a field that they must share, or `parts` do not fit.
+        ValueError: the weights differ in a field that they must share, or `parts` do not match the weights.
     """
     weights = with_same_scales(weights)
     first = _agreeing("join_columns", weights, ("K", "weight_format", "group_size", "lut", "perm"))
@@ -223,15 +222,15 @@ def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None
 
 
 def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) -> PackedWeight:
-    """Joins the results of `split_rows` to the whole weight, with the same bits.
+    """Joins the results of `split_rows` to the complete weight, bit for bit.
 
     Args:
         weights: the weights, in order.
-        perm: the whole weight's `perm` if it was split with `gathered=True`.
+        perm: the `perm` of the complete weight, if it was split with `gathered=True`.
 
     Raises:
         ValueError: the weights differ in sizes, format, group size, global scale or table; a border of a weight is
-            inside a group; a later weight has a bias, or only some weights have a `perm`.
+            inside a group; a weight other than the first has a bias; or only some weights have a `perm`.
     """
     weights = with_same_scales(weights)
     first = _agreeing("join_rows", weights, ("K", "N", "weight_format", "group_size", "global_scale", "lut"))
@@ -273,7 +272,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _agreeing(function: str, weights: Sequence[PackedWeight], names: Sequence[str]) -> PackedWeight:
-    """Returns the first weight after a check that all weights have the same value in the named fields."""
+    """Checks that all weights have equal values in the given fields. Returns the first weight."""
     if not weights:
         raise ValueError(f"{function}: weights: expected at least one, got none")
     first = weights[0]

@@ -25,26 +25,26 @@ from torch_marlin_metal.parallel.agreement import check_weight, gather, number_o
 from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
-_TAG = 0x4D4D  # a tag that distinguishes the exchanged sums from a program's own messages between two processes
-# With at most this many processes and this many bytes of a part, as in decoding, each process sends its part of a sum
-# to all others. Beyond either limit, gloo's all_reduce is used, because it moves fewer bytes.
+_TAG = 0x4D4D  # distinguishes exchanged sums from a program's own messages between two processes
+# Up to this many processes and this many bytes per part, as in decoding, each process sends its part of a sum to all
+# others. Beyond either limit, gloo's all_reduce is used, because it transfers fewer bytes.
 _DIRECT_PROCESSES, _DIRECT_BYTES = 8, 64 << 10
 
 
 class _SplitLinear(MarlinLinear):
-    """A `MarlinLinear` that holds one process' part of a weight."""
+    """A `MarlinLinear` with one process's part of a weight."""
 
     is_split = True
-    _group: GroupName  # its name, because a group itself cannot be copied or pickled
+    _group: GroupName  # the name, because a group cannot be copied or pickled
 
 
 class ColumnPart(_SplitLinear):
-    """Computes this process' columns: `[..., K]` to `[..., N/count]`, or to `[..., N]` if the style gathers them."""
+    """Computes this process's columns: `[..., K]` to `[..., N/count]`, or to `[..., N]` if the style gathers them."""
 
     _gathers: bool
 
     def forward(self, a: Tensor) -> Tensor:
-        """Returns this process' columns for activations that every process has."""
+        """Computes this process's columns. Every process has the same activations."""
         if isinstance(a, DTensor):
             a = a.redistribute(placements=[Replicate()]).to_local()
         own = super().forward(_without_gradient("MarlinColwiseParallel", a))
@@ -56,15 +56,15 @@ class ColumnPart(_SplitLinear):
 
 
 class RowPart(_SplitLinear):
-    """Computes the whole result from this process' features: `[..., K/count]` to `[..., N]`."""
+    """Computes the complete result from this process's features: `[..., K/count]` to `[..., N]`."""
 
     product_dtype = torch.float32
 
     def forward(self, a: Tensor) -> Tensor:
-        """Returns the sum over all processes, in fp32 and rounded once to a's dtype.
+        """Computes the sum over all processes in fp32, rounded once to a's dtype.
 
         Raises:
-            RuntimeError: a process ended or hangs; the error names it.
+            RuntimeError: a process ended or hangs. The error names the process.
         """
         if isinstance(a, DTensor):
             a = a.redistribute(placements=[Shard(-1)]).to_local()
@@ -73,7 +73,7 @@ class RowPart(_SplitLinear):
         if not torch.is_autocast_enabled(kind):
             return self._sum(a)
         a = a.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):  # or each product would be rounded before the sum
+        with torch.autocast(kind, enabled=False):  # autocast would round each product before the sum
             return self._sum(a)
 
     def _sum(self, a: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class RowPart(_SplitLinear):
 
 
 class ExpertPart(MarlinExperts):
-    """Computes the whole result from this process' experts."""
+    """Computes the complete result from this process's experts."""
 
     down_dtype = torch.float32
     is_split = True
@@ -89,15 +89,15 @@ class ExpertPart(MarlinExperts):
     _first: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the sum over all processes, in fp32 and rounded once: see `MarlinExperts.forward`.
+        """Computes the sum over all processes in fp32, rounded once; see `MarlinExperts.forward`.
 
         Raises:
-            RuntimeError: a process ended or hangs; the error names it.
+            RuntimeError: a process ended or hangs. The error names the process.
         """
-        ids = top_k_index - self._first  # experts of other processes get ids outside of the stack, which add nothing
+        ids = top_k_index - self._first  # ids of other processes' experts are outside the stack, and add nothing
         hidden = self.inner(_without_gradient("MarlinExpertParallel", hidden_states), ids)
         kind = hidden.device.type
-        with torch.autocast(kind, enabled=False):  # or each product would be rounded before the sum
+        with torch.autocast(kind, enabled=False):  # autocast would round each product before the sum
             part = self.down(hidden.to(self.down_dtype), ids, top_k_weights, reduce=True)
         return _sum("MarlinExpertParallel", self._group, part).to(hidden.dtype)
 
@@ -110,7 +110,7 @@ class PackedStyle(ParallelStyle):
 
 
 class LinearStyle(PackedStyle):
-    """Replaces a layer's weight by this process' part."""
+    """Replaces a layer's weight by this process's part."""
 
     kind: ClassVar[type[_SplitLinear]]
     by: ClassVar[Literal["columns", "rows"]]
@@ -119,7 +119,7 @@ class LinearStyle(PackedStyle):
     def _part(self, weight: PackedWeight, count: int, rank: int) -> PackedWeight: ...
 
     def _readable(self) -> bool:
-        """Returns True if the part is a rectangle of the weight, so that it can be read alone."""
+        """Returns True if the part is a rectangle of the weight, so that the part can be read separately."""
         return True
 
     def _attributes(self, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -161,34 +161,34 @@ class LinearStyle(PackedStyle):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """Makes this process' part of a layer, and reads only the bytes of the checkpoint that hold the part.
+        """Makes this process's part of a layer, and reads only the part's bytes from the checkpoint.
 
-        If the format has no `DirectoryFormat.axes`, or the part is not a rectangle of each tensor, the whole layer is
-        read and then cut.
+        If the format has no `DirectoryFormat.axes`, or the part is not a rectangle of each tensor, the complete layer
+        is read and then split.
 
         Args:
-            op: the caller's name, for errors.
+            op: the caller's name for error messages.
             name: the layer's name in the model.
-            shape: the whole layer of the model.
-            reader: the checkpoint, the same in every process.
+            shape: the complete layer in the model.
+            reader: the checkpoint, which must be the same in every process.
             index: the layer's index in the reader.
-            group: the processes; each calls this function.
+            group: the processes. All of them must call this function.
             device: see `fit_layer`.
             dtype: see `fit_layer`.
 
         Raises:
             ModelMismatchError: the sizes or biases of model and checkpoint differ.
-            UnsupportedFormat: the layer cannot be a packed layer.
-            ValueError: the layer does not divide by the number of processes.
+            UnsupportedFormat: the layer cannot be packed.
+            ValueError: the size of the layer is not divisible by the number of processes.
         """
         count, rank = dist.get_world_size(group), dist.get_rank(group)
         weight = reader.read_part(index, Part(self.by, count, rank)) if self._readable() else None
-        # The parts' formats can differ: if all zero points of one part are 8, the reader gives this part the format
-        # without zero points. In this case, the whole layer is read and then cut, so that all parts get the same
+        # The parts can have different formats: if all zero points of a part are 8, the reader returns the format
+        # without zero points. In this case, the complete layer is read and then split, so that all parts have the same
         # format.
         kinds = gather([-1 if weight is None else number_of(weight.weight_format)], group)
         if weight is None or any(kind != kinds[0] for kind in kinds):
-            del weight  # before the whole layer is read
+            del weight  # frees the part before the complete layer is read
             weight = self._part(self._whole(op, name, shape, reader, index), count, rank)
         n, k = (count, 1) if self.by == "columns" else (1, count)
         _check_sizes(op, name, shape, weight.N * n, weight.K * k)
@@ -215,19 +215,19 @@ def _check_sizes(op: str, name: str, shape: LinearShape, N: int, K: int) -> None
 
 
 class MarlinColwiseParallel(LinearStyle):
-    """Splits a `MarlinLinear` by N: every process computes some of the columns, with the same bits as the whole layer.
+    """Splits a `MarlinLinear` along N. Each process computes some of the columns, with the bits of the complete layer.
 
-    The input is the same on all processes, or a DTensor, which is replicated. The output is this process' part, a
+    The input is the same on all processes, or a DTensor, which is replicated. The output is this process's part, a
     tensor `[..., N/count]`.
 
     Args:
-        parts: for a layer that computes several projections, the columns of each: see `split_columns`.
-        gather: whether every process gets the whole result `[..., N]`, as an output layer needs it.
+        parts: the columns of each projection, for a layer with several projections; see `split_columns`.
+        gather: True to return the complete result `[..., N]` in every process, as needed for an output layer.
 
     Raises:
-        TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
-        ValueError: N does not divide by the number of processes.
-        RuntimeError: the processes hold different weights or versions of this package, or the activations need a
+        TypeError: the module is not a `MarlinLinear`, is already split, or has another forward.
+        ValueError: N is not divisible by the number of processes.
+        RuntimeError: the processes have different weights or versions of this package, or the activations require a
             gradient.
     """
 
@@ -251,20 +251,20 @@ class MarlinColwiseParallel(LinearStyle):
 
 
 class MarlinRowwiseParallel(LinearStyle):
-    """Splits a `MarlinLinear` by K: every process multiplies some features, and the products are summed.
+    """Splits a `MarlinLinear` along K. Each process multiplies some of the features, and the products are summed.
 
-    The input is this process' part of the features, or a DTensor, which is cut along its last dimension. The output is
-    the whole result on all processes. The products are summed in fp32 and rounded once after the sum, so that the error
-    bound of one process holds. The order of the sum is fixed: two runs with the same number of processes give the same
-    bits, if both are compiled or both are not.
+    The input is this process's part of the features, or a DTensor, which is split along its last dimension. The output
+    is the complete result on all processes. The products are summed in fp32 and rounded once after the sum, so the
+    error bound of a single process holds. The order of the sum is fixed: two runs with the same number of processes
+    have the same bits, if both are compiled or both are not.
 
     Args:
-        gathered: for a weight with an act-order `perm` that moves features between parts: see `split_rows`.
+        gathered: for a weight with an act-order `perm` that moves features between parts; see `split_rows`.
 
     Raises:
-        TypeError: the module is not a `MarlinLinear`, is split already, or has a forward of its own.
-        ValueError: K does not divide at borders of groups.
-        RuntimeError: the processes hold different weights or versions of this package, or the activations need a
+        TypeError: the module is not a `MarlinLinear`, is already split, or has another forward.
+        ValueError: K cannot be split at borders of groups.
+        RuntimeError: the processes have different weights or versions of this package, or the activations require a
             gradient.
     """
 
@@ -283,14 +283,14 @@ class MarlinRowwiseParallel(LinearStyle):
 
 
 class MarlinExpertParallel(PackedStyle):
-    """Splits `MarlinExperts` by experts: every process computes what its experts add, and the results are summed.
+    """Splits `MarlinExperts` by experts. Each process computes the contribution of its experts, and these are summed.
 
-    Input and output are whole on all processes. The last product is in fp32 and rounded once after the sum.
+    Input and output are complete on all processes. The last product is in fp32 and is rounded once after the sum.
 
     Raises:
-        TypeError: the module is not `MarlinExperts`, is split already, or has a forward of its own.
-        ValueError: the number of experts does not divide by the number of processes.
-        RuntimeError: the processes hold different weights or versions of this package, or the activations need a
+        TypeError: the module is not `MarlinExperts`, is already split, or has another forward.
+        ValueError: the number of experts is not divisible by the number of processes.
+        RuntimeError: the processes have different weights or versions of this package, or the activations require a
             gradient.
     """
 
@@ -329,7 +329,7 @@ class MarlinExpertParallel(PackedStyle):
 
 
 def _experts(stack: ExpertWeights, own: slice) -> ExpertWeights:
-    """Returns a stack of some experts of another stack, with memory of its own."""
+    """Copies some experts of a stack into a new stack."""
     part = ExpertWeights(
         own.stop - own.start,
         stack.in_features,
@@ -358,7 +358,7 @@ def _check_forward(style: str, module: nn.Module) -> None:
 
 
 def _together(style: str, group: GroupName, call: Callable[[], Tensor]) -> Tensor:
-    """Runs a collective operation and waits for it; an error names the processes that failed."""
+    """Runs a collective operation and waits for its result. Errors name the processes that failed."""
     if torch.compiler.is_compiling():
         return call()
     with naming_failed_ranks(style, torch._C._distributed_c10d._resolve_process_group(group)):
@@ -367,7 +367,7 @@ def _together(style: str, group: GroupName, call: Callable[[], Tensor]) -> Tenso
 
 
 def _sum(style: str, group: GroupName, part: Tensor) -> Tensor:
-    """Returns the sum over all processes; all of them get the same bits."""
+    """Computes the sum over all processes. All processes get the same bits."""
     if not torch.compiler.is_compiling() and part.device.type == "cpu":
         processes = torch._C._distributed_c10d._resolve_process_group(group)
         count = dist.get_world_size(processes)
@@ -377,10 +377,10 @@ def _sum(style: str, group: GroupName, part: Tensor) -> Tensor:
 
 
 def _exchanged(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of all processes' tensors in the order of ranks: each process sends its own to all others.
+    """Adds the tensors of all processes in the order of ranks. Each process sends its tensor to all others.
 
-    For 2048 floats, this takes a third to two thirds of the time of gloo's all_reduce, which needs more steps, one
-    after the other (docs/use/parallel.md).
+    For 2048 floats, this takes a third to two thirds of the time of gloo's all_reduce, which has more sequential steps
+    (docs/use/parallel.md).
     """
     rank, part = dist.get_rank(group), part.contiguous()
     peers = [peer for peer in range(dist.get_world_size(group)) if peer != rank]

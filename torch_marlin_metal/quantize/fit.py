@@ -1,4 +1,4 @@
-"""Chooses a format for each layer of a model, so that the model's bytes stay below a limit and its error is least."""
+"""Selects a format for each layer of a model, so that the model fits in a memory limit with the smallest error."""
 
 import math
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ from torch import Tensor
 from torch_marlin_metal.quantize.recipe import LayerFormat, Recipe
 from torch_marlin_metal.sizes import human_size
 
-# The candidate formats; the recipe's formats are candidates, too.
+# The candidate formats. The recipe's formats are candidates too.
 CANDIDATES: tuple[LayerFormat, ...] = (
     *(("uint4b8", 128), ("q4_k", 32), ("uint5b16", 128), ("q5_k", 32)),
     *(("uint6b32", 128), ("q6_k", 16), ("uint8b128", 128)),
 )
-SAMPLE_ROWS = 256  # of each matrix, on which the error of a format is measured
+SAMPLE_ROWS = 256  # rows of each matrix for which a format's error is measured
 CURVE_POINTS = 12
 STEPS = 1 << 16
 
 
 @dataclass
 class Unit:
-    """Layers that take one format, because they are computed together or share a weight.
+    """Layers that must have the same format, because they are computed together or share a weight.
 
     Attributes:
         names: the names of the layers.
-        sizes: the bytes of their weights in each candidate.
-        errors: their error in each candidate: the sum over the weights of the squared error relative to the weight.
-            With calibration, an estimate of the KL divergence of the model's predictions.
-        weights: the number of their weights.
+        sizes: for each candidate, the bytes of the layers' weights.
+        errors: for each candidate, the sum over the weights of the squared error relative to the weight. With
+            calibration, an estimate of the KL divergence of the model's predictions.
+        weights: the number of weight elements.
     """
 
     names: list[str]
@@ -47,13 +47,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Fit:
-    """A choice of formats.
+    """A selection of formats.
 
     Attributes:
-        candidates: the formats and group sizes that could be chosen.
-        units: the layers that could choose.
-        choice: the index of a candidate for each unit.
-        fixed: bytes of the model that no choice changes.
+        candidates: the formats and group sizes to select from.
+        units: the layers whose format was selected.
+        choice: for each unit, the index of its candidate.
+        fixed: the bytes of the model that do not depend on the selection.
     """
 
     candidates: tuple[LayerFormat, ...]
@@ -63,7 +63,7 @@ class Fit:
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of the model."""
+        """Returns the bytes of the complete model."""
         return self.fixed + sum(unit.sizes[index] for unit, index in zip(self.units, self.choice, strict=True))
 
     @property
@@ -72,24 +72,24 @@ class Fit:
         return sum(unit.errors[index] for unit, index in zip(self.units, self.choice, strict=True))
 
     def chosen(self) -> dict[str, LayerFormat]:
-        """Returns the format and group size of each layer by its name."""
+        """Returns the format and group size of each layer, by the layer's name."""
         pairs = zip(self.units, self.choice, strict=True)
         return {name: self.candidates[index] for unit, index in pairs for name in unit.names}
 
     @property
     def bits(self) -> float:
-        """Returns the bits of a weight, with its part of the scales, in the layers that could choose."""
+        """Returns the bits per weight element, including scales, in the layers of `units`."""
         return 8 * (self.total_bytes - self.fixed) / max(sum(unit.weights for unit in self.units), 1)
 
     def curve(self) -> list["Fit"]:
-        """Returns about a dozen choices with the least error, from the fewest bytes to the most."""
+        """Returns about a dozen selections with the smallest error, from the fewest bytes to the most."""
         low, high = _bounds(self.units)
         steps = {low + (high - low) * step // CURVE_POINTS for step in range(CURVE_POINTS + 1)}
         best = _Best(self.units)
         return [replace(self, choice=best.choice(limit)) for limit in sorted(steps)]
 
     def plot(self) -> str:
-        """Returns a line for each choice of the curve: bits, bytes, error, and a bar that grows with log(error)."""
+        """Formats a line for each selection of the curve: bits, bytes, error, and a bar that grows with log(error)."""
         fits = sorted([*self.curve(), self], key=lambda fit: fit.total_bytes)
         logs = [math.log10(max(fit.error, 1e-12)) for fit in fits]
         low, span = min(logs), max(max(logs) - min(logs), 1e-12)
@@ -101,7 +101,7 @@ class Fit:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Returns one line: the layers of each format, the bytes and the error."""
+        """Formats a line with the number of layers in each format, the bytes and the error."""
         counts: dict[str, int] = {}
         for name, size in self.chosen().values():
             counts[f"{name} g{size}"] = counts.get(f"{name} g{size}", 0) + 1
@@ -110,7 +110,7 @@ class Fit:
 
 
 def candidates_of(recipe: Recipe) -> tuple[LayerFormat, ...]:
-    """Returns the formats to choose from: `CANDIDATES` and the recipe's formats."""
+    """Returns the formats to select from: `CANDIDATES` and the recipe's formats."""
     own = [recipe.size_of("")]
     if recipe.vocabulary:
         own.append(recipe.size_of(next(iter(recipe.vocabulary))))
@@ -129,14 +129,14 @@ def measured(
 
     Args:
         name: the layer's name.
-        shape: `(N, K)` of its weight.
-        samples: rows `[R, K]` of one or several of its matrices.
-        copies: how many matrices of this shape it has: its experts, or 1.
-        recipe: gives the method and its options.
+        shape: the shape `(N, K)` of the weight.
+        samples: rows `[R, K]` of one or more of the layer's matrices.
+        copies: the number of matrices with this shape: the number of experts, or 1.
+        recipe: the recipe, for its method and options.
         candidates: the formats.
 
     Raises:
-        ValueError: a candidate cannot hold the layer.
+        ValueError: a candidate cannot represent the layer.
     """
     recipes = [recipe.in_format(chosen, size) for chosen, size in candidates]
     empty = torch.empty(shape, device="meta")
@@ -164,12 +164,13 @@ def choose(
     fixed: int,
     limit: int,
 ) -> Fit:
-    """Returns the choice with the least error among those that need at most `limit` bytes.
+    """Returns the selection with the smallest error among those that need at most `limit` bytes.
 
-    It is at least as good as one candidate for all units, and as one for the vocabulary and another for all others.
+    The selection is at least as good as one candidate for all units, and as one candidate for the vocabulary and
+    another for all other units.
 
     Raises:
-        ValueError: the least possible is more; the message says how much it is.
+        ValueError: the smallest possible size exceeds the limit. The message states this size.
     """
     least = fixed + _bounds(units)[0]
     if least > limit:
@@ -190,16 +191,16 @@ def _bounds(units: list[Unit]) -> tuple[int, int]:
 
 
 class _Best:
-    """The best choice for every limit, by dynamic programming over the units and the bytes that they may have.
+    """The best selection for every limit, by dynamic programming over the units and the bytes available to them.
 
-    Bytes are counted in at most `STEPS` steps, rounded up; `_filled` uses the bytes lost to rounding.
+    Bytes are counted in at most `STEPS` steps, rounded up. `_filled` uses the bytes that are lost by rounding.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self._units, self._low = units, _bounds(units)[0]
         self._step = max(1, -(-(_bounds(units)[1] - self._low) // STEPS))
         best = torch.zeros((_bounds(units)[1] - self._low) // self._step + 1, dtype=torch.float64, device="cpu")
-        self._picks: list[tuple[Tensor, list[int]]] = []  # of each unit: the candidate and its steps, by what is left
+        self._picks: list[tuple[Tensor, list[int]]] = []  # per unit: (best candidate by steps left, steps by candidate)
         for unit in units:
             extra = [-(-(size - min(unit.sizes)) // self._step) for size in unit.sizes]
             errors = best.new_full((len(extra), len(best)), torch.inf)
@@ -210,7 +211,7 @@ class _Best:
             self._picks.append((picks.to(torch.uint8), extra))
 
     def choice(self, limit: int) -> list[int]:
-        """Returns the index of a candidate for each unit, for a limit of at least the fewest bytes."""
+        """Returns the index of a candidate for each unit. The limit must be at least the fewest possible bytes."""
         left = min((limit - self._low) // self._step, len(self._picks[0][0]) - 1 if self._picks else 0)
         found = []
         for picks, extra in reversed(self._picks):
@@ -220,7 +221,7 @@ class _Best:
 
 
 def _filled(units: list[Unit], choice: list[int], limit: int) -> list[int]:
-    """Spends the remaining bytes on the layers with the largest drop of the error per byte."""
+    """Spends the remaining bytes on the layers whose error decreases most per byte."""
     choice = list(choice)
     left = limit - sum(unit.sizes[at] for unit, at in zip(units, choice, strict=True))
     while True:

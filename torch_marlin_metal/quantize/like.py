@@ -1,7 +1,8 @@
-"""Which layer takes which type in llama.cpp's recipes, such as Q4_K_M.
+"""The types of layers in llama.cpp's recipes, for example Q4_K_M.
 
 The rules are those of `llama_tensor_get_type_impl` in llama.cpp's src/llama-quant.cpp (in 2026, with its fallback for
-rows that are not a multiple of 256), without its exceptions for Falcon and for files with an importance matrix.
+rows that are not a multiple of 256). Its exceptions for Falcon and for files with an importance matrix are not
+included.
 """
 
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from torch_marlin_metal.quantize.recipe import LayerFormat
 
-# The format here that has the structure of each type.
+# Type -> the weight format of this package with the same structure.
 FORMATS: dict[str, LayerFormat] = {
     "Q4_K": ("q4_k", 32),
     "Q5_K": ("q5_k", 32),
@@ -19,11 +20,11 @@ FORMATS: dict[str, LayerFormat] = {
     "Q5_0": ("uint5b16", 32),
     "Q5_1": ("uint5_bias", 32),
 }
-# The type of most layers.
+# Recipe -> the type of most layers.
 RECIPES = {"Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0"}
 UNEVEN = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are not a multiple of 256
 BLOCK = 256
-# The last names of the layers to which rules apply, in transformers' models.
+# Role in the rules -> last name parts of the layers with this role, in transformers' models.
 ROLES = {
     "v": ("v_proj", "value", "kv_b_proj"),
     "k": ("k_proj", "key"),
@@ -35,7 +36,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Described:
-    """A layer to quantize: its name, K, and whether it is the output layer (or tied to it), or another embedding."""
+    """A layer to quantize: name, K, and flags for the output layer (or a tied embedding) and for other embeddings."""
 
     name: str
     K: int
@@ -44,18 +45,18 @@ class Described:
 
 
 def formats_like(op: str, like: str, layers: Iterable[Described], experts: int = 0) -> dict[str, LayerFormat]:
-    """Returns the format of each layer by its name. Arguments and errors are as in `types_like`."""
+    """Returns the format of each layer, by name. The arguments and errors are those of `types_like`."""
     return {name: FORMATS[kind] for name, kind in types_like(op, like, layers, experts).items()}
 
 
 def types_like(op: str, like: str, layers: Iterable[Described], experts: int = 0) -> dict[str, str]:
-    """Returns the type that llama.cpp gives to each layer, by the layer's name.
+    """Returns the llama.cpp type of each layer, by name.
 
     Args:
-        op: the caller's name, for the error.
-        like: a name of `RECIPES`.
+        op: the caller's name for the error message.
+        like: a key of `RECIPES`.
         layers: the layers to quantize.
-        experts: the number of experts of a mixture's layer, or 0.
+        experts: the number of experts per layer of a mixture, or 0.
 
     Raises:
         ValueError: the recipe is unknown.
@@ -63,7 +64,7 @@ def types_like(op: str, like: str, layers: Iterable[Described], experts: int = 0
     if like not in RECIPES:
         raise ValueError(f"{op}: like: expected one of {', '.join(RECIPES)}, got {like!r}")
     described = list(layers)
-    blocks: dict[str, list[int]] = {}  # the numbers of the blocks that have a layer of a role
+    blocks: dict[str, list[int]] = {}  # role -> the numbers of the blocks with a layer of this role
     for layer in described:
         blocks.setdefault(_role(layer.name), []).append(_block(layer.name))
     places = {role: {number: at for at, number in enumerate(sorted(set(found)))} for role, found in blocks.items()}
@@ -84,7 +85,7 @@ def _output_type(like: str) -> str:
 
 
 def _type(like: str, role: str, index: int, count: int, depth: int, experts: int) -> str:
-    """Returns the type of layer number `index` among the `count` layers of its role."""
+    """Returns the type of layer number `index` of the `count` layers with the same role."""
     kind = RECIPES[like]
     is_medium, more = like in ("Q4_K_M", "Q5_K_M"), _takes_more(index, count)
     if role == "v":
@@ -92,7 +93,7 @@ def _type(like: str, role: str, index: int, count: int, depth: int, experts: int
             kind = "Q6_K"
         elif like == "Q4_K_S" and index < 4:
             kind = "Q5_K"
-        if depth == 80 and kind == "Q4_K":  # models of 70B, in which eight heads share v
+        if depth == 80 and kind == "Q4_K":  # 70B models, in which eight heads share v
             kind = "Q5_K"
         return "Q8_0" if experts == 8 else kind
     if role == "k":
@@ -109,19 +110,19 @@ def _type(like: str, role: str, index: int, count: int, depth: int, experts: int
 
 
 def _takes_more(index: int, count: int) -> bool:
-    """Returns whether llama.cpp gives a layer more bits: the first and last eighth, and every third between."""
+    """Returns True for layers with more bits: the first and last eighth, and every third layer between them."""
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 
 
 def _role(name: str) -> str:
-    plain = re.sub(r"\.\d+$", "", name)  # an expert of a stack has its number at the end
+    plain = re.sub(r"\.\d+$", "", name)  # remove the number of an expert in a stack
     return next(
         (role for role, ends in ROLES.items() if any(plain == end or plain.endswith(f".{end}") for end in ends)), ""
     )
 
 
 def _block(name: str) -> int:
-    """Returns the number of the block that a layer belongs to, or -1."""
+    """Returns the number of the block that contains a layer, or -1."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else -1

@@ -1,4 +1,4 @@
-"""What the layers of a model are quantized to: one format, another one for the vocabulary, and exceptions by name."""
+"""The formats to which the layers of a model are quantized: one for most, one for the vocabulary, and exceptions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from torch_marlin_metal.quantize.weight import METHODS, empty_weight, quantize_w
 
 # The format of embeddings and output layers. Every logit is a product with an output layer, and 8 bits halve its bytes.
 VOCABULARY_FORMAT = "uint8b128"
-LayerFormat = tuple[str, int | None]  # the name of a format, and a group size as in `quantize_weight`
+LayerFormat = tuple[str, int | None]  # (weight format, group size as in `quantize_weight`)
 IN_FLOATS = "none"
 
 
@@ -28,14 +28,14 @@ class Recipe:
     """The format, group size and method for each layer of a model.
 
     Attributes:
-        weight_format: the format of all layers that no other attribute names.
-        group_size: their group size, as in `quantize_weight`.
+        weight_format: the format of all layers that are not in `vocabulary` or `chosen`.
+        group_size: the group size of these layers, as in `quantize_weight`.
         method: "rtn" or "mse".
-        vocabulary_format: the format of the layers in `vocabulary`; "none" keeps them in floats. None means
-            `VOCABULARY_FORMAT` for the vocabulary that a model of transformers names.
+        vocabulary_format: the format of the layers in `vocabulary`, or "none" to keep them in floats. None means
+            `VOCABULARY_FORMAT` for the vocabulary that a transformers model names.
         options: `scale_dtype`, `lut` and `mx_rounding` of `quantize_weight`.
         vocabulary: the names of the embeddings and output layers.
-        chosen: format and group size of single layers, or of all layers inside a module.
+        chosen: the format and group size of single layers, or of all layers in a module.
 
     Raises:
         ValueError: a format or the method is unknown.
@@ -61,11 +61,11 @@ class Recipe:
 
     @property
     def packs_vocabulary(self) -> bool:
-        """Returns whether embeddings and output layers are quantized."""
+        """Returns True if embeddings and output layers are quantized."""
         return self.vocabulary_format != IN_FLOATS
 
     def format_of(self, name: str) -> LayerFormat:
-        """Returns the format and the group size of a layer."""
+        """Returns the format and group size of a layer."""
         if (own := self._choice(name)) is not None:
             return own
         if name not in self.vocabulary:
@@ -75,7 +75,7 @@ class Recipe:
         return chosen, None if fixed else self.group_size
 
     def is_chosen(self, name: str) -> bool:
-        """Returns whether `chosen` has a layer, or a module around it."""
+        """Returns True if `chosen` contains a layer or a module around it."""
         return self._choice(name) is not None
 
     def _choice(self, name: str) -> LayerFormat | None:
@@ -84,12 +84,14 @@ class Recipe:
         return self.chosen.get(name)
 
     def size_of(self, name: str) -> LayerFormat:
-        """Returns the format and the group size of a layer, with the default size if none was given."""
+        """Returns the format and group size of a layer, with the default group size if none was given."""
         chosen, size = self.format_of(name)
         return chosen, size or default_group_size(chosen) or DEFAULT_GROUP_SIZE
 
     def quantize(self, name: str, weight: Tensor, **more: Any) -> PackedWeight:
-        """Quantizes the weight `[N, K]` of a layer. One on the meta device gets empty tensors.
+        """Quantizes the weight `[N, K]` of a layer.
+
+        For a weight on the meta device, the result's tensors have no values.
 
         Args:
             name: the layer's name.
@@ -112,10 +114,10 @@ class Recipe:
         return quantize_weight(weight, chosen, size, self.method, name=name, **options, **more)
 
     def with_vocabulary(self, names: Iterable[str]) -> "Recipe":
-        """Returns the recipe for a model whose embeddings and output layers have these names."""
+        """Returns a recipe for a model whose embeddings and output layers have these names."""
         return replace(self, vocabulary=frozenset(names))
 
     def in_format(self, name: str, group_size: int | None) -> "Recipe":
-        """Returns the recipe that quantizes every layer to one format."""
+        """Returns a recipe that quantizes all layers to one format."""
         options = {key: value for key, value in self.options.items() if key != "lut" or weight_format(name).has_lut}
         return Recipe(name, group_size, self.method, options=options)

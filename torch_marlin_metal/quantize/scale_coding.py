@@ -1,4 +1,4 @@
-"""Rounds to stored scales (floating, E4M3, E8M0) and to the nearest code of a table of values."""
+"""Rounds numbers to stored scales (floating point, E4M3, E8M0) and to the nearest code of a table of values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from torch_marlin_metal.packed_weight import E8M0_CODES, MAX_SCALE
 E2M1_LARGEST = 6.0
 E4M3_LARGEST, E4M3_LARGEST_CODE = 448.0, 0x7E
 E8M0_ONE = 127
-SMALLEST_SCALE = 2.0**-126  # GPUs treat a smaller scale as 0
+SMALLEST_SCALE = 2.0**-126  # GPUs treat smaller scales as 0
 
 
 class ScaleCoding(Protocol):
-    """Converts the scales of groups to their stored form, and stored scales to values."""
+    """Converts scales of groups to their stored form, and stored scales to values."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of stored scales."""
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Returns the stored scale that makes a code of value `reach` stand for the magnitude `amax` (fp32)."""
+        """Returns the stored scale with which a code of value `reach` decodes to the magnitude `amax` (fp32)."""
 
     def effective(self, stored: Tensor) -> Tensor:
-        """Returns the factor that the operators multiply with, in fp32."""
+        """Returns the fp32 factor by which the operators multiply."""
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields other stored scales to try; none for floating scales, for which the search can try any value."""
+        """Yields neighboring stored scales to try. Yields none for floating-point scales, which can have any value."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FloatScale:
 
 
 class E4M3Scale:
-    """NVFP4's scales: an E4M3 code for each group, times one fp32 number for the tensor."""
+    """NVFP4's scales: an E4M3 code for each group, multiplied by one fp32 number for the tensor."""
 
     dtype = torch.uint8
 
@@ -67,22 +67,22 @@ class E4M3Scale:
         self._boundaries = nearest_boundaries(values[: E4M3_LARGEST_CODE + 1]).to(device)
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Rounds to nearest even; larger scales become 448."""
+        """Rounds to the nearest code, ties to even. Scales above 448 become 448."""
         return torch.bucketize(amax / reach / self.global_scale, self._boundaries).to(torch.uint8)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """Returns the E4M3 value times the tensor's scale."""
+        """Returns the E4M3 values multiplied by the tensor's scale."""
         return self._values[stored.int()] * self.global_scale
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields codes down to half the scale and up to 11/8 of it."""
+        """Yields the codes from half the scale to 11/8 of the scale."""
         for step in (-1, 1, -2, 2, -3, 3, -4, -5, -6, -7, -8):
             yield (stored.int() + step).clamp_(0, E4M3_LARGEST_CODE).to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Element:
-    """The floating codes of an MX format: the exponent of the largest code, its value, and the mantissa bits."""
+    """The codes of an MX format: exponent and value of the largest code, and the number of mantissa bits."""
 
     name: str
     exponent: int
@@ -96,11 +96,11 @@ E4M3 = Element("mxfp8", 8, E4M3_LARGEST, 3)
 
 @dataclass(frozen=True)
 class E8M0Scale:
-    """The powers of two of MX formats, with one of three ways to round the exponent.
+    """The power-of-two scales of MX formats, with three ways of rounding the exponent.
 
-    amax is the largest magnitude of a group. "floor" takes the exponent floor(log2(amax)) minus that of the largest
-    code, 2 of E2M1 and 8 of E4M3 (OCP MX v1.0, 6.3). "even" first rounds amax to the mantissa bits of the codes, and
-    then does the same. "rceil" takes ceil(log2(amax / largest code)), so that no weight saturates.
+    amax is the largest magnitude of a group. "floor" is floor(log2(amax)) minus the exponent of the largest code, which
+    is 2 for E2M1 and 8 for E4M3 (OCP MX v1.0, 6.3). "even" first rounds amax to the mantissa bits of the codes, and
+    then does the same. "rceil" is ceil(log2(amax / largest code)), so no weight saturates.
     """
 
     ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")
@@ -110,10 +110,10 @@ class E8M0Scale:
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def check(self, tensor_amax: float) -> None:
-        """Refuses a weight whose largest scale is outside the operators' range.
+        """Raises an error if the largest scale of a weight is outside the operators' range.
 
         Raises:
-            ValueError: the scale is outside; the message gives the range that the largest magnitude may have.
+            ValueError: the scale is outside the range. The message states the valid range of the largest magnitude.
         """
         code = int(self._code(torch.tensor([tensor_amax], device="cpu"), self.element.largest))
         low, high = (bound - E8M0_ONE for bound in E8M0_CODES)
@@ -125,7 +125,7 @@ class E8M0Scale:
             )
 
     def from_amax(self, amax: Tensor, reach: float) -> Tensor:
-        """Rounds the exponent; a group of zeros gets the scale 1."""
+        """Rounds the exponent. A group of zeros gets the scale 1."""
         return self._code(amax, reach).clamp(*E8M0_CODES).to(torch.uint8)
 
     def _code(self, amax: Tensor, reach: float) -> Tensor:
@@ -139,21 +139,21 @@ class E8M0Scale:
         return torch.where(amax == 0, E8M0_ONE, code)
 
     def effective(self, stored: Tensor) -> Tensor:
-        """Returns the power of two that each code stands for. The codes of `from_amax` give it exactly."""
+        """Returns the power of two for each code. The result is exact for the codes of `from_amax`."""
         return (stored.int() << 23).view(torch.float32)
 
     def neighbours(self, stored: Tensor) -> Iterator[Tensor]:
-        """Yields half the scale and twice the scale."""
+        """Yields half of the scale and twice the scale."""
         for step in (-1, 1):
             yield (stored.int() + step).clamp_(*E8M0_CODES).to(torch.uint8)
 
 
 class Table(Protocol):
-    """The values of codes that are no integers.
+    """The values of codes that are not integers.
 
     Attributes:
-        reach: the largest magnitude.
-        by_magnitude: whether a code and its sign are separate, so that a negative scale reaches no other values.
+        reach: the largest magnitude among the values.
+        by_magnitude: True if a code has a separate sign bit, so that a negative scale adds no other values.
     """
 
     reach: float
@@ -167,7 +167,7 @@ class Table(Protocol):
 
 
 class E4M3Codes:
-    """The finite E4M3 values as codes. Larger magnitudes become 448, ties go to the even code."""
+    """The finite E4M3 values as codes. Magnitudes above 448 become 448, and ties are rounded to the even code."""
 
     reach = E4M3_LARGEST
     by_magnitude = True
@@ -187,12 +187,12 @@ class E4M3Codes:
 
 
 class CodeTable:
-    """The values that the 16 codes of FP4 (E2M1) or of a lookup table stand for. `encode` finds the nearest value.
+    """The values of the 16 codes of FP4 (E2M1) or of a lookup table. `encode` finds the code of the nearest value.
 
     Args:
         values: fp32 `[16]`.
-        by_magnitude: whether the high bit of a code is its sign, as in E2M1. If so, ties go to the even code, and -0
-            keeps its sign.
+        by_magnitude: True if the high bit of a code is its sign, as in E2M1. Ties are then rounded to the even code,
+            and -0 keeps its sign.
     """
 
     def __init__(self, values: Tensor, *, by_magnitude: bool) -> None:
@@ -205,7 +205,7 @@ class CodeTable:
 
     def encode(self, v: Tensor) -> Tensor:
         magnitude = v.abs() if self.by_magnitude else v
-        # On a CPU, comparing with every boundary is several times faster than the search of torch.bucketize.
+        # On a CPU, comparing with each boundary is several times as fast as the search of torch.bucketize.
         place = torch.zeros(v.shape, dtype=torch.uint8, device=v.device)
         for boundary in self._boundaries:
             place += magnitude > boundary
@@ -218,14 +218,14 @@ class CodeTable:
 
 
 def e4m3_values() -> Tensor:
-    """Returns the 256 values of E4M3 (OCP, finite only), fp32; codes 0x7F and 0xFF are NaN."""
+    """Returns the 256 values of E4M3 (OCP, finite only) in fp32. Codes 0x7F and 0xFF are NaN."""
     return torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def nearest_boundaries(ascending: Tensor) -> Tensor:
-    """Returns the boundaries between neighbouring codes: if v > result[i], the code nearest to v is above i.
+    """Returns the boundaries between adjacent codes: if v > result[i], the nearest code to v is greater than i.
 
-    At a tie the even code counts as the nearest.
+    At a tie, the even code is the nearest code.
     """
     middle = (ascending[:-1] + ascending[1:]) / 2
     odd = torch.arange(len(middle), device=middle.device) % 2 == 1

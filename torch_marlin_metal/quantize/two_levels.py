@@ -1,4 +1,4 @@
-"""Rounds scales and biases to two levels: integer codes of groups times a floating value for 256 k."""
+"""Rounds scales and biases to two levels: an integer code for each group, times a floating-point value for 256 k."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,22 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Level:
-    """Codes of groups, uint8 or int8 `[R, G]`, and the factor of each block's codes, `[R, B]`."""
+    """The codes of groups, uint8 or int8 `[R, G]`, and for each block `[R, B]` the factor of its codes."""
 
     codes: Tensor
     values: Tensor
-    blocks: Tensor  # int64 `[G]`, the block of each group
+    blocks: Tensor  # int64 `[G]`, the index of each group's block
 
     @classmethod
     def of(cls, numbers: Tensor, group_size: int, dtype: torch.dtype, *, signed: bool) -> "Level":
-        """Rounds fp32 `[R, G]` to nearest. The largest magnitude of a block has about the largest code.
+        """Rounds fp32 numbers `[R, G]` to nearest. The largest magnitude in a block gets about the largest code.
 
         Args:
-            numbers: the numbers. Without `signed`, all of them are at least 0 or all are at most 0.
-            group_size: divides 256.
-            dtype: dtype of the values. The values are rounded up, so that value x largest code is at least every number
-                of its block.
-            signed: whether the codes have the sign, as int8.
+            numbers: the numbers. Without `signed`, all of them must be at least 0, or all must be at most 0.
+            group_size: the group size, a divisor of 256.
+            dtype: dtype of the block values. Block values are rounded up, so that block value x largest code is at
+                least every number of the block.
+            signed: True for int8 codes with a sign, False for uint8 codes.
         """
         rows, groups = numbers.shape
         inside = SUPER_BLOCK // group_size
@@ -47,5 +47,5 @@ class Level:
         return cls(codes.to(torch.int8 if signed else torch.uint8), values, blocks)
 
     def products(self) -> Tensor:
-        """Returns codes times block values, fp32 `[R, G]`, as the operators compute them."""
+        """Returns codes times block values, fp32 `[R, G]`, with the operators' arithmetic."""
         return self.codes.float() * self.values.float()[:, self.blocks]

@@ -1,4 +1,4 @@
-"""Quantizes float weights to 4 to 8 bits: rounds to nearest, or searches each group's best scale and zero point."""
+"""Quantizes float weights to 4 to 8 bits. Rounds to nearest, or searches the best scale and zero point of a group."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ from torch_marlin_metal.quantize.two_levels import Level
 from torch_marlin_metal.repack import pack_planes
 
 METHODS = ("rtn", "mse")
-# Rows are searched in chunks of this many elements, so the search needs about ten fp32 tensors of this size.
+# Rows are searched in chunks of this many elements. The search needs about ten fp32 tensors of this size.
 CHUNK_ELEMENTS = 1 << 20
-# The errors of two candidates are fp32 sums. A candidate counts as better only if its error is smaller by more than the
-# rounding of these sums.
+# Errors of candidates are fp32 sums. A candidate is better only if its error is smaller by more than the rounding
+# errors of these sums.
 WORTHWHILE = 1 - 2**-12
 
 
@@ -54,45 +54,50 @@ def quantize_weight(
     amax: float | None = None,
     name: str = "",
 ) -> PackedWeight:
-    """Quantizes the weight of a Linear layer to 4, 5, 6 or 8 bit, on the weight's device.
+    """Quantizes the weight of a Linear layer to 4, 5, 6 or 8 bits, on the weight's device.
 
-    "rtn" takes the scale from the extreme values of a group. With amax for the largest magnitude in the group, the
-    scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128 (GPTQ's
-    and compressed-tensors' convention). It is the range over the largest code, such as 15 or 255, for formats with
-    biases and with zero points; with zero points, the range always includes 0. It is amax/6 for E2M1, amax/448 for E4M3
-    and amax/max|lut| for lut4. For nvfp4, `global_scale` is amax(w)/(448 * 6); for mxfp4 and mxfp8 see `mx_rounding`.
-    If the scale of a group rounds to 0 and other groups have larger scales, the weights of the group become 0. "mse"
-    starts from the scales of "rtn". For every group it tries other scales and zero points, and keeps those that lower
+    "rtn" computes the scale from the extreme values of a group. Let amax be the largest magnitude in the group:
+
+    - The scale is amax/7.5 for uint4b8, amax/15.5 for uint5b16, amax/31.5 for uint6b32 and amax/127.5 for uint8b128
+      (the convention of GPTQ and compressed-tensors).
+    - For formats with biases or zero points, it is the range of the group divided by the largest code, for example 15
+      or 255. With zero points, the range always includes 0.
+    - It is amax/6 for E2M1, amax/448 for E4M3 and amax/max|lut| for lut4.
+    - For nvfp4, `global_scale` is amax(w)/(448 * 6). For mxfp4 and mxfp8, see `mx_rounding`.
+
+    If the scale of a group rounds to 0 but other groups have larger scales, the weights of the group become 0. "mse"
+    starts from the scales of "rtn". For each group, it tries other scales and zero points, and selects those that lower
     the squared error of the group. Its error is therefore never larger than the error of "rtn".
 
     Args:
-        w: `[N, K]`, as in `nn.Linear.weight`; float16, bfloat16 or float32; K a multiple of 8.
-        weight_format: a name of `WEIGHT_FORMATS` or an alias. "nf4" is lut4 with NF4's table. "q4_k", "q5_k" and
-            "q6_k" have scales of two levels: uint4_bias and uint5_bias in groups of 32, uint6b32 in groups of 16, which
-            take 4.625, 5.625 and 6.5625 bits a weight.
-        group_size: 16, 32, 64, 128, 256, or -1 for K; the last group may be short. None means the format's fixed size,
-            or 128 if it has none.
+        w: `[N, K]` like `nn.Linear.weight`, in float16, bfloat16 or float32, with K a multiple of 8.
+        weight_format: a name in `WEIGHT_FORMATS` or an alias. "nf4" is lut4 with NF4's table. "q4_k", "q5_k" and "q6_k"
+            have two-level scales: uint4_bias and uint5_bias in groups of 32, uint6b32 in groups of 16. They take 4.625,
+            5.625 and 6.5625 bits per weight.
+        group_size: 16, 32, 64, 128, 256, or -1 for K. The last group may be shorter. None means the format's fixed
+            size, or 128 if there is none.
         method: "rtn" or "mse".
-        two_levels: whether the scales, and the biases, have two levels. None means True for "q4_k", "q5_k" and "q6_k",
-            else False. Only for formats with floating scales, and group sizes of at most 256.
-        scale_dtype: dtype of floating scales, of biases, and of the values of two levels. The default is float16 for
-            every dtype of `w`, because float16 has more significant bits than bfloat16. A scale above the dtype's range
-            is an error.
-        lut: float32 `[16]`, the table of lut4; None means NF4's table.
-        mx_rounding: how mxfp4 and mxfp8 round a group's exponent: "floor" (OCP MX v1.0, 6.3), "even" (amax is first
-            rounded to the mantissa bits of a code: one of E2M1, three of E4M3) or "rceil" (up, so that no weight
-            saturates).
-        amax: for nvfp4, amax(w) in the formula of `global_scale`, if several weights share it. None means this weight's
-            own.
-        name: kept in the result.
+        two_levels: True for two-level scales and biases. None means True for "q4_k", "q5_k" and "q6_k", else False.
+            Only formats with floating-point scales and group sizes of at most 256 support two levels.
+        scale_dtype: dtype of floating-point scales, of biases, and of the values of two-level scales. The default is
+            float16 for every dtype of `w`, because float16 has more significant bits than bfloat16. A scale above the
+            dtype's range raises an error.
+        lut: the table of lut4, float32 `[16]`. None means NF4's table.
+        mx_rounding: the rounding of a group's exponent in mxfp4 and mxfp8: "floor" (OCP MX v1.0, 6.3), "even" (first
+            rounds amax to the mantissa bits of a code, one for E2M1 and three for E4M3) or "rceil" (rounds up, so no
+            weight saturates).
+        amax: for nvfp4, the value of amax(w) in the formula of `global_scale`, if several weights share this scale.
+            None means this weight's own amax.
+        name: the value of `name` in the result.
 
     Returns:
-        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]`, and by format uint8 zero points, biases,
-        and the upper bits of codes of 5 and 6 bits.
+        A PackedWeight: words int32 `[K/8, N]` or `[K/4, N]`, scales `[G, N]` and, depending on the format, uint8 zero
+        points, biases, and the upper bits of codes of 5 and 6 bits.
 
     Raises:
-        ValueError: wrong dtype, shape or argument; non-finite weights; a scale beyond what `scale_dtype` or the format
-            stores; weights so small that the largest scale keeps fewer than five bits.
+        ValueError: a dtype, shape or argument is invalid; a weight is not finite; a scale is outside the range of
+            `scale_dtype` or the format; or the weights are so small that the largest scale would have fewer than five
+            significant bits.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "nvfp4", method="mse")
@@ -116,7 +121,7 @@ def quantize_weight(
     low, high = (float(extreme) for extreme in torch.aminmax(w))
     if not -torch.inf < low <= high < torch.inf:
         raise ValueError(f"quantize_weight: w: expected finite weights, got values from {low} to {high}")
-    largest = abs(max(-low, high))  # -0 is 0
+    largest = abs(max(-low, high))  # abs turns -0 into 0
     if amax is not None and not (fmt.has_global_scale and largest <= amax < torch.inf):
         expected = f"a finite number of at least {largest:.9g}" if fmt.has_global_scale else f"None for {fmt.name}"
         raise ValueError(f"quantize_weight: amax: expected {expected}, got {amax}")
@@ -150,7 +155,7 @@ def quantize_weight(
         stored = {"scales": scale} if zero is None else {"scales": scale, "zeros": zero}
         effective = coding.effective(scale)
         if two_levels:
-            # Only formats without zeros gain from negative scales, which "mse" tries.
+            # Only formats without zeros benefit from negative scales, which "mse" tries.
             level = Level.of(effective, group_size, scale_dtype, signed=method != "rtn" and zero is None)
             stored |= {"scales": level.codes, "super_scales": level.values}
             effective = level.products()
@@ -193,17 +198,17 @@ def quantize_weight(
 
 @dataclass(frozen=True)
 class _Search:
-    """Chooses scale and zero of groups `x [R, g]` (fp32). `zero` is fp32 `[R]`: a zero point, a bias, or None."""
+    """Selects scale and zero of groups `x [R, g]` (fp32). `zero` is fp32 `[R]`, a zero point or a bias, or None."""
 
     fmt: WeightFormat
     coding: ScaleCoding
     bias_dtype: torch.dtype
     table: Table | None  # None if the codes are integers
     method: str
-    biases_below_0: bool  # the codes of a block's biases have one sign
+    biases_below_0: bool  # True: all biases are at most 0, because the codes of a block's biases have one sign
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Returns the nearest codes, uint8 [R, g]; a scale of 0 gives the code nearest to 0."""
+        """Returns the nearest codes, uint8 [R, g]. For a scale of 0, returns the code nearest to 0."""
         scale = torch.where(scale == 0, torch.inf, scale).unsqueeze(1)
         if self.fmt.zeros_role == "bias" and zero is not None:
             return torch.round((x - zero.unsqueeze(1)) / scale).clamp_(0, self.fmt.largest_code).to(torch.uint8)
@@ -212,13 +217,13 @@ class _Search:
         return (torch.round(x / scale) + self._offset(zero)).clamp_(0, self.fmt.largest_code).to(torch.uint8)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Returns the fp32 weights, by the same products in the same order as the operators."""
+        """Returns the fp32 weights, computed by the operators' products in the same order."""
         if self.fmt.zeros_role == "bias" and zero is not None:
             return codes * scale.unsqueeze(1) + zero.unsqueeze(1)
         return self._levels(codes, zero) * scale.unsqueeze(1)
 
     def best(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the stored scale [R] and zero [R] of each group."""
+        """Returns the stored scale [R] and zero [R] for each group."""
         best_scale, best_zero = self._from_extremes(x)
         if self.method == "rtn":
             return best_scale, best_zero
@@ -251,7 +256,7 @@ class _Search:
         return (self.decode(self.encode(x, effective, zero), effective, zero) - x).square_().sum(1)
 
     def _span(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the range that the codes must cover; it includes 0 unless the format has a free bias."""
+        """Returns the range that the codes must cover. The range includes 0 unless the bias is unrestricted."""
         low, high = x.amin(1), x.amax(1)
         is_free = self.fmt.zeros_role == "bias" and not self.biases_below_0
         return (low, high) if is_free else (low.clamp(max=0), high.clamp(min=0))
@@ -261,7 +266,7 @@ class _Search:
 
     @property
     def _reach(self) -> float:
-        """Returns the largest code value or, for formats with zeros, the distance between the outermost codes."""
+        """Returns the largest code value or, for formats with zeros, the distance between the first and last code."""
         if self.fmt.zeros_role != "none":
             return float(self.fmt.largest_code)
         offset = self.fmt.fixed_offset
@@ -302,10 +307,10 @@ class _Search:
             else:
                 yield shrunk, None
                 if self.table is None or not self.table.by_magnitude:
-                    yield -shrunk, None  # codes reach further, or are denser, on one side of 0
+                    yield -shrunk, None  # the codes extend further, or are denser, on one side of 0
 
     def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the least-squares scale (and bias) for the codes to which the given scale and zero round x."""
+        """Returns the least-squares scale (and bias) for the codes of x with the given scale and zero."""
         codes = self.encode(x, self.coding.effective(scale), zero)
         if self.fmt.zeros_role == "bias":
             q = codes.float()
@@ -324,7 +329,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def empty_weight(
     w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str, two_levels: bool = False
 ) -> PackedWeight:
-    """Returns the result for a weight without values: tensors of the right shapes and dtypes."""
+    """Returns the result for a weight on the meta device: tensors of the right shapes and dtypes, without values."""
     N, K = w.shape
     grouped = (-(-K // group_size), N)
     coded = fmt.has_coded_scales or two_levels
@@ -367,7 +372,7 @@ def _check_range(role: str, stored: Tensor) -> None:
 
 
 def _check_not_lost(stored: list[Tensor]) -> None:
-    """Refuses scales below the normal range of their dtype, which would keep few of their bits."""
+    """Raises an error for scales below the normal range of their dtype, which have few significant bits."""
     numbers = torch.finfo(stored[0].dtype)
     expected = max(32 * numbers.tiny * numbers.eps, SMALLEST_SCALE)  # a scale then has an error of at most 1/64
     largest = max(float(one.abs().amax()) for one in stored)

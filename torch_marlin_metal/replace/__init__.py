@@ -1,1 +1,1 @@
-"""Reads the packed layers of other packages from a model in memory."""
+"""Reads packed layers of other packages from a model in memory."""

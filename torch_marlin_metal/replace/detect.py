@@ -1,6 +1,6 @@
-"""Reads packed Linear modules that another package left in a loaded model.
+"""Reads packed Linear modules that another package has created in a loaded model.
 
-The modules are recognised by their tensors, shapes and class names; the packages themselves are not imported.
+The modules are recognized by their tensors, shapes and class names. The packages are not imported.
 """
 
 from typing import Any
@@ -30,20 +30,20 @@ ADVICE = "; save the model, and load the checkpoint with load_quantized if `torc
 
 
 def is_packed_linear(module: nn.Module) -> bool:
-    """Returns whether a module is a packed Linear of a known package."""
+    """Returns True for a packed Linear of a known package."""
     kind = kind_of(module)
     if kind is not None and kind.format is hqq.FORMAT:
-        return True  # it may keep the layer in floats that it was made of, as a child
+        return True  # HQQ may keep the original float layer as a child
     if next(module.children(), None) is not None:
-        return False  # an adapter may show the tensors of the layer that it wraps, but is no packed layer itself
+        return False  # an adapter may expose the tensors of the layer that it wraps, but is not a packed layer
     return _has_words(module) or is_gguf_linear(module) or kind is not None
 
 
 def why_unread(module: nn.Module) -> str:
-    """Returns why a layer with a packed weight of an unknown kind is not read, or "" for any other module.
+    """Returns the reason why a layer with a packed weight of an unknown kind is not read, or "" for other modules.
 
-    Such a weight is a Tensor subclass that wraps other tensors (torchao, quanto), or a matrix of integers or 8-bit
-    floats in a module with the sizes of a Linear layer or an embedding.
+    The weight of such a layer is a Tensor subclass that wraps other tensors (torchao, quanto), or a matrix of integers
+    or 8-bit floats in a module with the sizes of a Linear layer or an embedding.
     """
     if isinstance(module, PackedLayer | FusedLinear) or is_packed_linear(module) or attribute(module, *SIZES) is None:
         return ""
@@ -59,9 +59,10 @@ def why_unread(module: nn.Module) -> str:
 
 
 def is_packed_experts(module: nn.Module) -> bool:
-    """Returns whether a module holds a mixture's experts as packed integers, as transformers' Mxfp4GptOssExperts does.
+    """Returns True if a module has a mixture's experts as packed integers, like transformers' Mxfp4GptOssExperts.
 
-    transformers may replace its parameters by objects that are no tensors when it has read their values.
+    After transformers has read the values of the parameters, it may replace the parameters by objects that are not
+    tensors.
     """
     stacks = [getattr(module, name, None) for name in WEIGHTS]
     if any(stack is None or isinstance(stack, nn.Module) for stack in stacks):
@@ -70,7 +71,7 @@ def is_packed_experts(module: nn.Module) -> bool:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Returns `(N, K)` from the module's own attributes, or None if it has none."""
+    """Returns `(N, K)` from the module's attributes, or None if it has no such attributes."""
     meta = attribute(module, "meta")  # HQQ
     shape = meta.get("shape") if isinstance(meta, dict) else None
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else _stated_shape(module)
@@ -79,17 +80,17 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 def read_packed_linear(
     module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: ZerosRule, config: dict[str, Any]
 ) -> PackedWeight:
-    """Reads a module's weight without rounding. Leaves out the bias and does not change the module.
+    """Reads a module's weight without its bias and without rounding. Does not change the module.
 
     Args:
-        module: a module for which `is_packed_linear` is true.
-        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None takes the version from the
-            module.
-        gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
+        module: a module for which `is_packed_linear` is True.
+        gptq_version: the representation of GPTQ zero points (1: minus one, 2: unchanged). None derives the version from
+            the module.
+        gptq_zeros_rule: the rule for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
     Raises:
-        UnreadableError: the layout is unknown, no format holds the codes, or tensors contradict each other.
+        UnreadableError: the layout is unknown, no format represents the codes, or tensors contradict each other.
     """
     if attribute(module, "adapter") is not None:
         raise UnreadableError("it has an adapter, which the new layer would lose")
@@ -115,7 +116,7 @@ def read_packed_linear(
 
 
 def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
-    """Returns the dtype in which the module computes, for `layer.weight.dtype`; None if it is unknown."""
+    """Returns the dtype in which the module computes, or None if it is unknown. It becomes `layer.weight.dtype`."""
     stated = attribute(module, "compute_dtype") or attribute(
         attribute(tensor_of(module, "weight"), "quant_state"), "dtype"
     )
@@ -128,7 +129,7 @@ def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Returns the tensors that make up the module's weight."""
+    """Returns the tensors of the module's weight."""
     held = [*module._parameters.items(), *module._buffers.items()]
     return [tensor for name, tensor in held if tensor is not None and name != "bias"]
 

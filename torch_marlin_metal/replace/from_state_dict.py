@@ -1,4 +1,4 @@
-"""Reads modules through their state_dict, with the checkpoint reader of the package that made them."""
+"""Reads modules through their state_dict, with the checkpoint reader for the package that created them."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute, tensor_of
 
-# The names that safetensors files give to these dtypes. Readers hold their bits in an integer dtype of that width.
+# The names of these dtypes in safetensors files. Readers store such tensors in integer dtypes of the same width.
 CODED_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
@@ -27,7 +27,7 @@ CODED_DTYPES = {
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
-LAYER = "layer"  # the layer's name in the temporary checkpoint; error messages leave it out
+LAYER = "layer"  # the layer's name in the temporary checkpoint; it is removed from error messages
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Kind:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Recognises a module by the names of its classes and its tensors; returns None for other modules."""
+    """Recognizes a module by the names of its classes and its tensors. Returns None for other modules."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     own = {
         name for held in (module._parameters, module._buffers) for name, tensor in held.items() if tensor is not None
@@ -57,7 +57,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def gemv_kind(module: nn.Module) -> Kind:
-    """Returns which of AWQ's layouts of `[N, ...]` words a module has."""
+    """Returns the AWQ layout, gemv or gemv_fast, of a module with `[N, ...]` words."""
     qweight, K = tensor_of(module, "qweight"), attribute(module, "in_features", "infeatures")
     assert qweight is not None
     stated = attribute(module, "group_size", "q_group_size")
@@ -66,11 +66,11 @@ def gemv_kind(module: nn.Module) -> Kind:
 
 
 def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
-    """Returns whether a module of other widths than 4 has the layout of GPTQ, packed along K, or AWQ's, along N.
+    """Returns the kind of a module whose codes do not have 4 bits: GPTQ packs along K, AWQ along N.
 
     Args:
         module: a module with `qweight` and `scales`.
-        bits: the width that it states.
+        bits: the width that the module states.
         config: the model's quantization_config, or {}.
     """
     qweight, scales = tensor_of(module, "qweight"), tensor_of(module, "scales")
@@ -86,16 +86,16 @@ def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
 
 
 def read_state(module: nn.Module, kind: Kind, options: ReadOptions | None = None) -> PackedWeight:
-    """Reads a module's weight, without its bias, on the CPU, and moves it to the module's device.
+    """Reads a module's weight without its bias on the CPU, and moves the weight to the module's device.
 
     Raises:
-        UnreadableError: the reader refuses the layer; the message gives its reason.
+        UnreadableError: the reader does not support the layer. The message contains the reader's reason.
     """
     if kind.format is hqq.FORMAT and attribute(module, "W_q", "meta") is None:
         raise UnreadableError("it is not initialized")
     if kind.format is bitsandbytes.FORMAT and attribute(module.weight, "quant_state") is None:
         raise UnreadableError("its weight is not quantized yet: bitsandbytes does that when the layer is moved")
-    # HQQ and bitsandbytes keep most of a layer outside its parameters and buffers.
+    # HQQ and bitsandbytes store most of a layer outside its parameters and buffers.
     own = {hqq.FORMAT.name: _hqq_state, bitsandbytes.FORMAT.name: _bitsandbytes_state}.get(kind.format.name)
     state = module.state_dict() if own is None else own(module)
     checkpoint = _as_checkpoint(state, kind)
@@ -120,7 +120,8 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
         if dtype is None or tensor.is_meta:
             raise UnreadableError(f"{name} is {tensor.dtype} on {tensor.device}")
         held = tensor.detach().cpu().contiguous()
-        # Makes a plain tensor of a subclass (bitsandbytes' Params4bit), because operations would keep the subclass.
+        # Convert a subclass (bitsandbytes' Params4bit) to a plain tensor, because operations would preserve the
+        # subclass.
         held = held.as_subclass(Tensor).view(DTYPES[dtype][1])
         full = f"{LAYER}.{name}"
         checkpoint.loaded[full] = held
@@ -129,7 +130,7 @@ def _as_checkpoint(state: dict[str, Tensor], kind: Kind) -> Checkpoint:
 
 
 def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
-    """Returns the settings that the reader needs: from the module's scheme, or from the shapes if it has no scheme."""
+    """Returns the reader's settings from the module's scheme, or from the shapes if the module has no scheme."""
     weights = attribute(attribute(module, "quantization_scheme"), "weights")
     if weights is not None:
         scheme = {"num_bits": weights.num_bits, "group_size": weights.group_size}
@@ -141,7 +142,7 @@ def _compressed_tensors_settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
-    """Returns a layer's tensors as a checkpoint has them.
+    """Returns a layer's tensors in the form of a checkpoint.
 
     `Linear4bit.state_dict()` would change a layer whose words bitsandbytes has rearranged, so the tensors are read
     directly.
@@ -161,10 +162,10 @@ def _bitsandbytes_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _from_cpu_packing(words: Tensor) -> Tensor:
-    """Undoes the rearrangement that bitsandbytes makes at a layer's first forward on CPUs with AVX-512 BF16.
+    """Reverts the rearrangement that bitsandbytes makes in a layer's first forward on CPUs with AVX-512 BF16.
 
-    In the rearranged bytes `[N/32, K/2, 32]`, the last dimension holds two neighbouring k of 32 rows. The low nibbles
-    hold rows 0..15, the high nibbles rows 16..31 (bitsandbytes 0.50, functional.py).
+    In the rearranged bytes `[N/32, K/2, 32]`, the last dimension contains two adjacent k of 32 rows. The low nibbles
+    are rows 0..15, the high nibbles rows 16..31 (bitsandbytes 0.50, functional.py).
     """
     N, half = words.shape
     blocks = words.reshape(N // 32, half, 16, 2)

@@ -1,4 +1,4 @@
-"""Reads diffusers' `GGUFLinear`, which keeps the blocks of a GGUF file and decodes them at each call."""
+"""Reads diffusers' `GGUFLinear`, which stores the blocks of a GGUF file and decodes them at each call."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch_marlin_metal.replace.gptq_awq import UnreadableError, attribute
 
 
 def is_gguf_linear(module: nn.Module) -> bool:
-    """Recognises the layer by its class's name, and by the type that its weight states."""
+    """Recognizes the layer by the name of its class and by the type of its weight."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     return "GGUFLinear" in classes and attribute(module._parameters.get("weight"), "quant_type") is not None
 
@@ -20,7 +20,7 @@ def read_blocks(module: nn.Module) -> PackedWeight:
     """Reads a layer's weight, without its bias, on the layer's device.
 
     Raises:
-        UnreadableError: its type is one of floats or is not known, or gguf, which some types need, is not installed.
+        UnreadableError: the type is a float type or unknown, or it needs the package gguf, which is not installed.
     """
     weight: Any = module.weight
     name = str(weight.quant_type.name)

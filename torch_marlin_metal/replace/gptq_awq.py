@@ -1,4 +1,4 @@
-"""Reads GPTQ and AWQ (gemm) modules of 4 bits on their device. Words that do not change are not copied."""
+"""Reads 4-bit GPTQ and AWQ (gemm) modules on their device. Words that need no conversion are not copied."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ _ops = torch.ops.torch_marlin_metal
 
 
 class UnreadableError(ValueError):
-    """A module looks like a packed Linear but cannot be read; the message says why."""
+    """A module looks like a packed Linear but cannot be read. The message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Tensors:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Returns `(N, K)` from the module's own attributes, or None if it has none."""
+    """Returns `(N, K)` from the module's attributes, or None if it has no such attributes."""
     K, N = attribute(module, "in_features", "infeatures"), attribute(module, "out_features", "outfeatures")
     return (N, K) if isinstance(N, int) and isinstance(K, int) else None
 
@@ -38,13 +38,13 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 def read_words(
     module: nn.Module, *, gptq_version: int | None, gptq_zeros_rule: str, config: dict[str, Any]
 ) -> PackedWeight | None:
-    """Reads a module that has `qweight` and `scales`. Returns None if it has one of AWQ's gemv layouts.
+    """Reads a module with `qweight` and `scales`. Returns None if it has one of AWQ's gemv layouts.
 
     Args:
-        module: the module, which is not changed.
-        gptq_version: how GPTQ zero points are stored (1: minus one, 2: unchanged); None takes the version from the
-            module.
-        gptq_zeros_rule: for version 1, see `gptq_unpack_zeros`.
+        module: the module. It is not changed.
+        gptq_version: the representation of GPTQ zero points (1: minus one, 2: unchanged). None derives the version from
+            the module.
+        gptq_zeros_rule: the rule for version 1, see `gptq_unpack_zeros`.
         config: the model's quantization_config, or {}.
 
     Raises:
@@ -61,7 +61,7 @@ def read_words(
         raise UnreadableError(f"scales are {scales.dtype} {list(scales.shape)}; expected fp16, bf16 or fp32 [G, N]")
     rows, columns, N = qweight.shape[0], qweight.shape[1], scales.shape[1]
     stated = shape_of(module) or (N, 8 * rows if columns == N else rows)
-    # The shapes distinguish GPTQ, which packs along K, from AWQ, which packs along N.
+    # Shapes distinguish GPTQ, which packs along K, from AWQ, which packs along N.
     if (N, 8 * rows) == stated and columns == N:
         tensors = _gather(module, *stated)
         return _read_gptq(tensors, gptq_version or find_version(module, config, 4), gptq_zeros_rule)
@@ -100,7 +100,7 @@ def _read_gptq(tensors: _Tensors, version: int, rule: str) -> PackedWeight:
         perm = None if tensors.g_idx is None else gptq_perm(tensors.g_idx, tensors.group_size)
     except ValueError as error:
         raise UnreadableError(str(error)) from error
-    # Without act-order the words do not change, so the new layer uses them without a copy.
+    # Without act-order the words need no conversion, so the new layer uses them without a copy.
     b_packed = tensors.qweight.contiguous()
     if perm is not None:
         b_packed = _ops.gptq_repack(b_packed, perm=perm)
@@ -131,7 +131,7 @@ def _packed(b_packed: Tensor, zeros: Tensor, tensors: _Tensors, perm: Tensor | N
 
 
 def find_version(module: nn.Module, config: dict[str, Any], bits: int) -> int:
-    """Returns the version of a module's zero points; refuses one that only the other version makes symmetric."""
+    """Returns the version of a module's zero points. Raises an error if only the other version makes them symmetric."""
     version, qzeros = _stated_version(module, config), tensor_of(module, "qzeros")
     other, middle = 3 - version, 1 << bits - 1
     if qzeros is not None and bits in SYMMETRIC_WORDS and bool((qzeros == SYMMETRIC_WORDS[bits][other]).all()):
@@ -143,11 +143,11 @@ def find_version(module: nn.Module, config: dict[str, Any], bits: int) -> int:
 
 
 def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
-    """Returns the version that the module's class, the module or the config states, or 1 if none of them states one.
+    """Returns the version that the module's class, the module or the config states, else 1.
 
-    Some classes of GPTQModel need version 2. While such a class loads a file of version 1, it converts the zero points,
-    so its modules always have version 2. Their `qzero_format()` cannot be trusted: it returns 2 if a file was
-    converted, but 1 if the file had version 2 already.
+    Some classes of GPTQModel require version 2. When such a class loads a file of version 1, it converts the zero
+    points, so its modules always have version 2. Their `qzero_format()` is not reliable: it returns 2 if a file was
+    converted, but 1 if the file already had version 2.
     """
     if getattr(type(module), "REQUIRES_FORMAT_V2", False):
         return 2
@@ -159,11 +159,11 @@ def _stated_version(module: nn.Module, config: dict[str, Any]) -> int:
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor | None:
-    """Returns the module's attribute if it is a tensor."""
+    """Returns the module's attribute if it is a tensor, else None."""
     value = getattr(module, name, None)
     return value if isinstance(value, Tensor) else None
 
 
 def attribute(owner: Any, *names: str) -> Any:
-    """Returns the first attribute that is present and not None; None also if the owner is None."""
+    """Returns the first attribute that exists and is not None, or None. The owner may be None."""
     return next((value for name in names if (value := getattr(owner, name, None)) is not None), None)

@@ -1,4 +1,4 @@
-"""The mLSTM as modules: the cell of an xLSTM block, and the layer that contains it."""
+"""The mLSTM as modules: the cell of an xLSTM block, and the layer around the cell."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ def _run(
 
 
 class MLSTMCell(nn.Module):
-    """The mLSTM cell without parameters, with the interface that xLSTM blocks of other packages call.
+    """The mLSTM cell, without parameters. It has the interface that xLSTM blocks of other packages call.
 
     It can replace `mlstm_backend` in the layers of `transformers`' xLSTM models:
 
@@ -24,12 +24,12 @@ class MLSTMCell(nn.Module):
             if hasattr(module, "mlstm_backend"):
                 module.mlstm_backend = MLSTMCell()
 
-    Unlike the original, this cell takes any length, returns the inputs' dtype and holds states in float32. It converts
-    an initial state of another dtype to float32.
+    Unlike the original, this cell supports any length, returns the inputs' dtype and stores states in float32. It
+    converts an initial state of another dtype to float32.
 
     Args:
         chunk_size: as in `mlstm`.
-        eps: added to the denominator.
+        eps: a number added to the denominator.
 
     Examples:
         >>> q, k, v = (torch.randn(1, 2, 100, D) for D in (32, 32, 48))  # [B, H, S, D]
@@ -58,25 +58,25 @@ class MLSTMCell(nn.Module):
         return_last_states: bool = True,
         mode: str | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Runs the cell. For one token with a state it calls `mlstm_step`.
+        """Runs the cell. For a single token with a state, it calls `mlstm_step`.
 
         Args:
             query: `[B, H, S, DK]`, not scaled.
             key: `[B, H, S, DK]`.
             value: `[B, H, S, DV]`.
-            igate: `[B, H, S]`, before its exponential.
-            fgate: `[B, H, S]`, before its sigmoid.
-            c_initial: `[B, H, DK, DV]`. Give all three initial tensors, or None for all.
+            igate: `[B, H, S]`, before the exponential function.
+            fgate: `[B, H, S]`, before the sigmoid function.
+            c_initial: `[B, H, DK, DV]`. Pass all three initial tensors, or None for all.
             n_initial: `[B, H, DK]`.
             m_initial: `[B, H, 1]` or `[B, H]`.
-            return_last_states: whether to return the state too.
-            mode: not used, because training and inference are the same here.
+            return_last_states: True to return the state too.
+            mode: unused, because training and inference are the same in this cell.
 
         Returns:
-            h `[B, H, S, DV]`, or h and the state (C, n, m) with m of shape `[B, H, 1]`.
+            `[B, H, S, DV]`, or this result and the state (C, n, m) with m of shape `[B, H, 1]`.
 
         Raises:
-            ValueError: one or two of the initial tensors are missing, or `mlstm` refuses an argument.
+            ValueError: one or two of the initial tensors are missing, or `mlstm` does not support an argument.
         """
         state = None
         initial = {"c_initial": c_initial, "n_initial": n_initial, "m_initial": m_initial}
@@ -91,12 +91,11 @@ class MLSTMCell(nn.Module):
         return (h, (final.C, final.n, final.m.unsqueeze(-1))) if return_last_states else h
 
     def extra_repr(self) -> str:
-        """Returns sizes, for `print(model)`."""
         return f"chunk_size={self.chunk_size}, eps={self.eps}"
 
 
 class MultiHeadLayerNorm(nn.Module):
-    """Layer norm over each head of `[..., H, D]`, in float32, with one weight per element; returns `[..., H * D]`."""
+    """Layer norm over each head of `[..., H, D]`, in float32, with a weight per element. Returns `[..., H * D]`."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -105,7 +104,6 @@ class MultiHeadLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises each head of `[..., H, D]` and returns `[..., H * D]`."""
         normal = nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype).flatten(-2)
         normal = normal * self.weight
         return normal if self.bias is None else normal + self.bias
@@ -122,16 +120,16 @@ class MLSTMLayer(nn.Module):
     Args:
         d_model: size of the inputs and outputs.
         num_heads: H.
-        qk_dim_factor: DK is `d_model * qk_dim_factor / num_heads`.
-        v_dim_factor: DV is `d_model * v_dim_factor / num_heads`.
-        gate_soft_cap: smooth bound on the magnitude of the gates; None means no bound.
-        bias: whether the norm and the projections have a bias. The gate projections always have one.
-        norm_eps: added to the variance in the norm.
-        eps: added to the denominator in the cell.
+        qk_dim_factor: defines DK, which is `d_model * qk_dim_factor / num_heads`.
+        v_dim_factor: defines DV, which is `d_model * v_dim_factor / num_heads`.
+        gate_soft_cap: smooth bound for the magnitude of the gates. None means no bound.
+        bias: True if the norm and the projections have a bias. The gate projections always have a bias.
+        norm_eps: a number added to the variance in the norm.
+        eps: a number added to the denominator in the cell.
         chunk_size: as in `mlstm`.
 
     Raises:
-        ValueError: the heads do not divide the sizes.
+        ValueError: the sizes are not divisible by the number of heads.
 
     Examples:
         >>> layer = tmm.xlstm.MLSTMLayer(256, num_heads=4)
@@ -173,8 +171,8 @@ class MLSTMLayer(nn.Module):
         self.fgate_preact = nn.Linear(d_model, num_heads, bias=True)
         self.multihead_norm = MultiHeadLayerNorm(num_heads, v_dim // num_heads, norm_eps, bias)
         self.out_proj = nn.Linear(v_dim, d_model, bias=bias)
-        # Initial biases of the gates. An untrained layer writes little into its state (the bias of i is -10) and
-        # forgets little (the bias of f goes from 3 to 6 over the heads).
+        # Initial biases of the gates. An untrained layer writes little to its state (the bias of i is -10) and forgets
+        # little (the bias of f rises from 3 to 6 over the heads).
         with torch.no_grad():
             self.igate_preact.weight.zero_()
             self.igate_preact.bias.fill_(-10.0)
@@ -191,7 +189,7 @@ class MLSTMLayer(nn.Module):
         return x.transpose(1, 2)
 
     def forward(self, x: Tensor, state: MLSTMState | None = None) -> tuple[Tensor, MLSTMState]:
-        """Runs the layer over S tokens. For a single token with a state it uses `mlstm_step`.
+        """Runs the layer over S tokens. For a single token with a state, it calls `mlstm_step`.
 
         Args:
             x: `[B, S, d_model]`.

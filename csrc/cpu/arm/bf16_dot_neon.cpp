@@ -1,7 +1,7 @@
-// Products with FEAT_BF16. One row uses bfdot; more rows use bfmmla, which does twice the work. A code is exact in
-// bf16. An activation is the sum of bf16 terms ("parts"): a bf16 activation is one part, an fp32 activation is three.
-// The instructions flush subnormals and may round to odd, so activations outside 2^-96 .. 2^120 are left to the fp32
-// kernels.
+// Products with FEAT_BF16. One row uses bfdot. More rows use bfmmla, which multiplies twice as many values per
+// instruction. Every code is exact in bf16. An activation is a sum of bf16 terms ("parts"): one part for a bf16
+// activation, three for an fp32 activation. The instructions flush subnormals and may round to odd, so the fp32 kernels
+// handle activations outside 2^-96 .. 2^120.
 #include <algorithm>
 #include <utility>
 
@@ -25,18 +25,18 @@ namespace marlin::cpu {
 
 namespace {
 
-// Neon under another name, so that no template instance here shares a symbol with code for plain NEON.
+// A distinct type, so that no template instance in this file shares a symbol with code for plain NEON.
 struct NeonBf16 : Neon {};
 
 using V = NeonBf16;
 
-// The codes of four words, as operands of four instructions: [even k, odd k][columns 0 and 1, columns 2 and 3]. Each
-// operand holds the codes of four k of two columns.
+// The codes of four words, as operands of four instructions: [even k, odd k][columns 0 and 1, columns 2 and 3]. An
+// operand holds four k of two columns.
 struct Operands {
   bfloat16x8_t of[2][2];
 };
 
-// Looks up the bf16 values of codes, in one table for the upper bytes and one for the lower bytes.
+// Looks up the bf16 values of codes, with one table for the upper bytes and one for the lower bytes.
 class Table {
  public:
   explicit Table(const float* values) {
@@ -73,7 +73,7 @@ template <int C>
     __builtin_prefetch(ahead + i, 0, 2);
 }
 
-// Computes one row. s.x holds the packed activations as [k/8][even or odd k][part]; each element is four bf16.
+// Computes one row. s.x holds the packed activations as [k/8][even or odd k][part]. Each element is four bf16.
 template <int parts, int C>
 void dot_step(const Step& s) {
   const Table table(s.values);
@@ -81,7 +81,7 @@ void dot_step(const Step& s) {
   const uint32_t* ahead = s.ahead;
   const auto* x = static_cast<const uint64_t*>(s.x);
   add_chunk<V, 1, C>(s, [&](int begin, int end, Accumulators<V, 1, C>& total) __attribute__((always_inline)) {
-    float32x4_t acc[2 * C];  // each column's sum is spread over two lanes
+    float32x4_t acc[2 * C];  // the sum of each column is spread over two lanes
     unroll<V, 2 * C>([&](auto i) __attribute__((always_inline)) { acc[i] = V::zero(); });
     for (int k = begin; k < end; k += 8) {
       uint32x4_t word[C];
@@ -103,7 +103,7 @@ void dot_step(const Step& s) {
   });
 }
 
-// Computes several rows. s.x holds the packed activations as [k/8][even or odd k][pair of rows]; each element is four
+// Computes several rows. s.x holds the packed activations as [k/8][even or odd k][pair of rows]. Each element is four
 // bf16 of each of the two rows.
 template <int R, int C>
 void matrix_step(const Step& s) {
@@ -140,9 +140,9 @@ void matrix_step(const Step& s) {
   });
 }
 
-// Splits each values[k] into bf16 terms, bits[0][k], bits[1][k] and so on, that add up to it. The sum is exact if
-// values[k] has at most 8 * parts significant bits. Returns false if a value is too small for the instructions, or so
-// large that a part could overflow.
+// Splits each values[k] into the sum of the bf16 terms bits[0][k], bits[1][k] and so on. The sum is exact if values[k]
+// has at most 8 * parts significant bits. Returns false if a value is too small for the instructions, or so large that
+// a part could overflow.
 template <int parts>
 bool split_bf16(const float* values, int count, uint16_t (&bits)[parts][kChunk]) {
   uint32_t out_of_range = 0;
@@ -175,8 +175,8 @@ bool pack_row(const PackRow& p) {
   return good;
 }
 
-// If the number of rows is odd, the last row is paired with undefined values. These do not affect the last row, because
-// each row of a product depends only on the same row of activations.
+// If the number of rows is odd, the last pair has a second row of undefined values. They do not affect the last row,
+// because each row of a product depends only on the same row of activations.
 bool pack_pairs(const PackRow& p) {
   uint16_t bits[1][kChunk];
   const bool good = split_bf16<1>(p.values, p.count, bits);

@@ -1,6 +1,6 @@
 // The byte_split kernel (byte_split.h) for CPUs with FEAT_I8MM. One instruction multiplies eight k of two rows with
-// eight k of two columns: 32 products, twice as many as a byte dot product. byte_split turns each row of activations
-// into three rows of bytes.
+// eight k of two columns. These are 32 products, twice as many as in a byte dot product. byte_split turns each row of
+// activations into three rows of bytes.
 #include <utility>
 
 #include "csrc/cpu/kernels/kernel_table.h"
@@ -24,7 +24,8 @@ namespace {
 struct Matrix;
 
 struct NeonMatrix : NeonBytes<Matrix, 3> {
-  // Makes vectors of two rows and two columns from two vectors of four columns, or the reverse.
+  // Joins the low or the high halves of two vectors. This converts vectors of four columns to blocks of two rows and
+  // two columns, and back.
   [[gnu::always_inline]] static Sums low_halves(Sums a, Sums b) {
     return vreinterpretq_s32_s64(vzip1q_s64(vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b)));
   }
@@ -32,7 +33,7 @@ struct NeonMatrix : NeonBytes<Matrix, 3> {
     return vreinterpretq_s32_s64(vzip2q_s64(vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b)));
   }
 
-  // If the number of rows of bytes is odd, the last one is paired with undefined bytes, whose sums are not used.
+  // If the number of byte rows is odd, the last pair has a second row of undefined bytes, whose sums are not used.
   template <Codes codes, int R, int C>
   [[gnu::always_inline]] static void add_products(const CodeBytes<NeonMatrix, codes>& bytes,
                                                   SplitOperands<NeonMatrix, codes, R>& next, int begin, int end,

@@ -1,4 +1,4 @@
-// What the byte_split kernels for Arm have in common: codes as signed bytes. Included after the ISA pragma.
+// The common part of the byte_split kernels for Arm: codes as signed bytes. Include this file after the ISA pragma.
 #pragma once
 
 #include "csrc/cpu/arm/vec_neon.h"
@@ -6,8 +6,8 @@
 
 namespace marlin::cpu {
 
-// Two files instantiate this template, each compiled for different CPU features. Each file passes its own `Family`, so
-// that the linker cannot merge two instances and run one on a CPU that lacks its features.
+// Two files instantiate this template, each for different CPU features. Each file passes its own `Family`. Otherwise
+// the linker could merge two instances, and a CPU could run an instance whose features it lacks.
 template <class Family, int of_activation>
 struct NeonBytes : Neon {
   static constexpr int kBytes = of_activation;

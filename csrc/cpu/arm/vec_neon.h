@@ -1,4 +1,4 @@
-// NEON (Armv8-A): vectors of 4 columns.
+// The vector policy for NEON (Armv8-A): vectors of 4 columns.
 #pragma once
 
 #include <arm_neon.h>
@@ -40,7 +40,7 @@ struct Neon {
   static F zero_below(F x, float limit, F value) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, vdupq_n_f32(limit))));
   }
-  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
+  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+w"(a));
     return a;
@@ -75,13 +75,13 @@ struct Neon {
     const I bits = vreinterpretq_u32_f32(v);
     return vreinterpretq_u16_u32(vaddq_u32(bits, rounding(bits)));
   }
-  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
-  // vaddhn would add and take the upper halves at once. But GCC 14.2 compiles this sum with 0x7FFF to raddhn, which
-  // adds 0x8000, and ties are then rounded up instead of to even.
+  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign. vaddhn
+  // would add and take the upper halves in one instruction. But GCC 14.2 compiles vaddhn with 0x7FFF to raddhn, which
+  // adds 0x8000, and so rounds ties up instead of to even.
   static void store_bfloat16(uint16_t* p, F a, F b) { vst1q_u16(p, vuzp2q_u16(plus_rounding(a), plus_rounding(b))); }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 
-  // Looks codes up in a table of 64 bytes. Code q becomes the byte indices 4q to 4q + 3.
+  // Looks up codes in a table of 64 bytes. Code q selects the bytes 4q to 4q + 3.
   template <Codes>
   struct Decoder {
     uint8x16x4_t table;
@@ -108,8 +108,8 @@ struct Neon::Decoder<Codes::byte> : IntegerCodes<Neon, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// Moves exponent and mantissa of a code into the same fields of an fp32, whose exponent bias is 120 larger. A subnormal
-// code m * 2^-9 becomes 2^-6 + m * 2^-9, from which 2^-6 is subtracted: no operand is an fp32 subnormal, which the
+// Moves the exponent and mantissa of a code into the fields of an fp32, whose exponent bias is 120 larger. A subnormal
+// code m * 2^-9 becomes 2^-6 + m * 2^-9, and then 2^-6 is subtracted. So no operand is an fp32 subnormal, which the
 // processor may flush.
 template <>
 struct Neon::Decoder<Codes::e4m3> {

@@ -1,5 +1,5 @@
-// Splits activations into sums of bf16 terms ("parts") and makes tables of codes in bf16, for the kernels that multiply
-// in bf16. Included after the ISA pragma, so everything here has internal linkage.
+// Splits activations into sums of bf16 terms ("parts"), and makes tables of codes in bf16, for the kernels that
+// multiply in bf16. Include this file after the ISA pragma. All definitions have internal linkage for this reason.
 #pragma once
 
 #if defined(__x86_64__)
@@ -13,17 +13,17 @@ namespace marlin::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Makes the table for vpermw, which looks up each 16-bit half of a lane. If a word is shifted right by 4j bits, nibble
-// j lies at the bottom of its low half and nibble j + 4 at the bottom of its high half. One look-up then gives the bf16
-// values of both codes. vpermw reads five index bits. The fifth belongs to the next nibble, so the table holds all 16
-// entries twice.
+// Makes the table for vpermw, which looks up each 16-bit half of a lane. After a word is shifted right by 4j bits,
+// nibble j is at the bottom of its low half, and nibble j + 4 is at the bottom of its high half. One look-up then gives
+// the bf16 values of both codes. vpermw reads five index bits, and the fifth bit belongs to the next nibble. So the
+// table contains all 16 entries twice.
 [[gnu::always_inline]] inline __m512i bf16_table(__m512i upper_halves) {
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_halves, 16)));
 }
 
-// Makes bf16 values of the four 8-bit codes of each lane: pairs() sets even to codes 0 and 2, and odd to codes 1 and 3.
-// This template looks up the upper and the lower byte of a value by seven bits of a code. In E4M3 the eighth is the
-// sign; integers in two planes have at most six bits.
+// Converts the four 8-bit codes of each lane to bf16. pairs() sets `even` to codes 0 and 2, and `odd` to codes 1 and 3.
+// This template looks up the upper and the lower byte of a value by seven bits of a code. In E4M3 the eighth bit is the
+// sign. Integers in two planes have at most six bits.
 template <Codes codes>
 class BytePairs {
  public:
@@ -60,8 +60,9 @@ class BytePairs {
   __m512i upper_[kParts], lower_[kParts];
 };
 
-// The lowest bits of 2^23 in fp32 count ones, and so do the bits of 2^15 from the ninth on. A code in these bits is
-// added to 2^23 or 2^15, without a shift of every second code. The difference is exact and fits bf16.
+// Integers of 8 bits need no table. In the fp32 number 2^23, the lowest bits count ones; in 2^15, the bits from the
+// ninth on count ones. A code is inserted in these bits of 2^23 or 2^15, so every second code needs no shift. A
+// subtraction then gives the value of the code, which is exact and fits bf16.
 template <>
 class BytePairs<Codes::byte> {
  public:
@@ -86,9 +87,10 @@ class BytePairs<Codes::byte> {
 };
 #endif
 
-// The smallest and the largest activation for the bf16 instructions, which flush subnormal products and sums (below
-// 2^-126). Non-zero codes are at least 2^-6 and activations at least 2^-96, so a product is at least 2^-102. A flushed
-// value is therefore less than 2^-24 of the smallest product. E4M3 codes are at least 2^-9: 2^-21 of the smallest.
+// The range of activations for the bf16 instructions, which flush subnormal products and sums (below 2^-126). Nonzero
+// codes are at least 2^-6 and activations at least 2^-96, so a product is at least 2^-102. A flushed value is therefore
+// less than 2^-24 of the smallest product. E4M3 codes are at least 2^-9, so there a flushed value is less than 2^-21 of
+// the smallest product.
 constexpr uint32_t kMinActivation = (127U - 96U) << 23;
 constexpr uint32_t kActivationEnd = (127U + 120U) << 23;
 

@@ -1,11 +1,11 @@
 // Splits each activation into signed bytes.
 //
-// Three bytes together hold an integer of 23 bits. The unit of the integers is a power of two that depends on the
-// largest activation of the segment. The error is at most 2^-22 of that largest activation. fp32 activations therefore
-// lose low bits. A 16-bit activation loses bits only if it is smaller than 2^-11 (fp16) or 2^-14 (bf16) of the largest.
+// Three bytes together hold an integer of 23 bits, in a unit that is a power of two. The largest activation of the
+// segment determines the unit. The error is at most 2^-22 of that largest activation, so fp32 activations lose low
+// bits. A 16-bit activation loses bits only if it is smaller than 2^-11 (fp16) or 2^-14 (bf16) of the largest.
 //
-// One byte holds the activation rounded to a multiple of 1/127 of the largest of its unit group, which is at most 32 k
-// of a segment. Callers ask for this rounding by activations="int8".
+// A single byte holds the activation rounded to a multiple of 1/127 of the largest activation of its unit group. A unit
+// group has at most 32 k of one segment. Callers request this rounding with activations="int8".
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@
 
 namespace marlin::cpu {
 
-// The k that share a unit are at most these and never those of two segments.
+// The largest number of k that share a unit. A unit group never contains k of two segments.
 template <int bytes>
 inline constexpr int kUnitGroup = bytes == 1 ? 32 : kChunk;
-// Each row of a unit group has a header: the unit, and the sums over k of each byte.
+// The number of 32-bit header fields for each row of a unit group: the unit, and for each byte the sum over k.
 template <int bytes>
 inline constexpr int kHeader = bytes + 1;
 inline constexpr int kMaxGroups = kChunk / 16;  // the smallest group is 16, unless K itself is smaller
@@ -31,7 +31,7 @@ int unit_end(const PackRow& p, int begin) {
   return std::min({begin + kUnitGroup<V::kBytes>, (begin / p.segment + 1) * p.segment, p.count});
 }
 
-// value[k] = unit * (bytes[0][k] * 2^16 + bytes[1][k] * 2^8 + bytes[2][k]), or unit * bytes[0][k]
+// value[k] = unit * (bytes[0][k] * 2^16 + bytes[1][k] * 2^8 + bytes[2][k]), or unit * bytes[0][k] for a single byte
 template <int bytes_>
 struct SplitGroup {
   float unit;
@@ -39,11 +39,12 @@ struct SplitGroup {
   int8_t bytes[bytes_][kUnitGroup<bytes_>];
 };
 
-inline constexpr float kWhole = 0x1.8p23F;  // adding this leaves the nearest integer in the low bits
+inline constexpr float kWhole = 0x1.8p23F;  // after this number is added to a float, the low bits hold the nearest
+                                            // integer
 
-// Sets `unit` to the unit of a group and `units` to 1 / unit. `largest` holds the bits of the group's largest
-// magnitude. Returns false if that magnitude is not finite or lies outside 2^-100 .. 2^120. Here and below, the
-// template argument V gives the instances for different instruction sets different symbols.
+// Sets `unit` to the unit of a group and `units` to 1 / unit. `largest` is the group's largest magnitude, as bits.
+// Returns false if this magnitude is not finite or lies outside 2^-100 .. 2^120. Here and below, the template argument
+// V gives different symbols to the instances for different instruction sets.
 template <class V>
 bool find_unit(uint32_t largest, float& unit, float& units) {
   constexpr uint32_t kMin = (127U - 100U) << 23, kEnd = (127U + 120U) << 23;
@@ -54,14 +55,14 @@ bool find_unit(uint32_t largest, float& unit, float& units) {
     units = largest == 0 ? 0.F : 127.F / size;
     return true;
   }
-  // The largest activation is at least 2^21 units and less than 2^22.
+  // The largest activation is at least 2^21 units and less than 2^22 units.
   const uint32_t exponent = largest >> 23;
   unit = largest == 0 ? 0.F : std::bit_cast<float>((exponent - 21) << 23);
   units = largest == 0 ? 0.F : std::bit_cast<float>((2 * 127 + 21 - exponent) << 23);
   return true;
 }
 
-// Returns false if find_unit does. One byte replaces the values by the rounded ones.
+// Returns false if find_unit returns false. With a single byte, replaces the values by the rounded values.
 template <class V>
 bool split_group(float* values, int count, SplitGroup<V::kBytes>& split) {
   uint32_t largest = 0;
@@ -85,8 +86,8 @@ bool split_group(float* values, int count, SplitGroup<V::kBytes>& split) {
 }
 
 // Returns the number of 32-bit operands that hold 8 k of `rows` rows, rounded up to a multiple of V::kOperandsPerLoad.
-// An operand holds one of the bytes of each of four k: the even or the odd k or, for codes of 8 bits, the first or the
-// last four.
+// An operand contains one byte of each of four k: the even k or the odd k, or for codes of 8 bits the first four or the
+// last four k.
 template <class V>
 constexpr int operands_of(int rows) {
   return static_cast<int>(round_up(2 * V::kBytes * rows, V::kOperandsPerLoad));
@@ -97,8 +98,8 @@ constexpr int split_row_bytes() {
   return 4 * (kHeader<V::kBytes> * kMaxGroups + operands_of<V>(1) * kChunk / 8);
 }
 
-// Packs one row of a chunk. The headers come first, [unit group][kHeader, rows]; the bytes follow,
-// [k/8][half of the k][byte][rows], or with `odd_last` [k/8][byte][rows][half of the k].
+// Packs one row of a chunk. The headers [unit group][kHeader, rows] come first. The bytes follow as [k/8][half of the
+// k][byte][rows], or with `odd_last` as [k/8][byte][rows][half of the k].
 template <class V, bool odd_last = false>
 bool pack_split(const PackRow& p) {
   constexpr int kBytes = V::kBytes;

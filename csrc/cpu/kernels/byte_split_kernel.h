@@ -1,9 +1,9 @@
-// The byte_split kernels for any vector policy V: split activations (byte_split.h) are multiplied by codes that are
-// bytes, too. Sums of products are exact in 32 bits. Included after the ISA pragma. V must define everything that the
-// policies in vec_*.h define, and also:
+// The byte_split kernels for any vector policy V: products of split activations (byte_split.h) and codes, which are
+// bytes, too. The 32-bit sums of products are exact. Include this file after the ISA pragma. V must define everything
+// that the policies in vec_*.h define, and also:
 //   kBytes             the number of bytes of an activation, 3 or 1
 //   Bytes, Sums        vectors of bytes and of 32-bit sums, with set_sums and to_float
-//   kE2M1Offset        added to twice an E2M1 value to make the byte; 12 if the instruction needs unsigned bytes, or 0
+//   kE2M1Offset        added to twice an E2M1 value to make a byte: 12 if the instruction needs unsigned bytes, else 0
 //   kOperandsPerLoad   the number of 32-bit operands per load
 //   nibbles, load_table, look_up
 //   add_products       adds the products of a range of k
@@ -17,9 +17,9 @@
 
 namespace marlin::cpu {
 
-// Decodes half of the codes of eight k to bytes: the even or the odd k of a word, with their upper bits if they are in
-// two planes, or one of the two words of 8-bit codes, which needs no decoding. A byte stands for the value (byte -
-// offset) * unit.
+// Decodes half of the codes of eight k to bytes: the even k or the odd k of a word of 4-bit codes, with the upper bits
+// of the second plane if there is one. For codes of 8 bits, half of the codes is one of two words, which needs no
+// decoding. A byte represents the value (byte - offset) * unit.
 template <class V, Codes codes>
 class CodeBytes {
  public:
@@ -43,7 +43,7 @@ class CodeBytes {
     if constexpr (codes == Codes::e2m1) return V::look_up(table_, nibbles);
     return nibbles;
   }
-  // The same for codes in two planes, too. `k` is the first of the eight, and `column` the words' column.
+  // Also decodes codes in two planes. `k` is the first of the eight k, and `column` is the first column of `words`.
   template <int odd>
   [[gnu::always_inline]] typename V::Bytes decode(typename V::I words, const HighPlane& high, int k, int column) const {
     if constexpr (codes == Codes::planes) {
@@ -58,12 +58,12 @@ class CodeBytes {
   int offset_;
 };
 
-// The addresses that the products of the next 8 k read.
+// The addresses from which the products of the next 8 k read.
 template <class V, Codes codes, int R>
 struct SplitOperands {
   const uint32_t* words;
   const uint32_t* ahead;
-  const int32_t* x;  // as pack_split packs them
+  const int32_t* x;  // in the layout of pack_split
   int64_t ld_words;
   HighPlane high;
 

@@ -7,7 +7,7 @@ const KernelSet* kernels_of(Isa isa) {
     case Isa::avx2:
       return avx2_kernels();
     case Isa::avx512:
-    case Isa::amx:  // adds tiles to AVX-512
+    case Isa::amx:  // amx adds tiles to AVX-512, but has no tiles for these functions
       return avx512_kernels();
     case Isa::neon:
       return neon_kernels();
@@ -16,7 +16,7 @@ const KernelSet* kernels_of(Isa isa) {
   }
 }
 
-// This build has no code for the following families.
+// This build contains no code for the instruction sets below.
 #if !defined(__x86_64__)
 const KernelSet* avx2_kernels() {
   return nullptr;

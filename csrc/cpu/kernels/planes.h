@@ -1,18 +1,18 @@
-// Joins the two planes of codes of 5 or 6 bits to bytes. Included after the ISA pragma.
+// Joins the two planes of codes of 5 or 6 bits to bytes. Include this file after the ISA pragma.
 #pragma once
 
 #include "csrc/cpu/kernels/kernel_table.h"
 
 namespace marlin::cpu {
 
-// The upper bits of a block of eight k of several columns.
+// The upper bits of a block of eight k in several columns.
 template <class V>
 struct HighWords {
   using Lanes [[gnu::vector_size(4 * V::width)]] = uint32_t;
 
   Lanes first;   // the field of k = 0 in byte 0, and of k = 4 in byte 2
-  Lanes second;  // the field of k = 2 in byte 1, and of k = 6 in byte 3, as far up as those of `first`
-  Lanes mask;    // of the fields of codes whose k is even, four bits further up
+  Lanes second;  // the field of k = 2 in byte 1, and of k = 6 in byte 3, at the same bit of the byte as in `first`
+  Lanes mask;    // selects the fields of even k after a shift by four bits
 
   // `k` is the block's first k, counted from the plane's first k.
   [[gnu::always_inline]] HighWords(const HighPlane& plane, int k, int column) {
@@ -21,8 +21,8 @@ struct HighWords {
     second = first << (8 - plane.bits);
     mask = Lanes{} + ((1U << plane.bits) - 1) * 0x00100010U;
   }
-  // Returns the bytes of a word's even k, or with `odd` of its odd k. std::bit_cast is compiled for the baseline, which
-  // returns vectors in another way.
+  // Returns the bytes of the even k of a word, or of its odd k if `odd` is 1. std::bit_cast cannot replace
+  // __builtin_bit_cast here: it is compiled for the baseline, which returns vectors in another way.
   template <int odd>
   [[gnu::always_inline]] typename V::I bytes(typename V::I word) const {
     constexpr int kShift = odd ? 0 : 4;

@@ -1,6 +1,6 @@
-// The loop over the segments of a chunk, shared by all matrix kernels: the products of a segment are summed, then
-// scaled once. Included after the ISA pragma. The template argument V, or the type of the body, gives the instances for
-// different instruction sets different symbols.
+// The loop over the segments of a chunk, for all matrix kernels. A kernel sums the products of a segment and then
+// scales the sum once. Include this file after the ISA pragma. The template argument V, or the type of the body, gives
+// different symbols to the instances for different instruction sets.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 
 namespace marlin::cpu {
 
-// Calls body(segment, begin, end) for each segment of the step's chunk; the segment has k = begin to end - 1.
+// Calls body(segment, begin, end) for each segment of the step's chunk. The segment contains k = begin to end - 1.
 template <class Body>
 [[gnu::always_inline]] inline void for_each_segment(const Step& s, Body&& body) {
   for (int begin = 0, segment = 0; begin < s.k; begin += s.segment, ++segment)
@@ -53,8 +53,8 @@ template <class V, int R, int C>
   }
 }
 
-// Adds up the segments of a chunk. With small groups and a long K, adding each segment to y would be one chain of
-// thousands of roundings. If a chunk has several segments, they are therefore added to a separate sum first.
+// Adds up the segments of a chunk. If a chunk has several segments, they are first added to a separate sum and not
+// directly to y. With small groups and a long K, direct addition would be one chain of thousands of roundings.
 template <class V, int R, int C>
 class ChunkSum {
  public:
@@ -76,8 +76,8 @@ class ChunkSum {
   alignas(64) float sum_[R * C * V::width];
 };
 
-// Adds the products of a chunk to y. sum(begin, end, acc) must sum the products of k = begin to end - 1 to acc, without
-// scales.
+// Adds the products of a chunk to y. sum(begin, end, acc) must set acc to the sum of the products of k = begin to end -
+// 1, without scales.
 template <class V, int R, int C, class Sum>
 [[gnu::always_inline]] inline void add_chunk(const Step& s, Sum&& sum) {
   ChunkSum<V, R, C> chunk(s);

@@ -1,5 +1,5 @@
-// The fp32 kernels for any vector policy V (vec_*.h). Every function is a template of V, so that instances for
-// different instruction sets never share a symbol.
+// The fp32 kernels. Every function is a template of a vector policy V (vec_*.h), so the code of different instruction
+// sets never shares a symbol.
 #pragma once
 
 #include <algorithm>
@@ -13,27 +13,27 @@
 
 namespace marlin::cpu {
 
-// The decoder of codes. It first joins codes in two planes to bytes.
+// The decoder of codes. Codes in two planes are joined to bytes before they are decoded.
 template <class V, Codes codes>
 using DecoderOf = typename V::template Decoder<codes == Codes::planes ? Codes::byte : codes>;
 
-// What a decoder's numbers must be multiplied by, a power of two, to give the values of the codes.
+// The power of two by which the numbers of a decoder must be multiplied to get the values of the codes.
 template <class Decoder>
 constexpr float unit_of() {
   if constexpr (requires { Decoder::unit; }) return Decoder::unit;
   return 1.F;
 }
 
-// The words of eight k of C vectors of columns.
+// The words of eight k in C vectors of columns.
 template <class V, Codes codes, int C>
 struct Block {
   static constexpr int kRows = words_per_block(codes);
-  // The bytes of codes in two planes are two words: even k, and odd k.
+  // The joined codes of two planes are two words of bytes: even k, and odd k.
   static constexpr int kWords = codes == Codes::planes ? 2 : kRows;
-  static constexpr int kCodes = kBlockK / kWords;  // of a word
+  static constexpr int kCodes = kBlockK / kWords;  // codes per word
   typename V::I word[kWords * C];
 
-  // `k` is the first of the eight, counted from the second plane's first k.
+  // `k` is the first of the eight k, counted from the first k of the second plane.
   [[gnu::always_inline]] Block(const uint32_t* words, int64_t ld_words, const HighPlane& high, int k) {
     unroll<V, kRows * C>([&](auto i) __attribute__((always_inline)) {
       word[i] = V::load_words(words + i / C * ld_words + i % C * V::width);
@@ -46,7 +46,7 @@ struct Block {
       });
     }
   }
-  // Returns the values of the codes of k = j, in vector c, in the decoder's unit.
+  // Returns the values of the codes of k = j, in vector c, in the unit of the decoder.
   template <int j, int c>
   [[gnu::always_inline]] typename V::F decode(const DecoderOf<V, codes>& decoder) const {
     if constexpr (codes == Codes::planes) return decoder.template decode<j / 2>(word[j % 2 * C + c]);
@@ -69,7 +69,7 @@ template <class V, Codes codes, int C>
   }
 }
 
-// s.x is [k, R]: the R activations of one k are adjacent.
+// s.x is [k, R]: the R activations of each k are adjacent.
 template <class V, Codes codes, bool from_panel, int R, int C>
 void step(const Step& s) {
   using F = typename V::F;
@@ -183,9 +183,9 @@ void scale_codes(const void* codes, ElementType of_codes, const void* values, El
     out[i] = load_element(codes, of_codes, i) * load_element(values, type, i);
 }
 
-// Converts E4M3 codes through fp16. Exponent and mantissa of a code are shifted into the same fields of an fp16. E4M3
-// has the exponent bias 7 and fp16 has 15, so the fp16 is the code's value times 2^-8, also for subnormals. The product
-// with 256 = 2^8 corrects this.
+// Converts E4M3 codes through fp16. The exponent and mantissa of a code are shifted into the same fields of an fp16.
+// The exponent bias of E4M3 is 7 and that of fp16 is 15. So the fp16 is the code's value times 2^-8, also for
+// subnormals, and a multiplication by 256 = 2^8 corrects this.
 template <class V>
 void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, float* out) {
   int64_t i = 0;
@@ -205,7 +205,7 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
-    // The same as e8m0_to_float, with comparisons of 32 bits, because GCC compares bytes if it can, and widens the
+    // Equals e8m0_to_float. The comparisons are of 32 bits, because GCC would otherwise compare bytes and widen the
     // masks.
     const uint8_t* __restrict codes = source;
     float* __restrict to = out;
@@ -250,7 +250,7 @@ template <class V, ElementType type>
   }
 }
 
-// Decodes eight rows of the weight in the order of the format table's formula. Each product and sum is rounded to fp32.
+// Decodes eight rows of the weight in the order of the format's formula (docs). Rounds each product and sum to fp32.
 template <class V, Codes codes, ElementType type, ZerosRole role>
 [[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;
@@ -337,8 +337,8 @@ constexpr MatrixKernel matrix_kernel() {
   kernel.pack = &pack_fp32<V>;
   auto fill = [&]<Codes codes>() {
     auto& steps = kernel.step[static_cast<size_t>(codes)];
-    // Vectors with 16-entry look-ups have one decoder for all codes. Steps that read a panel do not decode, so one
-    // instance serves all codes.
+    // Vectors with 16-entry look-ups use one decoder for all codes. Steps that read a panel do not decode, so one
+    // instance works for all codes.
     constexpr Codes decoder = codes == Codes::planes ? codes : V::template decoder_for<codes>;
     constexpr Codes used = from_panel ? Codes::table : decoder;
     [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -359,9 +359,9 @@ constexpr MatrixKernel matrix_kernel() {
 
 template <class V>
 constexpr KernelSet kernel_set() {
-  // If there are more than small_m_rows rows, they are divided into blocks of nearly equal size for the large_m kernel,
-  // which takes up to large_m_rows rows. The smallest block is the smaller of two: small_m_rows + 1 rows that are one
-  // block, and half of large_m_rows + 1 rows, which need two blocks.
+  // More than small_m_rows rows are divided into blocks of nearly equal size for the large_m kernel, which computes up
+  // to large_m_rows rows. The smallest block is the smaller of two cases: a single block of small_m_rows + 1 rows, or
+  // half of large_m_rows + 1 rows, which need two blocks.
   constexpr int min_rows = std::min(V::small_m_rows, (V::large_m_rows + 1) / 2);
   return {
       matrix_kernel<V, false, 1, V::small_m_rows, V::small_m_vectors>(),
@@ -379,7 +379,7 @@ constexpr KernelSet kernel_set() {
 
 }  // namespace marlin::cpu
 
-// Defines the function that returns the kernels for the vector policy V.
+// Defines a function that returns the kernels for the vector policy V.
 #define MARLIN_KERNEL_SET(function, V)                     \
   namespace marlin::cpu {                                  \
   const KernelSet* function() {                            \

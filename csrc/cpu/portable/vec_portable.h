@@ -1,4 +1,4 @@
-// Vectors of 4 columns in plain C++, which the compiler may map to vector registers.
+// The portable vector policy: vectors of 4 columns in plain C++, which the compiler may map to vector registers.
 #pragma once
 
 #include <cstring>
@@ -67,7 +67,7 @@ struct Portable {
   static F zero_below(F x, float limit, F value) {
     return map([&](int i) { return x.v[i] < limit ? 0.F : value.v[i]; });
   }
-  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
+  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     volatile float kept[4];
     for (int i = 0; i < 4; ++i)

@@ -1,8 +1,8 @@
 // Products in AMX bf16 tiles. One tile instruction adds the products of 32 k in fp32. Codes and activations are sums of
-// bf16 terms ("parts"). A code has one part, except in tables whose values bf16 cannot represent, where it has three. A
-// bf16 activation has one part, an fp16 activation two, and an fp32 activation three, or two if the caller accepts
-// errors of 2^-17. The products of all parts are added to the same tile. After each segment, scale and zero point are
-// applied in fp32. Tile products flush subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+// bf16 terms ("parts"). A code has one part, but codes of a table that bf16 cannot represent have three. A bf16
+// activation has one part and an fp16 activation two. An fp32 activation has three, or two if the caller accepts errors
+// of 2^-17. The products of all parts are added to the same tile. After each segment, scale and zero point are applied
+// in fp32. Tile products flush subnormals, so the fp32 kernels handle activations outside 2^-96 .. 2^120.
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -21,14 +21,15 @@ namespace {
 
 constexpr int kTileRows = 16;
 
-// Tells GCC 12 that memory is read. GCC 12 does not know that _tile_loadconfig and _tile_loadd read memory. It would
-// move or drop the stores before them.
+// Tells GCC 12 that memory is read. GCC 12 does not know that _tile_loadconfig and _tile_loadd read memory, so it could
+// move or remove the stores before them.
 void memory_is_read() {
   asm volatile("" ::: "memory");
 }
 
-// The tile registers: activations (rows 0 to 15, rows 16 to 31), codes (columns 0 to 15, columns 16 to 31), and the
-// four blocks of sums. These are macros, because GCC's intrinsics paste the number into the text of an instruction.
+// The numbers of the tile registers: activations (rows 0 to 15, rows 16 to 31), codes (columns 0 to 15, columns 16 to
+// 31), and the four blocks of sums. They are macros, because GCC's intrinsics paste the number into the text of an
+// instruction.
 #define MARLIN_TILE_ROWS_0 0
 #define MARLIN_TILE_ROWS_1 1
 #define MARLIN_TILE_CODES_0 2
@@ -38,8 +39,8 @@ void memory_is_read() {
 #define MARLIN_TILE_SUMS_10 6
 #define MARLIN_TILE_SUMS_11 7
 
-// The tile configuration belongs to the thread. It is loaded at the start of a task and released at the end, because
-// other libraries load their own.
+// Loads the tile configuration of the thread. Each task loads it at its start and releases it at its end, because other
+// libraries load their own configuration.
 void load_tiles(int segment, int rows) {
   struct alignas(64) {
     uint8_t palette = 1;
@@ -57,7 +58,7 @@ void load_tiles(int segment, int rows) {
     config.rows[tile] =
         static_cast<uint8_t>(codes ? k / 2 : std::clamp(second ? rows - kTileRows : rows, 1, kTileRows));
   }
-  // GCC believes that _tile_loadconfig reads only 8 bytes and would drop the other stores. The asm keeps them.
+  // GCC assumes that _tile_loadconfig reads only 8 bytes, and would remove the other stores. The asm prevents this.
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
@@ -83,7 +84,8 @@ void unpack_tiles(const Step& s, float* panel) {
 // product. The largest scale times the largest code, 448, is less than 2^127.
 constexpr uint32_t kMinScaledActivation = (127U - 68U) << 23, kMinScale = (127U - 25U) << 23;
 
-// Returns true if every code times its scale is large enough for the tiles and cannot overflow. NaN is allowed.
+// Returns true if every product of a code and its scale is large enough for the tiles and cannot overflow. NaN is
+// allowed.
 bool scales_representable(const float* scales, int64_t count) {
   constexpr uint32_t kScaleEnd = (127U + 119U) << 23, kInfinity = 255U << 23;
   uint32_t out_of_range = 0;
@@ -95,7 +97,7 @@ bool scales_representable(const float* scales, int64_t count) {
   return out_of_range == 0;
 }
 
-// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]. If the format has a bias instead of a zero,
+// Adds scale * (tile sums - zero * sum of activations) to y [rows, 32]. For a format with a bias instead of a zero,
 // adds scale * tile sums + bias * sum of activations.
 void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* y) {
   const float* scales = s.scales + segment * s.ld_scales;
@@ -119,8 +121,8 @@ void add_tiles(const Step& s, int segment, int rows, const float* tiles, float* 
   }
 }
 
-// Returns true if the kernel multiplies this part of an activation with this part of a code; part 0 is the largest. It
-// leaves out products of two small parts, because they are less than 2^-24 of the product of activation and code.
+// Returns true if the kernel multiplies this part of an activation with this part of a code. Part 0 is the largest.
+// Products of two small parts are omitted, because they are less than 2^-24 of the product of activation and code.
 constexpr bool counts(int part, int code_part) {
   return part + code_part < 3;
 }
@@ -136,8 +138,8 @@ void tile_step(const Step& s) {
   const char* b = reinterpret_cast<const char*>(s.panel);
   auto* next_panel = reinterpret_cast<__m512i*>(s.next_panel);
   alignas(64) float tiles[row_tiles * kTileRows * kStrip];
-  // The sums of several segments are first added here. With small groups and a long K, adding each segment to y would
-  // be one long chain of roundings.
+  // The sum of several segments. With small groups and a long K, direct addition of each segment to y would be one long
+  // chain of roundings.
   alignas(64) float chunk[row_tiles * kTileRows * kStrip];
   const bool single = s.segment >= s.k;
   if (!single) std::memset(chunk, 0, sizeof(chunk));
@@ -167,7 +169,7 @@ void tile_step(const Step& s) {
       }
       if constexpr (Decoded::ahead_rows != 0) {
         if (s.next != nullptr) next_panel = codes.unpack(*s.next, k, end, next_panel);
-        memory_is_read();  // keeps the decoding here, between the tile products
+        memory_is_read();  // keeps the decode here, between the tile products
       }
     }
     constexpr int kStride = kStrip * sizeof(float);

@@ -1,7 +1,8 @@
-// Decodes packed words to tiles of bf16 codes. Files include this after their ISA pragma, so everything here has
-// internal linkage. In amx.cpp, the panel of a strip is [tile product][code part][2 column tiles][k/2][16 columns],
-// each element a pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7), because shifting a word gives two
-// codes that are 4 k apart. For codes of 8 bits they are (0, 2), (1, 3), (4, 6), (5, 7).
+// Decodes packed words to bf16 codes, in the order of AMX tiles. Files include this header after their ISA pragma, so
+// everything here has internal linkage. In amx.cpp, the panel of a strip is [tile product][code part][2 column
+// tiles][k/2][16 columns], and each element is a pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7),
+// because one shift of a word gives two codes that are 4 k apart. For codes of 8 bits the pairs are (0, 2), (1, 3), (4,
+// 6), (5, 7).
 #pragma once
 
 #include "csrc/cpu/kernels/bf16_parts.h"
@@ -15,14 +16,14 @@ namespace {
 
 constexpr int kStrip = 32;  // columns: two tiles of 16
 
-// Returns the number of k of one tile product. A segment of fewer than 32 k gets shorter tiles instead of padding.
+// Returns the number of k in one tile product. A segment of fewer than 32 k uses shorter tiles instead of padding.
 constexpr int tile_k(int segment) {
   return segment < 32 ? segment : 32;
 }
 
 // Calls write(row of words, column, out) for the words of the tile product that begins at k, 16 words at a time. Each
-// call must write four vectors, the codes of these words. Beyond the end of the segment, zeros are written without a
-// call. Returns the end of the output.
+// call must write four vectors, the codes of these words. Beyond the end of the segment, each_word writes zeros and
+// does not call write. Returns the end of the output.
 template <class Write>
 [[gnu::always_inline]] inline __m512i* each_word(int k, int end, int tile, __m512i* out, Write write) {
   for (int column = 0; column < kStrip; column += 16) {
@@ -38,7 +39,7 @@ template <class Write>
   return out;
 }
 
-// Unpacks a tile product by decode() of `codes`, which decodes 8 k of 16 columns.
+// Unpacks a tile product with codes.decode(), which decodes 8 k of 16 columns.
 template <class Decoded>
 [[gnu::always_inline]] inline __m512i* unpack_decoded(const Decoded& codes, const Step& s, int k, int end, int tile,
                                                       __m512i* to) {
@@ -60,7 +61,7 @@ template <class Decoded>
   return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * static_cast<unsigned>(j)), table);
 }
 
-// Rounds values to bf16, returns the result in the upper half of each lane, and leaves the remainder in values.
+// Rounds values to bf16 and returns the result in the upper half of each lane. Stores the remainder in `values`.
 [[gnu::always_inline]] inline __m512i take_part(__m512& values) {
   const __m512i rounded = Avx512::round_high_half(values);
   const __m512i part = _mm512_and_si512(rounded, _mm512_set1_epi32(static_cast<int>(0xFFFF0000U)));
@@ -79,8 +80,8 @@ class PartsOfRow {
                             : _mm512_set_epi16(63, 55, 61, 53, 59, 51, 57, 49, 47, 39, 45, 37, 43, 35, 41, 33,  //
                                                31, 23, 29, 21, 27, 19, 25, 17, 15, 7, 13, 5, 11, 3, 9, 1)) {}
 
-  // Calls store(part, pairs) for each part of 32 values, with zeros in place of those from `end` on. Returns a mask of
-  // the values that are too small for the instructions, or so large that a part could overflow.
+  // Calls store(part, pairs) for each part of the 32 values from k on, with zeros for the values from `end` on. Returns
+  // a mask of the values that are too small for the instructions, or so large that a part could overflow.
   template <class Store>
   [[gnu::always_inline]] __mmask16 take(int k, int end, Store store) const {
     const auto present = static_cast<uint32_t>((uint64_t{1} << std::min(32, end - k)) - 1);
@@ -107,9 +108,9 @@ class PartsOfRow {
 };
 
 // Decodes codes to sums of bf16 parts. With one part and up to eight rows, the next panel is decoded between the tile
-// products of the previous one. That was 1.08 to 1.10 times as fast on two and four threads and 1.03 times on 16 (Intel
-// Xeon). With 16 rows it was a fifth slower, because products of full tiles leave the core fewer free slots. With three
-// parts the panel is decoded beforehand, because two panels of three parts would fill the first-level cache.
+// products of the previous one. This was 1.08 to 1.10 times as fast on two and four threads and 1.03 times as fast on
+// 16 (Intel Xeon). With 16 rows it was a fifth slower, because products of full tiles leave the core fewer free slots.
+// With three parts the panel is decoded beforehand, because two panels of three parts would fill the first-level cache.
 template <int code_parts>
 class CodesInParts {
  public:
@@ -144,7 +145,7 @@ class CodesInParts {
   __m512i tables_[parts];
 };
 
-// Decodes codes of 8 bits, or those in two planes: their bytes are the even k, then the odd k.
+// Decodes codes of 8 bits, or codes in two planes, whose joined bytes are first the even k, then the odd k.
 template <Codes codes>
 class ByteCodes {
  public:
@@ -174,7 +175,7 @@ class ByteCodes {
   BytePairs<codes> pairs_;
 };
 
-// Decodes weights with their scales and zeros, in fp32, and rounds them to bf16. A whole chunk is one segment.
+// Decodes weights with their scales and zeros in fp32, and rounds them to bf16. A whole chunk is one segment.
 template <Codes codes>
 class Rounded {
  public:
@@ -225,10 +226,10 @@ class Rounded {
   std::conditional_t<to_fp32, Avx512::Decoder<codes>, ByteCodes<codes>> codes_;
 };
 
-// Decodes codes as Decoded does and multiplies them by the scale of their group. The product is exact in bf16: an E2M1
-// code has two significant bits, an E4M3 code or scale four and an E8M0 scale one. A whole chunk is one segment.
-// Decoding and scaling takes more instructions than decoding alone. The next panel is therefore always decoded between
-// the tile products of the previous one, which was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
+// Decodes codes with Decoded, and multiplies them by the scale of their group. The product is exact in bf16: an E2M1
+// code has two significant bits, an E4M3 code or scale has four, and an E8M0 scale has one. A whole chunk is one
+// segment. Decoding and scaling takes more instructions than decoding alone, so the next panel is always decoded
+// between the tile products of the previous one. This was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
 template <class Decoded>
 class Scaled {
  public:

@@ -1,6 +1,7 @@
-// Products with AVX512-BF16: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Codes are exact in bf16 (integers
-// below 256, E2M1, E4M3). An fp32 activation is the sum of three bf16 terms ("parts") of 8 bits; a bf16 activation is
-// one part. The instruction flushes subnormals, so activations outside 2^-96 .. 2^120 are left to the fp32 kernels.
+// Products with AVX512-BF16: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Every code is exact in bf16 (integers
+// below 256, E2M1, E4M3). An activation is a sum of bf16 terms ("parts"): one part for a bf16 activation, three parts
+// of 8 bits for an fp32 activation. The instruction flushes subnormals, so the fp32 kernels handle activations outside
+// 2^-96 .. 2^120.
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
@@ -19,20 +20,20 @@ namespace marlin::cpu {
 
 namespace {
 
-// Avx512 under another name, so that no template instance here shares a symbol with code for plain AVX-512.
+// A distinct type, so that no template instance in this file shares a symbol with code for plain AVX-512.
 struct Avx512Bf16 : Avx512 {};
 
 using V = Avx512Bf16;
 
-constexpr int kRowPairs = kChunk / 2;  // from one packed row to the next
+constexpr int kRowPairs = kChunk / 2;  // the distance between two packed rows, in pairs
 
 // s.x holds the packed activations as [part, R, k/8, pair]. Pair j holds the activations of two k in 32 bits: k = j and
-// j + 4, or for codes of 8 bits k = 0 and 2, 1 and 3, 4 and 6, 5 and 7. The panel holds the same pairs of codes, as
-// [k/8, pair, column].
+// j + 4. For codes of 8 bits the pairs are k = 0 and 2, 1 and 3, 4 and 6, 5 and 7. The panel holds the same pairs of
+// codes, as [k/8, pair, column].
 template <Codes codes, bool from_panel, int parts, int R, int C>
 void dot_step(const Step& s) {
-  // Each part has its own accumulators. If one row's parts shared them, each instruction would wait for the previous
-  // one.
+  // Each part has its own accumulators. If the parts of one row shared accumulators, each instruction would wait for
+  // the previous one.
   constexpr int sums = parts * R * C;
   constexpr bool bytes = is_byte_wide(codes) || codes == Codes::planes;
   const auto table = [&] {
@@ -49,7 +50,7 @@ void dot_step(const Step& s) {
     for (int k = begin; k < end; k += 8) {
       __m512i word[C], code[C], odd[C], odd_pairs[C];
       unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
-        constexpr int kPairs = 4 / words_per_block(codes);  // of a word
+        constexpr int kPairs = 4 / words_per_block(codes);  // pairs per word
         if constexpr (!from_panel && j % kPairs == 0) {
           unroll<V, C>([&](auto c) __attribute__((always_inline)) {
             word[c] = V::load_words(words + c * V::width);
@@ -62,7 +63,7 @@ void dot_step(const Step& s) {
           if constexpr (from_panel) {
             code[c] = _mm512_loadu_si512(panel + (j * C + c) * V::width);
           } else if constexpr (codes == Codes::planes) {
-            // The bytes of even k are pairs 0 and 2, and those of odd k pairs 1 and 3.
+            // The even bytes are pairs 0 and 2, and the odd bytes are pairs 1 and 3.
             if constexpr (j == 0) {
               const HighWords<V> upper(s.high, k, c * V::width);
               table.pairs(upper.bytes<0>(word[c]), code[c], odd[c]);
@@ -131,7 +132,7 @@ constexpr MatrixKernel dot_kernel() {
   kernel.row_unit = 1;
   kernel.row_bytes = 2 * parts * kChunk;
   kernel.pack = &pack_pairs<parts>;
-  // All codes of 4 bits are looked up in the same table.
+  // One table look-up decodes all codes of 4 bits.
   auto fill = [&]<Codes codes, int... i>(std::integral_constant<Codes, codes>, Codes of,
                                          std::integer_sequence<int, i...>) {
     auto& steps = kernel.step[static_cast<size_t>(of)];
@@ -146,7 +147,7 @@ constexpr MatrixKernel dot_kernel() {
   return kernel;
 }
 
-// The same products from a panel. Its steps do not depend on the codes.
+// The same products with codes from a panel, so the steps are the same for all codes.
 constexpr MatrixKernel panel_kernel(MatrixKernel kernel) {
   constexpr int C = V::large_m_vectors;
   kernel.panel_bytes = 2 * kChunk * kernel.strip;

@@ -1,5 +1,5 @@
 // The byte_split kernels (byte_split.h) for AVX2. Codes are unsigned bytes. One instruction sums two products in 16
-// bits; those sums are added to 32-bit sums before they can overflow.
+// bits. These sums are added to 32-bit sums before they can overflow.
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
@@ -16,7 +16,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// Avx2 under another name, so that no template instance here shares a symbol with the fp32 kernels.
+// A distinct type, so that no template instance in this file shares a symbol with the fp32 kernels.
 template <int bytes>
 struct Avx2Bytes : Avx2 {
   static constexpr int kBytes = bytes;
@@ -24,8 +24,8 @@ struct Avx2Bytes : Avx2 {
   using Sums = __m256i;
   static constexpr int kE2M1Offset = 12;
   static constexpr int kOperandsPerLoad = 1;
-  // The number of packed rows that can be summed in 16 bits. A row adds four products of at most 24 * 128 (E2M1),
-  // 63 * 128 (integers in two planes) or 15 * 128 (other integers).
+  // The number of packed rows whose products can be summed in 16 bits. A row adds four products of at most 24 * 128
+  // (E2M1), 63 * 128 (integers in two planes) or 15 * 128 (other integers).
   template <Codes codes>
   static constexpr int kRowsIn16Bits = codes == Codes::planes ? 1
                                        : codes == Codes::e2m1 ? 2
@@ -71,8 +71,9 @@ struct Avx2Bytes : Avx2 {
     }
   }
 
-  // Adds the products of codes of 8 bits and one byte of an activation. The products of the lower and of the upper four
-  // bits of a code are summed apart, because 16 bits have room for those of 32 k: 16 times 15 * 127.
+  // Adds the products of 8-bit codes and single-byte activations. The lower four bits and the upper four bits of a code
+  // have separate sums, because the products of 32 k with four bits fit in 16 bits: each sum has 16 products of at most
+  // 15 * 127.
   template <int R, int C>
   [[gnu::always_inline]] static void add_byte_products(SplitOperands<Avx2Bytes, Codes::byte, R>& next, int begin,
                                                        int end, SplitSums<Avx2Bytes, R, C>& sums) {

@@ -15,7 +15,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// Avx512 under another name, so that no template instance here shares a symbol with code for plain AVX-512.
+// A distinct type, so that no template instance in this file shares a symbol with code for plain AVX-512.
 template <int bytes>
 struct Avx512Vnni : Avx512 {
   static constexpr int kBytes = bytes;
@@ -33,8 +33,8 @@ struct Avx512Vnni : Avx512 {
   static Bytes nibbles(I words) {
     return _mm512_and_si512(odd ? _mm512_srli_epi32(words, 4) : words, _mm512_set1_epi8(15));
   }
-  // Written in assembly, because GCC 12 spills half of the 24 accumulators if the intrinsic is used. With the
-  // intrinsic, four rows took 1.4 times as long.
+  // In assembly, because GCC 12 spills half of the 24 accumulators if the code uses the intrinsic. With the intrinsic,
+  // four rows took 1.4 times as long.
   [[gnu::always_inline]] static void add_dots(Sums& sum, Bytes codes, __m512i activations) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(activations));
   }
@@ -62,15 +62,15 @@ struct Avx512Vnni : Avx512 {
   }
 };
 
-// Converts 16 values to bytes and puts, within each run of 8 k, the even k before the odd ones, as operands need them
-// for codes of 4 bits.
+// Converts 16 values to bytes. For codes of 4 bits, puts the even k of each run of 8 k before the odd k, as the
+// operands require.
 [[gnu::always_inline]] inline __m128i in_halves(__m512i values, bool byte_codes) {
   const __m128i bytes = _mm512_cvtepi32_epi8(values);
   if (byte_codes) return bytes;
   return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
 }
 
-// Does the same as pack_split, 16 activations at a time.
+// Computes the same result as pack_split, 16 activations at a time.
 template <class V>
 bool pack_rows(const PackRow& p) {
   constexpr int kBytes = V::kBytes;

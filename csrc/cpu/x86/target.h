@@ -1,7 +1,7 @@
 // Code between MARLIN_TARGET(features) and MARLIN_TARGET_END may use instructions that the x86 baseline lacks. Such
 // code runs only after capability() has found the features. It must not share a symbol with code outside, because the
-// linker could keep the copy with the wider instructions for all callers. Headers that define functions, such as those
-// of the standard library, must therefore be included before MARLIN_TARGET.
+// linker could keep only the copy with the wider instructions, for all callers. Therefore include headers that define
+// functions, such as those of the standard library, before MARLIN_TARGET.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,5 @@
-// AVX2 with FMA and F16C: vectors of 8 columns. vpermps reads three index bits, so a look-up in 16 entries takes two.
+// The vector policy for AVX2 with FMA and F16C: vectors of 8 columns. vpermps reads three index bits, so a look-up in
+// 16 entries needs two vpermps.
 #pragma once
 
 #include <immintrin.h>
@@ -40,7 +41,7 @@ struct Avx2 {
   static F zero_below(F x, float limit, F value) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
   }
-  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
+  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+x"(a));
     return a;

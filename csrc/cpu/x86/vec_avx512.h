@@ -1,5 +1,5 @@
-// AVX-512 (F, BW, DQ, VL): vectors of 16 columns. vpermps looks up 16 entries by the low four bits of each lane, so one
-// look-up decodes any format and codes need no mask.
+// The vector policy for AVX-512 (F, BW, DQ, VL): vectors of 16 columns. vpermps looks up 16 entries by the low four
+// bits of each lane. So one look-up decodes any 4-bit format, and the codes need no mask.
 #pragma once
 
 #include <immintrin.h>
@@ -39,7 +39,7 @@ struct Avx512 {
   static F zero_below(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
   }
-  // Keeps the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
+  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+v"(a));
     return a;

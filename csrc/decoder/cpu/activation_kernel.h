@@ -1,5 +1,5 @@
-// Gated activations of fp32 vectors for any vector policy V (vec_*.h), so that instances for different instruction sets
-// never share a symbol.
+// Gated activations of fp32 vectors. The functions are templates of a vector policy V (vec_*.h), so the code of
+// different instruction sets never shares a symbol.
 #pragma once
 
 #include "csrc/cpu/vector_math.h"
@@ -7,7 +7,7 @@
 
 namespace marlin::cpu {
 
-// Returns `positive` for x >= 0 and `negative` for x < 0. If x is NaN, the result is NaN if `negative` is, and
+// Returns `positive` for x >= 0 and `negative` for x < 0. If x is NaN, the result is NaN if `negative` is NaN, and
 // otherwise undefined.
 template <class V>
 [[gnu::always_inline]] inline typename V::F by_sign(typename V::F x, typename V::F positive, typename V::F negative) {
@@ -53,7 +53,7 @@ template <class V, Activation activation>
     const F cubic = V::fma(V::mul(V::mul(V::set1(0.044715F), g), g), g, g);
     return V::mul(V::mul(g, sigmoid<V>(V::mul(V::set1(1.5957691F), cubic))), u);
   }
-  // NaN stays NaN, because V::max returns NaN if its second argument is NaN.
+  // V::max returns its second argument if that is NaN, so a NaN remains a NaN here.
   const F lowest = V::set1(-limit);
   const F bounded = negated<V>(V::max(lowest, negated<V>(g)));
   const F factor = V::max(lowest, negated<V>(V::max(lowest, negated<V>(u))));

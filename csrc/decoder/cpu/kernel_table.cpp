@@ -7,7 +7,7 @@ const DecoderFunctions& decoder_functions(Isa isa) {
     case Isa::avx2:
       return *avx2_decoder_functions();
     case Isa::avx512:
-    case Isa::amx:  // adds tiles to AVX-512
+    case Isa::amx:  // amx adds tiles to AVX-512, but has no tiles for these functions
       return *avx512_decoder_functions();
     case Isa::neon:
       return *neon_decoder_functions();
@@ -16,7 +16,7 @@ const DecoderFunctions& decoder_functions(Isa isa) {
   }
 }
 
-// This build has no code for the following families.
+// This build contains no code for the instruction sets below.
 #if !defined(__x86_64__)
 const DecoderFunctions* avx2_decoder_functions() {
   return nullptr;

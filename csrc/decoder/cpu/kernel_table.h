@@ -1,4 +1,4 @@
-// The functions of the operators between the products of a layer, for each instruction-set family. All compute in fp32.
+// The functions behind the decoder layer's operators, for each instruction set. All functions compute in fp32.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace marlin::cpu {
 
-inline constexpr int kActivationBlock = 512;  // elements that are computed at a time
-inline constexpr int kActivationUnit = 16;    // the widest vector of any family
+inline constexpr int kActivationBlock = 512;  // number of elements that are computed at a time
+inline constexpr int kActivationUnit = 16;    // number of elements in the widest vector of any instruction set
 
-// The arrays can be read, and `out` can be written, up to the next multiple of kActivationUnit elements.
+// `gate` and `up` are readable, and `out` is writable, up to the next multiple of kActivationUnit elements.
 struct GatedBlock {
   const float* gate;  // [count]
   const float* up;
@@ -21,15 +21,15 @@ struct GatedBlock {
   float alpha;
 };
 
-// One head of one token. The elements of a head are rotated in pairs. Element i, whose partner is element j, becomes
-// x_i cos_i + x_j sin_i. A rotation needs one sine with a minus sign; `sin` already has it.
+// The rotation of one head of one token. The elements of a head are rotated in pairs: element i with partner j becomes
+// x_i cos_i + x_j sin_i. In each pair, one sine has a minus sign, and `sin` includes this sign.
 struct RotaryRow {
   const float* x;    // [2 * pairs]
   const float* cos;  // [2 * pairs]
   const float* sin;
   int64_t pairs;
   bool interleaved;
-  float* out;  // not x
+  float* out;  // must not be x
 };
 
 struct DecoderFunctions {
@@ -43,7 +43,7 @@ struct DecoderFunctions {
 
 const DecoderFunctions& decoder_functions(Isa isa);
 
-// Each returns nullptr if this build has no code for the family.
+// Each function returns nullptr if this build has no code for its instruction set.
 const DecoderFunctions* portable_decoder_functions();
 const DecoderFunctions* avx2_decoder_functions();
 const DecoderFunctions* avx512_decoder_functions();

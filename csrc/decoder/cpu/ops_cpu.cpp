@@ -1,5 +1,5 @@
-// The operators between the products of a decoder layer, for the CPU. Rows are converted to fp32 in blocks that stay in
-// the cache, by the converters of the GEMM kernels.
+// The decoder layer's operators (norms, rotary, gated activation, cache) for the CPU. They convert rows to fp32 with
+// the converters of the GEMM kernels, in blocks that stay in the cache.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -23,7 +23,7 @@ namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
+constexpr int64_t kGrain = 1 << 14;  // the least number of elements per thread
 
 const KernelSet& kernels() {
   static const KernelSet& set = *kernels_of(capability().isa);
@@ -43,7 +43,7 @@ char* place(void* data, ElementType type, int64_t index) {
   return static_cast<char*>(data) + index * element_bytes(type);
 }
 
-// Returns the weights in fp32 with the offset added, in `buffer` if the tensor does not have them.
+// Returns the weight in fp32 with the offset added. Fills `buffer` unless the tensor already holds these values.
 const float* whole_weight(const Tensor& weight, double offset, std::vector<float>& buffer) {
   if (offset == 0 && weight.scalar_type() == at::kFloat) return weight.const_data_ptr<float>();
   buffer.resize(static_cast<size_t>(weight.numel()));
@@ -53,7 +53,7 @@ const float* whole_weight(const Tensor& weight, double offset, std::vector<float
   return buffer.data();
 }
 
-// Rows of fp32 are computed in place, others in a buffer.
+// Computes rows of fp32 in place, and other rows in a buffer.
 void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset, const Tensor& y,
           const Tensor& sum) {
   const Tensor values = with_unit_stride(as_rows(x));
@@ -111,7 +111,7 @@ TwoTensors add_rms_norm_cpu(const Tensor& x, const Tensor& residual, const Tenso
   return {y, sum};
 }
 
-// One call of rotary.
+// The arguments of one call of rotary.
 struct Rotation {
   Tensor cos;  // [1 or batches, tokens, R or R/2], unit stride
   Tensor sin;
@@ -120,7 +120,7 @@ struct Rotation {
   bool per_pair;
   bool transposed;
 
-  // The tables of a token: one element for each rotated element, and the sines with their signs.
+  // The cosines and sines of one token: one element for each rotated element. The sines include their signs.
   struct Token {
     std::vector<float> cos;
     std::vector<float> sin;
@@ -157,7 +157,7 @@ struct Rotation {
     }
   }
 
-  // All heads of a token are rotated together, because they share the tables and are usually adjacent in memory.
+  // Rotates all heads of a token together, because the heads share the tables and are usually adjacent in memory.
   void run(const Tensor& in, const Tensor& out) const {
     const Tensor held = with_unit_stride(in);
     const ElementType type = element_type(held);
@@ -179,7 +179,7 @@ struct Rotation {
         const auto part = [&](const Tensor& tensor) {
           return batch * tensor.stride(0) + head * tensor.stride(1) + token * tensor.stride(2);
         };
-        // Calls convert(first head, number of heads) for the heads that are adjacent in memory.
+        // Calls convert(first head, number of elements) for each run of heads that are adjacent in memory.
         const auto by_neighbours = [&](const Tensor& tensor, auto&& convert) {
           const int64_t together = tensor.stride(1) == head_size ? count : 1;
           for (int64_t h = 0; h < count; h += together)
@@ -277,7 +277,7 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, std::string_vi
   return out;
 }
 
-// Copies tensor [B, H, S, D] to the tokens from `start` on of cache [B, H, L, D].
+// Copies `tensor` [B, H, S, D] to tokens `start` to start + S - 1 of `cache` [B, H, L, D].
 void copy_tokens(const Tensor& cache, const Tensor& tensor, int64_t start) {
   const Tensor held = with_unit_stride(tensor);
   const ElementType type = element_type(held);

@@ -1,6 +1,6 @@
 // Functions on rows of fp32 values. The compiler vectorizes the loops for the target of the file that includes this
-// header. The template parameter V (a vector policy of vec_*.h) computes nothing. It makes each target's instantiations
-// distinct, so that the linker does not merge them.
+// header. No function calls the vector policy V (vec_*.h): V only makes the instantiations of each target distinct, so
+// that the linker does not merge them.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace marlin::cpu {
 
-// Adds the squares of each block to kPartialSums sums in fp32. With a single sum, each addition would wait for the one
-// before. At the end, the partial sums are added in fp64.
+// Adds the squares of each block to kPartialSums separate fp32 sums, because each addition to a single sum would wait
+// for the previous one. Adds the partial sums in fp64 at the end.
 template <class V>
 double sum_of_squares(const float* x, int64_t count) {
   constexpr int64_t kBlock = 512;

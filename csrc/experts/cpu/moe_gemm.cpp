@@ -1,7 +1,7 @@
 #include "csrc/experts/cpu/moe_gemm.h"
 
-// Products with the experts of a mixture: sorts the pairs of a token and a slot by expert, computes one product for
-// each expert that has rows, and adds up the rows of a token.
+// Products with the weights of experts. Sorts the pairs of a token and a slot by expert, computes one product for each
+// expert that has pairs, and combines the products of each token.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -14,7 +14,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kCombineGrain = int64_t{1} << 15;  // products per task; adding them up takes about 10 us
+constexpr int64_t kCombineGrain = int64_t{1} << 15;  // products per task; their sum takes about 10 us
 
 const void* at_element(const void* data, ElementType type, int64_t index) {
   return data == nullptr ? nullptr : static_cast<const char*>(data) + index * element_bytes(type);
@@ -36,10 +36,10 @@ PackedWeight weight_of(const MoeGemmArguments& arguments, int64_t expert) {
   return weight;
 }
 
-// The pairs in the order of their experts; pairs of one expert keep their order.
+// The pairs sorted by expert. Pairs of one expert keep their order.
 struct SortedPairs {
-  std::vector<int64_t> ends;      // [experts]: where the pairs of each expert end in the two lists
-  std::vector<int64_t> a_starts;  // where each pair's row of a starts
+  std::vector<int64_t> ends;      // [experts]: the index after each expert's last pair in the two lists below
+  std::vector<int64_t> a_starts;  // the first element of each pair's row in `a`
   std::vector<int64_t> pairs;
 
   explicit SortedPairs(const MoeGemmArguments& arguments) : ends(static_cast<size_t>(arguments.experts)) {
@@ -48,7 +48,7 @@ struct SortedPairs {
       if (is_expert(arguments, pair)) ++ends[expert(arguments, pair)];
     }
     int64_t total = 0;
-    // at first the begin of each expert's pairs; filling the lists moves it to their end
+    // Here `end` becomes the start of each expert's pairs. The loop that fills the lists moves it to the end.
     for (int64_t& end : ends) {
       const int64_t rows = end;
       end = total;
@@ -97,7 +97,8 @@ std::vector<GemmArguments> products_of(const MoeGemmArguments& arguments, const 
   return products;
 }
 
-// Multiplies the fp32 product of each pair by its row weight. With `reduce`, adds up the products of a token.
+// Multiplies the fp32 product of each pair by its row weight. With `reduce`, adds up the weighted products of each
+// token.
 void combine(const MoeGemmArguments& arguments, const KernelSet& kernels, const float* products,
              const Parallel& parallel) {
   const int64_t N = arguments.weight.N;

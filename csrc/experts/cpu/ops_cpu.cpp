@@ -1,5 +1,4 @@
-// The products with the weights of experts for the CPU: checks tensors, passes plain pointers to the kernels, and
-// returns tensors.
+// moe_gemm for the CPU: checks the tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -16,7 +15,7 @@
 namespace marlin::cpu {
 namespace {
 
-// Checks the permutations of the experts that are used.
+// Checks the permutations of the experts that occur in `ids`.
 void check_expert_perms(const StoredWeight& weight, const int64_t* ids, int64_t count) {
   std::vector<bool> checked(static_cast<size_t>(weight.experts));
   for (int64_t i = 0; i < count; ++i) {

@@ -1,5 +1,5 @@
-// Defines how a product is divided into ranges of rows, columns and K; how packed activations are laid out; and in
-// which order words are prefetched.
+// Divides a product into ranges of rows, columns and K. Defines the layout of packed activations and the order in which
+// words are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ struct Activations {
   char* values;
   float* sums;
 
-  const int64_t* starts;  // [row_blocks + 1]: the first row of each block, and at the end the number of rows
-  int64_t pitch;          // rows from the start of a block to the start of the next
+  const int64_t* starts;  // [row_blocks + 1]: the first row of each block, followed by the number of rows
+  int64_t pitch;          // number of rows from the start of a block to the start of the next block
 
   Range block(int64_t index) const { return {starts[index], starts[index + 1]}; }
   char* block_values(int64_t chunk, int64_t index) const {
@@ -44,8 +44,8 @@ struct Activations {
 
 inline constexpr int64_t kBytesAhead = 32 << 10;  // prefetch distance
 
-// Yields the words to prefetch. They are the words of a task's strips, chunk after chunk, and are prefetched
-// kBytesAhead before the products need them. A chunk covers chunk_k elements of K.
+// Returns the addresses of the words to prefetch. These are the words of a task's strips, chunk after chunk. They are
+// prefetched kBytesAhead before the products need them. A chunk contains chunk_k elements of K.
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip)

@@ -1,5 +1,5 @@
-// Runs products on threads. Divides each into passes, gives concurrent passes memory, and repeats a pass whose kernel
-// cannot represent a value.
+// Runs products on threads. Divides each product into passes, allocates the memory of passes that run at the same time,
+// and repeats a pass if its kernel cannot represent a value.
 #include "csrc/gemm/cpu/gemm.h"
 
 #include <algorithm>
@@ -13,12 +13,14 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kRowsTogether = 512;  // the most rows of products that run together; limits their memory
-// Packing fewer elements than these takes less time than starting a thread for them.
+constexpr int64_t kRowsTogether = 512;  // largest number of rows of passes that run at the same time, which limits
+                                        // their memory
+// To pack fewer elements than this takes less time than to start a thread.
 constexpr int64_t kPackGrain = int64_t{1} << 13;
 constexpr int64_t kSliceGrain = int64_t{1} << 14;
 
-// The tasks of several passes, numbered one pass after another.
+// The tasks of several passes, with consecutive numbers: all tasks of the first pass, then those of the second, and so
+// on.
 class Tasks {
  public:
   Tasks(std::deque<Pass>& passes, int64_t (Pass::*count)() const) : passes_(passes) {
@@ -29,7 +31,7 @@ class Tasks {
 
   int64_t count() const { return ends_.empty() ? 0 : ends_.back(); }
 
-  // Finds the pass to which task `index` belongs, and calls run() with the pass and the number of the task within it.
+  // Calls run() with the pass to which task `index` belongs, and with the number of the task in this pass.
   template <class Run>
   void run(int64_t index, const Run& run) const {
     const auto found = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin());
@@ -41,7 +43,8 @@ class Tasks {
   std::vector<int64_t> ends_;
 };
 
-// Computes passes side by side. A pass has no result if its representable() is false afterwards.
+// Computes several passes at the same time. If representable() of a pass is false afterwards, the pass has no valid
+// result.
 void run_together(std::deque<Pass>& passes, const Parallel& parallel) {
   static thread_local Scratch value_scratch, sum_scratch, start_scratch, partial_scratch;
   const auto total = [&](int64_t (Pass::*size)() const) {
@@ -67,8 +70,8 @@ void run_together(std::deque<Pass>& passes, const Parallel& parallel) {
       packing.run(i, [](Pass& pass, int64_t task) { pass.pack(task); });
   });
 
-  // Thread t takes tasks t, t + threads, t + 2 threads and so on. A task costs more in a pass with more rows, and the
-  // tasks of a pass follow each other in the list, so contiguous shares could be unequal.
+  // Thread t runs the tasks t, t + threads, t + 2 threads and so on. Contiguous shares could be unequal: a task takes
+  // longer in a pass with more rows, and the tasks of a pass are adjacent in the list.
   const Tasks products(passes, &Pass::tasks);
   const int64_t threads = std::min<int64_t>(std::max(parallel.num_threads, 1), products.count());
   parallel.run(threads, 1, [&](int64_t begin, int64_t end) {
@@ -93,8 +96,7 @@ void run_together(std::deque<Pass>& passes, const Parallel& parallel) {
   partial_scratch.trim(kKeepBytes);
 }
 
-// Computes a pass again, because the kernel of `failed` cannot represent one of its values. Tries one fallback plan
-// after another.
+// Repeats a pass after its kernel found a value that it cannot represent. Uses the fallback plans one after another.
 void run_with_fallback(const Machine& machine, const CpuProblem& problem, const KernelSet& kernels, const Pass& failed,
                        const Parallel& parallel) {
   CpuPlan plan = failed.plan();
@@ -108,9 +110,9 @@ void run_with_fallback(const Machine& machine, const CpuProblem& problem, const 
   }
 }
 
-// Returns the number of threads that share one product. A thread that reads whole rows of words is faster, so it is
-// best if few threads share a product. If all products have the same number of rows, the result is therefore the
-// smallest number that gives every thread the same amount of work. Otherwise it is the number of all threads.
+// Returns the number of threads that share one product. A thread is faster if it reads whole rows of words, so few
+// threads should share a product. If all products have the same number of rows, returns the smallest number that gives
+// every thread the same amount of work. Otherwise returns the number of all threads.
 int threads_for_each(std::span<const GemmArguments> products, int threads) {
   const bool equal = std::all_of(products.begin(), products.end(),
                                  [&](const GemmArguments& product) { return product.M == products.front().M; });

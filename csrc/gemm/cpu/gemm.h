@@ -1,4 +1,4 @@
-// The product on the CPU: plain pointers, no torch. The torch glue is in ops_cpu.cpp.
+// gemm on the CPU, with plain pointers and without torch. ops_cpu.cpp has the operator on tensors.
 #pragma once
 
 #include <span>
@@ -19,20 +19,19 @@ struct GemmArguments {
   ElementType bias_type;
   void* out;  // [M, N] contiguous
 
-  // The next two describe rows that are not evenly spaced.
+  // For rows that are not evenly spaced, if not nullptr:
   const int64_t* a_starts = nullptr;  // [M]: row m of a starts at element a_starts[m]; a_row_stride is not used
   const int64_t* out_rows = nullptr;  // [M]: row m of the product is row out_rows[m] of out
-  bool fp32_out = false;              // out is fp32, whatever a_type is
-  bool rounds = false;                // the weight may be rounded to bf16
+  bool fp32_out = false;              // true if out is fp32 for any a_type
+  bool rounds = false;                // true if the weight may be rounded to bf16
 };
 
-// The functions below take the machine as an argument, so that tests and benchmarks can run every instruction-set
-// family that this CPU has.
+// Tests and benchmarks pass `machine` to run every instruction set that this CPU supports.
 
 // Returns the problem that the planner solves for these arguments.
 CpuProblem problem_of(const GemmArguments& arguments, Precision precision);
 void gemm_on(const Machine& machine, const GemmArguments& arguments, const Parallel& parallel, Precision precision);
-// Computes products of weights of one format, K, N and group size side by side, on all threads.
+// Computes several products at the same time, on all threads. Their weights have the same format, K, N and group size.
 void gemm_group_on(const Machine& machine, std::span<const GemmArguments> products, const Parallel& parallel,
                    Precision precision);
 

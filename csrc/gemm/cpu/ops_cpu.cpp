@@ -1,5 +1,4 @@
-// The products with one packed weight for the CPU: checks tensors, passes plain pointers to the kernels, and returns
-// tensors.
+// gemm and gemm_fp32 for the CPU: checks the tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -15,7 +14,7 @@
 namespace marlin::cpu {
 namespace {
 
-// Returns true if the variant or the option for decoded weights allows a weight to be rounded to bf16.
+// Returns true if `variant`, or the limit of decoded weights for "auto", permits rounding of the weight to bf16.
 bool may_round(std::string_view variant, int64_t M, const PackedWeight& weight) {
   if (M < kRoundedMinRows) return false;
   const NamedVariant named(variant);
@@ -31,7 +30,7 @@ void check_int8(const char* op, const Machine& machine, WeightFormat format) {
        text("'int8' with the instruction set ", isa_name(machine.isa)));
 }
 
-// Computes gemm if fp32_out is false, else gemm_fp32; `op` is the operator's name.
+// Computes gemm, or gemm_fp32 if fp32_out is true. `op` is the operator's name.
 Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
                 std::string_view variant, OptionalText activations, bool fp32_out) {
   const WeightShape shape = check_gemm(a, weight, bias, variant, activations, op);

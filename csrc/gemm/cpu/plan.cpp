@@ -13,66 +13,67 @@ namespace {
 constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
 constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a block: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
-// Rounding a panel takes two to four times the instructions of decoding it, so more rows share it.
+// To round a panel takes two to four times as many instructions as to decode it, so more rows share the panel.
 constexpr int64_t kRoundedBlockRows = 512;
-// An AMX tile has 16 rows. If fewer than five are in use, the byte_split kernels are as fast: at four rows they took
-// 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
+// An AMX tile has 16 rows. If a product uses fewer than five of them, the byte_split kernels are as fast: at four rows
+// they took 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
-// E4M3 has no byte_split kernel. Beside dot products of bf16, AMX was 1.2 to 1.4 times as fast at four rows, 1.0 to 1.2
-// times with groups of 32; at two rows 0.9 to 1.3 times, and at one row slower (same Xeon, two and 16 threads).
+// E4M3 has no byte_split kernel. Compared with dot products of bf16, AMX was 1.2 to 1.4 times as fast at four rows, and
+// 1.0 to 1.2 times with groups of 32. At two rows it was 0.9 to 1.3 times as fast, and at one row slower (same Xeon,
+// two and 16 threads).
 constexpr int64_t kAmxMinRowsE4M3 = 4;
 // With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
-// fp32 activation needs three tile products. With fp32 activations and groups of 16, AMX therefore pays only from seven
+// fp32 activation needs three tile products. So with fp32 activations and groups of 16, AMX is faster only from seven
 // rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
-// amx_scaled multiplies coded scales into the panel. That pays if two tiles, more than 16 rows, share the panel: for
-// groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows (same Xeon,
-// two and 16 threads). For groups of 16 it always pays.
+// amx_scaled multiplies coded scales into the panel. This is faster if two tiles (more than 16 rows) share the panel.
+// For groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows (same
+// Xeon, two and 16 threads). For groups of 16 it is always faster.
 constexpr int64_t kAmxScaledMinRows = 17;
 // If the codes of a table need three bf16 terms each, they are decoded three times and need three to six tile products.
-// In this case AMX ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to
-// 1.4 times at 16 rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
+// AMX then ran at 0.65 to 0.84 times the speed of the fp32 kernels at eight rows, at 1.0 (fp32 activations) to 1.4
+// times at 16 rows, and at 1.5 to 2.5 times at 64 rows (Intel Xeon, two threads).
 constexpr int64_t kAmxTableMinRows = 16;
-// bf16_dot_panel decodes codes once for all blocks of rows, and other kernels for each block of twelve. On an EPYC with
-// one thread and 512 rows that was 1.3 times as fast for codes of 8 bits and 1.02 times for those of 4 bits. At 24 rows
-// both took the same time for codes of 8 bits, and at 36 rows for those of 4 bits.
+// bf16_dot_panel decodes codes once for all row blocks; other kernels decode them again for each block of twelve rows.
+// On an EPYC with one thread and 512 rows, bf16_dot_panel was 1.3 times as fast for codes of 8 bits and 1.02 times for
+// codes of 4 bits. The two took the same time at 24 rows for codes of 8 bits, and at 36 rows for codes of 4 bits.
 constexpr int64_t kPanelMinRows = 49;
 constexpr int64_t kBytePanelMinRows = 25;
 constexpr int kInt8SmallMRows = 4;
 // AMX multiplies activations that are rounded to bf16. It took 0.6 to 0.8 times as long as products of bytes for groups
 // of 128 and 12 to 64 rows, and 1.0 to 1.6 times for groups of 32 (Intel Xeon, two threads).
 constexpr int64_t kInt8AmxMinRows = 12;
-constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, accumulators would spill
-constexpr int64_t kSliceMinChunks = 4;   // a slice of K with fewer chunks saves less than adding up its sums costs
-// K is split before columns are, if the partial sums take at most this much memory. Threads are faster if each reads
-// whole rows of words than if they share rows and pages. On two threads of an Intel Xeon, splitting K was 1.1 to 1.5
+constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, the compiler would spill accumulators
+constexpr int64_t kSliceMinChunks = 4;   // a shorter slice of K saves less time than the addition of its partial sums
+                                         // costs
+// K is split before the columns if the partial sums need at most this much memory. Threads that read whole rows of
+// words are faster than threads that share rows and pages. On two threads of an Intel Xeon, a split of K was 1.1 to 1.5
 // times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
 // 128 KB cancelled the gain.
 constexpr int64_t kMaxPartialBytes = 88 << 10;
 // With one row of activations and at least this many columns, AMD's CPUs use half chunks. They read the eight rows of
-// words of a half chunk faster than the 16 rows of a whole chunk, which lie 16 KB or more apart. Products with cold
-// weights were 1.04 to 1.24 times as fast with half chunks; fp32 activations were 0.97 to 1.07 times as fast. Half
-// chunks also scale sums twice as often: with fewer columns, products were 0.85 to 1.00 times as fast, and with two
+// words of a half chunk faster than the 16 rows of a whole chunk, which are 16 KB or more apart. With weights outside
+// the caches, half chunks were 1.04 to 1.24 times as fast; for fp32 activations they were 0.97 to 1.07 times as fast.
+// Half chunks also scale sums twice as often. With fewer columns they were 0.85 to 1.00 times as fast, and with two
 // rows of activations 0.95 times (EPYC, two threads). Intel's CPUs were not measured.
 constexpr int64_t kHalfChunkMinColumns = 4096;
 
-// Returns true for AMD's CPUs with AVX-512. On x86, capability.cpp calls bf16 dot products fast only if the CPU is
-// AMD's.
+// Returns true for AMD's CPUs with AVX-512. On x86, capability.cpp sets fast_bf16_dot only for CPUs of AMD.
 bool is_amd(const Machine& machine) {
   return machine.isa == Isa::avx512 && machine.fast_bf16_dot;
 }
 
-// Returns true if M rows are computed in blocks of four rows instead of eight. A block of four rows has room for four
-// vectors of columns instead of two, so each vector that holds an activation is used twice as often. On an EPYC, bf16
-// and fp32 products of 8 and 16 rows were 1.00 to 1.10 times as fast in blocks of four. With five to seven and with
-// twelve rows they were 0.95 to 1.02 times as fast, so blocks of four are not used there.
+// Returns true if M rows are computed in blocks of four rows instead of eight. The registers hold four vectors of
+// columns for a block of four rows, and only two for a block of eight. So each activation in a register is used twice
+// as often. On an EPYC, bf16 and fp32 products of 8 and 16 rows were 1.00 to 1.10 times as fast in blocks of four.
+// Products of five to seven and of twelve rows were 0.95 to 1.02 times as fast, so they use blocks of eight.
 bool in_blocks_of_four(const Machine& machine, int64_t M) {
   return is_amd(machine) && (M == 8 || M == 16);
 }
 
-// Codes of 8 bits have 16 rows of words in half a chunk. On a Xeon with one row, half chunks were 1.2 to 1.5 times as
-// fast with AVX2, and with AVX-512 1.1 times as fast with two threads. byte_split scales three sums for each segment,
-// and with 16 threads it was 0.9 times as fast.
+// For codes of 8 bits, half a chunk has 16 rows of words. On a Xeon with one row of activations, half chunks were 1.2
+// to 1.5 times as fast with AVX2, and 1.1 times with AVX-512 on two threads. With 16 threads, byte_split was 0.9 times
+// as fast, because it scales three sums for each segment.
 constexpr int kHalfChunkMaxThreads = 4;
 
 int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel kernel) {
@@ -123,7 +124,7 @@ struct Choice {
   int parts = 1;  // bf16 terms per activation
 };
 
-// Returns nothing if the weight may not be rounded, or if that is not faster.
+// Returns nullopt if the weight must not be rounded, or if rounding is not faster.
 std::optional<Choice> choose_rounded(const Machine& machine, const CpuProblem& problem) {
   if (!problem.rounds || problem.a_type != ElementType::bfloat16) return std::nullopt;
   if (problem.code_parts == 0 || problem.M < kRoundedMinRows) return std::nullopt;
@@ -132,7 +133,7 @@ std::optional<Choice> choose_rounded(const Machine& machine, const CpuProblem& p
   return std::nullopt;
 }
 
-// Returns nothing if the tiles cannot represent the codes, or if other kernels are as fast because the rows are few.
+// Returns nullopt if the tiles cannot represent the codes, or if other kernels are as fast for this number of rows.
 std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa != Isa::amx || problem.code_parts == 0) return std::nullopt;
   const bool table = problem.code_parts > 1;
@@ -153,9 +154,10 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
 
 Choice choose_kernel(const Machine& machine, const CpuProblem& problem);
 
-// In three cases, a kernel that keeps more bits takes less time. With one row on an EPYC, three bytes took 0.75 to 0.85
-// of the time of one, and the default's products of 8-bit codes 0.7 to 0.85. On a Xeon with AVX2, exact products of
-// 8-bit codes and one row took 0.5 to 1.1 of it. AMX multiplies bf16 faster in long groups.
+// Three cases use a kernel that is more exact than int8 and also faster. With one row on an EPYC, three bytes per
+// activation took 0.75 to 0.85 of the time of one byte, and the default kernels for 8-bit codes 0.7 to 0.85. On a Xeon
+// with AVX2, exact products of 8-bit codes and one row took 0.5 to 1.1 of that time. AMX multiplies bf16 faster in long
+// groups.
 Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
   if (!machine.byte_dot || machine.isa == Isa::avx2) {
     if (problem.M > 1) return {CpuKernel::int8_avx2};
@@ -175,9 +177,10 @@ Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
   return {problem.M <= kInt8SmallMRows ? CpuKernel::int8_small_m : CpuKernel::int8};
 }
 
-// A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product 4/3 of it. The kernels with
-// these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only the speed of
-// decoding counts. fp32 activations need three bf16 dot products, so for them only the decoding is faster.
+// A bf16 dot product does twice the work of an fp32 multiply-add, and a byte dot product does 4/3 of the work. The
+// kernels with these instructions also decode faster than the fp32 kernels; byte_split decodes fastest. At M = 1 only
+// the speed of the decode matters. fp32 activations need three bf16 dot products, so for them only the decode is
+// faster.
 Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (problem.precision == Precision::int8) return choose_int8(machine, problem);
   if (const auto rounded = choose_rounded(machine, problem)) return *rounded;
@@ -188,7 +191,7 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   const bool reduced = problem.precision == Precision::reduced;
   const bool half = problem.a_type != ElementType::float32;
   // byte_split keeps 23 bits relative to the largest activation of a group, so smaller fp32 activations lose bits. It
-  // is used for fp32 only if the caller allows reduced precision.
+  // is used for fp32 only if the caller permits reduced precision.
   const Codes codes = codes_of(problem.format);
   const bool x86 = machine.isa == Isa::avx512 || machine.isa == Isa::amx;
   const bool planes = codes == Codes::planes;
@@ -198,8 +201,8 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
   if (machine.isa == Isa::avx2 && byte_split && problem.M == 1) return {CpuKernel::byte_split_avx2};
   if (machine.isa != Isa::avx512 && machine.isa != Isa::amx && machine.isa != Isa::neon) return fp32;
   const bool fast_dot = machine.fast_bf16_dot && problem.code_parts == 1 && (x86 || (!is_byte_wide(codes) && !planes));
-  // Intel's slow bf16 dot products are faster than fp32 here, too, because few rows of E4M3 wait for the decoding. One
-  // row has a decoder of its own (e4m3_row.h).
+  // Intel's slow bf16 dot products are faster than fp32 here, too, because for few rows of E4M3 the decode takes most
+  // of the time. A single row has a faster decoder of its own (e4m3_row.h).
   const bool dot = fast_dot || (machine.isa == Isa::amx && codes == Codes::e4m3 && problem.M > 1);
   if (dot && problem.a_type == ElementType::bfloat16 && (problem.M > 1 || is_byte_wide(codes))) {
     const int64_t panel_rows = is_byte_wide(codes) ? kBytePanelMinRows : kPanelMinRows;
@@ -208,7 +211,7 @@ Choice choose_kernel(const Machine& machine, const CpuProblem& problem) {
     const bool few = problem.M <= dot_rows || in_blocks_of_four(machine, problem.M);
     return {few ? CpuKernel::bf16_dot_small_m : CpuKernel::bf16_dot};
   }
-  // At one row, a matrix product has no second row of activations, and takes as many instructions as dot products.
+  // At one row, a matrix instruction has no second row to multiply, so it needs as many instructions as dot products.
   if (byte_split && machine.byte_matrix && problem.M > 1) return {CpuKernel::byte_matrix};
   if (byte_split && machine.byte_dot) {
     return {problem.M <= kByteSplitSmallMRows ? CpuKernel::byte_split_small_m : CpuKernel::byte_split};

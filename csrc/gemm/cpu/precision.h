@@ -1,4 +1,4 @@
-// The precision that a program asks PyTorch for.
+// Reads the precision that a program requests from PyTorch.
 #pragma once
 
 #include <ATen/Context.h>
@@ -7,8 +7,8 @@
 
 namespace marlin::cpu {
 
-// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU. It can always be read, and
-// torch.set_float32_matmul_precision sets it, too. at::Context::float32MatmulPrecision() would throw if a program has
+// Reads the precision of mkldnn, PyTorch's backend for matrix products on the CPU. This setting can always be read, and
+// torch.set_float32_matmul_precision also sets it. at::Context::float32MatmulPrecision() would throw if a program has
 // set the precision of a single backend.
 inline Precision precision_for(ElementType a_type) {
   if (a_type != ElementType::float32) return Precision::highest;

@@ -1,11 +1,11 @@
-// The mLSTM on the CPU: plain pointers, no torch. The torch glue is in ops_cpu.cpp.
+// The mLSTM on the CPU, with plain pointers and without torch. ops_cpu.cpp has the operators on tensors.
 #pragma once
 
 #include "csrc/mlstm/cpu/plan.h"
 
 namespace marlin::cpu {
 
-// One of q, k, v, i and f. Strides are in elements; the last dimension of q, k and v has stride 1.
+// One of the tensors q, k, v, i and f. Strides are in elements; the last dimension of q, k and v has stride 1.
 struct MlstmInput {
   const void* data;
   ElementType type;  // meaningless if MlstmArguments::wide
@@ -14,8 +14,8 @@ struct MlstmInput {
   int64_t stride_s;
 };
 
-// States, contiguous: C [B, H, slots, DK, DV], n [B, H, slots, DK], m [B, H, slots]; fp32, or fp64 if
-// MlstmArguments::wide.
+// Contiguous states: C [B, H, slots, DK, DV], n [B, H, slots, DK], m [B, H, slots]. They are fp64 if
+// MlstmArguments::wide, otherwise fp32.
 template <class Pointer>
 struct MlstmStates {
   Pointer C;
@@ -31,18 +31,18 @@ struct MlstmArguments {
   int64_t DK;
   int64_t DV;
   bool wide;     // inputs, states, h, N and M are fp64
-  MlstmInput q;  // data is nullptr if only states are needed
+  MlstmInput q;  // data is nullptr if the caller needs only states
   MlstmInput k;
   MlstmInput v;
   MlstmInput i;
   MlstmInput f;
   double eps;
-  // If given_states is false, `in` is the state before the first token. If it is true, slot c of `in` holds the state
-  // before chunk c. nullptr stands for a zero state.
+  // The input states. If given_states is false, `in` is the state before the first token. If given_states is true, slot
+  // c of `in` is the state before chunk c. nullptr means a zero state.
   MlstmStates<const void*> in;
   bool given_states;
-  // Receives the final state if chunks_per_slot is 0. Otherwise, slot c receives the state before chunk c *
-  // chunks_per_slot. nullptr means that no state is needed.
+  // The output states. If chunks_per_slot is 0, `out` receives the final state. Otherwise, slot c of `out` receives the
+  // state before chunk c * chunks_per_slot. nullptr means that the caller needs no state.
   MlstmStates<void*> out;
   int64_t chunks_per_slot;
   void* h;  // [B, H, S, DV] in the type of q
@@ -50,9 +50,10 @@ struct MlstmArguments {
   void* M;
 };
 
-// Computes the recurrence token by token. This form is the reference for tests, and the fastest for one or two tokens.
+// Computes the recurrence token by token. Tests use this form as the reference. It is the fastest form for one or two
+// tokens.
 void mlstm_sequential(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
-// Computes matrix products chunk by chunk. It supports fp32 only.
+// Computes the chunks with matrix products, in fp32 only.
 void mlstm_chunkwise(const MlstmArguments& arguments, const MlstmPlan& plan, const Parallel& parallel);
 
 }  // namespace marlin::cpu

@@ -1,6 +1,6 @@
 // The chunkwise mLSTM (docs/use/mlstm.md): masked products inside a chunk, and a state between chunks. A task computes
-// some columns of one head's state. It divides them into strips of columns that stay in the cache for both products of
-// a chunk:
+// some columns of one head's state. The task divides these columns into strips that stay in the cache for both products
+// of a chunk:
 //     numerator [L, strip] = [decayed queries | weights] [L, DK + L] @ [state; v] [DK + L, strip]
 //     state [DK, strip] = decay * state + (weighted keys)^T [DK, L] @ v [L, strip]
 #include <algorithm>
@@ -18,10 +18,10 @@ namespace marlin::cpu {
 
 namespace {
 
-// with more terms, a sum is added up in several parts, which keeps its rounding error small
+// A longer sum is computed in several parts, which keeps its rounding error small.
 constexpr int64_t kMaxChain = 1024;
 
-// Calls f(first, size) for nearly equal blocks of [0, count), at most max_size each.
+// Divides [0, count) into nearly equal blocks of at most max_size, and calls f(first, size) for each block.
 template <class F>
 void for_blocks(int64_t count, int64_t max_size, F&& f) {
   const int64_t blocks = ceil_divide(count, max_size);
@@ -208,8 +208,8 @@ class Task {
     }
   }
 
-  // Prefetches the next strip of v and h for the tokens first to end - 1. These rows are too far apart for the hardware
-  // prefetcher.
+  // Prefetches rows of v and h that the next strip needs: those of tokens `first` to end - 1. These rows are too far
+  // apart for the hardware prefetcher.
   [[gnu::always_inline]] void prefetch_next(int64_t begin, int64_t count, int64_t strip, int64_t first,
                                             int64_t end) const {
     const bool is_last = strip + 1 == strips_;
@@ -222,13 +222,13 @@ class Task {
     }
   }
 
-  // Inlined, because GCC drops calls of functions that only prefetch.
+  // always_inline, because GCC removes calls of functions that only prefetch.
   [[gnu::always_inline]] void prefetch(const char* row, ElementType type) const {
     for (int64_t byte = 0; byte < plan_.strip * element_bytes(type); byte += 64)
       __builtin_prefetch(row + byte);
   }
 
-  // Computes rows_, which is [decayed queries | weights of the chunk's tokens], and the divisor of each row, in
+  // Computes rows_, which is [decayed queries | weights of the chunk's tokens]. Stores the divisor of each row in
   // gates_.floor.
   void weights(int64_t begin, int64_t count) {
     for (int64_t j = 0; j < count; ++j) {
@@ -300,7 +300,8 @@ class Task {
 
   void update(int64_t begin, int64_t count, int64_t strip) {
     float* state = state_strip(strip);
-    const int64_t tokens = ceil_divide(count * plan_.max_rows, a_.DK);  // to prefetch with each block of rows
+    const int64_t tokens = ceil_divide(count * plan_.max_rows, a_.DK);  // the tokens to prefetch with each block of
+                                                                        // rows
     int64_t prefetched = 0;
     for_blocks(a_.DK, plan_.max_rows, [&](int64_t first, int64_t rows) {
       mlstm_.product[static_cast<size_t>(rows)](
@@ -330,15 +331,16 @@ class Task {
   const int64_t L_;
   const int64_t key_pitch_;
   const float scale_;
-  int64_t token_pitch_ = 0;  // the pitch that this chunk uses
+  int64_t token_pitch_ = 0;  // the row length of keys_by_token_ in this chunk
   int64_t row_pitch_ = 0;
   MlstmGates gates_{};
   float* keys_ = nullptr;           // [L, DK]
-  float* keys_by_token_ = nullptr;  // [DK, L]; weigh_keys() multiplies them by gates_.to_state, after weights()
+  float* keys_by_token_ = nullptr;  // [DK, L]; weigh_keys() multiplies it by gates_.to_state, after weights() has read
+                                    // it
   float* n_ = nullptr;              // [DK]
   float* rows_ = nullptr;           // [L, DK + L]
   float* numerators_ = nullptr;     // [L, strip]
-  float* state_ = nullptr;          // [strips][DK + L, strip]: the state, and below it the chunk's v
+  float* state_ = nullptr;          // [strips][DK + L, strip]: the state, and below it the v of the chunk
   bool is_zero_ = true;             // true if the state is zero
   float m_ = 0.F;                   // stabiliser of the state: exact_m_, rounded to fp32
   double exact_m_ = 0.0;            // fp64, because rounding errors would add up over many chunks

@@ -10,7 +10,7 @@ namespace marlin::cpu {
 
 namespace {
 
-// A gate this low has the same effect as -inf. Unlike -inf, it keeps fp64 sums finite and precise enough.
+// A gate this low has the same effect as -inf, but it keeps the fp64 sums finite and precise enough.
 constexpr double kLowestGate = -1e8;
 
 void split(double value, float* high, float* low) {
@@ -20,7 +20,7 @@ void split(double value, float* high, float* low) {
 
 }  // namespace
 
-// Sums are computed in fp64, because a sum of many decays would lose its low bits in fp32.
+// Computes sums in fp64, because a sum of many decays would lose its low bits in fp32.
 void MlstmGates::compute(const MlstmKernels& kernels, int64_t count, float state_m, double* exact_m) {
   const int64_t padded = round_up(count, kMlstmPadding);
   kernels.softplus(f, floor, padded);

@@ -1,4 +1,4 @@
-// The mLSTM operators for the CPU: checks tensors, passes plain pointers to the kernels, and returns tensors.
+// The mLSTM operators for the CPU: checks the tensors, passes plain pointers to the kernels, and returns tensors.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -19,7 +19,7 @@ namespace {
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Keeps the tensors of one call alive. A tensor is copied only if its last dimension is strided.
+// Owns the tensors of one call. Copies a tensor only if its last dimension is strided.
 class Call {
  public:
   Call(const MlstmShape& shape, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f, int64_t chunk_size)
@@ -77,13 +77,13 @@ class Call {
  private:
   const Tensor& store(const Tensor& tensor) { return stored_.emplace_back(tensor); }
 
-  // Takes i or f: [B, H, S] or, for one token, [B, H].
+  // Converts i or f: [B, H, S] or, for one token, [B, H].
   MlstmInput input(const Tensor& tensor) {
     const Tensor& t = store(tensor);
     return {t.const_data_ptr(), element_type(t), t.stride(0), t.stride(1), t.dim() == 2 ? 0 : t.stride(2)};
   }
 
-  // Takes q, k or v: [B, H, S, D] or, for one token, [B, H, D].
+  // Converts q, k or v: [B, H, S, D] or, for one token, [B, H, D].
   MlstmInput rows(const Tensor& tensor) {
     const bool unit = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
     const Tensor& t = store(unit ? tensor : tensor.contiguous());

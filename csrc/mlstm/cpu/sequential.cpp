@@ -44,13 +44,13 @@ void step_row(const MlstmKernels& kernels, const float* from, float* to, const f
   kernels.step_row(from, to, v, numerator, forget, key, query, count);
 }
 
-// Computing log(sigmoid(f)) directly would give -inf for f below about -88. Here exp(-|f|) cannot overflow.
+// log(sigmoid(f)) as written would give -inf for f below about -88. Here exp(-|f|) cannot overflow.
 template <class T>
 T log_sigmoid(T f) {
   return std::min(f, T{0}) - std::log1p(std::exp(-std::abs(f)));
 }
 
-// The tokens of one head.
+// Computes the tokens of one head.
 template <class T>
 class Head {
  public:
@@ -92,7 +92,7 @@ class Head {
     return static_cast<const T*>(data) + (head_ * a_.in.slots + slot) * size;
   }
 
-  // Loads the state of this slot, which the next token then uses.
+  // Loads the state from this slot of the input, for the next token.
   void start(int64_t slot) {
     if (a_.in.C == nullptr) {
       std::fill(C_, C_ + a_.DK * a_.DV, T{0});
@@ -113,7 +113,7 @@ class Head {
     std::copy(from_n_, from_n_ + a_.DK, n_);
   }
 
-  // Called before the first token of each chunk, and after the last chunk.
+  // run() calls this function before the first token of each chunk, and after the last chunk.
   void chunk(int64_t index) {
     if (a_.given_states) start(index);
     if (a_.chunks_per_slot == 0 || index % a_.chunks_per_slot != 0) return;

@@ -1,5 +1,5 @@
-// The mLSTM's fp32 kernels for any vector policy V (vec_*.h). Every function is a template of V, so that instances for
-// different instruction sets never share a symbol.
+// The fp32 kernels of the mLSTM. Every function is a template of a vector policy V (vec_*.h), so the code of different
+// instruction sets never shares a symbol.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace marlin::cpu {
 
-// Returns log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], by the power series of artanh; y / (2 + y) is at most
-// 1/3.
+// Returns log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], by the power series of artanh. Its argument y / (2 + y)
+// is at most 1/3.
 template <class V>
 [[gnu::always_inline]] inline typename V::F log1p_vector(typename V::F y) {
   using F = typename V::F;
@@ -23,7 +23,7 @@ template <class V>
 template <class V, int R, int C, bool causal>
 void mlstm_product(const MlstmProduct& product) {
   using F = typename V::F;
-  // a local copy, because a store to a float cannot change it, and the compiler knows that
+  // a local copy, because the compiler knows that no store to a float can change it
   const MlstmProduct p = product;
   F acc[R * C];
   if (p.beta == 0.F) {
@@ -193,7 +193,7 @@ constexpr MlstmKernels mlstm_kernels() {
 
 }  // namespace marlin::cpu
 
-// Defines the function that returns the kernels for the vector policy V.
+// Defines a function that returns the kernels for the vector policy V.
 #define MARLIN_MLSTM_KERNELS(function, V)                        \
   namespace marlin::cpu {                                        \
   const MlstmKernels* function() {                               \

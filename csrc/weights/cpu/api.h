@@ -1,5 +1,5 @@
-// A packed weight on the CPU, and the operators that decode, look up or repack one: plain pointers, no torch. The torch
-// glue is in ops_cpu.cpp.
+// A packed weight on the CPU, and the operators that decode it, look up its rows or repack it. They take plain pointers
+// and do not use torch; ops_cpu.cpp has the operators on tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace marlin::cpu {
 
-// A packed weight with its scales [G, N], all contiguous. G is ceil(K / group_size), so the last group may
-// be short.
+// A packed weight and its scales [G, N]. All arrays are contiguous. G is ceil(K / group_size), so the last group may be
+// short.
 struct PackedWeight {
   WeightFormat format;
   int64_t K;
@@ -23,7 +23,7 @@ struct PackedWeight {
   const void* zeros;        // [G, N] or nullptr
   ElementType zeros_type;
   const void* super_scales;  // [ceil(K / kSuperBlock), N], or nullptr without two levels
-  const void* super_zeros;   // the same for zeros
+  const void* super_zeros;   // the same shape for zeros, or nullptr
   ElementType super_type;
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
   int64_t global_scale_stride;  // 0 for one value, 1 for a value per column
@@ -50,8 +50,8 @@ struct EmbeddingArguments {
 void dequantize(const DequantizeArguments& arguments, const Parallel& parallel);
 void embedding(const EmbeddingArguments& arguments, const Parallel& parallel);
 
-// Row j of the result is row perm[j] of the source, whose codes have 4 or 8 bits. If perm is nullptr, the result is a
-// copy.
+// Permutes packed words with codes of 4 or 8 bits: row j of the result is row perm[j] of qweight. If perm is nullptr,
+// the result is a copy.
 void gptq_repack(const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, int64_t code_bits, uint32_t* out,
                  const Parallel& parallel);
 void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, const Parallel& parallel);
@@ -62,8 +62,8 @@ void gptq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, StoredZeros
                        const Parallel& parallel);
 void awq_unpack_zeros(const uint32_t* qzeros, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel);
 
-// Like the functions above, for an instruction-set family that this CPU has, so that tests and benchmarks can run every
-// family.
+// These variants run on the instruction set `isa`, which this CPU must support. Tests and benchmarks use them to run
+// every instruction set.
 void dequantize_on(Isa isa, const DequantizeArguments& arguments, const Parallel& parallel);
 void gptq_repack_on(Isa isa, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N, int64_t code_bits,
                     uint32_t* out, const Parallel& parallel);

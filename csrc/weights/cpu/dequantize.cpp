@@ -18,11 +18,11 @@ namespace marlin::cpu {
 namespace {
 
 constexpr int64_t kBlockColumns = 8 * kDequantizeColumns;  // the fp32 scales and zeros of a block take 16 KB
-constexpr int64_t kBlockRows = 8;                          // blocks of eight k per task
-constexpr int64_t kPadding = 32;                           // columns: two of the widest vectors
+constexpr int64_t kBlockRows = 8;                          // blocks of eight k in one task
+constexpr int64_t kPadding = 32;                           // in columns: two of the widest vectors
 
-// A result of this size fills half of a small machine's last-level cache. Larger results are stored with instructions
-// that bypass the caches.
+// A result of this size fills half of the last-level cache of a small machine. Larger results are written with
+// instructions that bypass the caches.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 void stream_fence() {
@@ -31,8 +31,8 @@ void stream_fence() {
 #endif
 }
 
-// Replaces every NaN by the canonical quiet NaN. The kernels round to bf16 without a check for NaN: the canonical NaN
-// stays a NaN, but other NaNs may become numbers.
+// Replaces every NaN by the canonical quiet NaN. The kernels round to bf16 without a check for NaN. This rounding keeps
+// the canonical NaN, but it may turn other NaNs into numbers.
 void drop_payloads(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];
@@ -96,7 +96,7 @@ class Dequantize {
     drop_payloads(buffers.zeros, count);
   }
 
-  // Decodes rows 8 r to 8 r + 7 of the weight, columns n + i to n + i + count - 1.
+  // Decodes 8 rows of the weight from row 8 r on, in columns n + i to n + i + count - 1.
   void block(int64_t r, int64_t n, int64_t i, int64_t count, const Buffers& buffers) const {
     const uint32_t* words = w_.words + r * word_rows_ * w_.N + n + i;
     int64_t ld_words = w_.N;
@@ -143,7 +143,7 @@ class Dequantize {
   const ZerosRole role_;
   CodeValues values_;
   const uint32_t high_bits_;
-  const int64_t word_rows_;  // rows of words for eight k
+  const int64_t word_rows_;  // rows of packed words that hold eight k
   void (*const kernel_)(const DequantizeBlock&);
   const int64_t size_;
   const bool streamed_;

@@ -1,4 +1,4 @@
-// Looks up rows of an embedding table: decodes single columns of a packed weight.
+// Looks up rows of an embedding table, which are columns of its packed weight.
 #include <cmath>
 #include <limits>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kGrainCodes = 4096;  // codes per task: decoding them takes about as long as waking a thread
 
-// Returns what multiplies the codes of a group's scales or zeros; 1 without two levels.
+// Returns the second-level scale that multiplies a group's scale or zero; 1 for scales of one level.
 float super_of(const PackedWeight& weight, const void* values, int64_t group, int64_t n) {
   const int64_t row = group * weight.group_size / kSuperBlock;
   return values == nullptr ? 1.F : load_element(values, weight.super_type, row * weight.N + n);
@@ -44,7 +44,7 @@ void store(void* out, ElementType type, int64_t index, float value) {
   }
 }
 
-// Decodes column n in the order of the format table's formula. Each product and sum is rounded to fp32.
+// Decodes column n in the order of the format's formula (docs). Rounds each product and sum to fp32.
 void decode_column(const EmbeddingArguments& arguments, const float* values, int64_t n, int64_t row) {
   const PackedWeight& weight = arguments.weight;
   const uint32_t per_word = codes_per_word(weight.format), bits = 32 / per_word;
@@ -69,7 +69,7 @@ void decode_column(const EmbeddingArguments& arguments, const float* values, int
     if (role == ZerosRole::zero_point) value -= zero;
     value *= scale;
     if (role == ZerosRole::bias) {
-      volatile float rounded = value;  // volatile, because a compiler could fuse the product with the addition
+      volatile float rounded = value;  // volatile prevents a fused multiply-add
       value = rounded + zero;
     }
     const int64_t place = arguments.perm == nullptr ? k : arguments.perm[k];

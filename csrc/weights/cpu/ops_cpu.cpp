@@ -1,5 +1,5 @@
-// The operators that decode, look up or repack a packed weight, for the CPU: checks tensors, passes plain pointers to
-// the kernels, and returns tensors.
+// The operators of packed weights for the CPU: checks the tensors, passes plain pointers to the kernels, and returns
+// tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
@@ -20,7 +20,7 @@ Tensor dequantize_cpu(const WeightArguments& weight, at::ScalarType dtype) {
   const int32_t* order = stored.perm_data("dequantize");
   const std::array<int64_t, 2> sizes{stored.view.K, stored.view.N};
   const auto options = weight.scales.options().dtype(dtype);
-  // A perm with repeated indices leaves some rows unwritten, so they are zeroed first.
+  // A perm with repeated indices leaves some rows unwritten, so these outputs start as zeros.
   Tensor out = StoredWeight::repeats(order, stored.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
   cpu::dequantize({stored.view, order, out.mutable_data_ptr(), element_type(out)}, at_parallel());
   return out;
@@ -40,7 +40,7 @@ Tensor embedding_cpu(const Tensor& ids, const WeightArguments& weight, at::Scala
   at::DimVector sizes(ids.sizes());
   sizes.push_back(stored.view.K);
   const auto options = weight.scales.options().dtype(dtype);
-  // A perm with repeated indices leaves some columns unwritten, so they are zeroed first.
+  // A perm with repeated indices leaves some columns unwritten, so these outputs start as zeros.
   Tensor out = StoredWeight::repeats(order, stored.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (ids.numel() == 0) return out;
   check_id_range(ids, stored.view.N);

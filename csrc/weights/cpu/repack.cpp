@@ -13,7 +13,7 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kGrainWords = 1 << 13;          // a thread gets at least this many words
+constexpr int64_t kGrainWords = 1 << 13;          // the least number of words per thread
 constexpr int64_t kBlockWords = (640 << 10) / 4;  // source words that are copied at once: most of a 1 MB L2 cache
 constexpr int64_t kMinColumns = 64;
 constexpr int64_t kMaxColumns = 512;
@@ -22,9 +22,9 @@ int64_t grain_rows(int64_t words_per_row) {
   return std::max<int64_t>(1, kGrainWords / std::max<int64_t>(words_per_row, 1));
 }
 
-// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. If the source's
-// row length is a power of two, its rows share a few sets of the cache, so the words are first copied to a compact
-// block.
+// Permutes columns n to n + count - 1. Each word of the source is read eight times, in random order. If the row length
+// of the source is a power of two, its rows compete for a few sets of the cache. So the words are first copied to a
+// compact block.
 void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const int32_t* perm, int64_t K, int64_t N,
                      int64_t n, int64_t count, uint32_t* out) {
   static thread_local Scratch scratch;
@@ -42,7 +42,7 @@ void permute_columns(const KernelSet& kernels, const uint32_t* qweight, const in
   }
 }
 
-// The same for codes of 8 bits, which are whole bytes of the words.
+// Permutes codes of 8 bits, which are whole bytes of the words.
 void permute_byte_rows(const uint32_t* qweight, const int32_t* perm, int64_t N, int64_t begin, int64_t end,
                        uint32_t* out) {
   for (int64_t j = 4 * begin; j < 4 * end; ++j) {
@@ -63,15 +63,16 @@ Words load(const uint32_t* p) {
   return words;
 }
 
-// Undoes AWQ's order: the eight columns of a word are in nibbles 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
-// awq/utils/packing_utils.py). `even` holds the repacked words of nibbles 0, 2, 4, 6 and `odd` those of 1, 3, 5, 7.
+// Restores the order of AWQ's columns: the eight columns of a word are in nibbles 0, 4, 1, 5, 2, 6, 3, 7 (AutoAWQ,
+// awq/utils/packing_utils.py). `even` holds the repacked words of nibbles 0, 2, 4, 6, and `odd` those of nibbles 1, 3,
+// 5, 7.
 void store_columns(uint32_t* to, Words even, Words odd) {
   const Words columns[2] = {shuffle<0, 2, 4, 6>(even, odd), shuffle<1, 3, 5, 7>(even, odd)};
   std::memcpy(to, columns, sizeof columns);
 }
 
-// Takes word c of each of the four rows, for every c, and transposes these 4 x 4 bytes: byte b of word c of rows[p]
-// becomes byte p of word b of result.of[c].
+// For every c, transposes the 4 x 4 bytes of word c in the four rows: byte b of word c of rows[p] becomes byte p of
+// word b of result.of[c].
 struct FourWords {
   Words of[4];
 };
@@ -90,7 +91,8 @@ FourWords transpose_bytes(const Words (&rows)[4]) {
   return result;
 }
 
-// Repacks eight rows of four words to one row of 32 words. `stride` is the distance between two source rows.
+// Repacks eight rows of four words to one row of 32 words. `stride` is the number of words from one source row to the
+// next.
 void awq_block(const uint32_t* from, int64_t stride, uint32_t* to) {
   constexpr uint32_t kLow = 0x0F0F0F0FU, kHigh = 0xF0F0F0F0U;
   Words even[4], odd[4];
@@ -108,15 +110,15 @@ Bytes low_nibbles(Words words) {
   return std::bit_cast<Bytes>(words & 0x0F0F0F0FU);
 }
 
-// Unpacks four words to 32 bytes, one code each. GPTQ has the first column in the lowest nibble.
+// Unpacks four words to 32 bytes with one code each. In GPTQ, the lowest nibble of a word is its first column.
 void spread_gptq(Words words, Bytes (&codes)[2]) {
   const Bytes even = low_nibbles(words), odd = low_nibbles(words >> 4);
   codes[0] = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(even, odd);
   codes[1] = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(even, odd);
 }
 
-// Unpacks four words of AWQ to 32 bytes, one code each. Neighbouring columns are in nibbles i and i + 4 of a word: in
-// bytes 0 and 2, or in bytes 1 and 3.
+// Unpacks four AWQ words to 32 bytes with one code each. Neighbouring columns are in nibbles i and i + 4 of a word,
+// that is in bytes 0 and 2, or in bytes 1 and 3.
 void spread_awq(Words words, Bytes (&codes)[2]) {
   words = (words & 0xFF0000FFU) | ((words & 0x0000FF00U) << 8) | ((words & 0x00FF0000U) >> 8);
   const auto even = std::bit_cast<Halves>(low_nibbles(words)), odd = std::bit_cast<Halves>(low_nibbles(words >> 4));
@@ -124,7 +126,7 @@ void spread_awq(Words words, Bytes (&codes)[2]) {
   codes[1] = std::bit_cast<Bytes>(shuffle<4, 12, 5, 13, 6, 14, 7, 15>(even, odd));
 }
 
-// Unpacks zero points; decode(words, codes) unpacks four words to 32 codes.
+// Unpacks zero points. decode(words, codes) unpacks four words to 32 codes.
 template <class Decode>
 void unpack_zeros(const uint32_t* words, int64_t G, int64_t N, uint8_t* out, const Parallel& parallel, Decode decode) {
   parallel.run(G, grain_rows(N), [&](int64_t begin, int64_t end) {
@@ -195,7 +197,7 @@ void awq_repack(const uint32_t* qweight, int64_t K, int64_t N, uint32_t* out, co
 }
 
 void transpose_words(const uint32_t* words, int64_t rows, int64_t columns, uint32_t* out, const Parallel& parallel) {
-  constexpr int64_t kStrip = 64;  // rows per task: these fill four cache lines of each row of the result
+  constexpr int64_t kStrip = 64;  // rows per task: they fill four cache lines of each row of the result
   const int64_t whole_columns = columns / 4 * 4;
   parallel.run(ceil_divide(rows, kStrip), grain_rows(kStrip * columns), [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * kStrip; first < std::min(end * kStrip, rows); first += kStrip) {

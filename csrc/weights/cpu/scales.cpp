@@ -12,7 +12,8 @@ const void* element_at(const void* data, ElementType type, int64_t index) {
   return static_cast<const char*>(data) + index * element_bytes(type);
 }
 
-// Loads a group's scales or zeros. If there are values of their block of kSuperBlock k, they are codes to multiply.
+// Loads the scales or zeros of a group. If there are `super_values`, the scales or zeros are codes, and each code is
+// multiplied by the super value of its block of kSuperBlock k.
 void load_floating(const KernelSet& kernels, const PackedWeight& weight, const void* data, ElementType type,
                    const void* super_values, int64_t group, int64_t begin, int64_t count, float* out) {
   const void* from = element_at(data, type, group * weight.N + begin);

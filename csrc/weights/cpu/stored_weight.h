@@ -1,4 +1,4 @@
-// The tensors of a weight's arguments as the pointers that the CPU kernels take.
+// Converts the tensors of a weight to the plain pointers that the CPU kernels use.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace marlin::cpu {
 
-// Keeps contiguous tensors alive during the kernel call. Only inputs that are not contiguous are copied.
+// Owns the contiguous tensors of a weight during a kernel call. Copies only the inputs that are not contiguous.
 struct StoredWeight {
   Tensor b_packed, scales, zeros, super_scales, super_zeros, global_scale, lut, perm, b_high;
   PackedWeight view;  // describes the weight, or expert 0 if there are several experts
@@ -64,8 +64,8 @@ struct StoredWeight {
     });
   }
 
-  // Checks that all indices are in range, because any other index would read memory outside the tensor. Repeated
-  // indices are harmless.
+  // Checks that all indices are in range, because the kernels would read outside the tensor otherwise. Repeated indices
+  // are permitted.
   static void check_perm_range(const char* op, const int32_t* perm, int64_t K) {
     uint32_t largest = 0;
     for (int64_t k = 0; k < K; ++k)

@@ -1,5 +1,5 @@
 // Computes one output tile per threadgroup, for many activation rows: gemm_double_buffered_* and gemm_single_stage_*.
-// The grid's third dimension divides K.
+// The third dimension of the grid splits K.
 #include "kernels/gemm/tiles/tile_product.h"
 
 using namespace metal;
@@ -7,7 +7,7 @@ using namespace marlin;
 
 namespace marlin {
 
-// Stores a tile to the output, or to a split of the partial sums.
+// Stores a tile in the output, or in one split of the partial sums.
 template <typename T>
 struct SplitOfTile {
   Output<T> output;

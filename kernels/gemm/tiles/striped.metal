@@ -1,6 +1,6 @@
-// Computes the tiles of the staged kernels with a fixed number of threadgroups. Each threadgroup takes one contiguous
-// stripe of the sequence of all (tile, slice of K) units. The numbers of units of two threadgroups differ by at most
-// one. docs/inside/kernels.md has a drawing.
+// Computes the tiles of the staged kernels with a fixed number of threadgroups. Each threadgroup computes one stripe: a
+// contiguous part of the sequence of all (tile, slice of K) units. The numbers of units of two threadgroups differ by
+// at most one. docs/inside/kernels.md has a drawing.
 #include "kernels/gemm/tiles/tile_product.h"
 
 using namespace metal;
@@ -17,7 +17,7 @@ struct WholeTile {
   MARLIN_INLINE void store(uint row, uint column, float sum) const thread { output.store(m0 + row, n0 + column, sum); }
 };
 
-// Stores the partial sums that one stripe contributes to a tile shared by several stripes.
+// Stores one stripe's partial sums of a tile that several stripes share.
 struct SharedTile {
   device float* partials;  // [tile M, tile N]
   uint columns;
@@ -45,7 +45,7 @@ MARLIN_INLINE void striped_gemm(const Product<T> product, constant GemmParams& p
     const uint n0 = index / tiles_m * Tile::kN;
     const uint k_begin = (unit - tile_begin) * params.k_per_slice;
     const uint k_end = unit_end == tile_end ? params.K : (unit_end - tile_begin) * params.k_per_slice;
-    // Other simdgroups may still be reading the previous tile's data from the stage that this tile fills first.
+    // Other simdgroups may still read the previous tile's data from the stage that this tile fills first.
     if (unit != begin) threadgroup_barrier(mem_flags::mem_threadgroup);
     tile.compute(product, params, m0, n0, k_begin, k_end);
     if (!writes_partials || (unit == tile_begin && unit_end == tile_end)) {

@@ -21,18 +21,18 @@ struct Tile {
     kVec8 = m * kVec8PerRow,  // runs of eight activations in the tile
     kWords = n * kVec8PerRow,
     kScales = n * kGroups,
-    kBlocksM = kSimdgroupRows / kBlock,  // 8x8 blocks of one simdgroup's outputs, down and across
+    kBlocksM = kSimdgroupRows / kBlock,  // number of 8x8 blocks in one simdgroup's outputs: down, and below across
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
-    // True if the next step's data go to threadgroup memory before the current step's products. With two sets of 4 x 4
-    // accumulators, no registers are free to hold these data during the products: in a threadgroup of 512 threads, each
-    // thread has 208 half-registers (M1, Mesa's table).
+    // True if the next step's data are stored in threadgroup memory before the current step's products. With two sets
+    // of 4 x 4 accumulators, no registers are free for these data during the products: in a threadgroup of 512 threads,
+    // each thread has 208 half-registers (M1, Mesa's table).
     kStoresEarly = kBlocksN > 2,
   };
 };
 
-// The threadgroup memory of one stage. Activations are stored as [m / 8][k / 8] blocks of 8x8, codes as
-// [k / 8][n / 8] blocks of 8x8.
+// The threadgroup memory of one stage. Activations are stored as [m / 8][k / 8] blocks of 8x8, and codes as [k / 8][n /
+// 8] blocks of 8x8.
 template <typename T, typename Tile>
 struct Stage {
   threadgroup T* activations;
@@ -49,21 +49,20 @@ MARLIN_INLINE Stage<T, Tile> stage_at(threadgroup uchar* memory) {
   return {activations, codes, scales, scales + Tile::kScales};
 }
 
-// Returns true if groups end inside a step, which then needs several scales per column. This happens only with group
-// size 16 in tiles whose kK is 32.
+// Returns true if a group can end inside a step, so a step needs several scales per column. This happens only with
+// group size 16 in tiles whose kK is 32.
 template <typename Tile>
 MARLIN_INLINE bool has_short_groups(constant GemmParams& params) {
   return Tile::kGroups > 1 && params.group_size < Tile::kK && params.group_size < params.K;
 }
 
-// Loads the activations, words and scale that one thread stages in a step, and stores them to a stage.
+// Loads the activations, words and scale of one thread for a step, and stores them in a stage.
 template <WeightFormat format, typename T, typename Tile>
 struct TileLoader {
   enum {
     kThreadVec8 = ceil_divide(Tile::kVec8, Tile::kThreads),
     kThreadWords = ceil_divide(Tile::kWords, Tile::kThreads),
-    kReloadsScale = Tile::kStoresEarly,  // loads the scale in every step, so that no register holds it through the
-                                         // group
+    kReloadsScale = Tile::kStoresEarly,  // loads the scale in every step, so that no register holds it during the group
   };
   static_assert(Tile::kScales <= Tile::kThreads, "a thread stages at most one scale");
 
@@ -81,8 +80,8 @@ struct TileLoader {
     scale_group = ~0u;
   }
 
-  // Loads this thread's activations, words and scale for the step at k0. Elements at or beyond M, N or k_end do not
-  // exist. Each is replaced by an exact zero, whose products add nothing.
+  // Loads this thread's activations, words and scale for the step at k0. Elements at or beyond M, N or k_end are
+  // replaced by exact zeros, whose products add nothing.
   MARLIN_INLINE void fetch(thread const Weight& weight, thread const Activations<T>& a, constant GemmParams& params,
                            uint m0, uint n0, uint k0, uint k_end, uint thread_index) thread {
     MARLIN_UNROLL for (uint i = 0; i < kThreadVec8; ++i) {
@@ -97,8 +96,8 @@ struct TileLoader {
       const uint n = n0 + index % Tile::kN;
       const uint k = k0 + index / Tile::kN * kBlockK;
       words[i] = BlockWords<format>{};
-      // A code outside the weight must decode to zero. In a table it gets the index after the last entry, where a zero
-      // is stored: every entry of the table may be NaN.
+      // A code outside the weight must decode to zero. For a format with a table, the code becomes the index after the
+      // last entry, where a zero is stored, because any entry of the table may be NaN.
       zero_in_code[i] = has_lut(format) ? half(-kLutSize) : 0.0h;
       if (has_word(index) && n < params.N && k < k_end) {
         words[i] = weight.template block<format>(k, n);
@@ -199,7 +198,7 @@ struct TileAccumulators {
     }
   }
 
-  // Called at the end of a group, or of a chain inside a group: scales the sums over codes and adds them to the totals.
+  // Scales the sums over codes and adds them to the totals, at the end of a group or of a chain inside a group.
   MARLIN_INLINE void finish_chain(Stage<T, Tile> stage, uint group_slot, uint simdgroup, uint lane) thread {
     const uint n = group_slot * Tile::kN + first_column(simdgroup) + lane_place(lane).column;
     float x[kBlocksM] = {};

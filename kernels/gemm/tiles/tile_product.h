@@ -1,9 +1,9 @@
-// Computes output tiles for many activation rows. The operands are staged in threadgroup memory (tile.h). A step has
-// this order:
+// Computes output tiles for many activation rows. The operands are staged in threadgroup memory (tile.h). The order
+// within a step:
 //   single_stage:     fetch | barrier | store | barrier | multiply           (needs half the threadgroup memory)
 //   double_buffered:  barrier | fetch next | multiply this | store next      (needs only one barrier per step)
 //   double_buffered, tiles larger than 64 x 64:  barrier | fetch next | store next | multiply this
-// fetch loads into registers: Metal has no public copy that runs in the background, as CUDA's cp.async does.
+// fetch loads into registers, because Metal has no public copy in the background like CUDA's cp.async.
 #pragma once
 
 #include "kernels/shared/kernel_list.h"

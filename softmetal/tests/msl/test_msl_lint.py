@@ -1,6 +1,4 @@
-"""Tests that source that Apple's compiler refuses is refused with a line and a reason, and that similar correct source
-is accepted.
-"""
+"""Tests that the device refuses what Apple's compiler refuses, with a line and a reason, and accepts correct source."""
 
 import pytest
 from msl_kernels import CompileError, compile_metal

@@ -1,4 +1,4 @@
-"""The list of parts. A part is a module with `case(rng, work)`, which makes and tries one case and returns the outcome.
+"""The list of parts. A part is a module with a function `case(rng, work)` that runs one case and returns its outcome.
 
 The outcome is a word, or a count for each of several words. `case` raises if the package breaks a promise. All random
 choices come from `rng`. `work` is an empty folder.
@@ -16,12 +16,12 @@ Case = Callable[[random.Random, Path], str | Counter[str]]
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of attack.
+    """A kind of random case.
 
     Attributes:
         name: the name of the part's module.
         share: the part's weight when the campaign divides its time.
-        limit: seconds after which a case counts as hanging.
+        limit: seconds after which a case is reported as hanging.
         needs: the modules that the part imports and that may be missing.
     """
 
@@ -31,12 +31,10 @@ class Part:
     needs: tuple[str, ...] = ()
 
     def load(self) -> Case:
-        """Imports the module and returns its `case`."""
         found: Case = importlib.import_module(f"tests.campaign.parts.{self.name}").case
         return found
 
     def missing(self) -> str:
-        """Returns why the part cannot run here, or an empty string."""
         for need in self.needs:
             try:
                 importlib.import_module(need)

@@ -1,4 +1,7 @@
-"""Makes each allocation of a call fail in turn. The call must raise or be right, and the next call must be right."""
+"""Makes each allocation of a call fail in turn.
+
+The call must raise or give the right result, and so must the next call.
+"""
 
 import ctypes
 import json
@@ -31,7 +34,7 @@ MOST = 400
 
 @cache
 def shim() -> Path:
-    """Compiles the library that makes allocations fail, once for each state of the source. Returns the path."""
+    """Compiles the library that makes allocations fail, once for each version of its source. Returns the path."""
     built = Path(tempfile.gettempdir()) / f"failing_allocations_{os.getuid()}_{SOURCE.stat().st_mtime_ns}.so"
     if not built.exists():
         new = built.with_suffix(f".{os.getpid()}")
@@ -110,16 +113,16 @@ def conversion(rng: random.Random, work: Path) -> Callable[[], Any]:
 
 
 def attack(call: Callable[[], Any], of_extension: bool, most: int = MOST) -> tuple[int, bool]:
-    """Makes the first allocation fail, then the second, and so on, until the call has no further allocation to fail.
+    """Makes the first allocation of a call fail, then the second, and so on, until all allocations have failed once.
 
     Args:
         call: returns a tensor.
         of_extension: which allocations fail: if True, those of C++ objects of the extension; if False, those of large
-            blocks of the process.
-        most: the number of failures after which the attack ends.
+            blocks in the process.
+        most: the maximum number of failures.
 
     Returns:
-        The number of allocations that failed, and whether the call has no further ones.
+        The number of allocations that failed, and whether these were all.
     """
     library = ctypes.CDLL(str(shim()))
     expected = call()
@@ -142,12 +145,13 @@ def run(calls: Sequence[tuple[str, int, bool]], work: Path, most: int = MOST) ->
     """Attacks calls one after another in a process that has loaded the failing allocator.
 
     Args:
-        calls: of each call, the name of a function of this module that makes it, the function's seed, and `of_extension`.
+        calls: for each call, the name of the function of this module that makes it, the function's seed, and
+            `of_extension`.
         work: an empty folder.
-        most: as `attack` has it.
+        most: see `attack`.
 
     Returns:
-        What `attack` returns for each call.
+        The result of `attack` for each call.
     """
     code = (
         "import json, random, sys, torch; from pathlib import Path; from tests.campaign.parts import allocations as a\n"
@@ -167,7 +171,6 @@ def run(calls: Sequence[tuple[str, int, bool]], work: Path, most: int = MOST) ->
 
 
 def case(rng: random.Random, work: Path) -> Counter[str]:
-    """Attacks one call of a random kind."""
     kind = rng.choice((product, experts, quantization, loading, conversion)).__name__
     ((count, all_of_them),) = run([(kind, rng.randrange(1 << 30), rng.random() < 0.3)], work)
     return Counter({f"{kind}, {'all' if all_of_them else 'the first'} allocations": count, f"{kind} calls": 1})

@@ -1,4 +1,4 @@
-"""Passes arbitrary arguments to every operator. A call may return or raise, but must not end the process."""
+"""Passes random arguments to every operator. A call may return or raise, but must not end the process."""
 
 import random
 from pathlib import Path
@@ -61,7 +61,6 @@ def value(rng: random.Random, kind: str) -> Any:
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Calls an operator with arguments of the right kinds and any values."""
     del work
     outcome = "taken"
     op = getattr(OPS, rng.choice(NAMES)).default

@@ -1,4 +1,7 @@
-"""Kills conversions, runs two at once, or fills the disk. Each must end with the right result or with no result."""
+"""Kills conversions, runs two at once, or fills the disk.
+
+Each conversion must end with the right result or with none.
+"""
 
 import os
 import random
@@ -20,12 +23,12 @@ from torch_marlin_metal import convert
 from torch_marlin_metal.checkpoints.journal import JOURNAL
 
 SHARD_BYTES = 4000
-REFUSED = 5  # exit code of a process if its conversion was refused
+REFUSED = 5  # exit code of a process whose conversion was refused
 RUNS = 12
 
 
 def source_of(rng: random.Random, path: Path) -> tuple[Path, dict[str, Any]]:
-    """Makes a checkpoint of many small layers in one of several formats, and chooses the target format."""
+    """Writes a checkpoint of many small layers in a random format, and chooses the target format."""
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     path.mkdir()
     options: dict[str, Any] = {}
@@ -90,8 +93,8 @@ def start(
 def case(rng: random.Random, work: Path) -> Counter[str]:
     """Interrupts conversions into one destination, one after the other or two at once.
 
-    Each result must have the bytes of an undisturbed conversion. It is then removed, so that the next run has work to
-    do.
+    Each result must have the bytes of an undisturbed conversion. The case then removes the result, so that the next run
+    has work to do.
     """
     source, options = source_of(rng, work / "source")
     destination = work / "out"

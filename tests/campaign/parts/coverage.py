@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the parsers by atheris, which keeps and mutates inputs that reach new lines."""
+"""Coverage-guided fuzzing of the parsers with atheris, which keeps and mutates inputs that execute new lines."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.fixture_layers import DATA
 
-# `config` has fewer runs, because each of its inputs reads a whole checkpoint.
+# `config` has fewer runs, because each of its inputs reads a complete checkpoint.
 RUNS = {"safetensors": 20_000, "gguf": 20_000, "config": 1000}
 CODE = """
 import sys, atheris
@@ -39,7 +39,10 @@ atheris.Fuzz()
 
 
 def case(rng: random.Random, work: Path) -> Counter[str]:
-    """Runs the fuzzer once, with the real files as the corpus. If it fails, the error contains the input as bytes."""
+    """Runs the fuzzer once, with the real files as corpus.
+
+    If the fuzzer fails, the error contains the input as bytes.
+    """
     target = rng.choice(sorted(RUNS))
     corpus, model = work / "corpus", work / "model"
     corpus.mkdir()

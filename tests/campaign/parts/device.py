@@ -1,4 +1,4 @@
-"""Stresses the mps backend on the software device. Threads multiply and call empty_cache. Memory must not grow."""
+"""Stresses the mps backend on the software device: threads multiply and call empty_cache, and memory must not grow."""
 
 import random
 import threading
@@ -19,14 +19,14 @@ CALLS = 20
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Multiplies on mps from one or more threads. No more device memory may be allocated afterwards than before."""
+    """Multiplies on mps in one or more threads. Afterwards, no more device memory may be allocated than before."""
     del work
     name = rng.choice(reference.ANY_FORMAT)
     group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 32
     host = reference.make_weight(name, 64, 40, group, seed=rng.randrange(9))
     a = torch.randn(rng.choice((1, 5)), 64, generator=torch.Generator().manual_seed(4)).half()
     exact, bound = reference.gemm(a, host, raw_codes=True)
-    multiply_in_threads(1, a, host, exact, bound)  # the first product binds a buffer that the process keeps
+    multiply_in_threads(1, a, host, exact, bound)  # the first product allocates a buffer that the process keeps
     torch.mps.synchronize()
     torch.mps.empty_cache()
     before = torch.mps.current_allocated_memory()
@@ -41,7 +41,7 @@ def case(rng: random.Random, work: Path) -> str:
 def multiply_in_threads(
     count: int, a: torch.Tensor, host: reference.Weight, exact: np.ndarray, bound: np.ndarray
 ) -> None:
-    """Moves the operands to mps, and multiplies them in threads. Raises if a result is wrong."""
+    """Copies the operands to mps and multiplies them in threads. Raises if a result is wrong."""
     weight, moved = host.to("mps"), a.to("mps")
     wrong: list[str] = []
 

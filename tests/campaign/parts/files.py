@@ -1,4 +1,4 @@
-"""Reads hostile checkpoints: real ones with a damaged structure, and files with a random header."""
+"""Reads hostile checkpoints: damaged copies of real checkpoints, and files with a random header."""
 
 import json
 import random
@@ -32,7 +32,7 @@ SIZES = (0, 1, 2, 3, 8, 16, 32, 64, 1 << 31, 1 << 62, 1 << 63, 10**30, -1, 1.5, 
 
 @cache
 def copies() -> list[Path]:
-    """Returns copies of the real checkpoints, which a process makes only once."""
+    """Returns copies of the real checkpoints, which each process makes only once."""
     import atexit
     import tempfile
 
@@ -42,7 +42,7 @@ def copies() -> list[Path]:
 
 
 def hostile_header(rng: random.Random, path: Path) -> Path:
-    """Makes a safetensors checkpoint whose header has plausible and impossible entries."""
+    """Writes a safetensors checkpoint whose header has plausible and impossible entries."""
     place, entries = 0, {}
     for _ in range(rng.randrange(1, 12)):
         name = (
@@ -65,7 +65,10 @@ def hostile_header(rng: random.Random, path: Path) -> Path:
 
 
 def hostile_gguf(rng: random.Random, path: Path) -> Path:
-    """Makes a GGUF file of random metadata and tensors. Each entry has a known form, and a few sizes are impossible."""
+    """Writes a GGUF file with random metadata and tensors.
+
+    Each entry has a valid form, but a few sizes are impossible.
+    """
 
     def count(small: int) -> bytes:
         return struct.pack(

@@ -1,4 +1,4 @@
-"""Loads tiny models of random families from random formats and files through random doors."""
+"""Loads tiny models of random families from random formats and files through random entry points."""
 
 from tests.support.random_doors import case
 

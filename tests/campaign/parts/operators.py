@@ -12,7 +12,10 @@ OPS = torch.ops.torch_marlin_metal
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Multiplies and dequantizes. The memory around the operands is NaN, so that a read outside of them shows."""
+    """Multiplies and dequantizes.
+
+    The memory around the operands is NaN, so that a read outside of them changes the result.
+    """
     del work
     name = rng.choice(reference.ANY_FORMAT)
     K, N = 8 * rng.choice((1, 2, 3, 5, 16, 17, 32, 65, 128, 256)), rng.choice((1, 2, 7, 8, 15, 33, 64, 100, 129, 300))
@@ -45,8 +48,8 @@ def case(rng: random.Random, work: Path) -> str:
     a.copy_((torch.randn(M, K, generator=generator) * size).to(dtype))
     bias = torch.randn(N, generator=generator).to(rng.choice(reference.DTYPES)) if rng.random() < 0.5 else None
     exact, bound = reference.gemm(a, weight, bias)
-    # The byte_split kernels round each activation relative to the largest one of its group, so the bound contains the
-    # largest activation.
+    # The byte_split kernels round each activation relative to the largest activation of its group, so the bound
+    # contains the largest activation.
     largest = float(a.float().abs().max()) if M else 0.0
     bound = bound + 16 * 2.0**-24 * largest * weight.magnitude.sum(0)
     result = OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments, bias=bias)

@@ -1,5 +1,6 @@
-"""Runs the C++ tests of the CPU kernels under ThreadSanitizer or AddressSanitizer with UBSan. Unlike `make test`, this
-also compiles the vector kernels with sanitizers.
+"""Runs the C++ tests of the CPU kernels under ThreadSanitizer, or under AddressSanitizer with UBSan.
+
+Unlike `make test`, this part also compiles the vector kernels with sanitizers.
 """
 
 import hashlib
@@ -21,13 +22,16 @@ PROGRAMS = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_tes
 
 @cache
 def state() -> str:
-    """Returns a digest of the sources. It names the programs' folder, so that no program of older sources is run."""
+    """Returns a digest of the sources.
+
+    It names the folder of the programs, so that programs of older sources do not run.
+    """
     files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Runs one program. Programs are built once for each machine and each state of the sources."""
+    """Runs one program. Programs are built once for each machine and each version of the sources."""
     del work
     kind, program = rng.choice(sorted(KINDS)), rng.choice(sorted(PROGRAMS))
     folder = Path(tempfile.gettempdir()) / f"campaign_sanitizers_{os.getuid()}_{state()}"

@@ -15,7 +15,6 @@ THREADS, CALLS = 5, 20
 
 
 def case(rng: random.Random, work: Path) -> str:
-    """Multiplies and dequantizes several weights at once."""
     del work
     products, expected = [], []
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Pairwise test cases, of which a sample runs: in all of them, each pair of values of any two axes occurs."""
+"""Pairwise test cases. Over all cases, each pair of values of any two axes occurs; a sample of the cases runs."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from tests.support.samples import covering
 
 FORMATS = reference.FORMATS
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
-# What the kernels for tensor units multiply.
+# The dtypes and formats that the kernels for tensor units support.
 TENSOR_FORMATS = [name for name in FORMATS if name != "lut4"]
 TENSOR_FLOATS = [torch.float16, torch.bfloat16]
 FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 
-# The axes that all kernels have. The tests of one kernel add M, N, K and launch options.
+# The axes that all kernels share. The tests of one kernel add M, N, K and launch options.
 COMMON: dict[str, Sequence[Any]] = {
     "weight_format": FORMATS,
     "dtype": FLOATS,
@@ -56,8 +56,8 @@ def problem(M: int, N: int, K: int, **fields: Any) -> Problem:
 def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[Any]:
     """Returns cases for `pytest.mark.parametrize(("problems", "options"), ...)`; `options` names the launch options.
 
-    A case of the sample has three problems, which share what the compiler makes. The sample has each value of each axis. The
-    other cases have one problem and the mark `whole`: only `--everything` runs them.
+    The sample contains each value of each axis. A case of the sample has three problems, which share one compiled
+    kernel. The other cases have one problem and the mark `whole`: only `--everything` runs them.
     """
     names = list(axes)
     rows = [dict(zip(names, case, strict=True)) for case in AllPairs([_distinct(axes[n]) for n in names])]
@@ -75,7 +75,9 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
 
 
 def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Problem]:
-    """Returns two problems with other sizes, which divide as those of `p`, so the kernel needs no other compile."""
+    """Returns two problems of other sizes that run the same compiled kernel as `p`: the same sizes are multiples of
+    tiles.
+    """
 
     def others(name: str, divisors: tuple[int, ...], least: int = 1, most: int = 1 << 16) -> list[int]:
         own = getattr(p, name)
@@ -84,7 +86,8 @@ def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Pro
         around = [*values[values.index(own) + 1 :], *values[: values.index(own) + 1]]
         return [v for v in around if least <= v <= most and [v % divisor == 0 for divisor in divisors] == kind]
 
-    # A group of the whole K stays one: kernels know no other group below 16. With two levels it has at most 256.
+    # A group that covers all of K must still cover it, because kernels support no other group below 16. With scales of
+    # two levels, a group has at most 256 k.
     one_group = p.group_size == p.K and p.weight_format not in FIXED_GROUP_SIZES
     least, most = (1, 256 if p.super_dtype else 1 << 16) if one_group else (p.group_size, 1 << 16)
     sizes = zip(
@@ -97,26 +100,30 @@ def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Pro
 
 
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns few cases for `pytest.mark.parametrize`. For any two axes, the cases contain each pair of values."""
+    """Returns few cases for `pytest.mark.parametrize` that contain each pair of values of any two axes."""
     return [tuple(case) for case in AllPairs(list(axes.values()))]
 
 
 def sampled(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Marks cases for `pytest.mark.parametrize` as `whole`, except so many that each value of each argument occurs."""
+    """Marks cases for `pytest.mark.parametrize` as `whole`, except for enough cases that each value of each argument
+    occurs.
+    """
     sample = covering([set(enumerate(map(str, case))) for case in cases])
     return [pytest.param(*case, marks=() if i in sample else pytest.mark.whole) for i, case in enumerate(cases)]
 
 
 def _distinct(values: Sequence[Any]) -> list[tuple[int, Any]]:
-    # Pairs each value with its index, so that equal values stay distinct: a value that is listed twice is then chosen
-    # twice as often.
+    # Pairs each value with its index, so that a value that is listed twice is chosen twice as often.
     return list(enumerate(values))
 
 
 def plain_problems(
     M: int, N: int, K: int, formats: Sequence[str] = FORMATS, dtypes: Sequence[torch.dtype] = FLOATS, **fields: Any
 ) -> list[Any]:
-    """Returns a problem for each format with each activation dtype. The sample has each dtype, with formats in turn."""
+    """Returns a problem for each format and activation dtype.
+
+    The sample contains each dtype, with the formats in turn.
+    """
     kinds = list(itertools.product(formats, dtypes))
     sample = {(formats[2 * i], dtype) for i, dtype in enumerate(dtypes)}
     return [

@@ -27,7 +27,10 @@ def run_norm(
     residual: torch.Tensor | None = None,
     gap: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the norm of `x [M, N]` and, with a residual, the sum. `gap` elements lie between two rows of `x`."""
+    """Returns the norm of `x [M, N]` and, with a residual, the sum.
+
+    `gap` unused elements lie between two rows of `x`.
+    """
     M, N = x.shape
     out, total = place_output((M, N), x.dtype), place_output((M, N), x.dtype)
     fields = {"x_stride": N + gap, "residual_stride": N if residual is not None else 0, "columns": N, "eps": eps}
@@ -59,7 +62,7 @@ def run_norm(
 def run_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *flags: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and k `[B, heads, S, D]`, rotated. In memory the heads of a token are neighbours in the inputs."""
+    """Returns rotated q and k `[B, heads, S, D]`. In the inputs' memory, the heads of a token are adjacent."""
     (B, q_heads, S, D), k_heads, columns = q.shape, k.shape[1], cos.shape[2]
     rotary_size = 2 * columns if "PerPair" in flags else columns
     outs = [place_output(t.shape, q.dtype) for t in (q, k)]
@@ -101,9 +104,9 @@ def run_rotary(
 
 
 def run_write_cache(k: torch.Tensor, v: torch.Tensor, length: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes k and v `[B, heads, S, size]` into a cache of `length` tokens whose elements are all 7, and returns it.
+    """Writes k and v `[B, heads, S, size]` into a cache of `length` tokens filled with 7, and returns the cache.
 
-    In memory the heads of a token of k are neighbours, and so are the tokens of a head of v.
+    In memory, the heads of a token of k are adjacent, and so are the tokens of a head of v.
     """
     (B, heads, S, k_size), v_size = k.shape, v.shape[3]
     caches = [torch.full((B, heads, length, size), 7.0, dtype=k.dtype) for size in (k_size, v_size)]
@@ -136,10 +139,10 @@ def run_write_cache(k: torch.Tensor, v: torch.Tensor, length: int, start: int) -
 def run_activation(
     gate_up: torch.Tensor, activation: str, *, interleaved: bool, limit: float = 0.0, alpha: float = 0.0
 ) -> torch.Tensor:
-    """Returns the gated activation of `gate_up [M, 2 N]`, whose halves are concatenated or interleaved."""
+    """Returns the gated activation of `gate_up [M, 2 N]`, in which gate and up are halves or alternate."""
     M, N = gate_up.shape[0], gate_up.shape[1] // 2
     out, step = place_output((M, N), gate_up.dtype), 2 if interleaved else 1
-    # Two buffers, because the addresses that are bound lie inside of one tensor.
+    # Two buffers, because both addresses are inside one tensor.
     up = gate_up.flatten()[1 if interleaved else N :]
     params = parameters(
         "ActivationParams",

@@ -1,4 +1,4 @@
-"""Launches the kernels of kernels/experts/ one after the other, as the planner's dispatches do."""
+"""Launches the kernels of kernels/experts/ in the order of the planner's dispatches."""
 
 from dataclasses import dataclass, field
 
@@ -26,15 +26,13 @@ PAIR_KERNELS = (
     "moe_gemv",
     "moe_gemv_gated",
     "moe_gemv_reduce",
-)  # they read the experts' ids; all others read moe_sort's table
-LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu; limited_silu has the limit
+)  # these kernels read the experts' ids; all others read moe_sort's table
+LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu; limited_silu uses only the limit
 GEMV_KERNELS = (*PAIR_KERNELS, "moe_gemv_blocks")
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rows and the experts that multiply them."""
-
     experts: Experts
     weight_format: str
     group_size: int
@@ -53,7 +51,7 @@ class Mixture:
         object.__setattr__(self, "sizes", {"E": E, "K": K, "N": N, "pairs": self.ids.numel()})
 
     def combines(self, kernel: str) -> bool:
-        """Returns True if `moe_reduce` multiplies or adds what a kernel computed."""
+        """Returns whether `moe_reduce` multiplies or adds the results of a kernel."""
         return kernel != "moe_gemv_reduce" and (self.reduce or self.row_weights is not None)
 
     @property
@@ -70,7 +68,7 @@ def id_fields(ids: torch.Tensor) -> dict[str, int]:
 
 
 def run_sort(ids: torch.Tensor, experts: int, block_rows: int) -> Guarded:
-    """Returns the table: three words for each block, then the pairs."""
+    """Returns moe_sort's table: three words for each block, then the pairs."""
     pairs, blocks = ids.numel(), most_blocks(ids.numel(), experts, block_rows)
     table = place_output((blocks * number("kMoeBlockWords") + pairs,), torch.int32)
     fields = {"experts": experts, "top_k": ids.shape[1], "block_rows": block_rows, "blocks": blocks, **id_fields(ids)}
@@ -89,8 +87,6 @@ def run_sort(ids: torch.Tensor, experts: int, block_rows: int) -> Guarded:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a threadgroup of a kernel computes."""
-
     kernel: str
     rows: int  # of a block
     columns: int
@@ -132,10 +128,10 @@ def run_experts(
     Args:
         kernel: the name of the kernel.
         p: the mixture.
-        rows: the most rows of a block, for `moe_gemv_blocks` and `moe_fused`.
-        simdgroups: simdgroups of a threadgroup, or of a slot, for `moe_gemv_reduce`; each multiplies a part of K. Unused
-            for `moe_tensor`.
-        tile: for `moe_tensor`.
+        rows: the maximum number of rows in a block, for `moe_gemv_blocks` and `moe_fused`.
+        simdgroups: simdgroups per threadgroup, or per slot for `moe_gemv_reduce`; each multiplies a part of K.
+            `moe_tensor` ignores it.
+        tile: the tile of `moe_tensor`.
         perturb_seed: see `run_gemv`.
         subnormal_codes: whether the GPU keeps subnormal halves.
     """
@@ -206,7 +202,7 @@ def run_experts(
 
 
 def _tensors(p: Mixture) -> tuple[dict, dict]:
-    """Returns the buffers (by slot) and function constants of all tensors but ids and results."""
+    """Returns the buffers (by slot) and function constants of all tensors except ids and results."""
     held = p.experts.arguments
     buffers = {"A": place(p.a.reshape(-1)), "Packed": place(p.experts.b_packed), "Scales": place(p.experts.scales)}
     constants: dict[str, int | bool] = {
@@ -253,7 +249,7 @@ def _reduce(p: Mixture, buffers: dict, biased: dict, partials: Guarded, out: Gua
 
 
 def expected_table(ids: torch.Tensor, experts: int, block_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the blocks that have rows (expert, first place, rows), and the pairs in the order of their experts."""
+    """Returns the nonempty blocks (expert, first place, rows), and the pairs ordered by expert."""
     keys = ids.reshape(-1).numpy()
     keys = np.where((keys >= 0) & (keys < experts), keys, experts)
     blocks, first = [], 0

@@ -1,4 +1,4 @@
-"""Launches the fused kernel and checks how much the kernel reads and multiplies."""
+"""Launches the fused kernel, and checks how many words and activations it reads and how much it multiplies."""
 
 from typing import Any
 
@@ -18,10 +18,9 @@ def run_fused(
     subnormal_codes: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """Runs a product. `run_gemv` describes the options."""
     step, columns = number("kFusedK"), number("kFusedColumns")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
-    splits = -(-problem.K // (k_per_slice * simdgroups))  # no split may be empty
+    splits = -(-problem.K // (k_per_slice * simdgroups))  # every split has at least one slice
     options |= {
         "group": (32 * simdgroups, 1, 1),
         "groups": (-(-problem.N // columns), -(-problem.M // rows), splits),
@@ -44,7 +43,7 @@ def run_fused(
 
 
 def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Counters) -> None:
-    """Checks the work of each row block. Each word is read once, and each activation is read once for 32 columns.
+    """Checks the work of each row block: it reads each word once, and each activation once for every 32 columns.
 
     The number of matrix products is the smallest that covers M, N and K.
     """
@@ -59,6 +58,7 @@ def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Co
     words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * strips * rows * problem.K
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
-    has_high_plane = problem.weight_format in reference.PLANES  # whose words each lane loads that has some of their k
+    # a lane loads a high word if the word holds bits of its k
+    has_high_plane = problem.weight_format in reference.PLANES
     assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"

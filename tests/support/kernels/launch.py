@@ -43,7 +43,7 @@ ELEMENT_NAMES = {
 
 @functools.cache
 def facts() -> dict:
-    """Returns the constants, structs and kernels of kernels/shared/kernel_list.h."""
+    """Returns the constants, structs and kernels that kernels/shared/kernel_list.h defines."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "facts"
         source = Path(__file__).with_name("facts.cpp")
@@ -60,7 +60,7 @@ def element_type(dtype: torch.dtype | None) -> int:
 
 
 def parameters(struct: str, **fields: float | bytes) -> bytes:
-    """Returns the bytes of a parameter struct. The fields' offsets come from the C++ compiler. Strides have 64 bits.
+    """Returns the bytes of a parameter struct. The C++ compiler gives the offsets of the fields. Strides have 64 bits.
 
     For a field that is itself a struct, pass the bytes of that struct.
     """
@@ -74,7 +74,7 @@ def parameters(struct: str, **fields: float | bytes) -> bytes:
 
 
 class Guarded(Buffer):
-    """Uninitialised device memory between guards. Checked mode reports accesses after the memory's last byte."""
+    """Uninitialized device memory between guards. Checked mode reports accesses after the memory's last byte."""
 
     def __init__(self, length: int, *, lead: int = 0) -> None:
         allocation = np.full(length + lead + 2 * GUARD_BYTES + 256, 0xFF, np.uint8)
@@ -90,7 +90,7 @@ class Guarded(Buffer):
         self.written[first : first + data.nbytes] = 1
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns what has been written, after checking that the guards are unchanged."""
+        """Checks that the guards are unchanged, and returns the tensor that a kernel wrote."""
         assert (self.memory[: self.offset] == 0xFF).all(), "written before the output"
         assert (self.memory[self.array.nbytes :] == 0xFF).all(), "written past the output"
         return torch.from_numpy(self.array[self.offset :].copy()).view(dtype).reshape(shape)
@@ -100,7 +100,7 @@ def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = Non
     """Copies a tensor to device memory, `offset` elements after an aligned address.
 
     Each row starts `row_stride` elements after the row before.
-    Guards and gaps contain NaN. Checked mode treats guards and gaps as uninitialised memory.
+    Guards and gaps contain NaN, and checked mode treats both as uninitialized memory.
     """
     rows = tensor.contiguous().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.contiguous().reshape(1, -1)
     step = (row_stride or rows.shape[1]) * rows.element_size()
@@ -112,21 +112,20 @@ def place(tensor: torch.Tensor, *, offset: int = 0, row_stride: int | None = Non
 
 
 def place_output(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
-    """Returns memory for a kernel to write."""
     return Guarded(int(np.prod(shape)) * dtype.itemsize)
 
 
 def absent() -> Buffer:
-    """Returns the buffer to bind for an absent tensor. Reading this buffer is a fault."""
+    """Returns the buffer to bind for an absent tensor. A kernel that reads this buffer causes a fault."""
     return place_output((4,), torch.int32)
 
 
 def compile_library(
     library: str, constants: Mapping[str, int | bool] | None = None, *, replaced: tuple[str, str] = ("", ""), **options
 ) -> Library:
-    """Compiles a file of `kernels/` in the version of the language that the host asks for.
+    """Compiles a file of `kernels/` in the language version that the host uses.
 
-    `replaced` is a text that the file has, and what takes its place.
+    `replaced` is a pair: a text of the file, and the text to put in its place.
     """
     path = KERNELS / f"{library}.metal"
     text = path.read_text()
@@ -153,7 +152,7 @@ def _specialise(
     library, naming, _ = facts()["kernels"][kernel]
     name = kernel
     defines = [*extra_defines]
-    if naming:  # compiles only the function under test, as the host does
+    if naming:  # compiles only the tested function, as the host does
         weight = f"WeightFormat::{weight_format}, " if naming >= 2 else ""
         name = "_".join([kernel, *([weight_format] if naming >= 2 else []), element])
         defines += [f"MARLIN_ONLY={kernel}<{weight}{METAL_TYPES[element]}>", f'MARLIN_ONLY_NAME="{name}"']
@@ -175,7 +174,10 @@ def launch(
     perturb_seed: int = 0,
     defines: Sequence[str] = (),
 ) -> Counters:
-    """Runs one kernel. A key of `buffers` is a slot's name without `kSlot`. Slots without a key are bound as absent."""
+    """Runs one kernel.
+
+    Keys of `buffers` are slot names without `kSlot`. Slots without a key get the buffer of absent tensors.
+    """
     values = dict.fromkeys(facts()["constants"][:-1], 0) | dict(constants or {})
     typed = tuple(sorted(values.items()))
     handle = _specialise(kernel, weight_format, element, typed, checked, tuple(defines))

@@ -1,4 +1,4 @@
-"""One mLSTM sequence: the inputs, the exact result, the tolerances, and the kernel launches that compute the result."""
+"""One mLSTM sequence: its inputs, exact result and tolerances, and the kernel launches that compute it."""
 
 import functools
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Gates:
-    """The gates before activation are f or i plus spread * N(0, 1). `well`: the denominator is well-conditioned."""
+    """Gates before activation: f or i plus spread * N(0, 1). `well` states that the denominator is well-conditioned."""
 
     f: float
     i: float
@@ -51,7 +51,7 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence to compute, and the layout of the sequence's tensors in memory."""
+    """A sequence, and the memory layout of its tensors."""
 
     S: int
     DK: int
@@ -62,7 +62,7 @@ class Sequence:
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype = torch.float32
     regime: str = "plain"
-    m0: float | None = None  # stabiliser of the initial state; None if there is no initial state
+    m0: float | None = None  # stabilizer of the initial state; None if there is no initial state
     # Memory order [B, S, H, D] instead of [B, H, S, D].
     tokens_first: bool = False
     offset: int = 0  # elements from an aligned address to the start of a tensor
@@ -105,7 +105,7 @@ def reference(inputs: Mapping[str, torch.Tensor]) -> mlstm_reference.Result:
 
 
 def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str, int]]:
-    """Places a tensor in the problem's memory order. Returns the memory, and the strides of batch, head and token."""
+    """Places a tensor in the problem's memory order. Returns the memory and the strides of batch, head and token."""
     D = tensor.shape[3] if tensor.dim() == 4 else 1
     step = D + p.gap
     shaped = tensor.reshape(p.B, p.H, -1, D)
@@ -118,7 +118,7 @@ def _place_tokens(p: Sequence, tensor: torch.Tensor) -> tuple[Guarded, dict[str,
 
 @dataclass
 class Run:
-    """The kernels' buffers and parameters. Each method runs one dispatch and stores the counters of that dispatch."""
+    """The kernels' buffers and parameters. Each method runs one dispatch and stores its counters."""
 
     p: Sequence
     inputs: Mapping[str, torch.Tensor]
@@ -252,9 +252,9 @@ def _relative(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
-    """Checks numerator, states, h, denominator and stabilisers of fp32 kernels, and h of 16-bit kernels."""
+    """Checks numerator, states, h, denominator and stabilizers of fp32 kernels, and only h of 16-bit kernels."""
     h, N, M = (got.read(name) for name in ("H", "OutN", "OutM"))
-    # If m0 is 20 or more, the floor of the denominator is too small to keep the denominator well-conditioned.
+    # If m0 is 20 or more, the floor of the denominator is so small that the denominator is ill-conditioned.
     well = REGIMES[p.regime].well and (p.m0 or 0.0) < 20
     if p.dtype is torch.float32:
         finite = exact.N < 1e30  # for larger N, h is subnormal
@@ -275,9 +275,9 @@ def check_states(p: Sequence, got: Run, exact: mlstm_reference.Result, last: Any
 
 
 def _stabilisers_close(got: np.ndarray, exact: np.ndarray) -> bool:
-    # For |m| of 256 or more, neighbouring fp32 numbers are 3.1e-5 apart. The m before a chunk is stored as fp32, which
-    # rounds once. A token's m is a sum that contains this m, which rounds a second time. Each rounding errs by up to
-    # 1.55e-5, so the total error can exceed 2e-5.
+    # For |m| of 256 or more, adjacent fp32 numbers are 3.1e-5 apart, so one rounding errs by up to 1.55e-5. The m of a
+    # token is rounded twice: the m before a chunk is stored as fp32, and the sum that contains it is rounded again. The
+    # total error can therefore exceed 2e-5.
     return bool((np.abs(got - exact) <= np.maximum(2e-5, np.spacing(np.abs(exact).astype(np.float32)))).all())
 
 

@@ -24,7 +24,7 @@ from tests.support.kernels.launch import (
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem to compute, and the layout of the problem's tensors in memory."""
+    """A problem, and the memory layout of its tensors."""
 
     weight_format: str
     M: int
@@ -38,15 +38,15 @@ class Problem:
     global_scale: tuple[int, ...] | None = None
     bias_dtype: torch.dtype | None = None
     has_perm: bool = False
-    # The activations start a_offset elements after an aligned address. Between two rows are a_gap unused elements.
+    # The activations start a_offset elements after an aligned address. a_gap unused elements lie between two rows.
     a_offset: int = 0
     a_gap: int = 0
     # Allows vector loads if the tensors are aligned for them.
     vectors: bool = True
     block_scales: bool = False
     all_positive: bool = False
-    # The bias is minus the product in fp32, and all rows are equal. Errors of the sums then show in results of fp16 and
-    # bf16, too, because these are so small that their own rounding changes little.
+    # All rows are equal, and the bias is minus their product in fp32, so results are nearly 0. Errors of the sums are
+    # then larger than the rounding of the result, even in fp16 and bf16.
     bias_cancels: bool = False
     seed: int = 0
 
@@ -128,7 +128,7 @@ def _product_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
 
 @dataclass(frozen=True)
 class Shares:
-    """The partial sums that a product writes and a reduction adds up."""
+    """The partial sums that a product writes and a reduction adds."""
 
     shape: tuple[int, ...]
     kernel: str
@@ -149,7 +149,7 @@ def sliced(problem: Problem, slices: int) -> Shares | None:
 def run_product(
     kernel: str, problem: Problem, k_per_slice: int, constants: dict, options: dict, shares: Shares | None
 ) -> tuple[torch.Tensor, Counters]:
-    """Runs a product. If the product writes partial sums, also runs the reduction of these sums."""
+    """Runs a product, and the reduction if the product writes partial sums."""
     inputs = options.pop("inputs", None) or make_inputs(problem)
     buffers, tensor_constants = _product_buffers(problem, inputs)
     buffers["A"], row_stride = options.pop("activations", None) or (buffers["A"], problem.K + problem.a_gap)
@@ -182,10 +182,10 @@ def run_product(
 
 
 def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters: Counters) -> None:
-    """Checks what each row block reads. Each word is read once, and each activation is read once by each of 32 lanes.
+    """Checks how often each row block reads: each word once, and each activation once per lane, so 32 times.
 
-    A kernel that needs the activations' sum over k reads each activation once more. So does a kernel that looks for
-    activations too small for subnormal codes.
+    A kernel that needs the sum of the activations over k reads each activation once more. So does a kernel that
+    searches for activations that are too small for subnormal codes.
     """
     if counters.buffers is None:
         return
@@ -212,12 +212,13 @@ def run_gemv(
 ) -> torch.Tensor:
     """Runs a product.
 
-    `options` go to `launch`, except three: `inputs` and `activations` (buffer, row stride) replace the problem's inputs
-    and activations, and `counted=False` skips the check of the reads, for a kernel that reads less than K implies.
+    `options` are passed to `launch`, with three exceptions. `inputs` and `activations` (buffer, row stride) replace the
+    problem's inputs and activations. `counted=False` skips the check of the reads, for a kernel that reads less than
+    all of K.
     """
     step = number("kGemvK")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
-    splits = -(-problem.K // (k_per_slice * simdgroups))  # no split may be empty
+    splits = -(-problem.K // (k_per_slice * simdgroups))  # every split has at least one slice
     options |= {
         "group": (32 * simdgroups, 1, 1),
         "groups": (-(-problem.M // rows), -(-problem.N // number("kGemvColumns")), splits),
@@ -255,7 +256,7 @@ def run_dequantize(problem: Problem, **options: Any) -> torch.Tensor:
 
 
 def run_embedding(problem: Problem, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Returns the rows of an embedding table, whose columns of the packed weight `ids` name."""
+    """Returns the embedding vectors of `ids`; each vector is a column of the packed weight."""
     inputs = options.pop("inputs", None) or make_inputs(problem)
     buffers, constants = _weight_buffers(problem, inputs)
     shape = (ids.numel(), problem.K)
@@ -269,7 +270,7 @@ def run_embedding(problem: Problem, ids: torch.Tensor, **options: Any) -> torch.
 
 
 def check_dequantize(problem: Problem, **options: Any) -> None:
-    """Checks dequantize in fp32, where at most two operations round. Rows of the result are in the original k order."""
+    """Checks dequantize in fp32, which rounds at most twice. Rows of the result are in the original order of k."""
     inputs = make_inputs(problem)
     order = slice(None) if inputs.perm is None else np.argsort(inputs.perm)
     error = np.abs(reference.to_numpy(run_dequantize(problem, **options)) - inputs.weight.exact[order])

@@ -1,4 +1,4 @@
-"""Launches the kernel for tensor units, and checks how much the kernel reads and that it has no barrier."""
+"""Launches the kernel for tensor units, and checks that it reads each operand once and has no barrier."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TILES = [name for name in facts()["tensor_tiles"] if name != "end"]
 def _launch(problem: Problem, tile: str, splits: int, options: dict[str, Any]) -> tuple[torch.Tensor, Counters]:
     rows, columns, step = map(int, tile.split("x"))
     k_per_slice = -(-problem.K // (step * splits)) * step
-    splits = -(-problem.K // k_per_slice)  # no split may be empty
+    splits = -(-problem.K // k_per_slice)  # every split has at least one slice
     options |= {
         "group": (facts()["tensor_tiles"][tile], 1, 1),
         "groups": (-(-problem.N // columns), -(-problem.M // rows), splits),
@@ -30,7 +30,7 @@ def _launch(problem: Problem, tile: str, splits: int, options: dict[str, Any]) -
 
 
 def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) -> torch.Tensor:
-    """Runs a product. `run_gemv` describes the options. `tile` is a name like "64x128x32"."""
+    """Runs a product. `tile` is a name such as "64x128x32"; `run_gemv` describes the other options."""
     counted = options.pop("counted", True)
     result, counters = _launch(problem, tile, splits, options)
     if counted:
@@ -39,12 +39,11 @@ def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) 
 
 
 def count_tensor(problem: Problem, tile: str) -> Counters:
-    """Runs a product in checked mode and returns its counts."""
+    """Runs a product in checked mode and returns its counters."""
     return _launch(problem, tile, 1, {"checked": True})[1]
 
 
 def check_tensor_work(problem: Problem, counters: Counters) -> None:
-    """Checks the work of a product, see `check_tensor_reads`."""
     p, row_blocks = problem, -(-problem.M // number("kTensorRows"))
     check_tensor_reads(p.weight_format, p.K, p.N, p.group_size, p.dtype, row_blocks, counters)
 
@@ -52,11 +51,10 @@ def check_tensor_work(problem: Problem, counters: Counters) -> None:
 def check_tensor_reads(
     weight_format: str, K: int, N: int, group_size: int, dtype: torch.dtype, row_blocks: int, counters: Counters
 ) -> None:
-    """Checks what a simdgroup reads for its 32 rows of 32 columns, and that it needs no barrier.
+    """Checks the reads of a simdgroup for its 32 rows of 32 columns, and that it has no barrier.
 
-    Each activation is read once. Each word is read once, or twice if groups of 16 make a lane take half of a word of
-    4-bit codes.
-    `row_blocks` is the number of blocks of 32 rows.
+    Each activation is read once. Each word is read once, or twice if a group of 16 leaves a lane only half of a word of
+    4-bit codes. `row_blocks` is the number of blocks of 32 rows.
     """
     assert counters.threadgroup_barriers == 0
     if counters.buffers is None:
@@ -67,6 +65,6 @@ def check_tensor_reads(
     words = row_blocks * reference.word_bytes(weight_format, K, N) * (2 if reads_halves else 1)
     activations = row_blocks * number("kTensorRows") * K * strips
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
-    has_high_plane = weight_format in reference.PLANES  # whose words each lane loads that has some of their k
+    has_high_plane = weight_format in reference.PLANES  # a lane loads a high word if the word holds bits of its k
     assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * dtype.itemsize, "bytes of activations read"

@@ -1,4 +1,4 @@
-"""Launches the staged kernels, and checks the numbers of steps and barriers."""
+"""Launches the staged kernels, and checks their numbers of steps and barriers."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ STRIPED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "strip
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape from a kernel's name, and the host's facts about this shape."""
+    """A tile shape from a kernel's name, with the host's figures for this shape."""
 
     kernel: str
     M: int
@@ -24,7 +24,7 @@ class Tile:
     K: int
     stages: int
     threads: int
-    bytes: dict[str, list[int]]  # threadgroup memory by element type and number of stages
+    bytes: dict[str, list[int]]  # threadgroup memory in bytes, by element type, one entry for each number of stages
 
     @classmethod
     def of(cls, kernel: str) -> "Tile":
@@ -42,10 +42,10 @@ class Tile:
         return {"group": (self.threads, 1, 1), "groups": groups, "threadgroup_bytes": memory}
 
     def check_work(self, spans: list[list[int]], counters: Counters) -> None:
-        """Checks that there is no extra step. A step has one barrier, or two with a single stage.
+        """Checks that the kernel runs no extra step. A step has one barrier, or two with a single stage.
 
         Args:
-            spans: for each threadgroup and each tile of that threadgroup, the number of k that it computes.
+            spans: for each threadgroup and each of its tiles, the number of k that the threadgroup computes.
         """
         steps = sum(self.steps(k) for group in spans for k in group)
         assert counters.mmas == steps * self.M * self.N * self.K // 512, "8x8x8 products"
@@ -105,7 +105,10 @@ def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int
 
 
 def run_tiles(kernel: str, problem: Problem, *, parts: int = 1, **options: Any) -> torch.Tensor:
-    """Runs any staged kernel. Divides K of each tile into about `parts` ranges; for gemm_striped, divides all units."""
+    """Runs any staged kernel.
+
+    K of each tile is divided into about `parts` ranges; for gemm_striped, all units are divided.
+    """
     if kernel in STRIPED:
         return run_striped(kernel, problem, k_per_slice=64, stripes=parts, **options)
     return run_staged(kernel, problem, slices=parts, **options)

@@ -45,7 +45,7 @@ class ReadAhead:
         """Returns a group's tensors by name.
 
         Returns an empty dict if the group was not read or if the read failed. The caller then reads the tensors itself,
-        and an error of the file appears there.
+        and that read raises the error of the file.
         """
         if number in self._taken or number not in self._batch_of:
             return {}

@@ -53,7 +53,7 @@ MAX_ELEMENTS = 1 << 59  # with more elements, strides in bits would exceed 64-bi
 POOLED_BYTES, MAX_POOL_BYTES = 1 << 20, 1 << 26
 
 
-# A header has one for each entry. A named tuple is created five times as fast as a frozen dataclass.
+# A header has a `TensorInfo` for each entry. A named tuple is created five times as fast as a frozen dataclass.
 class TensorInfo(NamedTuple):
     """The location of one tensor: `nbytes` bytes at `offset` of `file`. `dtype` is a key of `DTYPES`."""
 
@@ -203,10 +203,10 @@ class _Blocks:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, Any] = {}  # by id; several threads remove blocks at the same time
+        self._free: dict[int, Any] = {}  # id of a block -> the block; several threads remove blocks at the same time
 
     def take(self, nbytes: int) -> Tensor:
-        """Makes an uninitialised uint8 tensor. When the last reference is gone, its memory returns to this pool."""
+        """Makes an uninitialized uint8 tensor. When the last reference is gone, its memory returns to this pool."""
         fits = [key for key, free in list(self._free.items()) if nbytes <= free.nbytes <= 2 * nbytes]
         block = next((block for key in fits if (block := self._free.pop(key, None)) is not None), None)
         if block is None:
@@ -216,7 +216,6 @@ class _Blocks:
         return torch.from_numpy(view)
 
     def free(self) -> None:
-        """Returns the pool's memory to the system."""
         self._free.clear()
 
     def _give_back(self, block: Any) -> None:
@@ -280,7 +279,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
 
 
 def allocate(info: TensorInfo, nbytes: int | None = None) -> Tensor:
-    """Makes an uninitialised uint8 tensor for the bytes of a tensor, or for only `nbytes` bytes.
+    """Makes an uninitialized uint8 tensor for the bytes of a tensor, or for only `nbytes` bytes.
 
     Raises:
         CheckpointError: the memory cannot be allocated.

@@ -3,7 +3,7 @@
 In NVFP4 layers, `weight` is uint8 `[N, K/2]` with the even k in the high four bits. `weight_scale` stores E4M3 block
 scales in tiles, and `weight_scale_2` is a global scale. MXFP8 layers have tiles of E8M0 scales.
 
-Such a file has no configuration. It is recognised by a tensor `scaled_fp8`, by tensors `comfy_quant` next to the
+Such a file has no configuration. It is recognized by a tensor `scaled_fp8`, by tensors `comfy_quant` next to the
 weights, by the file's metadata, or by matrices of 8-bit floats. `comfy_quant` and the metadata describe in JSON how
 each layer is quantized. In files without scales, the weights are rounded to 8-bit floats.
 """
@@ -87,7 +87,6 @@ def _read_nvfp4(layer: Layer) -> PackedWeight:
 
 
 def _untiled(layer: Layer, dtypes: tuple[str, ...], N: int, blocks: int) -> torch.Tensor:
-    """Returns the scale codes `[blocks, N]`."""
     layer.expect("weight_scale", dtypes, -(-N // 128) * 128, -(-blocks // 4) * 4)
     return block_scales.untiled(layer.read("weight_scale"), N, blocks)
 

@@ -58,10 +58,7 @@ def _check(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
-    """Converts one layer.
-
-    Derives the code width and group size from the shapes, and compares them with the settings.
-    """
+    """Converts one layer. Code width and group size follow from the shapes and are compared with the settings."""
     rows, N = layer.expect("qweight", ("I32",), None, None)
     G, _ = layer.expect("scales", FLOATS, None, N)
     bits = _bits(layer, settings, rows, N, G)

@@ -43,7 +43,7 @@ def fit(
     dtype: opened.ModelDtype = None,
     as_json: Json = False,
 ) -> int:
-    """Says whether a model fits into a Mac.
+    """Reports if a model fits into a Mac.
 
     A model of floats has a row for each weight format, a packed model has one row. The bytes are those of the weights
     after loading. The exit code is 1 if nothing fits.
@@ -118,7 +118,7 @@ def _loaded(model: Any, reader: CheckpointReader) -> Any:
 
 
 def empty_model(config: Any, dtype: torch.dtype, weight_format: str) -> Any:
-    """Makes a transformers model on the meta device, in `weight_format` like `from_pretrained`, or in "floats"."""
+    """Makes a transformers model on the meta device, quantized like `from_pretrained`, or unquantized for "floats"."""
     from transformers import AutoModelForCausalLM
 
     from torch_marlin_metal.integrations.transformers import MarlinConfig, MarlinQuantizer

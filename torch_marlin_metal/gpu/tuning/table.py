@@ -104,10 +104,7 @@ class TuningTable:
     ranges: tuple[TunedRange, ...]
 
     def merged(self, other: TuningTable) -> TuningTable:
-        """Returns this table with the choices of `other` added.
-
-        They replace this table's choices for equal products.
-        """
+        """Returns this table with the choices of `other`, which replace the choices for equal products."""
         replaced = {entry.product for entry in other.ranges}
         kept = tuple(entry for entry in self.ranges if entry.product not in replaced)
         return TuningTable(self.machine, kept + other.ranges)

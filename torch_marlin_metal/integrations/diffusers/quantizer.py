@@ -40,10 +40,7 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` layers into diffusers models.
-
-    `from_pretrained` creates the quantizer and calls its methods.
-    """
+    """Puts `MarlinLinear` layers into diffusers models. `from_pretrained` creates and calls the quantizer."""
 
     use_keep_in_fp32_modules = True
     quantization_config: MarlinConfig

@@ -107,10 +107,7 @@ class MarlinDoraVariant(DoraLinearVariant):  # type: ignore[misc]
 
 
 def _squared_norms(packed: PackedWeight) -> Tensor:
-    """Returns the sum of squares for each column of the weight `[K, N]`, float32 `[N]`.
-
-    Decodes some columns at a time.
-    """
+    """Returns the squared norm of each column of a weight `[K, N]`, float32 `[N]`. Decodes some columns at a time."""
     parts = []
     width = max(1, _NORM_BYTES // (4 * packed.K))
     for start in range(0, packed.N, width):

@@ -195,10 +195,7 @@ WRAPPERS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _plan_targets(tuner: Any, model: nn.Module, config: Any) -> Any:
-    """Checks the targets of a config and returns them, with "all-linear" replaced by names.
-
-    Does not change the config.
-    """
+    """Checks the targets of a config and returns them, with "all-linear" as names. The config does not change."""
     planned = copy.copy(config)
     if any(isinstance(module, PACKED) for module in model.modules()):
         _include_all_linear(model, planned)

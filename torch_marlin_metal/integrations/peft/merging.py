@@ -37,7 +37,6 @@ class PackedMerging(Generic[Weight]):
     _last: MergePlan[Weight] | None = None  # the last merge; inside a plan, a module is not registered as a child
 
     def _weight(self) -> Weight:
-        """Returns the current weight of the base layer."""
         raise NotImplementedError
 
     def _set_weight(self, weight: Weight) -> None:

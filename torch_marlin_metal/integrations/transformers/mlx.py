@@ -11,8 +11,6 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 
 
 class _Shift(ConversionOps):  # type: ignore[misc]
-    """Subtracts a number from a tensor."""
-
     def __init__(self, by: float) -> None:
         self._by = by
 
@@ -22,10 +20,7 @@ class _Shift(ConversionOps):  # type: ignore[misc]
 
 
 def changes_back(reader: CheckpointReader) -> list[Any]:
-    """Returns transformers' conversions for a directory that mlx-lm wrote.
-
-    Returns an empty list for other checkpoints.
-    """
+    """Returns transformers' conversions for a directory that mlx-lm wrote, or [] for other checkpoints."""
     if not isinstance(reader, DirectoryReader) or reader.format.hf_name is not mlx_names.hf_name:
         return []
     names = [name for name in reader.tensor_files() if name.endswith(".weight")]

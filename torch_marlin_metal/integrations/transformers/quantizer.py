@@ -49,10 +49,7 @@ logger = logging.get_logger(__name__)
 
 
 class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
-    """Puts `MarlinLinear` layers into transformers models.
-
-    `from_pretrained` creates the quantizer and calls its methods.
-    """
+    """Puts `MarlinLinear` layers into transformers models. `from_pretrained` creates and calls the quantizer."""
 
     requires_calibration = False
     op = OP
@@ -90,7 +87,6 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             self._choose(model, checkpoint_files)
 
     def _open(self, checkpoint_files: list[str] | None, has_parts: bool) -> None:
-        """Opens the directory that transformers found."""
         if not checkpoint_files:
             raise UnsupportedFormat(f"{OP}: a packed checkpoint is read from files; got a state_dict")
         directory = Path(checkpoint_files[0]).parent
@@ -104,10 +100,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         check_files(reader, (Path(file).name for file in checkpoint_files))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Finds the modules of packed layers with transformers' renamings.
-
-        `MergedOneByOne` replaces some conversions.
-        """
+        """Finds the modules of packed layers. Replaces some of transformers' conversions by `MergedOneByOne`."""
         self._conversions = weight_conversions
         if self._packed is not None:
             self._conversions = self._packed.place(model, weight_conversions, self.reinitializes)

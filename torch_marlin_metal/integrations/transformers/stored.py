@@ -22,7 +22,8 @@ def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, Packe
     after loading. Layers that share a weight for another reason are yielded as copies, because safetensors refuses
     tensors that share memory.
     """
-    # Each column part of a fused layer is a new tensor, which may get the id of a tensor that was freed.
+    # Only these ids are compared. A column part of a fused layer is a new tensor, which may get the id of a freed
+    # tensor.
     held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None

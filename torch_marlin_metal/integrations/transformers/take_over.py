@@ -96,7 +96,6 @@ def takes_own(theirs: Any) -> Any:
     class Own(theirs):  # type: ignore[misc]
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            """Makes the config of a directory with this package's class or the original class."""
             owner = MarlinConfig if config_dict.get("quant_method") == METHOD else theirs
             return owner.from_dict(config_dict, *args, **kwargs)
 
@@ -207,10 +206,7 @@ def _notes_path(original: Any) -> Any:
 
 
 def _chooses(original: Any) -> Any:
-    """Wraps `get_hf_quantizer`.
-
-    For checkpoints in this package's formats, the wrapper returns this package's quantizer.
-    """
+    """Wraps `get_hf_quantizer` to return this package's quantizer for checkpoints in this package's formats."""
 
     @functools.wraps(original)
     def get_hf_quantizer(
@@ -247,10 +243,7 @@ def _chooses(original: Any) -> Any:
 
 
 def _of_weights(original: Any) -> Any:
-    """Wraps `get_state_dict_dtype`.
-
-    It returns the first float tensor's dtype, but that tensor may be a layer's scales.
-    """
+    """Wraps `get_state_dict_dtype`, which would return the dtype of a layer's scales if they come first."""
 
     @functools.wraps(original)
     def get_state_dict_dtype(state_dict: Mapping[str, Any]) -> Any:
@@ -331,7 +324,6 @@ def _is_ignored(settings: Mapping[str, Any] | None) -> bool:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    """Returns the name of the method in a checkpoint's settings, or ""."""
     if settings.get("load_in_8bit"):
         return "bitsandbytes_8bit"
     return str(settings.get("quant_method") or settings.get("method") or "").lower()

@@ -1,5 +1,5 @@
 // torch_marlin_metal's operators for C++ programs. Each function calls PyTorch's dispatcher, so tensors on the CPU and
-// on mps take the same kernels as in Python, and wrong arguments throw c10::ValueError with the same words.
+// on mps use the same kernels as in Python, and wrong arguments throw c10::ValueError with the same message.
 // docs/use/operators.md describes the arguments.
 #pragma once
 
