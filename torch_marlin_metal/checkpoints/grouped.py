@@ -118,9 +118,9 @@ def decoded(
 
 
 def fit_groups(K: int, group_size: int, *grouped: Tensor) -> tuple[int, list[Tensor]] | None:
-    """Splits groups without loss until the operators support the group size.
+    """Splits groups into parts of a size that the operators support, without loss.
 
-    Each unsupported group becomes equal parts that repeat the group's values.
+    The parts of a group have equal sizes and repeat the group's values.
 
     Args:
         K: rows of the weight.

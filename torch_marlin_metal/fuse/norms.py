@@ -81,7 +81,7 @@ def settings_of(module: nn.Module) -> Norm | None:
 
 
 def fused_norm(original: Forward, norm: Norm) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Returns a forward with one operator. It calls the original if input and weight have different dtypes."""
+    """Returns a forward with one operator. Input and weight of different dtypes are passed to the original."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         weight = self.weight

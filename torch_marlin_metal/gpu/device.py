@@ -1,4 +1,4 @@
-"""The figures of Apple's GPUs with their sources. They are in the planner's table `csrc/planner/chips.h`."""
+"""The figures of Apple's GPUs with their sources, from the planner's table `csrc/planner/chips.h`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ KNOWN_PARAMETERS = {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)}
 
 
 def is_experts(module: nn.Module | None) -> bool:
-    """Returns True if a module has stacked float experts with an activation. They may still be unsupported."""
+    """Returns True if a module has stacked float experts with an activation, even if `why_not_experts` refuses them."""
     return is_stack(module) and (hasattr(module, "_apply_gate") or takes_each_token(module))
 
 

@@ -79,8 +79,8 @@ class Changes:
     def hollow_out(self, module: nn.Module, key: str) -> None:
         """Removes a parameter of a module until it is loaded, so that a host library does not report or create it.
 
-        A tensor without values replaces the parameter, for models that access the weights of their submodules. This
-        tensor has transformers' mark of an initialized tensor. The module is not marked, because its class must
+        For models that access the weights of their submodules, a tensor without values replaces the parameter. The
+        tensor is marked, so that transformers does not initialize it. The module is not marked, because its class must
         initialize its other tensors.
         """
         self.remember(module)

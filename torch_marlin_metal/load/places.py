@@ -102,7 +102,7 @@ class LoadPlan:
         experts: the experts of mixtures, by the name of their module.
         left_out: layers and tensors of the checkpoint that are not loaded: name in the checkpoint -> reason.
         unused: the scales of quantized activations or caches in `left_out`.
-        settled: modules whose ties to another module are set by the loader and not by a host library.
+        settled: modules that the loader ties to another module, so that a host library must not tie them.
         floats: the tensors that this package loads, or None if a host library loads them.
         unknown_settings: keys of a GGUF file whose meaning for the model is unknown.
         initialized: tensors of the model that are in no file. The model's class initializes them.

@@ -130,7 +130,7 @@ def _of_biases(case: Case) -> Iterator[Difference]:
 def _of_llama_cpp(case: Case) -> Iterator[Difference]:
     """Yields differences between the config and llama.cpp's defaults, which apply if the file lacks a key.
 
-    llama.cpp derives the attention scale of Gemma from the number of layers. It normalizes the expert weights of Qwen
+    llama.cpp derives the attention scale of Gemma from the number of layers, and normalizes the expert weights of Qwen
     3.
     """
     config, architecture = case.config, case.file.architecture

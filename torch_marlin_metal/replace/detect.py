@@ -116,7 +116,7 @@ def read_packed_linear(
 
 
 def dtype_of(module: nn.Module, packed: PackedWeight) -> torch.dtype | None:
-    """Returns the dtype in which the module computes, or None if it is unknown. It becomes `layer.weight.dtype`."""
+    """Returns the dtype in which the module computes, for `layer.weight.dtype`, or None if it is unknown."""
     stated = attribute(module, "compute_dtype") or attribute(
         attribute(tensor_of(module, "weight"), "quant_state"), "dtype"
     )

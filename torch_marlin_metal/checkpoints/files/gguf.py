@@ -137,7 +137,7 @@ class _Header:
             raise self.fail(f"a string before byte {self.position} is not UTF-8") from error
 
     def value(self, kind: int, nesting: int = 0) -> Any:
-        """Reads a metadata value. Short arrays of numbers remain bytes until an element is needed."""
+        """Reads a metadata value. A short array of numbers is a view of its bytes."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:

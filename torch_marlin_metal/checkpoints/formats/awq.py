@@ -150,7 +150,7 @@ def _read_gemv_fast(layer: Layer, settings: Settings) -> PackedWeight:
 def _unpack_gemv_fast(qweight: Tensor) -> Tensor:
     """Converts int16 `[N/4, K]` to int32 `[K/8, N]`.
 
-    The source has tiles of 4 rows of the weight and 64 columns k. The 64 words of a tile contain its four rows, one
+    The source stores tiles of 4 rows and 64 columns of the weight. The 64 words of a tile contain its four rows, one
     after the other. In a row, each run of 32 columns is stored in the order 0, 8, 16, 24, 1, 9, ..., 31, four codes to
     a word.
     """

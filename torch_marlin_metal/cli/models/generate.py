@@ -83,7 +83,7 @@ def _numbers(answer: dict[str, Any]) -> str:
 
 @dataclass
 class _Talk:
-    """A model and the messages so far. Unless `write` is None, it receives the text as it is generated.
+    """A model and the messages so far. `write`, if not None, receives the text while the model generates it.
 
     The next answer reuses the cache if the chat template produces the same tokens at the start.
     """
