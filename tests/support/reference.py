@@ -89,10 +89,17 @@ def pack_high(codes: np.ndarray, bits: int) -> torch.Tensor:
 class Weight:
     """A packed weight, the exact value of each element, and the magnitude of each element in the error bound.
 
-    `arguments` are the keyword arguments of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed
-    order of k. The magnitude is s (|q| + |z|) if kernels apply zero points at the end of a group, and |w| otherwise.
-    `raw_magnitude` is for kernels that sum raw codes; these treat a fixed offset as a zero point. `steps` is |s| +
-    magnitude: if fp32 flushes an activation to zero, the error is the activation times this factor.
+    The arrays are fp64 `[K, N]`, in packed order of k.
+
+    Attributes:
+        b_packed: the codes.
+        scales: the scales of the groups, or their codes.
+        arguments: the keyword arguments of gemm and dequantize.
+        exact: the weight w.
+        magnitude: what an element adds to the error bound per unit of its activation. It is s (|q| + |z|) if kernels
+            apply zero points at the end of a group, and |w| otherwise.
+        raw_magnitude: the same for kernels that sum raw codes. For these, a fixed offset counts as a zero point.
+        steps: |s| + magnitude. If fp32 flushes an activation to zero, the error is at most the activation times this.
     """
 
     b_packed: torch.Tensor

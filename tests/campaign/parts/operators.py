@@ -1,4 +1,4 @@
-"""Products of random shapes, formats, layouts and magnitudes against fp64, within the bound of docs/use/operators.md."""
+"""Compares products of random shapes, formats and magnitudes with fp64, within the bound of docs/use/operators.md."""
 
 import random
 from pathlib import Path
