@@ -298,7 +298,8 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
     routing.blocks += experts * probability * ceil_divide(rows, block_rows);
     probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
   }
-  // The first probability underflows if nearly all of very many experts are chosen.
+  // If nearly all of very many experts are chosen, the first probability underflows, and so both sums are 0. Then each
+  // expert has nearly all tokens.
   return routing.blocks > 0 ? routing : Routing{double(experts), double(experts) * ceil_divide(tokens, block_rows)};
 }
 
