@@ -114,13 +114,7 @@ def row(case: Case, counted: dict[str, Any], once: int) -> KernelCounts:
 
 
 def counted_rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[KernelCounts]:
-    """Yields the rows of a dtype.
-
-    Args:
-        dtype: the dtype.
-        folder: a copy of the kernels.
-        largest_loops: another copy, changed by keep_largest_loop().
-    """
+    """Yields the rows of a dtype. `largest_loops` is a copy of the kernels that keep_largest_loop() has changed."""
     chosen = list(counted_cases(dtype))
     alone = [case for case in chosen if case.kernel in LARGEST_LOOPS]
     once_alone = dict(zip(alone, measure_all(largest_loops, alone), strict=True))
@@ -150,10 +144,12 @@ def count() -> list[KernelCounts]:
 
 
 def write_or_check(found: list[KernelCounts], *, kernel: str, check: bool) -> int:
-    """Stores the counted rows of gemm_tensor, or of all other kernels, or compares them with the stored rows.
+    """Replaces rows of the stored table by the counted rows, or with `check` compares both.
+
+    If `kernel` is "gemm_tensor", these are the rows of gemm_tensor, otherwise those of all other kernels.
 
     Returns:
-        The exit code: 1 if rows that are compared differ.
+        The exit code: 1 if compared rows differ.
     """
     is_tensor = kernel == "gemm_tensor"
     if not check:

@@ -46,7 +46,7 @@ class PlanCost:
 
     Attributes:
         dispatches: the costs of the dispatches, and of the dense product of two_pass.
-        seconds: their sum.
+        seconds: the sum of the seconds of all dispatches.
     """
 
     dispatches: list[DispatchCost] = field(default_factory=list)
@@ -78,7 +78,7 @@ def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
 
 
 def _costed(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str) -> DispatchCost:
-    """Returns the cost of a load. If its numbers are no arrays, the cost includes bound and occupancy."""
+    """Returns the cost of a load. If the load's fields are numbers, not arrays, the cost has bound and occupancy."""
     found = kernel_cost(load, gpu, kernel)
     is_scalar = np.ndim(found.seconds) == 0
     return found.scalar(gpu, occupancy(load, gpu)) if is_scalar else found

@@ -130,7 +130,7 @@ def call_of(operator: str) -> Callable[[], object]:
 
 
 def mappings() -> list[tuple[int, int, str]]:
-    """Returns the executable mappings: first address, address after the last, file."""
+    """Returns the executable mappings of this process: first address, address after the last byte, file."""
     rows = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
