@@ -1,6 +1,6 @@
 """Tests that the snippets in the docs run and that the tables in the docs agree with the code."""
 
-import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -10,7 +10,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 import typer
 from typer.testing import CliRunner
@@ -103,7 +102,7 @@ def test_the_commands_of_the_readme_exist():
             _, command, rest = group.resolve_command(context, [name, *arguments])
             command.make_context(name, rest, parent=context)
     assert {"generate", "fit", "doctor", "demo", "test", "macos"} <= {name for _, name, *_ in typed}
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = importlib.metadata.metadata("torch_marlin_metal").get_all("Provides-Extra")
     assert set(re.findall(r'pip install "\.\[(\w+)\]"', shell)) and set(re.findall(r"\.\[(\w+)\]", shell)) <= set(
         extras
     )

@@ -1,5 +1,6 @@
 """Complete pipelines of diffusers with packed models: offloading to the CPU, and a text encoder from a GGUF file."""
 
+import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -127,8 +128,20 @@ def test_scales_of_text_encoders_that_diffusers_would_ignore_are_refused(tmp_pat
         diffusers.FluxPipeline.from_single_file(str(file.path), config=str(tmp_path), vae=None)
 
 
-@pytest.mark.parametrize("op", [tmm.quantize_model, tmm.convert.replace_linear_layers, load_quantized])
+def takes_a_model(function: object) -> bool:
+    return inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "model"
+
+
+PUBLIC = [getattr(tmm, name) for name in tmm.__all__] + [getattr(tmm.convert, name) for name in tmm.convert.__all__]
+TAKE_A_MODEL = [function for function in PUBLIC if takes_a_model(function)]
+
+
+def test_the_public_functions_of_a_model_are_found() -> None:
+    assert {tmm.fuse_projections, tmm.convert.replace_linear_layers, load_quantized} < set(TAKE_A_MODEL)
+
+
+@pytest.mark.parametrize("op", TAKE_A_MODEL, ids=lambda op: op.__name__)
 def test_a_pipeline_in_place_of_a_model_is_an_error_that_names_its_models(op, tmp_path) -> None:
     pipe = diffusion.pipeline(diffusion.FluxTransformer2DModel(**diffusion.SIZES))
     with pytest.raises(TypeError, match=rf"{op.__name__}: model: expected .*, got FluxPipeline: .* vae, transformer"):
-        op(pipe, *([tmp_path] if op is load_quantized else []))
+        op(pipe, *{load_quantized: [tmp_path], tmm.set_activations: [None]}.get(op, []))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.extension import require
 from torch_marlin_metal.fuse import caches, forwards, gated, masks, norms, residual, rotary, sinks
-from torch_marlin_metal.layers.equivalence import TOLERANCE, difference, has_forward_of_its_own
+from torch_marlin_metal.layers.equivalence import TOLERANCE, check_module, difference, has_forward_of_its_own
 from torch_marlin_metal.layers.packed_layer import model_device
 
 TOKENS = 6  # tokens of the run that records the arguments of the layers
@@ -74,6 +74,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         The report: the fused modules, and the reasons for the others. `undo` of the report restores the model.
 
     Raises:
+        TypeError: `model` is not a module.
         RuntimeError: the results of the fused model differ by more than rounding errors. The model is restored.
         ExtensionError: the compiled extension cannot be used.
 
@@ -86,6 +87,7 @@ def fuse_layers(model: nn.Module) -> FusedLayersReport:
         ('model.layers.0.input_layernorm', 'rms_norm')
         >>> report.undo()
     """
+    check_module("fuse_layers", model)
     require("fuse_layers")  # the comparisons below would treat an operator's error as a module that cannot be fused
     report = FusedLayersReport()
     was_training = [module for module in model.modules() if module.training]

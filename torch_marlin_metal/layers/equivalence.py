@@ -1,4 +1,4 @@
-"""Compares a replacement with its original module, and determines which tensors and modules can be replaced."""
+"""Compares a replacement with its original module, and determines which models, tensors and modules can be changed."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,6 +14,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEVICES = ("cpu", "mps", "meta")
 # Largest allowed difference, as a fraction of the largest result. Originals round several times.
 TOLERANCE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5, torch.float32: 2.0**-16}
+
+
+def check_module(op: str, model: object) -> None:
+    """Raises an error for an object that is not a module. For a diffusers pipeline, the message lists its models."""
+    if isinstance(model, nn.Module):
+        return
+    parts = [name for name, part in getattr(model, "components", {}).items() if isinstance(part, nn.Module)]
+    advice = f": pass its models, one by one: {', '.join(parts)}" if parts else ""
+    raise TypeError(f"{op}: model: expected an nn.Module, got {type(model).__name__}{advice}")
 
 
 def is_supported(tensor: Tensor) -> bool:

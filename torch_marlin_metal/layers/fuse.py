@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.layers.equivalence import check_module
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.layers.weight_info import WeightInfo
@@ -120,6 +121,9 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         groups: the names of sibling modules that share their input. If siblings have different inputs
             (cross-attention), the results are correct, but each projection is computed more than once.
 
+    Raises:
+        TypeError: `model` is not a module.
+
     Examples:
         >>> model = nn.Module()
         >>> for name in ("q_proj", "k_proj", "v_proj"):
@@ -127,6 +131,7 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         >>> len(tmm.fuse_projections(model).fused)
         1
     """
+    check_module("fuse_projections", model)
     report, ready = FusedReport([], []), []
     for prefix, parent in model.named_modules():
         for names in groups:

@@ -11,6 +11,7 @@ from torch import nn
 from torch_marlin_metal.checkpoints.directory import open_reader
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.layers.equivalence import check_module
 from torch_marlin_metal.layers.fuse import fuse_projections
 from torch_marlin_metal.load.caller import Caller, Split
 from torch_marlin_metal.load.converted import open_converted
@@ -19,7 +20,6 @@ from torch_marlin_metal.load.names import Rename, namer
 from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.models.report import Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save, round_as_diffusers
-from torch_marlin_metal.models.swap import check_module
 from torch_marlin_metal.patterns import Filter, NameFilter
 
 OP = "load_quantized"

@@ -3,8 +3,8 @@
 from torch import nn
 
 from torch_marlin_metal.formats import weight_format
+from torch_marlin_metal.layers.equivalence import check_module
 from torch_marlin_metal.layers.linear import MarlinLinear
-from torch_marlin_metal.models.swap import check_module
 
 
 def set_activations(model: nn.Module, activations: str | None) -> list[str]:

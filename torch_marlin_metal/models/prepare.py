@@ -11,6 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from torch_marlin_metal.layers.embedding import MarlinEmbedding
+from torch_marlin_metal.layers.equivalence import check_module
 from torch_marlin_metal.layers.experts import ExpertWeights, MarlinExperts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
@@ -48,6 +49,7 @@ def prepare(
         The number of distinct products whose kernels are compiled. Each row count is a separate product.
 
     Raises:
+        TypeError: `model` is not a module.
         ValueError: a row count is below 1.
         RuntimeError: a kernel does not compile. The message names it. All other kernels are compiled.
 
@@ -56,6 +58,7 @@ def prepare(
         >>> device = "mps" if torch.backends.mps.is_available() else "cpu"
         >>> compiled = tmm.prepare(model.to(device), progress=False)  # 0 on a CPU, which has nothing to compile
     """
+    check_module("prepare", model)
     listed = list(rows) if isinstance(rows, Iterable) else []
     if not listed or not all(isinstance(M, int) and M >= 1 for M in listed):
         raise ValueError(f"prepare: rows: expected numbers of at least 1, got {listed or rows!r}")

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from torch_marlin_metal.checkpoints.options import check_choice
+from torch_marlin_metal.layers.equivalence import check_module
 from torch_marlin_metal.layers.float_experts import is_experts
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import PackedLayer
@@ -25,7 +26,7 @@ from torch_marlin_metal.models.linear_layers import (
 from torch_marlin_metal.models.reasons import KEPT, shared_with_others, why_not_quantized
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save, round_as_diffusers
-from torch_marlin_metal.models.swap import Target, check_module, find_targets, swap
+from torch_marlin_metal.models.swap import Target, find_targets, swap
 from torch_marlin_metal.models.widths import fitted, liked, rows_of
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
 from torch_marlin_metal.patterns import Filter, selects

@@ -36,15 +36,6 @@ class Target:
         return self.names[0]
 
 
-def check_module(op: str, model: object) -> None:
-    """Raises an error for an object that is not a module. For a diffusers pipeline, the message lists its models."""
-    if isinstance(model, nn.Module):
-        return
-    parts = [name for name, part in getattr(model, "components", {}).items() if isinstance(part, nn.Module)]
-    advice = f": pass its models, one by one: {', '.join(parts)}" if parts else ""
-    raise TypeError(f"{op}: model: expected an nn.Module, got {type(model).__name__}{advice}")
-
-
 def find_targets(
     op: str,
     model: nn.Module,
