@@ -189,7 +189,7 @@ def cases() -> Iterator[Case]:
 
 
 def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
-    """Yields library, name, tile and threads of each kernel with a tile in its name, from the host's header."""
+    """Yields library, name, tile and threads of each kernel with a tile in its name, as kernel_list.h lists them."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "kernels"
         compiler = [
@@ -236,7 +236,7 @@ def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | s
 
 @cache
 def measure(folder: Path, case: Case) -> dict[str, Any] | str:
-    """Returns the tool's counts for one kernel, or its error message if it fails."""
+    """Returns the tool's counts for one kernel, or the tool's error message."""
     entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
     command = [
         sys.executable,

@@ -8,9 +8,9 @@ tensor_instructions.py counts the rows of gemm_tensor.
 
 gemv, fused and their variants for experts are counted with all formats and activations, because the format changes
 their registers, and so the number of threadgroups on a core. Other kernels are counted with fp16 activations and one
-format of each code kind. Groups have 64 codes or the fixed size of the format, and in addition the sizes of common
-files (forms() of instructions.py). Tensors are aligned, and no options are set. A kernel that the tool cannot compile
-(UNCOUNTED of instructions.py) gets the counts of single_stage.
+format of each code kind. Groups have 64 codes, or the fixed size of the format. The group sizes of common files are
+counted, too (forms() of instructions.py). Tensors are aligned, and no options are set. A kernel that the tool cannot
+compile (UNCOUNTED of instructions.py) gets the counts of single_stage.
 
 moe_gemv_blocks has a loop for each number of rows, and moe_fused has one for each number of row blocks. A row of the
 table has the counts of the largest loop. The code outside the loops is counted in a copy of the kernel that has only

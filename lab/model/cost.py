@@ -60,7 +60,8 @@ class PlanCost:
 def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
     """Returns the predicted cost of a tiling.
 
-    If the tiling has arrays, so has the cost. Tilings without partial sums then have a reduction of 0 seconds.
+    If the tiling has arrays, so has the cost. It then always has a reduction, which takes 0 seconds in those tilings
+    that have no partial sums.
     """
     if tiling.variant == "two_pass":
         return PlanCost([_dequantize(problem, gpu), _dense(problem, gpu)])
@@ -110,9 +111,9 @@ def product_load(
 ) -> KernelLoad:
     """Returns the load of one launch of a tiling's product kernel.
 
-    Threadgroups run row block by row block, so each row block reads all weights again. In gemv, threadgroups that share
-    weights run at the same time, so L2 serves all reads but the first. The stripes of striped go down the columns of
-    tiles, so each column reads all activations again.
+    In most kernels, the threadgroups of a row block start before those of the next row block, so each row block reads
+    all weights again. In gemv, threadgroups that share weights run at the same time, so L2 serves all reads but the
+    first. In striped, a stripe contains one column of tiles after another, so each column reads all activations again.
     """
     load = load_without_bytes(tiling, problem, gpu, rows, count)
     columns = ceil_divide(problem.N, tiling.tile[1])

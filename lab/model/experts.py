@@ -49,8 +49,8 @@ ROUNDING = 1e-9
 # For larger exponents x, exp(-x) and the probabilities computed from it are too small for a double.
 LARGEST_EXPONENT = 600
 
-# Issue slots and complex-unit clocks of a simdgroup of moe_sort for 32 pairs. It reads the pairs twice, and once more
-# for each MOE_SORT_THREADS experts. Counted by lab/agx/agxstat.py, --O1.
+# Issue slots and complex-unit clocks of a simdgroup of moe_sort for 32 pairs, counted by lab/agx/agxstat.py --O1.
+# moe_sort reads the pairs twice, and once more for each MOE_SORT_THREADS experts.
 SORT_ISSUE = 616
 SORT_COMPLEX = 24
 SORT_WAITS = 9

@@ -17,10 +17,11 @@ from lab.model.geometry import SIMD_WIDTH, ceil_divide
 from torch_marlin_metal.gpu.occupancy import Occupancy, occupancy_of
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# The time from the end of one small dispatch to the end of the next, if the next one depends on the first. There are
-# three sources. llama.cpp discussion 4167 lists times per token: without the time to read the weights, and divided by
-# the 768 dispatches of a token, they give 4 us (M5 Max) to 10 us (M1). pytorch issue 82707 measured 3 us (M1 Max), and
-# ds4 pull request 846 measured 10 us (M1 Ultra).
+# The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Sources:
+# - pytorch issue 82707 measured 3 us (M1 Max).
+# - ds4 pull request 846 measured 10 us (M1 Ultra).
+# - llama.cpp discussion 4167 lists times per token. Without the time to read the weights, and divided by the 768
+#   dispatches of a token, they are 4 us (M5 Max) to 10 us (M1).
 DISPATCH_SECONDS = 6e-6
 # Memory time and compute time overlap. The model assumes that this fraction of the shorter time is not hidden.
 OVERLAP_LOSS = 0.05

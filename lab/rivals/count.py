@@ -1,4 +1,4 @@
-"""Counts MLX's quantized products with the tool that counts ours, and compares both and llama.cpp's.
+"""Counts MLX's quantized products with the tool that counts ours, and compares our counts with MLX's and llama.cpp's.
 
     python -m lab.rivals.count            # prints a table of clocks from stored counts, in a second
     python -m lab.rivals.count --write    # writes it into lab/notes/few-rows.md
