@@ -162,7 +162,7 @@ class Comparison:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, 128, self.int4_scales.to(a.dtype))
 
     def calls(self, M: int, dtype: str) -> tuple[dict[str, Call], dict[str, Call], np.ndarray]:
-        """Returns three things: each kernel's call, for each kernel a function that returns the result, the activations."""
+        """Returns the calls of the kernels, functions that return the kernels' results, and the activations."""
         x = np.random.default_rng(M).standard_normal((M, self.K), np.float32)
         a = torch.from_numpy(x).to(DTYPES[dtype])
         calls: dict[str, Call] = {
