@@ -121,11 +121,12 @@ def make_weight(
     seed: int = 0,
     codes: np.ndarray | None = None,
     exponent: int = 0,
+    block_scales: bool = False,
 ) -> Weight:
     """Returns a random weight of a format. All scales are multiplied by 2^exponent. E4M3 codes are finite.
 
     With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8.
-    Biases also have two levels if `zeros_dtype` is uint8.
+    Biases also have two levels if `zeros_dtype` is uint8. With `block_scales`, one scale is for 128 columns.
     """
     rng = np.random.default_rng([seed, K, N, group_size])
     bits = code_bits(weight_format)
@@ -158,9 +159,10 @@ def make_weight(
         scales = torch.from_numpy(rng.integers(0, 128, (G, N)) - negative).to(scales_dtype)
         arguments["super_scales"], s = _two_levels(rng, scales, K, group_size, super_dtype, 2.0 ** (exponent - 10))
     else:
-        sizes = rng.uniform(0.5, 1.5, (G, N)) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], (G, N))
+        shape = (G, N // 128 if block_scales else N)
+        sizes = rng.uniform(0.5, 1.5, shape) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], shape)
         scales = torch.from_numpy(sizes * 2.0**exponent).to(scales_dtype)
-        s = to_numpy(scales)
+        s = to_numpy(scales).repeat(128 if block_scales else 1, axis=1)
     s = s[group]
 
     offset = OFFSETS.get(weight_format)
