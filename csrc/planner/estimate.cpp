@@ -291,8 +291,8 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
   // With many rows, the last block of an expert has each possible number of rows with equal probability.
   if (mean > kManyRows) return {double(experts), experts * (mean / block_rows + 0.5 - 0.5 / block_rows)};
   Routing routing;
-  double probability = std::exp(tokens * std::log1p(-chosen));  // that an expert has `rows` rows, by the binomial
-                                                                // distribution
+  double probability = std::exp(tokens * std::log1p(-chosen));  // binomial: the probability that an expert has `rows`
+                                                                // rows
   for (uint32_t rows = 0; rows <= tokens && rows < 4 * kManyRows; ++rows) {
     if (rows > 0) routing.experts += experts * probability;
     routing.blocks += experts * probability * ceil_divide(rows, block_rows);
