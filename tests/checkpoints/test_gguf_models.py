@@ -268,7 +268,7 @@ def test_the_page_lists_the_architectures() -> None:
 
 
 def test_what_both_projects_have_is_read_or_refused_with_a_reason() -> None:
-    """Architectures whose names in gguf and transformers are equal, except for punctuation and a suffix."""
+    """Checks the architectures whose names in gguf and transformers are equal, except for punctuation and a suffix."""
     page = (ROOT / "docs" / "formats" / "checkpoints.md").read_text()
     refused = page.partition("Some architectures that llama.cpp and transformers have in common are not read:")[2]
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", refused.partition("\n\ntransformers gives")[0], re.MULTILINE)
