@@ -45,7 +45,7 @@ class Checkpoint:
     ahead: dict[str, Tensor] = field(default_factory=dict)  # tensors already read for the layer under conversion
 
     def read(self, name: str, index: int | None = None, part: Slice | None = None) -> Tensor:
-        """Reads a tensor, its entry `[index]` along the first dimension, or the slice `part` of the tensor or entry."""
+        """Reads a tensor, its entry `[index]` of the first dimension, or the slice `part` of the tensor or entry."""
         if name in self.loaded:
             tensor = self.loaded[name]
             if part is not None:

@@ -37,12 +37,12 @@ def read_bytes(
     repeated for each of the block's rows.
 
     Args:
-        layer: the layer.
+        layer: a layer whose elements have 8 bits.
         source: see `PackedWeight.source`.
-        weight: the role of the weight.
-        scale: the role of the scales.
-        zero: the role of the zero points, which are optional.
-        scales: used in place of the scales in the file.
+        weight: the role of the elements' tensor.
+        scale: the role of the scales' tensor.
+        zero: the role of the zero points' tensor, which may be absent.
+        scales: scales to use in place of those in the file.
 
     Raises:
         UnsupportedFormat: the layer is of another kind, or the operators cannot represent it.
@@ -115,10 +115,13 @@ def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape
 
 
 def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, Tensor]:
-    """Returns the group size along K and the values expanded to `[G, N]` from per tensor, row, group or block."""
+    """Returns the group size along K, and the values expanded to `[G, N]`.
+
+    `given` has one value per tensor, row, group or block.
+    """
     N, K = shape
     stored = given
-    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt stores scales of blocks so
+    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's shape for scales of blocks
         given = given[:, 0, :, 0]
     if given.dim() < 2:
         if given.numel() not in (1, N):  # scales of blocks have two dimensions

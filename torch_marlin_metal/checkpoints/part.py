@@ -13,7 +13,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Part:
-    """One of `count` equal parts of a layer `[K, N]`: part number `rank` along the columns (N) or the rows (K)."""
+    """Part `rank` of a layer `[K, N]` that is cut into `count` equal parts along its columns (N) or its rows (K)."""
 
     by: Literal["columns", "rows"]
     count: int
@@ -85,7 +85,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
                 for axis, size in zip(axes[role], layer.shape(role), strict=True)
                 if axis == "S"
             ):
-                continue  # only the blocks tell the number of codes in a word
+                continue  # only the number of blocks shows how many codes a word has
             return (K, N, G, per_word) if min(K, N, G) > 0 else None
     return None
 

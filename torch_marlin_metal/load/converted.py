@@ -65,7 +65,7 @@ class ConvertedReader(CheckpointReader):
         return N, K
 
     def kind(self, index: int) -> Hashable:
-        """Returns the layer's size and the kinds of the layers in the file that contain its rows."""
+        """Returns a key from the layer's size and from the keys of the file's layers that contain the layer's rows."""
         return self.sizes(index), tuple(self._reader.kind(own) for own, _ in self._runs(index))
 
     def convert(self, index: int) -> PackedWeight:

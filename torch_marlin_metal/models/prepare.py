@@ -116,9 +116,9 @@ def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
-    """Runs a product with ids of no experts. It compiles the kernels, but reads no weight and multiplies nothing.
+    """Compiles the kernels of a product by running it without an expert in any row.
 
-    For gate and up, the activation runs after the product.
+    The product then reads no weight and multiplies nothing. For gate and up, the activation runs after the product.
     """
     stack = experts.down if is_down else experts.gate_up
     device = stack.place

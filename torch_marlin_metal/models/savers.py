@@ -34,7 +34,7 @@ def let_it_save(op: str, model: nn.Module) -> None:
 
 
 def round_as_diffusers(model: nn.Module) -> None:
-    """Lets packed layers in diffusers models round weights, except layers whose `rounds_weights` was set."""
+    """Lets packed layers in diffusers models round weights like diffusers' layers, unless `rounds_weights` was set."""
     for module in model.modules():
         if _is_of(module, "ModelMixin", "diffusers"):
             for layer in module.modules():

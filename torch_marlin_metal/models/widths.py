@@ -110,7 +110,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
-    """Yields samples of a module's rows, for experts from several of them."""
+    """Yields samples of a module's rows. For an experts module, they are from several experts."""
     if not is_experts(module):
         yield sample(matrix_of(module).detach())
         return
