@@ -85,7 +85,7 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock. If `sync`, waits until this is on the disk."""
+        """Renames the directory to the destination and releases the lock. If `sync`, waits for the disk in between."""
         try:
             self.work.rename(destination)
             if sync:  # first, because after a power failure open_journal refuses a directory without a journal

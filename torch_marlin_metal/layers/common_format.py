@@ -23,9 +23,10 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Common:
-    """Code bits, role of the zeros, group size, and dtype of the scales and of floating-point zeros.
+    """The properties that weights in common tensors must share.
 
-    For two-level scales, the dtype is that of the scale codes.
+    These are the code bits, the role of the zeros, the group size, and the dtype of the scales and of floating-point
+    zeros. For two-level scales, the dtype is that of the scale codes.
     """
 
     bits: int
@@ -47,8 +48,8 @@ def common_of(weight: PackedWeight) -> Common | None:
 def wider(one: Common, other: Common, K: int) -> Common | None:
     """Returns the smallest format that represents weights of both formats, or None if there is none.
 
-    The weights remain exact, with one exception: if a bias replaces a zero point, weights change by one fp32 rounding,
-    with fp32 scales or with 8-bit codes and two-level scales.
+    The weights remain exact, with one exception. If a bias replaces a zero point, weights with fp32 scales change by
+    one fp32 rounding, and so do weights with 8-bit codes and two-level scales.
     """
     if one == other:
         return one

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-# Parts of class names in transformers whose models end in a trained head with few classes.
+# A transformers model ends in a trained head with few classes if its class name contains one of these.
 CLASSIFIERS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
 IN_HEAD = "it belongs to the head of a classifier"
 

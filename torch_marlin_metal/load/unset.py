@@ -64,7 +64,9 @@ def initialize(
 def watch(model: Any, op: str) -> None:
     """Makes a transformers model raise an error if its classes do not set a tensor during loading.
 
-    transformers allocates the tensors that are in no file, and then calls `_initialize_missing_keys` once.
+    transformers allocates the tensors that are in no file, and then calls `_initialize_missing_keys` once. The wrapped
+    method first gives these tensors a value that no model computes. A tensor that has this value afterwards was not
+    set.
     """
     original: Callable[[bool], None] = model._initialize_missing_keys
 

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 # Relative tolerances: for factors, which the converter rounds to fp32, and for frequencies, which transformers computes
 # in fp32.
 FACTOR_TOLERANCE, FREQUENCY_TOLERANCE = 2e-6, 1e-5
-# Gemma 4 rotates only the first pairs of a head. To stop the other pairs, llama.cpp divides their frequencies by at least
-# this number.
+# Gemma 4 rotates only the first pairs of a head. To stop the other pairs, llama.cpp divides their frequencies by at
+# least this number.
 UNTURNED = 1e29
 # The settings of Llama 3.1, 3.2 and 3.3. Only their ratios to the context length have an effect.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -16,8 +16,8 @@ from torch_marlin_metal.models.gguf_case import (
     plain,
 )
 
-# For files that do not state which layers have a sliding window: llama.cpp's number of layers in a period. Only the last
-# layer of a period has no window.
+# For files that do not state which layers have a sliding window: llama.cpp's number of layers in a period. Only the
+# last layer of a period has no window.
 PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4}
 
 # How the router computes expert weights: 1 is softmax over all experts (the default), 2 sigmoid, 3 softmax over the

@@ -14,8 +14,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies. Models compute them, but llama.cpp and old transformers versions also store them in files.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Subclasses of nn.Linear in transformers that differ only in rounding: they round after the product and again after they
-# add the bias.
+# Subclasses of nn.Linear in transformers that differ only in rounding: they round after the product and again after the
+# addition of the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 

@@ -36,7 +36,7 @@ class PackedCheckpoint:
 
     Args:
         reader: the reader of the packed layers.
-        config: the options of the load.
+        config: the options that the user passed, or the defaults.
         parts: see `Caller`.
     """
 

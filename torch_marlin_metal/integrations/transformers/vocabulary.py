@@ -69,8 +69,8 @@ def _tied_keys(model: Any) -> dict[str, str]:
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
     """Makes tied packed layers share one set of tensors.
 
-    Returns the keys of the tied layers that are not packed. Layers with different weights are not tied, like float
-    weights in transformers. Otherwise a weight would be lost, for example the weight of a merged adapter.
+    Returns the keys of the tied layers that are not packed. Layers whose weights differ are not tied, as in
+    transformers for float weights. Tying them would lose a weight, for example that of a merged adapter.
     """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():
