@@ -19,8 +19,8 @@ from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
 ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may use different kernels
 MOST_THREADS = 8  # a compiling thread only waits for one of Metal's compiler processes
-# Before torch 2.15, two threads that use PyTorch kernels for the first time can crash the process: both change a table
-# without a lock.
+# Before torch 2.15, two threads that use PyTorch kernels for the first time can crash the process, because both change
+# a table without a lock.
 TORCH_LOCKS_ITS_KERNELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 Tasks = dict[tuple[Any, ...], Callable[[], None]]

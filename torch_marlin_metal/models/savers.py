@@ -2,9 +2,9 @@
 
 Packed layers in diffusers models also round weights like diffusers' own layers.
 
-For each library, a module in `integrations` implements this. If a model is quantized in memory or filled by
-`load_quantized`, nothing else imports that module, so the functions here import it by its name. This import is an
-exception: otherwise `models` does not depend on `integrations`.
+The code for each library is a module in `integrations`. For a model that was quantized in memory or filled by
+`load_quantized`, nothing else imports that module, so the functions here import it by its name. Apart from these
+imports, `models` does not depend on `integrations`.
 """
 
 import importlib

@@ -10,7 +10,10 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Level:
-    """The codes of groups, uint8 or int8 `[R, G]`, and for each block `[R, B]` the factor of its codes."""
+    """Numbers `[R, G]`, one per group, as products: the code of the group times the value of the group's block.
+
+    Codes are uint8 or int8 `[R, G]`, values floating point `[R, B]`.
+    """
 
     codes: Tensor
     values: Tensor

@@ -8,9 +8,9 @@ If this package refuses a checkpoint, transformers loads it in a second attempt,
 passed a `MarlinConfig`, there is no second attempt. `from_pretrained` is wrapped for the second attempt. GGUF files
 have no second attempt: this package refuses them because of settings that transformers ignores.
 
-transformers searches the settings of a checkpoint only in the configuration of the model class. If they are not there,
-the wrapper calls `find_settings`. The class may use the configuration of a sub-model, and old GPTQ and AWQ directories
-have the settings in a separate file next to config.json.
+transformers searches the settings of a checkpoint only in the configuration of the model class. They may be elsewhere:
+the class may use the configuration of a sub-model, and old GPTQ and AWQ directories have the settings in a separate
+file next to config.json. In these cases, the wrapper calls `find_settings`.
 """
 
 import functools
