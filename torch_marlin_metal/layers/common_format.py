@@ -25,7 +25,7 @@ FORMATS = {
 class Common:
     """The properties that weights in common tensors must share.
 
-    These are the code bits, the role of the zeros, the group size, and the dtype of the scales and of floating-point
+    They are the code bits, the role of the zeros, the group size, and the dtype of the scales and of floating-point
     zeros. For two-level scales, the dtype is that of the scale codes.
     """
 

@@ -26,7 +26,7 @@ class Widths:
     """Collects the layers of a model and selects their formats.
 
     Args:
-        recipe: the recipe for the model, with its vocabulary.
+        recipe: the recipe before the selection, with the names of the vocabulary's layers.
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -1,7 +1,8 @@
 """Reads single files of diffusion models under diffusers' names. The files use their authors' or ComfyUI's names.
 
-diffusers has a function for each model class that converts the names of such files. It is called with the placeholders
-of `row_tensor.py`. `ConvertedReader` then reads the packed rows for each new name.
+For each model class, diffusers has a function that converts the tensors of such a file. Here, the function gets the
+placeholders of `row_tensor.py` instead of packed weights. `ConvertedReader` then reads the packed rows of each
+converted placeholder.
 """
 
 import os
@@ -29,7 +30,7 @@ COMFY_PREFIX = "model.diffusion_model."
 
 
 class ConvertedReader(CheckpointReader):
-    """Wraps a reader. Its layers have the names and the rows of placeholders that diffusers converted.
+    """Reads the layers of a file under diffusers' names, with the rows that diffusers' models have.
 
     Args:
         reader: the reader of the file.

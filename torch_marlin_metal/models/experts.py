@@ -113,7 +113,7 @@ class ExpertLayers:
         return cls(gate_module, count, parts, (gate_up, down), why_unknown(experts), alternates)
 
     def names(self, index: int) -> tuple[list[str], list[str]]:
-        """Returns the names in the experts module of one expert's layers: ([gate, up] or [gate_up], [down])."""
+        """Returns the names of one expert's layers within the module: ([gate, up] or [gate_up], [down])."""
         if not self.parts:
             return [f"gate_up_proj.{index}"], [f"down_proj.{index}"]
         gate, up, down = self.parts

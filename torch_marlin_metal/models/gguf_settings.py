@@ -65,7 +65,7 @@ def differences(
 
 
 def _key_of_head(config: Any) -> str:
-    """Returns the key for the size of a head, of which a fraction is rotated."""
+    """Returns the key for the size of a head. The number of rotated dimensions is a fraction of this size."""
     if not is_latent(config):
         return "attention.key_length"
     return "attention.key_length_mla" if config.model_type == "mistral4" else "rope.dimension_count"

@@ -46,9 +46,9 @@ def is_transposed(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Returns True if a module computes only `a @ w.T + bias`.
 
-    These are `nn.Linear`, subclasses with an unchanged `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
-    projection of `nn.MultiheadAttention` is excluded, because the attention multiplies by the projection's weight and
-    never calls the projection.
+    Such modules are `nn.Linear`, subclasses with an unchanged `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The result
+    is False for the output projection of `nn.MultiheadAttention`, because the attention multiplies by the projection's
+    weight and never calls the projection.
     """
     kind = type(module)
     if not isinstance(module, nn.Linear):
@@ -104,7 +104,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
-    """Makes the packed layer that replaces `old`, an embedding or a Linear layer with its bias."""
+    """Makes the packed layer that replaces an embedding or a Linear layer. It gets the bias of the Linear layer."""
     if isinstance(old, nn.Embedding):
         return MarlinEmbedding.like(old, packed, dtype)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)

@@ -2,9 +2,9 @@
 
 Packed layers in diffusers models also round weights like diffusers' own layers.
 
-The code for each library is a module in `integrations`. For a model that was quantized in memory or filled by
-`load_quantized`, nothing else imports that module, so the functions here import it by its name. Apart from these
-imports, `models` does not depend on `integrations`.
+The code for each library is a module in `integrations`. If a model is quantized in memory or filled by
+`load_quantized`, nothing else imports the library's module, so the functions here import it by its name. Apart from
+these imports, `models` does not depend on `integrations`.
 """
 
 import importlib

@@ -97,7 +97,7 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
 
 
 def _differ(one: MarlinLinear, other: MarlinLinear) -> bool:
-    """Returns True if two packed layers have different weights, but False on the meta device."""
+    """Returns True if two packed layers have different weights. On the meta device, weights count as equal."""
     if one.b_packed is other.b_packed or one.b_packed.is_meta or other.b_packed.is_meta:
         return False
     if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):
